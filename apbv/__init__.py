@@ -1,0 +1,21 @@
+"""apbv: sequence-parallel prefill for long-video vision-language models on unmodified transformers models."""
+
+from .torchvision_guard import ensure_torchvision_imports
+
+ensure_torchvision_imports()
+
+from .config import PrefillConfig, SamplingConfig  # noqa: E402  (transformers must find torchvision usable)
+from .hosts import HostError, HostGroup  # noqa: E402
+from .inputs import ModelInputs  # noqa: E402
+from .prefill import PrefillResult, prefill  # noqa: E402
+
+__all__ = [
+    "HostError",
+    "HostGroup",
+    "ModelInputs",
+    "PrefillConfig",
+    "PrefillResult",
+    "SamplingConfig",
+    "prefill",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,109 @@
+"""Where apbv plugs into transformers: one attention function, in force only inside a context manager.
+
+The function receives the method at hand as the keyword argument ``apbv`` of the language model's forward,
+which transformers hands down to every layer. So nothing is global and no modeling file is copied.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from .hosts import HostGroup
+from .kernels import merge_states, segmented_attention
+
+_NAME = "apbv"
+
+
+class LayerAttention(Protocol):
+    """What stands in for a layer's attention during one forward pass."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q ``[1, Hq, S, D]`` and k, v ``[1, Hkv, T, D]``, post-RoPE, to ``[1, Hq, S, D]``."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    apbv: LayerAttention | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' attention function contract: returns (``[B, S, Hq, D]`` contiguous, None)."""
+    for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} asks for {name}, which apbv's attention does not have")
+    if attention_mask is not None:
+        raise ValueError("apbv's attention takes no mask: padded and packed batches are not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if apbv is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        out, _ = segmented_attention(query, [(key, value)], scale, causal_last=causal)
+    else:
+        out = apbv(query, key, value, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+@contextmanager
+def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
+    """Let the language model (never its vision tower) use apbv's attention; restored also on error."""
+    config = language_model.config
+    before = config._attn_implementation
+    language_model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        # Not set_attn_implementation: it would re-validate, and could refuse, what the caller had in force.
+        config._attn_implementation = before
+
+
+class ShardedAttention:
+    """Attention of new tokens over a KV that is spread over the hosts (decoding, and a separate query pass).
+
+    Every host attends with the new queries to its own share; the partial results are gathered and merged in
+    host order (Eq. 5), so all hosts continue with the same numbers. Host 0's share ends with the new tokens.
+    """
+
+    def __init__(self, hosts: HostGroup):
+        self._hosts = hosts
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = segmented_attention(q, [(k, v)], scale, causal_last=self._hosts.rank == 0)
+        return gather_and_merge(out, lse, self._hosts)()
+
+
+def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup):
+    """Start exchanging partial attention results; the returned function waits, merges and returns the output.
+
+    Args:
+        out: ``[B, H, S, D]``, this host's partial result.
+        lse: ``[B, H, S]``.
+    """
+    if hosts.size == 1:
+        return lambda: out
+    # One message instead of two: the bytes of a row of out, then those of its lse.
+    packed = torch.cat([_bytes(out), _bytes(lse[..., None])], dim=-1)
+    exchange = hosts.all_gather(packed)
+
+    def finish() -> Tensor:
+        outs, lses = exchange.wait().split([out.shape[-1] * out.element_size(), lse.element_size()], dim=-1)
+        outs = outs.contiguous().view(out.dtype)
+        lses = lses.contiguous().view(lse.dtype)[..., 0]
+        return merge_states(outs, lses)[0].to(out.dtype)
+
+    return finish
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

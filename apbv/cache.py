@@ -1,0 +1,157 @@
+"""ShardedCache: the KV of a prompt, every token of it kept by exactly one host.
+
+Keys and values are ``[B, Hkv, T, D]``, post-RoPE. Within a host, rows are in token order.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .hosts import HostGroup
+from .layout import ContextLayout, offsets_within
+
+# Decoding appends one row per step; growing the buffers by many rows at once keeps that from copying the cache.
+_GROWTH_ROWS = 256
+
+
+class ShardedLayer(DynamicLayer):
+    """One layer's share of the KV.
+
+    The first ``update`` is the prefill: attention gets the full local K and V back, the layer keeps the rows
+    that this host owns. Later updates are decoding: host 0 appends the new tokens, the others leave them to
+    host 0, and attention gets the host's own share back.
+    """
+
+    def __init__(self, kept_rows: Iterable[range], num_prompt_tokens: int, appends: bool):
+        super().__init__()
+        self._kept_rows = [run for run in kept_rows if len(run)]
+        self._appends = appends
+        self._buffers: tuple[Tensor, Tensor] | None = None
+        self.num_tokens = num_prompt_tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys, self.values = (self._keep(states) for states in (key_states, value_states))
+            self.is_initialized = True
+            return key_states, value_states
+        self.num_tokens += key_states.shape[2]
+        if self._appends:
+            self._append(key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Tokens of the whole sequence so far, not only this host's."""
+        return self.num_tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in transformers)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+        self.num_tokens += tokens_to_remove
+        if self._appends and tokens_to_remove:
+            if -tokens_to_remove > self.keys.shape[2]:
+                raise ValueError(f"cannot remove {-tokens_to_remove} tokens, host 0 holds {self.keys.shape[2]}")
+            self.keys = self.keys[:, :, :tokens_to_remove]
+            self.values = self.values[:, :, :tokens_to_remove]
+
+    def _keep(self, states: Tensor) -> Tensor:
+        rows = [states[:, :, run.start : run.stop] for run in self._kept_rows]
+        return torch.cat(rows, dim=2) if rows else states[:, :, :0].clone()
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        old, new = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if self._buffers is None or self._buffers[0].shape[2] < new:
+            self._buffers = tuple(_grown(states, new + _GROWTH_ROWS) for states in (self.keys, self.values))
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, old:new] = states
+        self.keys, self.values = (buffer[:, :, :new] for buffer in self._buffers)
+
+
+class ShardedCache(Cache):
+    """A transformers cache that holds this host's share of a prompt's KV.
+
+    Args:
+        num_layers: decoder layers.
+        layout: who keeps what.
+        host: this host's index.
+        keep_query: False where the query will run in a forward pass of its own, which then appends it.
+    """
+
+    def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True):
+        self.layout = layout
+        self.host = host
+        kept = [span for span in layout.cache_spans(host) if keep_query or span != layout.query]
+        num_tokens = layout.num_tokens if keep_query else layout.query.start
+        rows = offsets_within(layout.local_spans(host), kept)
+        super().__init__(layers=[ShardedLayer(rows, num_tokens, host == 0) for _ in range(num_layers)])
+
+    def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:
+        """Hold no rows: the share of a host that takes no part in the prefill."""
+        empty = torch.empty(1, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
+        for layer in self.layers:
+            layer.update(empty, empty)
+
+    def owned_spans(self, host: int) -> list[range]:
+        """Token positions whose KV a host holds now, generated tokens included, in row order."""
+        spans = list(self.layout.cache_spans(host))
+        generated = range(self.layout.num_tokens, self.get_seq_length())
+        return [*spans, generated] if host == 0 else spans
+
+    def nbytes(self) -> int:
+        """Bytes of keys and values on this host."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def gather(self, hosts: HostGroup, to_host: int = 0) -> DynamicCache | None:
+        """Collect the whole KV on one host, in position order; collective.
+
+        Returns:
+            A plain transformers DynamicCache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere.
+
+        Raises:
+            HostError: a host failed meanwhile.
+        """
+        if hosts.size == 1:
+            return DynamicCache((layer.keys, layer.values) for layer in self.layers)
+        counts = [sum(map(len, self.owned_spans(host))) for host in range(hosts.size)]
+        exchange = self._start_gather(0, hosts, to_host, counts)
+        gathered = DynamicCache()
+        for index in range(len(self.layers)):
+            received = exchange.wait()
+            if index + 1 < len(self.layers):
+                exchange = self._start_gather(index + 1, hosts, to_host, counts)
+            if hosts.rank == to_host:
+                gathered.update(*self._in_position_order(received), index)
+        return gathered if hosts.rank == to_host else None
+
+    def _start_gather(self, index: int, hosts: HostGroup, to_host: int, counts: list[int]):
+        layer = self.layers[index]
+        share = torch.stack([layer.keys, layer.values])
+        _, batch, heads, _, dim = share.shape
+        nothing = share.new_empty(0)
+        parts = [share if host == to_host else nothing for host in range(hosts.size)]
+        here = hosts.rank == to_host
+        return hosts.all_to_all(
+            parts, [(2, batch, heads, count, dim) if here else (0,) for count in counts]
+        )
+
+    def _in_position_order(self, shares: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Merge ``[2, B, Hkv, T_h, D]`` per host into keys and values ``[B, Hkv, n, D]``."""
+        runs = []
+        for host, share in enumerate(shares):
+            spans = self.owned_spans(host)
+            lengths = [len(span) for span in spans]
+            runs += zip((span.start for span in spans), share.split(lengths, dim=3), strict=True)
+        runs = [rows for _, rows in sorted(runs, key=lambda run: run[0]) if rows.shape[3]]
+        keys, values = zip(*runs, strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+def _grown(states: Tensor, rows: int) -> Tensor:
+    batch, heads, old, dim = states.shape
+    buffer = states.new_empty(batch, heads, rows, dim)
+    buffer[:, :, :old] = states
+    return buffer

@@ -1,0 +1,82 @@
+"""What a caller may choose, validated once."""
+
+from dataclasses import dataclass
+
+KV_PLACEMENTS = ("gathered", "sharded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """How a prompt is prefilled.
+
+    Attributes:
+        method: name in :data:`apbv.methods.METHODS`; ``"apbv"`` or ``"full"`` (one host computes everything).
+        anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a quarter of n.
+            0: no anchor (Table 9).
+        passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
+            ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag). 0: no passing blocks (Tables 3, 8).
+        importance: how the l_p pairs are chosen; a name in :data:`apbv.methods.importance.IMPORTANCE`.
+        overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
+        fused_query: run query and context in one forward pass (Section 4.2; "F").
+        zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
+        frame_parallel: each host encodes its share of the frames instead of all of them (Section 3.1; "V").
+        on_single_host: run ``"apbv"`` even on one host. Off, one host runs ``"full"``, which is exact and,
+            without other hosts to share the work, what APB-V degenerates to.
+        kv: where the KV lives after prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was computed.
+
+    Raises:
+        ValueError: a length is negative or absurd, or a name is unknown.
+    """
+
+    method: str = "apbv"
+    anchor_len: int | None = None
+    passing_len: int | None = None
+    importance: str = "softmax"
+    overlap: bool = True
+    fused_query: bool = True
+    zigzag: bool = True
+    frame_parallel: bool = True
+    on_single_host: bool = False
+    kv: str = "gathered"
+
+    def __post_init__(self):
+        for name in ("anchor_len", "passing_len"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} must be an integer number of tokens, not {value!r}")
+            if not 0 <= value < 2**31:
+                raise ValueError(f"{name} must lie in 0 .. 2^31-1, not {value}")
+        if self.kv not in KV_PLACEMENTS:
+            raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {self.kv!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How next tokens are chosen.
+
+    Attributes:
+        max_new_tokens: at most so many tokens are generated; at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
+        seed: with the same seed, prompt and model, the same tokens are drawn.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.max_new_tokens, int) or not 1 <= self.max_new_tokens <= 2**20:
+            raise ValueError(f"max_new_tokens must lie in 1 .. 2^20, not {self.max_new_tokens!r}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], not {self.top_p!r}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must lie in 0 .. 2^64-1, not {self.seed!r}")

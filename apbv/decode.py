@@ -1,0 +1,104 @@
+"""Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .attention import ShardedAttention, apbv_attention
+from .cache import ShardedCache
+from .config import SamplingConfig
+from .hosts import HostGroup
+from .models import ModelParts
+from .sampling import sample
+
+
+class Decoder(Protocol):
+    """Advances a sequence by tokens that are already chosen."""
+
+    def advance(self, token: int) -> Tensor | None:
+        """Run the model on one token; returns the next token's logits ``[V]`` on host 0 at least."""
+
+
+class GatheredDecoder:
+    """Host 0 decodes alone, with the model's own attention, over a plain DynamicCache."""
+
+    def __init__(
+        self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup
+    ):
+        self._parts, self._cache, self._position, self._hosts = parts, cache, next_position, hosts
+
+    def advance(self, token: int) -> Tensor | None:
+        if self._hosts.rank != 0:
+            return None
+        logits = run_language_model(self._parts, [token], self._position, self._cache)
+        self._position += 1
+        return logits
+
+
+class ShardedDecoder:
+    """Every host runs the new token against its own share of the KV; host 0 keeps the new token's KV."""
+
+    def __init__(self, parts: ModelParts, cache: ShardedCache, next_position: int, hosts: HostGroup):
+        self._parts, self._cache, self._position = parts, cache, next_position
+        self._attention = ShardedAttention(hosts)
+
+    def advance(self, token: int) -> Tensor | None:
+        with apbv_attention(self._parts.language_model):
+            logits = run_language_model(
+                self._parts, [token], self._position, self._cache, apbv=self._attention
+            )
+        self._position += 1
+        return logits
+
+
+@torch.no_grad()
+def run_language_model(parts: ModelParts, tokens: list[int], position: int, cache, **kwargs) -> Tensor:
+    """Logits ``[V]`` after the last of some consecutive text tokens; their KV goes into the cache.
+
+    Text continues one position at a time; for M-RoPE models time, height and width advance together.
+    """
+    input_ids = torch.tensor([tokens], device=parts.device)
+    position_ids = torch.arange(position, position + len(tokens), device=parts.device)[None]
+    if parts.uses_mrope:
+        position_ids = position_ids.expand(3, -1, -1)
+    hidden = parts.language_model(
+        inputs_embeds=parts.embed_tokens(input_ids),
+        position_ids=position_ids,
+        past_key_values=cache,
+        use_cache=True,
+        **kwargs,
+    ).last_hidden_state
+    return parts.logits(hidden[:, -1:])[0, 0]
+
+
+def generate_tokens(
+    decoder: Decoder,
+    logits: Tensor,
+    prompt_len: int,
+    hosts: HostGroup,
+    config: SamplingConfig,
+    eos_token_ids: tuple[int, ...],
+    on_token: Callable[[int], None] | None = None,
+) -> list[int]:
+    """Choose and append tokens until an end token, which is included, or ``max_new_tokens``.
+
+    Host 0 chooses, so that every host continues with the same token. Collective.
+
+    Args:
+        logits: ``[V]``, for the first new token.
+        prompt_len: n; a token's random number depends on the seed and its index in the sequence.
+        on_token: called on every host with each token as soon as it is chosen.
+    """
+    tokens: list[int] = []
+    while True:
+        chosen = [sample(logits, config, prompt_len + len(tokens))] if hosts.rank == 0 else None
+        (token,) = hosts.broadcast_ints(chosen, 1)
+        tokens.append(token)
+        if on_token is not None:
+            on_token(token)
+        if token in eos_token_ids or len(tokens) == config.max_new_tokens:
+            return tokens
+        logits = decoder.advance(token)

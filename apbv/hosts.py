@@ -1,0 +1,354 @@
+"""HostGroup: rank, size, device and process group as one argument; the only file that imports torch.distributed.
+
+How a failure reaches everybody. A stage is either *local* (no data travels in it: reading a video,
+tokenising) or *collective* (hosts exchange data inside it). A local stage ends with a small exchange of
+statuses, so that all hosts raise, or none does, and the group stays usable. A host that fails inside a
+collective stage cannot join the exchanges that the others wait for, so it posts its error in the group's
+key-value store; whoever waits looks there. After that the group is broken and must be built anew. A host
+that dies closes its connections, which wakes the others too.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FAILURE_KEY = "apbv/failure"
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 2.0
+
+
+class HostError(RuntimeError):
+    """Another host failed, or could not be reached; the message says which, where and why."""
+
+
+class Exchange:
+    """A data exchange that is under way. ``wait()`` returns its result."""
+
+    def __init__(self, result: Any, wait: Callable[[], None] | None = None):
+        self._result = result
+        self._wait = wait
+
+    def wait(self) -> Any:
+        """Block until the exchange is complete (on CUDA: until it is ordered before later kernels).
+
+        Raises:
+            HostError: a host failed, ended, or did not answer within the group's timeout.
+        """
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        return self._result
+
+
+class HostGroup:
+    """The hosts that prefill together: one member per full replica of the model.
+
+    Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`.
+
+    Attributes:
+        rank: this host's index h in 0 .. size-1.
+        size: H.
+        device: where this host computes.
+        timeout: seconds to wait for another host before giving up.
+        bytes_received: payload that this host received from others since the group was built.
+    """
+
+    def __init__(
+        self, *, device: torch.device, data_group=None, control_group=None, timeout: float, owns_group: bool
+    ):
+        self.device = device
+        self.timeout = timeout
+        self.bytes_received = 0
+        self._data_group = data_group
+        self._control_group = control_group
+        self._owns_group = owns_group
+        self._broken = False
+        self.rank = dist.get_rank(data_group) if data_group is not None else 0
+        self.size = dist.get_world_size(data_group) if data_group is not None else 1
+
+    @classmethod
+    def single(cls, device: str | torch.device | None = None) -> "HostGroup":
+        """One host, this process, without a process group."""
+        return cls(device=torch.device(device or _default_device(0)), timeout=0.0, owns_group=False)
+
+    @classmethod
+    def from_env(cls, device: str | torch.device | None = None, timeout: float = 300.0) -> "HostGroup":
+        """The hosts that torchrun started; a single host where it did not start this process.
+
+        Args:
+            device: this host's device. None: the GPU of LOCAL_RANK, or the CPU where there is none.
+            timeout: seconds to wait for another host.
+
+        Raises:
+            HostError: more processes than GPUs were started on this machine, or the hosts do not meet.
+        """
+        if "RANK" not in os.environ:
+            return cls.single(device)
+        device = torch.device(device or _default_device(int(os.environ.get("LOCAL_RANK", 0))))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            try:
+                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise HostError(f"the hosts did not meet within {timeout:g} s: {error}") from error
+        return cls.from_process_group(dist.group.WORLD, device, timeout, owns_group=owns_group)
+
+    @classmethod
+    def from_process_group(
+        cls,
+        group,
+        device: str | torch.device | None = None,
+        timeout: float = 300.0,
+        *,
+        owns_group: bool = False,
+    ) -> "HostGroup":
+        """The members of a process group that the caller made; collective over its members.
+
+        Args:
+            group: a torch.distributed group with a gloo backend, an NCCL backend, or both.
+            device: this host's device; None as in :meth:`from_env`.
+            timeout: seconds to wait for another host.
+        """
+        device = torch.device(device or _default_device(int(os.environ.get("LOCAL_RANK", 0))))
+        control_group = group
+        if device.type == "cuda" and "gloo" not in dist.get_backend_config(group):
+            # Statuses and tokens are host memory: over gloo they neither wait for nor stall the GPU.
+            control_group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend="gloo",
+                timeout=timedelta(seconds=timeout),
+                use_local_synchronization=True,
+            )
+        return cls(
+            device=device,
+            data_group=group,
+            control_group=control_group,
+            timeout=timeout,
+            owns_group=owns_group,
+        )
+
+    # ---- data ----
+
+    def all_gather(self, tensor: Tensor) -> Exchange:
+        """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""
+        tensor = tensor.contiguous()
+        if self.size == 1:
+            return Exchange(tensor[None])
+        result = tensor.new_empty(self.size, *tensor.shape)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = self._start(
+            lambda: gather(result.flatten(), tensor.flatten(), group=self._data_group, async_op=True)
+        )
+        self.bytes_received += (self.size - 1) * tensor.nbytes
+        return Exchange(result, lambda: self._wait(work, tensor.is_cuda))
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+        """Start sending one tensor to every host and receiving one from every host.
+
+        Args:
+            parts: H tensors of one dtype; part h goes to host h. Empty parts travel as nothing.
+            shapes: H shapes; what host h sends here has shape h.
+
+        The result is the list of H received tensors.
+        """
+        if self.size == 1:
+            return Exchange(list(parts))
+        dtype, device = parts[0].dtype, parts[0].device
+        width = parts[0].element_size()
+        counts = [math.prod(shape) for shape in shapes]
+        # Bytes, because not every back end knows every dtype.
+        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
+        received = torch.empty(sum(counts) * width, dtype=torch.uint8, device=device)
+        work = self._start(
+            lambda: dist.all_to_all_single(
+                received,
+                sent,
+                [count * width for count in counts],
+                [part.numel() * width for part in parts],
+                group=self._data_group,
+                async_op=True,
+            )
+        )
+        self.bytes_received += (sum(counts) - counts[self.rank]) * width
+        pieces = received.view(dtype).split(counts)
+        result = [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+        def wait(sent=sent):  # holds what is being sent alive until it is sent
+            self._wait(work, device.type == "cuda")
+
+        return Exchange(result, wait)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Host 0's tensor, in place on every host; shape and dtype are the same everywhere."""
+        if self.size == 1:
+            return tensor
+        work = self._start(lambda: dist.broadcast(tensor, group=self._data_group, group_src=0, async_op=True))
+        self._wait(work, tensor.is_cuda)
+        self.bytes_received += tensor.nbytes if self.rank else 0
+        return tensor
+
+    # ---- small integers and statuses ----
+
+    def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
+        """``count`` 64-bit integers from host 0 to everybody; ``values`` matters on host 0 only."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values if self.rank == 0 else [0] * count, dtype=torch.int64)
+        work = self._start(
+            lambda: dist.broadcast(tensor, group=self._control_group, group_src=0, async_op=True)
+        )
+        self._wait(work)
+        return tensor.tolist()
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """The same number of floats from every host, on every host: one list per host."""
+        return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def barrier(self) -> None:
+        """Wait until every host is here and its device is idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._gather_control(torch.zeros(1))
+
+    @contextmanager
+    def local_stage(self, name: str) -> Iterator[None]:
+        """A stage without exchanges inside; at its end all hosts raise, or none does.
+
+        A host that failed raises its own error, the others a HostError that quotes it.
+        """
+        error = None
+        try:
+            yield
+        except HostError:
+            raise
+        except Exception as caught:
+            error = caught
+        self._agree(name, error)
+
+    @contextmanager
+    def collective_stage(self, name: str) -> Iterator[None]:
+        """A stage with exchanges inside; a host that fails in it tells the others and breaks the group."""
+        if self._broken:
+            raise HostError(f"cannot start {name}: this host group broke in an earlier request")
+        try:
+            yield
+        except HostError:
+            self._broken = True
+            raise
+        except BaseException as error:
+            self._broken = True
+            self._post_failure(name, error)
+            raise
+
+    def close(self) -> None:
+        """Leave the process group, where :meth:`from_env` made it."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    # ---- inside ----
+
+    def _gather_control(self, tensor: Tensor) -> Tensor:
+        if self.size == 1:
+            return tensor[None]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait(
+            self._start(lambda: dist.all_gather(parts, tensor, group=self._control_group, async_op=True))
+        )
+        return torch.stack(parts)
+
+    def _agree(self, name: str, error: Exception | None) -> None:
+        message = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:4096]
+        lengths = self._gather_control(torch.tensor([len(message) if error is None else len(message) + 1]))
+        lengths = lengths.flatten().tolist()
+        if not any(lengths):
+            return
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
+            : len(message)
+        ]
+        messages = self._gather_control(padded)
+        if error is not None:
+            raise error
+        failed = next(host for host, length in enumerate(lengths) if length)
+        text = bytes(messages[failed, : lengths[failed] - 1].tolist()).decode(errors="replace")
+        raise HostError(f"host {failed} failed in {name}: {text}")
+
+    def _start(self, call):
+        if self._broken:
+            raise HostError("this host group broke in an earlier exchange")
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _wait(self, work, on_gpu: bool = False) -> None:
+        if on_gpu:
+            work.wait()
+            return
+        deadline = time.monotonic() + self.timeout
+        while True:
+            try:
+                work.wait(timedelta(seconds=_POLL_SECONDS))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._lost(error) from error
+                if failure := self._posted_failure():
+                    raise failure from None
+                if time.monotonic() > deadline:
+                    self._broken = True
+                    raise HostError(
+                        f"host {self.rank} waited more than {self.timeout:g} s for another host"
+                    ) from None
+
+    def _post_failure(self, name: str, error: BaseException) -> None:
+        if self.size == 1:
+            return
+        text = f"host {self.rank} failed in {name}: {type(error).__name__}: {error}"
+        try:
+            self._data_group.get_group_store().set(_FAILURE_KEY, text)
+        except RuntimeError:
+            pass  # the store's host is gone: the others notice that by themselves
+
+    def _posted_failure(self) -> HostError | None:
+        store = self._data_group.get_group_store()
+        try:
+            if not store.check([_FAILURE_KEY]):
+                return None
+            text = store.get(_FAILURE_KEY).decode(errors="replace")
+        except RuntimeError:
+            text = "lost contact with the hosts' key-value store: the process that held it has ended"
+        self._broken = True
+        return HostError(text)
+
+    def _lost(self, error: RuntimeError) -> HostError:
+        """An exchange failed outright: quote the host that posted a reason, or say that one has ended."""
+        self._broken = True
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline:
+            if failure := self._posted_failure():
+                return failure
+            time.sleep(0.05)
+        return HostError(f"another host ended without a word (seen by host {self.rank}): {error}")
+
+
+def _default_device(local_rank: int) -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    if local_rank >= torch.cuda.device_count():
+        raise HostError(
+            f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
+            "start at most one process per GPU, or pass device='cpu'"
+        )
+    return f"cuda:{local_rank}"

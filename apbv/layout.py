@@ -1,0 +1,184 @@
+"""Which tokens are anchor, context blocks and query, and which host owns what. Integers only, no torch.
+
+A run of consecutive token positions is a ``range`` with step 1.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class LayoutError(ValueError):
+    """The requested lengths do not fit the input; the message names every number involved."""
+
+
+def split_evenly(items: range, parts: int) -> list[range]:
+    """Cut a run into consecutive parts whose lengths differ by at most one, longer ones first (Eq. 6)."""
+    base, longer = divmod(len(items), parts)
+    starts = [items.start + part * base + min(part, longer) for part in range(parts + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def intersect(a: range, b: range) -> range:
+    """The common run of two runs; empty where they do not meet."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+@dataclass(frozen=True)
+class ContextLayout:
+    """The split of n prompt tokens over H hosts: ``[anchor | context block 0 .. V-1 | query]``.
+
+    With zigzag there are V = 2H virtual hosts, and host h holds blocks h and 2H-1-h; without, V = H and
+    host h holds block h. A layout without blocks is a prompt that host 0 computes alone, all of it "query".
+
+    Attributes:
+        num_hosts: H.
+        anchor: token positions of the anchor block, replicated on every host.
+        blocks: token positions of the context block of every virtual host.
+        query: token positions of the query block, replicated on every host; ends at n.
+        passing_len: l_p, at most so many KV pairs leave a block, per layer and KV head.
+    """
+
+    num_hosts: int
+    anchor: range
+    blocks: tuple[range, ...]
+    query: range
+    passing_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query.stop
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the hosts share the prompt; False where host 0 computes it alone."""
+        return bool(self.blocks)
+
+    @property
+    def zigzag(self) -> bool:
+        """Whether there are two virtual hosts on every host."""
+        return len(self.blocks) == 2 * self.num_hosts
+
+    def virtual_hosts(self, host: int) -> tuple[int, ...]:
+        """The virtual hosts of a host, in token order: (h, 2H-1-h) with zigzag, (h,) without."""
+        if not self.is_split:
+            return ()
+        return (host, len(self.blocks) - 1 - host) if self.zigzag else (host,)
+
+    def host_of_block(self, virtual_host: int) -> int:
+        """The host that holds the block of a virtual host."""
+        return min(virtual_host, len(self.blocks) - 1 - virtual_host) if self.zigzag else virtual_host
+
+    def num_passed(self, virtual_host: int) -> int:
+        """k_v: how many KV pairs the block of a virtual host passes on, per layer and KV head."""
+        return min(self.passing_len, len(self.blocks[virtual_host]))
+
+    @property
+    def max_passed(self) -> int:
+        """Rows of an exchange buffer: the longest passing block of one virtual host."""
+        return min(self.passing_len, max(map(len, self.blocks), default=0))
+
+    def anchor_slice(self, host: int) -> range:
+        """The slice of the anchor whose keys this host shows to the query (Appendix B.2) and caches."""
+        return split_evenly(self.anchor, self.num_hosts)[host]
+
+    def local_spans(self, host: int) -> tuple[range, ...]:
+        """The tokens this host computes, in token order: anchor, its blocks, query."""
+        if not self.is_split:
+            return (self.query,) if host == 0 else ()
+        return (self.anchor, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
+
+    def cache_spans(self, host: int) -> tuple[range, ...]:
+        """The tokens whose KV this host keeps, in token order; over all hosts each token exactly once."""
+        if not self.is_split:
+            return (self.query,) if host == 0 else ()
+        spans = (self.anchor_slice(host), *(self.blocks[v] for v in self.virtual_hosts(host)))
+        return (*spans, self.query) if host == 0 else spans
+
+    def owner(self, token: int) -> int:
+        """The host that keeps the KV of a token."""
+        for host in range(self.num_hosts):
+            if any(token in span for span in self.cache_spans(host)):
+                return host
+        raise IndexError(f"token {token} is not one of the prompt's {self.num_tokens}")
+
+
+def plan_layout(
+    *,
+    num_hosts: int,
+    num_tokens: int,
+    context_start: int,
+    query_start: int,
+    anchor_len: int | None,
+    passing_len: int | None,
+    zigzag: bool,
+) -> ContextLayout:
+    """Split ``[prefix | context | query]`` over the hosts.
+
+    Args:
+        num_hosts: H.
+        num_tokens: n, the whole prompt.
+        context_start: tokens before it (everything before the first visual token) belong to the anchor.
+        query_start: first token of the query block, after the last visual token.
+        anchor_len: l_a. None takes ``max(128, ceil(n / 64))``, at most a quarter of the prompt (below
+            n = 512 the floor alone would leave nothing to split). 0 makes the prefix context too.
+        passing_len: l_p. None takes ``max(128, ceil(n / 128))``, or ``ceil(n / 64)`` without zigzag.
+        zigzag: 2H blocks, or H.
+
+    Returns:
+        The layout; one without blocks where the context is too short to give every virtual host a token.
+
+    Raises:
+        LayoutError: the query is empty, or an anchor length that was asked for leaves no context.
+    """
+    if not 0 <= context_start <= query_start < num_tokens:
+        raise LayoutError(
+            f"a prompt needs 0 <= context_start <= query_start < num_tokens, got context_start={context_start}, "
+            f"query_start={query_start}, num_tokens={num_tokens}: the query after the context is empty"
+            if query_start >= num_tokens
+            else f"context_start={context_start} lies outside 0 .. query_start={query_start}"
+        )
+    if anchor_len is not None and anchor_len >= query_start > 0:
+        raise LayoutError(
+            f"anchor_len={anchor_len} leaves no context: only {query_start} of the prompt's {num_tokens} tokens "
+            "come before the query"
+        )
+    if anchor_len is None:
+        anchor_len = min(max(128, -(-num_tokens // 64)), num_tokens // 4)
+    if passing_len is None:
+        passing_len = max(128, -(-num_tokens // (128 if zigzag else 64)))
+    anchor = range(0, max(context_start, anchor_len) if anchor_len else 0)
+    num_blocks = num_hosts * (2 if zigzag else 1)
+    if query_start - anchor.stop < num_blocks:
+        return single_host_layout(num_hosts, num_tokens)
+    return ContextLayout(
+        num_hosts=num_hosts,
+        anchor=anchor,
+        blocks=tuple(split_evenly(range(anchor.stop, query_start), num_blocks)),
+        query=range(query_start, num_tokens),
+        passing_len=passing_len,
+    )
+
+
+def single_host_layout(num_hosts: int, num_tokens: int) -> ContextLayout:
+    """Host 0 computes and keeps the whole prompt."""
+    return ContextLayout(num_hosts, range(0), (), range(num_tokens), passing_len=0)
+
+
+def offsets_within(spans: Iterable[range], wanted: Iterable[range]) -> list[range]:
+    """Where the wanted runs lie in the concatenation of the spans.
+
+    Each wanted run must lie inside one span.
+    """
+    starts, offset = [], 0
+    for span in spans:
+        starts.append((span, offset))
+        offset += len(span)
+    found = []
+    for run in wanted:
+        if not len(run):
+            found.append(range(0))
+            continue
+        span, start = next((s, o) for s, o in starts if run.start in s and run.stop <= s.stop)
+        found.append(range(start + run.start - span.start, start + run.stop - span.start))
+    return found

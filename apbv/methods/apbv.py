@@ -1,0 +1,121 @@
+"""APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
+
+Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h holds
+[A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag.
+"""
+
+import torch
+from torch import Tensor
+
+from ..attention import gather_and_merge
+from ..config import PrefillConfig
+from ..hosts import Exchange, HostGroup
+from ..kernels import segmented_attention
+from ..layout import ContextLayout, offsets_within, plan_layout
+from .base import PrefillMethod
+from .importance import IMPORTANCE
+
+
+class ApbvMethod(PrefillMethod):
+    """Blocks see the anchor, the best KV pairs of all earlier blocks, and themselves; the query sees all."""
+
+    name = "apbv"
+
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
+        super().__init__(layout, hosts, config)
+        self.separate_query = not config.fused_query
+        self._importance = IMPORTANCE[config.importance]
+        anchor, *blocks, query = offsets_within(
+            layout.local_spans(hosts.rank), layout.local_spans(hosts.rank)
+        )
+        self._anchor = anchor
+        self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
+        self._query = query
+
+    @staticmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        return plan_layout(
+            num_hosts=num_hosts,
+            num_tokens=num_tokens,
+            context_start=context_start,
+            query_start=query_start,
+            anchor_len=config.anchor_len,
+            passing_len=config.passing_len,
+            zigzag=config.zigzag,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q_query = _rows(q, self._query)
+        # Every transfer starts as early as its data exists, and is waited for where it is needed (Figure 5).
+        sent = [self._start_passing(block, q, k, v, q_query, scale) for block in self._blocks]
+        finish_query = self._start_query(q_query, k, v, scale)
+
+        anchor = (_rows(k, self._anchor), _rows(v, self._anchor))
+        outs = [segmented_attention(_rows(q, self._anchor), [anchor], scale, causal_last=True)[0]]
+        for block, rows in self._blocks.items():
+            segments = [anchor, *self._passing_segments(block, sent), (_rows(k, rows), _rows(v, rows))]
+            outs.append(segmented_attention(_rows(q, rows), segments, scale, causal_last=True)[0])
+        return torch.cat([*outs, finish_query()], dim=2)
+
+    def _start_passing(
+        self, block: int, q: Tensor, k: Tensor, v: Tensor, q_query: Tensor, scale: float
+    ) -> Exchange | None:
+        """Send this block's l_p most important KV pairs to everybody: ``[2, B, Hkv, max k, D]`` per host."""
+        if self.layout.max_passed == 0:
+            return None
+        buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
+        if block != len(self.layout.blocks) - 1:  # nobody comes after the last block: its buffer stays a dummy
+            rows = self._blocks[block]
+            k_block, v_block, count = _rows(k, rows), _rows(v, rows), self.layout.num_passed(block)
+            if count < len(rows):
+                scores = self._importance(q_query, _rows(q, rows), k_block, scale)
+                # In token order, so that neither the order of equal scores nor top-k's own shows.
+                chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+                chosen = chosen[..., None].expand(-1, -1, -1, k.shape[3])
+                k_block, v_block = k_block.gather(2, chosen), v_block.gather(2, chosen)
+            buffer[0, :, :, :count] = k_block
+            buffer[1, :, :, :count] = v_block
+        exchange = self.hosts.all_gather(buffer)
+        if not self.config.overlap:
+            exchange.wait()
+        return exchange
+
+    def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[tuple[Tensor, Tensor]]:
+        """The passing block: what all virtual hosts before this one sent, as it lies in the buffers."""
+        segments = []
+        for order, exchange in enumerate(sent):
+            # The exchange of order 0 carries blocks 0 .. H-1, that of order 1 carries 2H-1 .. H.
+            if exchange is None or (order == 1 and block < self.hosts.size):
+                continue
+            buffers = exchange.wait()
+            for host in range(self.hosts.size):
+                sender = self.layout.virtual_hosts(host)[order]
+                if sender < block:
+                    k, v = buffers[host, :, :, :, : self.layout.num_passed(sender)]
+                    segments.append((k, v))
+        return segments
+
+    def _start_query(self, q_query: Tensor, k: Tensor, v: Tensor, scale: float):
+        """Query attention over everything this host owns, merged over hosts (Eq. 5, Appendix B.2)."""
+        if self.separate_query:
+            # The query only rides along for the scores; a pass of its own will see the whole context.
+            segments = [(_rows(k, rows), _rows(v, rows)) for rows in (self._anchor, self._query)]
+            out, _ = segmented_attention(q_query, segments, scale, causal_last=True)
+            return lambda: out
+        owns_query = self.hosts.rank == 0
+        anchor_slice = self.layout.anchor_slice(self.hosts.rank)
+        context = range(self._anchor.stop, self._query.stop if owns_query else self._query.start)
+        segments = [(_rows(k, rows), _rows(v, rows)) for rows in (anchor_slice, context)]
+        finish = gather_and_merge(
+            *segmented_attention(q_query, segments, scale, causal_last=owns_query), self.hosts
+        )
+        if self.config.overlap:
+            return finish
+        merged = finish()
+        return lambda: merged
+
+
+def _rows(states: Tensor, rows: range) -> Tensor:
+    return states[:, :, rows.start : rows.stop]

@@ -1,0 +1,41 @@
+"""What a prefill method provides."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..config import PrefillConfig
+from ..hosts import HostGroup
+from ..layout import ContextLayout
+
+
+class PrefillMethod(ABC):
+    """One method, for one prompt on one host; called in every layer in place of attention.
+
+    Attributes:
+        name: what callers write.
+        separate_query: the query runs in a forward pass of its own after the context's.
+    """
+
+    name: ClassVar[str]
+    separate_query: bool = False
+
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
+        self.layout = layout
+        self.hosts = hosts
+        self.config = config
+
+    @staticmethod
+    @abstractmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        """The layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and errors."""
+
+    @abstractmethod
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of this host's tokens, in the order of ``layout.local_spans``.
+
+        q ``[1, Hq, S, D]``, k and v ``[1, Hkv, S, D]``, post-RoPE; returns ``[1, Hq, S, D]``.
+        """

@@ -1,0 +1,21 @@
+"""Full attention: host 0 computes the whole prompt. The exact baseline."""
+
+from torch import Tensor
+
+from ..config import PrefillConfig
+from ..kernels import segmented_attention
+from ..layout import ContextLayout, single_host_layout
+from .base import PrefillMethod
+
+
+class FullMethod(PrefillMethod):
+    name = "full"
+
+    @staticmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        return single_host_layout(num_hosts, num_tokens)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return segmented_attention(q, [(k, v)], scale, causal_last=True)[0]

@@ -1,0 +1,94 @@
+"""Where the time and the memory of a request go."""
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .hosts import HostGroup
+
+STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "decode")
+
+
+class StageTimer:
+    """Wall-clock seconds per stage on this host, and since the request began.
+
+    On CUDA a stage ends when its kernels have.
+    """
+
+    def __init__(self, hosts: HostGroup):
+        self._hosts = hosts
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._began = time.perf_counter()
+        self._first_token = 0.0
+        self._bytes_before = hosts.bytes_received
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self._seconds[name] += time.perf_counter() - began
+
+    def mark_first_token(self) -> None:
+        """The logits of the first new token exist: TTFT ends here."""
+        self._synchronize()
+        self._first_token = time.perf_counter() - self._began
+
+    @property
+    def comm_bytes(self) -> int:
+        """Payload received from other hosts since the request began."""
+        return self._hosts.bytes_received - self._bytes_before
+
+    def summary(self, num_new_tokens: int = 0) -> dict:
+        """The request's figures, equal on every host; collective.
+
+        Times are the slowest host's, in milliseconds; ``comm_bytes`` and ``peak_memory_bytes`` are per host.
+        """
+        mine = [*self._seconds.values(), self._first_token, time.perf_counter() - self._began]
+        everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
+        slowest = [max(column) for column in zip(*everybody, strict=True)]
+        ttft, total = slowest[len(STAGES)], slowest[len(STAGES) + 1]
+        decode = slowest[STAGES.index("decode")]
+        return {
+            "ttft_ms": ttft * 1e3,
+            "total_ms": total * 1e3,
+            "request_throughput": 1.0 / ttft if ttft else None,
+            "output_throughput": num_new_tokens / decode if num_new_tokens and decode else None,
+            "stages_ms": {name: slowest[i] * 1e3 for i, name in enumerate(STAGES)},
+            "comm_bytes": [int(row[-2]) for row in everybody],
+            "comm_bytes_total": int(sum(row[-2] for row in everybody)),
+            "peak_memory_bytes": [int(row[-1]) for row in everybody],
+        }
+
+    def _synchronize(self) -> None:
+        if self._hosts.device.type == "cuda":
+            torch.cuda.synchronize(self._hosts.device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start measuring the peak anew, where the platform can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux: forget the highest resident set size so far
+    except OSError:
+        pass
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Highest memory in use: of the GPU's allocator, or the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        with open("/proc/self/status") as file:
+            line = next(line for line in file if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

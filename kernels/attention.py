@@ -1,0 +1,128 @@
+"""Segmented attention on torch's own fused kernels, and the merge of partial results.
+
+Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D head
+dimension. lse is the natural-log sum of exponentials of the scaled scores, -inf where nothing was visible.
+"""
+
+import torch
+from torch import Tensor
+
+Segment = tuple[Tensor, Tensor]
+
+
+def segmented_attention(
+    q: Tensor, segments: list[Segment], scale: float, causal_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention over the concatenation of several key/value segments, without concatenating them.
+
+    Every segment is fully visible to every query, except the last one where ``causal_last`` is set: there
+    query i of S sees the first T - S + i + 1 of its T keys (bottom-right causality, as in decoding).
+
+    Args:
+        q: ``[B, Hq, S, D]``.
+        segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        causal_last: whether the last segment is causal.
+
+    Returns:
+        out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
+        lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: no segment was given, or Hq is not a multiple of Hkv.
+    """
+    if not segments:
+        raise ValueError("segmented_attention needs at least one (k, v) segment")
+    if q.shape[1] % segments[0][0].shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads are not a multiple of {segments[0][0].shape[1]} key/value heads"
+        )
+    visible, last = (segments[:-1], segments[-1]) if causal_last else (segments, None)
+    partials = [_attend(q, k, v, scale, causal=False) for k, v in visible if k.shape[2]]
+    if last is not None and last[0].shape[2]:
+        partials += _attend_bottom_right(q, *last, scale)
+    if not partials:
+        return torch.zeros_like(q), _full_lse(q)
+    if len(partials) == 1:
+        return partials[0]
+    out, lse = merge_states(*map(torch.stack, zip(*partials, strict=True)))
+    return out.to(q.dtype), lse
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results of the same queries over disjoint sets of keys.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i): the online softmax by which APB-V
+    merges the hosts' query attention (Eq. 5).
+
+    Args:
+        outs: ``[N, B, H, S, D]`` partial results.
+        lses: ``[N, B, H, S]``; +inf, which some libraries report for no visible key, counts as -inf.
+
+    Returns:
+        out ``[B, H, S, D]`` and lse ``[B, H, S]`` in fp32 (fp64 for fp64 input).
+    """
+    lses = torch.where(lses == float("inf"), float("-inf"), lses)
+    highest = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)
+    weights = torch.exp(lses - highest)
+    total = weights.sum(dim=0)
+    nothing = total == 0
+    weights = weights / total.masked_fill(nothing, 1.0)
+    # A partial result that saw nothing may hold anything, NaN included: it must not be multiplied in.
+    outs = outs.to(lses.dtype).masked_fill(weights[..., None] == 0, 0.0)
+    lse = (highest + total.log()).masked_fill(nothing, float("-inf"))
+    return torch.einsum("nbhs,nbhsd->bhsd", weights, outs), lse
+
+
+def _attend_bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
+    """Bottom-right causal attention out of a fully visible part and a square causal one.
+
+    Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys:
+        return [_attend(q, k, v, scale, causal=True)]
+    if queries < keys:
+        past = keys - queries
+        parts = [_attend(q, k[:, :, :past], v[:, :, :past], scale, causal=False)]
+        return [*parts, _attend(q, k[:, :, past:], v[:, :, past:], scale, causal=queries > 1)]
+    blind = queries - keys
+    out, lse = _attend(q[:, :, blind:], k, v, scale, causal=True)
+    return [
+        (
+            torch.cat([torch.zeros_like(q[:, :, :blind]), out], dim=2),
+            torch.cat([_full_lse(q[:, :, :blind]), lse], dim=2),
+        )
+    ]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One fused call over at least one key; causal only where S = T."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    return _attend_by_definition(q, k, v, scale, causal)
+
+
+def _attend_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """fp32 and fp64 on accelerators, where no fused kernel returns the lse: for tests, not for speed."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def _full_lse(q: Tensor) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)

@@ -1,0 +1,19 @@
+"""The kernels/ and launch/ folders install as apbv.kernels and apbv.launch.
+
+A top-level package named ``kernels`` would shadow the Hugging Face package of that name, which
+transformers looks for, so the folder is mapped under ``apbv`` and never importable on its own.
+"""
+
+from setuptools import setup
+
+setup(
+    packages=[
+        "apbv",
+        "apbv.demo",
+        "apbv.kernels",
+        "apbv.launch",
+        "apbv.methods",
+    ],
+    package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},
+    package_data={"apbv.demo": ["clip.mp4", "model/*", "README.md"]},
+)
