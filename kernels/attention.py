@@ -4,6 +4,8 @@ Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S q
 dimension. lse is the natural-log sum of exponentials of the scaled scores, -inf where nothing was visible.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ Segment = tuple[Tensor, Tensor]
 def segmented_attention(
     q: Tensor, segments: list[Segment], scale: float, causal_last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the concatenation of several key/value segments, without concatenating them.
+    """Attention over the concatenation of several key/value segments.
 
     Every segment is fully visible to every query, except the last one where ``causal_last`` is set: there
     query i of S sees the first T - S + i + 1 of its T keys (bottom-right causality, as in decoding).
@@ -38,14 +40,16 @@ def segmented_attention(
             f"{q.shape[1]} query heads are not a multiple of {segments[0][0].shape[1]} key/value heads"
         )
     visible, last = (segments[:-1], segments[-1]) if causal_last else (segments, None)
-    partials = [_attend(q, k, v, scale, causal=False) for k, v in visible if k.shape[2]]
+    visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
+    partials = [_attend(q, k, v, scale, causal=False) for k, v in visible]
     if last is not None and last[0].shape[2]:
         partials += _attend_bottom_right(q, *last, scale)
     if not partials:
         return torch.zeros_like(q), _full_lse(q)
     if len(partials) == 1:
         return partials[0]
-    out, lse = merge_states(*map(torch.stack, zip(*partials, strict=True)))
+    outs, lses = zip(*partials, strict=True)
+    out, lse = _merge(outs, torch.stack(lses))
     return out.to(q.dtype), lse
 
 
@@ -63,15 +67,33 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out ``[B, H, S, D]`` and lse ``[B, H, S]`` in fp32 (fp64 for fp64 input).
     """
     lses = torch.where(lses == float("inf"), float("-inf"), lses)
+    # A partial result that saw nothing may hold anything, NaN included: it must not be multiplied in.
+    outs = outs.masked_fill((lses == float("-inf"))[..., None], 0.0)
+    return _merge(outs.unbind(), lses)
+
+
+def _merge(outs: Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor]:
+    """The merge itself, of finite partial results; accumulates in the lse's dtype."""
     highest = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)
     weights = torch.exp(lses - highest)
     total = weights.sum(dim=0)
-    nothing = total == 0
-    weights = weights / total.masked_fill(nothing, 1.0)
-    # A partial result that saw nothing may hold anything, NaN included: it must not be multiplied in.
-    outs = outs.to(lses.dtype).masked_fill(weights[..., None] == 0, 0.0)
-    lse = (highest + total.log()).masked_fill(nothing, float("-inf"))
-    return torch.einsum("nbhs,nbhsd->bhsd", weights, outs), lse
+    lse = highest + total.log()  # log(0) is the -inf of queries that saw nothing
+    weights = (weights / total.clamp_min(torch.finfo(lses.dtype).tiny))[..., None]
+    merged = outs[0] * weights[0]
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        merged.addcmul_(out.to(merged.dtype), weight)
+    return merged, lse
+
+
+def _coalesce(segments: list[Segment], q: Tensor) -> list[Segment]:
+    """Join segments where copying their rows costs less than merging another partial result would.
+
+    APB-V's context blocks see an anchor and passing blocks that are short beside the block itself.
+    """
+    keys, values = ([pair[i] for pair in segments] for i in (0, 1))
+    if len(segments) > 1 and sum(k.shape[2] for k in keys) * keys[0].shape[1] < q.shape[2] * q.shape[1]:
+        return [(torch.cat(keys, dim=2), torch.cat(values, dim=2))]
+    return segments
 
 
 def _attend_bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:

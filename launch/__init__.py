@@ -1,0 +1,1 @@
+"""Command-line entry points. Run by path under torchrun; installed as ``apbv.launch``."""

@@ -1,0 +1,292 @@
+"""Engine: from a question about a file to an answer, over all hosts."""
+
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from . import demo
+from .config import PrefillConfig, SamplingConfig
+from .decode import Decoder, GatheredDecoder, ShardedDecoder, generate_tokens
+from .hosts import HostGroup
+from .inputs import ModelInputs
+from .models import VIDEO_FAMILIES, inspect_model
+from .prefill import PrefillResult, prefill
+from .prompt import RenderedPrompt, render_prompt
+from .stats import StageTimer
+from .video import probe, sample_fps, sample_uniform
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """An answer; the same on every host.
+
+    Attributes:
+        text: the answer, without special tokens.
+        token_ids: the generated tokens, the end token included.
+        stats: what the request took; the fields of ``launch/infer.py --json``.
+    """
+
+    text: str
+    token_ids: list[int]
+    stats: dict[str, Any]
+
+
+class Engine:
+    """A model on every host of a group, and how to prefill with it.
+
+    Every method is collective: it is called on all hosts with the same arguments.
+
+    Args:
+        model: an unmodified transformers model in eval mode on ``hosts.device``; the same on every host.
+        processor: its processor; for a text-only model its tokenizer.
+        hosts: who takes part.
+        prefill: how prompts are prefilled.
+        name: what the figures call the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor,
+        hosts: HostGroup,
+        prefill: PrefillConfig | None = None,
+        name: str | None = None,
+    ):
+        self.model = model
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.hosts = hosts
+        self.prefill_config = prefill or PrefillConfig()
+        self.name = name or type(model).__name__
+        self._parts = inspect_model(model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        prefill: PrefillConfig | None = None,
+        hosts: HostGroup | None = None,
+        dtype: str | torch.dtype = "auto",
+    ) -> "Engine":
+        """Load a model and its processor on every host; collective.
+
+        Args:
+            name: ``"demo"`` (the small model in this package), a directory, or a hub id.
+            hosts: by default those that torchrun started, or this process alone.
+            dtype: of the weights; ``"auto"`` takes the checkpoint's.
+
+        Raises:
+            ValueError: there is no such model, or it is not supported.
+            HostError: another host failed to load it.
+        """
+        hosts = hosts or HostGroup.from_env()
+        path = demo.model_path() if str(name) == "demo" else name
+        with hosts.local_stage(f"loading {name}"):
+            try:
+                family = AutoConfig.from_pretrained(path).model_type
+                is_video = family in VIDEO_FAMILIES
+                auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
+                model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
+                processor = (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
+            except (OSError, ValueError, KeyError) as error:
+                raise ValueError(f"cannot load the model {name}: {error}") from error
+            return cls(model, processor, hosts, prefill, str(name))
+
+    def prefill(
+        self,
+        prompt: str | None = None,
+        *,
+        video: str | Path | None = None,
+        images: Sequence[Any] | None = None,
+        context: str | None = None,
+        messages: Sequence[dict] | None = None,
+        num_frames: int = 64,
+        fps: float | None = None,
+    ) -> PrefillResult:
+        """Prefill a question about at most one source.
+
+        Args:
+            prompt: the question.
+            video: a video file; each host decodes and encodes only its share of the sampled frames.
+            images: image files or PIL images.
+            context: a long text; it is split over the hosts, the question is the query block.
+            messages: a chat in transformers' format, instead of all these.
+            num_frames: so many frames are sampled, evenly; with ``fps`` at most so many.
+            fps: sample at this rate instead.
+
+        Raises:
+            ValueError: the prompt, the file or a length cannot be handled; the message says why.
+            HostError: another host failed.
+        """
+        timer = StageTimer(self.hosts)
+        with self.hosts.local_stage("reading the prompt"):
+            with timer.stage("preprocess"):
+                rendered = render_prompt(
+                    self._parts,
+                    self.processor,
+                    prompt,
+                    video=video,
+                    images=images,
+                    context=context,
+                    messages=messages,
+                )
+            inputs = self._read(rendered, num_frames, fps, timer)
+        return prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        video: str | Path | None = None,
+        images: Sequence[Any] | None = None,
+        context: str | None = None,
+        messages: Sequence[dict] | None = None,
+        num_frames: int = 64,
+        fps: float | None = None,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> GenerateResult:
+        """Answer a question; the arguments up to ``fps`` are those of :meth:`prefill`.
+
+        Args:
+            max_new_tokens: at most so many tokens, the end token included.
+            temperature: 0 is greedy.
+            top_p: nucleus sampling, where temperature > 0.
+            seed: the same seed draws the same tokens.
+            on_token: called on every host with each token as soon as it is chosen.
+        """
+        with self.hosts.local_stage("reading the settings"):
+            sampling = SamplingConfig(
+                max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+            )
+        state = self.prefill(
+            prompt,
+            video=video,
+            images=images,
+            context=context,
+            messages=messages,
+            num_frames=num_frames,
+            fps=fps,
+        )
+        with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
+            tokens = generate_tokens(
+                self._decoder(state),
+                state.logits[0],
+                state.num_tokens,
+                self.hosts,
+                sampling,
+                self._parts.eos_token_ids,
+                on_token,
+            )
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return GenerateResult(text, tokens, self._record(state, sampling, tokens, text))
+
+    def _decoder(self, state: PrefillResult) -> Decoder:
+        if state.shards is not None:
+            return ShardedDecoder(self._parts, state.shards, state.next_position, self.hosts)
+        return GatheredDecoder(self._parts, state.to_dynamic_cache(), state.next_position, self.hosts)
+
+    def _read(
+        self, rendered: RenderedPrompt, num_frames: int, fps: float | None, timer: StageTimer
+    ) -> ModelInputs:
+        frame_parallel = self.prefill_config.frame_parallel
+        if rendered.video is not None:
+            with timer.stage("decode_video"):
+                info = probe(rendered.video)
+                frames = (
+                    sample_uniform(info, num_frames)
+                    if fps is None
+                    else sample_fps(info, fps, max_frames=num_frames)
+                )
+            with timer.stage("preprocess"):
+                inputs, piece = ModelInputs.from_video(
+                    self._parts, self.processor, rendered.text, info, frames, self.hosts, frame_parallel
+                )
+            with timer.stage("decode_video"):
+                pixels = piece.read(info)
+            with timer.stage("preprocess"):
+                return inputs.with_frames(self.processor, piece, pixels)
+        with timer.stage("preprocess"):
+            if rendered.images:
+                batch = self.processor(text=[rendered.text], images=rendered.images, return_tensors="pt")
+                return ModelInputs.from_processor(self._parts, batch, self.hosts)
+            batch = self.tokenizer(
+                rendered.text,
+                add_special_tokens=not rendered.has_template,
+                return_offsets_mapping=True,
+                return_tensors="pt",
+            )
+            starts = batch["offset_mapping"][0, :, 0]
+            query_char = rendered.query_char or 0
+            return ModelInputs.from_processor(
+                self._parts, batch, self.hosts, query_start=int((starts < query_char).sum())
+            )
+
+    def _record(
+        self, state: PrefillResult, sampling: SamplingConfig, tokens: list[int], text: str
+    ) -> dict[str, Any]:
+        figures = state.timer.summary(len(tokens))
+        return {
+            "method": state.method,
+            "hosts": self.hosts.size,
+            "model": self.name,
+            "num_input_tokens": state.num_tokens,
+            "num_video_tokens": state.inputs.num_visual_tokens,
+            "anchor_len": len(state.layout.anchor),
+            "passing_len": state.layout.passing_len,
+            "kv": self.prefill_config.kv,
+            "token_ids": tokens,
+            "text": text,
+            **figures,
+            "samples": {"ttft_ms": [figures["ttft_ms"]]},
+            "speculation": None,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "device": str(self.hosts.device),
+            "dtype": str(self._parts.dtype).removeprefix("torch."),
+            "versions": {
+                "apbv": version("apbv"),
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+                "python": platform.python_version(),
+            },
+            "git_sha": _git_sha(),
+        }
+
+
+def _git_sha() -> str | None:
+    """The commit of the checkout this runs from; None for an installed package."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,182 @@
+"""Answer a question about a video, images or a long text.
+
+    torchrun --nproc-per-node 2 launch/infer.py --model demo
+    torchrun --nproc-per-node 8 launch/infer.py --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --video clip.mp4 --prompt "What happens in this video?"
+    python launch/infer.py --model demo          (one host)
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import torch
+from tqdm import tqdm
+from transformers import TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from apbv import Engine, HostError, HostGroup, PrefillConfig, demo
+from apbv.config import KV_PLACEMENTS
+from apbv.methods import METHODS
+from apbv.methods.importance import IMPORTANCE
+
+EXIT_FAILURE = 1
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--video", metavar="demo|FILE", help="a video file, or the packaged clip")
+    source.add_argument("--image", metavar="FILE", action="append", help="an image file; may be repeated")
+    source.add_argument("--context", metavar="FILE", help="a text file that the question is about")
+    parser.add_argument("--prompt", help="the question")
+
+    prefill = parser.add_argument_group("prefill")
+    prefill.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
+    prefill.add_argument("--frames", type=int, default=64, help="frames sampled from a video (default 64)")
+    prefill.add_argument("--fps", type=float, help="sample at this rate, at most --frames")
+    prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
+    prefill.add_argument("--passing-len", type=int, help="KV pairs each block passes on (default: likewise)")
+    prefill.add_argument("--importance", default="softmax", help=f"one of {', '.join(sorted(IMPORTANCE))}")
+    prefill.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered", help="where decoding finds the KV")
+    prefill.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+
+    decode = parser.add_argument_group("decode")
+    decode.add_argument("--max-new-tokens", type=int, default=128)
+    decode.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    decode.add_argument("--top-p", type=float, default=1.0)
+    decode.add_argument("--seed", type=int, default=0)
+    decode.add_argument("--speculate", choices=["off"], default="off", help="speculative decoding")
+
+    parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
+    options = parser.parse_args(arguments)
+    if options.model == "demo":
+        if not (options.image or options.context):
+            options.video = options.video or "demo"
+        options.prompt = options.prompt if options.prompt is not None else demo.DEMO_QUESTION
+    if options.video == "demo":
+        options.video = str(demo.video_path())
+    if options.prompt is None:
+        parser.error("--prompt is required")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    hosts = None
+    try:
+        hosts = HostGroup.from_env(timeout=options.timeout)
+        _quieten(hosts)
+        run(options, hosts)
+    except (ValueError, HostError) as error:
+        rank = hosts.rank if hosts is not None else "?"
+        print(f"error (host {rank}): {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILURE
+    finally:
+        if hosts is not None:
+            hosts.close()
+    return 0
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    with hosts.local_stage("reading the options"):
+        config = PrefillConfig(
+            method=options.method,
+            anchor_len=options.anchor_len,
+            passing_len=options.passing_len,
+            importance=options.importance,
+            kv=options.kv,
+        )
+        context = None
+        if options.context:
+            try:
+                with open(options.context, encoding="utf-8") as file:
+                    context = file.read()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot read the context {options.context}: {error}") from error
+    engine = Engine.from_pretrained(options.model, prefill=config, hosts=hosts, dtype=options.dtype)
+    streamer = TextStreamer(engine.tokenizer, skip_special_tokens=True) if hosts.rank == 0 else None
+
+    def show(token: int) -> None:
+        if streamer is not None:
+            streamer.put(torch.tensor([token]))
+
+    with _progress(engine, enabled=hosts.rank == 0 and sys.stderr.isatty()):
+        answer = engine.generate(
+            options.prompt,
+            video=options.video,
+            images=options.image,
+            context=context,
+            num_frames=options.frames,
+            fps=options.fps,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            on_token=show,
+        )
+    with hosts.local_stage("writing the figures"):
+        if hosts.rank == 0:
+            streamer.end()
+            print(_table(answer.stats), file=sys.stderr, flush=True)
+            if options.json:
+                try:
+                    with open(options.json, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(answer.stats) + "\n")
+                except OSError as error:
+                    raise ValueError(f"cannot write {options.json}: {error}") from error
+
+
+@contextmanager
+def _progress(engine: Engine, enabled: bool) -> Iterator[None]:
+    """A bar over the decoder layers of the first forward pass, which is the prefill."""
+    if not enabled:
+        yield
+        return
+    layers = engine.model.get_decoder().layers
+    with tqdm(total=len(layers), desc="prefill", unit="layer", leave=False) as bar:
+        hooks = [layer.register_forward_hook(lambda *_: bar.update() and None) for layer in layers]
+        hooks.append(layers[-1].register_forward_hook(lambda *_: bar.close()))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _table(stats: dict) -> str:
+    """The figures that a person wants to see at a glance."""
+    mebibyte = 2**20
+    rows = [
+        ("method", f"{stats['method']} on {stats['hosts']} host(s), {stats['device'].split(':')[0]}, {stats['dtype']}"),
+        ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"),
+        ("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"),
+        *((name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items()),
+        ("time to first token", f"{stats['ttft_ms']:.1f} ms"),
+        ("decoding", f"{stats['output_throughput'] or 0:.1f} tokens/s"),
+        ("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"),
+        ("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest host"),
+    ]
+    return "\n".join(f"  {name:<20} {value}" for name, value in rows)
+
+
+def _quieten(hosts: HostGroup) -> None:
+    """Warnings and progress bars once, not once per host."""
+    if hosts.rank != 0:
+        warnings.simplefilter("ignore")
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        logging.disable(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

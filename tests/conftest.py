@@ -1,0 +1,24 @@
+import os
+
+# Before torch or transformers are imported, here and in every child process.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+from pool import HostPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory):
+    """Host processes for jobs over real gloo groups; see ``pool.HostPool``."""
+    pool = HostPool(str(tmp_path_factory.mktemp("pool") / "rendezvous"))
+    yield pool
+    pool.close()

@@ -1,0 +1,85 @@
+"""A pool of host processes that stay up for the whole test session, with one gloo group for every H.
+
+Starting a process that imports transformers takes seconds; running a job on a tiny model takes
+milliseconds. So eight processes are forked once from a server that has imported everything, and a job
+runs on the first H of them.
+"""
+
+import multiprocessing as mp
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+GROUP_SIZES = (1, 2, 3, 4, 8)
+MAX_HOSTS = max(GROUP_SIZES)
+_JOB_TIMEOUT = 240.0
+
+
+class HostPool:
+    """Runs ``job(hosts, *args)`` on H gloo processes."""
+
+    def __init__(self, rendezvous_file: str):
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["apbv", "families"])
+        self._pipes, self._processes = [], []
+        for rank in range(MAX_HOSTS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, rendezvous_file, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, num_hosts: int, job: Callable, *args) -> list[Any]:
+        """Run a module-level function on ``num_hosts`` hosts; returns what each host returned.
+
+        Raises:
+            AssertionError: a host raised; with its traceback.
+        """
+        for pipe in self._pipes[:num_hosts]:
+            pipe.send((num_hosts, job, args))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes[:num_hosts]):
+            if not pipe.poll(_JOB_TIMEOUT):
+                raise AssertionError(f"host {rank} did not finish {job.__name__}")
+            ok, value = pipe.recv()
+            (results if ok else failures).append(value if ok else f"host {rank}:\n{value}")
+        assert not failures, "\n".join(failures)
+        return results
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _serve(rank: int, rendezvous_file: str, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from apbv import HostGroup
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous_file}",
+        rank=rank,
+        world_size=MAX_HOSTS,
+        timeout=timedelta(seconds=_JOB_TIMEOUT),
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
+    hosts = {
+        size: HostGroup.from_process_group(group, device="cpu", timeout=60.0)
+        for size, group in groups.items()
+        if rank < size
+    }
+    while (message := pipe.recv()) is not None:
+        num_hosts, job, args = message
+        try:
+            pipe.send((True, job(hosts[num_hosts], *args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

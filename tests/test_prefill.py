@@ -1,0 +1,390 @@
+"""Sequence-parallel prefill against plain one-process attention, by real gloo processes."""
+
+from functools import cache
+
+import families
+import pytest
+import torch
+from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from oracle import DenseOracle, run_oracle
+
+from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
+from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
+from apbv.models import inspect_model
+
+ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
+UNCOMPRESSED = 10**6
+TEXT_CONTEXT = 90  # tokens before the question of a text prompt
+
+
+@cache
+def build(family: str, dtype: torch.dtype):
+    return families.build_model(family, dtype=dtype)
+
+
+@cache
+def video_batch(family: str, frames: int = 29, question: str = "What happens?") -> dict:
+    """A processor's output for a clip of 4 visual tokens a frame or patch, so that T > max(h, w) / 2."""
+    from transformers.video_utils import VideoMetadata
+
+    processor = families.build_processor(family)
+    content = [{"type": "video"}, {"type": "text", "text": question}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    metadata = VideoMetadata(total_num_frames=2 * frames, fps=8.0, frames_indices=list(range(0, 2 * frames, 2)))
+    video = families.synthetic_video(frames, 56, 70)
+    return dict(
+        processor(
+            text=[text],
+            videos=[video],
+            video_metadata=[metadata],
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+    )
+
+
+def text_batch(length: int) -> dict:
+    ids = torch.randint(0, 250, (1, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": ids}
+
+
+def prompts(family: str, num_hosts: int):
+    """(batch, first query token of a text) over lengths n .. n + 2H, so that every remainder occurs."""
+    if family in TEXT_FAMILIES:
+        for extra in range(2 * num_hosts + 1):
+            yield text_batch(TEXT_CONTEXT + 12 + extra), TEXT_CONTEXT + extra
+    else:
+        yield video_batch(family), None
+
+
+def as_inputs(family, batch, query_start, hosts, dtype=torch.float32, frame_parallel=True) -> ModelInputs:
+    parts = inspect_model(build(family, dtype))
+    return ModelInputs.from_processor(parts, batch, hosts, frame_parallel, query_start)
+
+
+@torch.no_grad()
+def hugging_face(family: str, dtype: torch.dtype, batch: dict):
+    """Logits ``[1, V]`` of the last token and the cache, by the model itself."""
+    model = build(family, dtype)
+    reset_rope(model)
+    output = model(**batch, use_cache=True)
+    return output.logits[:, -1], output.past_key_values
+
+
+def reset_rope(model) -> None:
+    """Qwen-VL models remember the last prompt's rope_deltas."""
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    reference = reference.double()
+    return ((ours.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+# ---- nothing compressed: equal to Hugging Face ----
+
+
+def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype) -> list[dict]:
+    model, results = build(family, dtype), []
+    for batch, query_start in prompts(family, hosts.size):
+        # A video prompt has one length; the anchor's shifts the remainder of its context instead.
+        anchors = [None] if family in TEXT_FAMILIES else range(20, 21 + 2 * hosts.size)
+        for anchor_len in anchors:
+            config = PrefillConfig(passing_len=UNCOMPRESSED, anchor_len=anchor_len, on_single_host=True)
+            inputs = as_inputs(family, batch, query_start, hosts, dtype)
+            state = prefill(model, inputs, hosts=hosts, config=config)
+            gathered = state.to_dynamic_cache()
+            assert state.layout.is_split and state.method == "apbv"
+            kv = None
+            if gathered is not None:
+                kv = [(layer.keys, layer.values) for layer in gathered.layers]
+            results.append({"logits": state.logits, "kv": kv, "batch": batch})
+    return results
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_uncompressed_equals_hugging_face_fp32(pool, family, num_hosts):
+    """Invariant 1: passing_len >= longest block gives full attention, for every H and remainder."""
+    by_host = pool.run(num_hosts, uncompressed_job, family, torch.float32)
+    for host, results in enumerate(by_host):
+        for index, result in enumerate(results):
+            logits, cache = hugging_face(family, torch.float32, result["batch"])
+            assert relative_error(result["logits"], logits) < 1e-4
+            assert torch.equal(result["logits"], by_host[0][index]["logits"])
+            assert (result["kv"] is None) == (host != 0)
+            for layer, (keys, values) in enumerate(result["kv"] or ()):
+                assert keys.shape == cache.layers[layer].keys.shape
+                assert relative_error(keys, cache.layers[layer].keys) < 1e-4
+                assert relative_error(values, cache.layers[layer].values) < 1e-4
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_uncompressed_is_as_good_as_hugging_face_bf16(pool, family, num_hosts):
+    """In bf16 the distance to fp32 is at most 2.5 times Hugging Face's own, plus one bf16 rounding step."""
+    for result in pool.run(num_hosts, uncompressed_job, family, torch.bfloat16)[0]:
+        exact, _ = hugging_face(family, torch.float32, result["batch"])
+        theirs, _ = hugging_face(family, torch.bfloat16, result["batch"])
+        allowed = 2.5 * relative_error(theirs, exact) + 2**-8
+        assert relative_error(result["logits"], exact) < allowed
+
+
+# ---- any passing length: equal to the dense definition ----
+
+VARIANTS = {
+    "default": {},
+    "anchor 0": {"anchor_len": 0},
+    "anchor 30": {"anchor_len": 30},
+    "passing 0": {"passing_len": 0},
+    "passing 1": {"passing_len": 1},
+    "passing 5": {"passing_len": 5},
+    "dot": {"importance": "dot"},
+    "received": {"importance": "received"},
+    "no overlap": {"overlap": False},
+    "separate query": {"fused_query": False},
+    "no zigzag": {"zigzag": False},
+    "APB": {"zigzag": False, "fused_query": False, "overlap": False},
+}
+
+
+def compressed_job(hosts: HostGroup, family: str, batch: dict, query_start, settings: dict):
+    model = build(family, torch.float64)
+    inputs = as_inputs(family, batch, query_start, hosts, torch.float64)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(on_single_host=True, **settings))
+    gathered = state.to_dynamic_cache()
+    kv = None if gathered is None else [(layer.keys, layer.values) for layer in gathered.layers]
+    return state.logits, kv, state.layout
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compressed_equals_dense_oracle(pool, variant, num_hosts):
+    """Invariant 2, on a text model in fp64 (where no rounding can change a selection)."""
+    settings = {"passing_len": 3, "anchor_len": 11, **VARIANTS[variant]}
+    for length in (131, 132 + num_hosts):
+        check_against_oracle(pool, num_hosts, "qwen2", text_batch(length), length - 10, settings)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_compressed_equals_dense_oracle_in_every_family(pool, family, num_hosts):
+    if family in TEXT_FAMILIES:
+        batch, query_start = text_batch(140), 128
+    else:
+        batch, query_start = video_batch(family), None
+    settings = {"passing_len": 4, "anchor_len": 21}
+    check_against_oracle(pool, num_hosts, family, batch, query_start, settings)
+
+
+def check_against_oracle(pool, num_hosts, family, batch, query_start, settings):
+    results = pool.run(num_hosts, compressed_job, family, batch, query_start, settings)
+    if query_start is None:
+        inputs = as_inputs(family, batch, None, HostGroup.single("cpu"), torch.float64)
+        query_start, prefix = inputs.query_start, inputs.context_start
+    else:
+        prefix = 0
+    model = build(family, torch.float64)
+    reset_rope(model)
+    anchor_len = settings["anchor_len"]
+    oracle = DenseOracle(
+        anchor_len=max(anchor_len, prefix) if anchor_len else 0,
+        query_start=query_start,
+        num_blocks=num_hosts * (1 if settings.get("zigzag") is False else 2),
+        passing_len=settings["passing_len"],
+        importance=settings.get("importance", "softmax"),
+        separate_query=settings.get("fused_query") is False,
+    )
+    expected = run_oracle(model, as_double(batch), oracle)
+    exact, _ = hugging_face(family, torch.float64, as_double(batch))
+    # One block alone passes nothing on; otherwise a test without compression would prove nothing.
+    assert (relative_error(expected, exact) > 1e-4) == (oracle.num_blocks > 1)
+    logits, kv, _ = results[0]
+    # The importance "dot" is pooled in fp32; everything else is fp64 throughout.
+    assert relative_error(logits, expected) < 1e-6
+    for layer, (keys, values) in enumerate(kv):
+        assert relative_error(keys, oracle.keys[layer]) < 1e-6
+        assert relative_error(values, oracle.values[layer]) < 1e-6
+    assert all(torch.equal(result[0], logits) for result in results)
+
+
+def as_double(batch: dict) -> dict:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+# ---- after prefill ----
+
+
+def continuation_job(hosts: HostGroup, family: str, dtype: torch.dtype, batch: dict, query_start, steps: int):
+    """Greedy tokens by gathered decoding, by sharded decoding, and by model.generate after the hand-off."""
+    model = build(family, dtype)
+    parts = inspect_model(model)
+    greedy, continued = SamplingConfig(max_new_tokens=steps), {}
+    for kv in ("gathered", "sharded"):
+        config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
+        inputs = as_inputs(family, batch, query_start, hosts, dtype)
+        state = prefill(model, inputs, hosts=hosts, config=config)
+        handed_over = state.generate_inputs()
+        if kv == "gathered":
+            decoder = GatheredDecoder(parts, state.to_dynamic_cache(), state.next_position, hosts)
+        else:
+            decoder = ShardedDecoder(parts, state.shards, state.next_position, hosts)
+        continued[kv] = generate_tokens(decoder, state.logits[0], state.num_tokens, hosts, greedy, ())
+        reset_rope(model)
+        if handed_over:
+            output = model.generate(**handed_over, max_new_tokens=steps, min_new_tokens=steps)
+            continued[f"generate after {kv}"] = output[0, state.num_tokens :].tolist()
+    return continued
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_continuations_equal_hugging_face_generate(pool, family, num_hosts):
+    steps = 12
+    # 40 frames of 2 x 2 tokens: more time steps than rows, where rotary positions of text and video overlap.
+    batch = text_batch(120) if family in TEXT_FAMILIES else video_batch(family, frames=40)
+    query_start = 108 if family in TEXT_FAMILIES else None
+    model = build(family, torch.float32)
+    reset_rope(model)
+    expected = model.generate(**batch, max_new_tokens=steps, min_new_tokens=steps)
+    expected = expected[0, batch["input_ids"].shape[1] :].tolist()
+    assert len(set(expected)) > 2
+    results = pool.run(num_hosts, continuation_job, family, torch.float32, batch, query_start, steps)
+    for host, continued in enumerate(results):
+        assert len(continued) == (4 if host == 0 else 2)
+        for way, tokens in continued.items():
+            assert tokens == expected, f"host {host}, {way}"
+
+
+def sampled_job(hosts: HostGroup, seed: int):
+    model = build("llama", torch.float32)
+    tokens = []
+    for kv in ("gathered", "sharded"):
+        inputs = as_inputs("llama", text_batch(120), 108, hosts)
+        state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv=kv, passing_len=UNCOMPRESSED))
+        parts = inspect_model(model)
+        if kv == "gathered":
+            decoder = GatheredDecoder(parts, state.to_dynamic_cache(), state.next_position, hosts)
+        else:
+            decoder = ShardedDecoder(parts, state.shards, state.next_position, hosts)
+        sampling = SamplingConfig(max_new_tokens=24, temperature=1.5, top_p=0.9, seed=seed)
+        tokens.append(generate_tokens(decoder, state.logits[0], state.num_tokens, hosts, sampling, ()))
+    return tokens
+
+
+def test_sampling_depends_on_the_seed_and_on_nothing_else(pool):
+    one, again, other = (pool.run(hosts, sampled_job, seed) for hosts, seed in ((2, 5), (3, 5), (2, 6)))
+    drawn = [tokens for result in (*one, *again) for tokens in result]
+    assert all(tokens == drawn[0] for tokens in drawn)
+    assert other[0][0] != drawn[0]
+    assert len(set(drawn[0])) > 5
+
+
+def eos_job(hosts: HostGroup, kv: str, end: tuple[int, ...]):
+    model = build("qwen3", torch.float32)
+    state = prefill(
+        model,
+        as_inputs("qwen3", text_batch(120), 108, hosts),
+        hosts=hosts,
+        config=PrefillConfig(kv="gathered", passing_len=UNCOMPRESSED),
+    )
+    decoder = GatheredDecoder(inspect_model(model), state.to_dynamic_cache(), state.next_position, hosts)
+    seen = []
+    sampling = SamplingConfig(max_new_tokens=12)
+    tokens = generate_tokens(decoder, state.logits[0], 120, hosts, sampling, end, on_token=seen.append)
+    return tokens, seen
+
+
+def test_decoding_stops_at_an_end_token_and_streams_every_token(pool):
+    free, _ = pool.run(2, eos_job, "gathered", ())[0]
+    end = free[4]
+    for tokens, seen in pool.run(2, eos_job, "gathered", (end, 10**6)):
+        assert tokens == free[: free.index(end) + 1]
+        assert seen == tokens
+
+
+# ---- what travels ----
+
+
+def traffic_job(hosts: HostGroup, settings: dict):
+    model = build("qwen2_5_vl", torch.bfloat16)
+    batch = video_batch("qwen2_5_vl", frames=40)
+    inputs = as_inputs("qwen2_5_vl", batch, None, hosts, torch.bfloat16)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv="sharded", **settings))
+    prefilled = state.timer.comm_bytes
+    state.to_dynamic_cache()
+    return prefilled, state.timer.comm_bytes - prefilled, state.layout, inputs.context_start
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 8])
+@pytest.mark.parametrize("settings", [{"passing_len": 5}, {"passing_len": 0}, {"passing_len": 5, "zigzag": False}])
+def test_comm_bytes_are_what_the_layout_predicts(pool, num_hosts, settings):
+    layers, kv_heads, heads, dim, width, itemsize = 3, 2, 4, 16, 64, 2
+    for host, (prefilled, gathered, layout, first_row) in enumerate(pool.run(num_hosts, traffic_job, settings)):
+        queries = len(layout.query)
+        per_exchange = 2 * kv_heads * min(settings["passing_len"], max(map(len, layout.blocks))) * dim * itemsize
+        exchanges = 1 if settings.get("zigzag") is False else 2
+        partials = heads * queries * (dim * itemsize + 4)
+        layerwise = layers * (num_hosts - 1) * (exchanges * per_exchange + partials)
+        # Frames: 20 temporal patches of 4 tokens, 20 // H or one more on each host.
+        encoded, start = [], first_row
+        for other in range(num_hosts):
+            count = 4 * (20 // num_hosts + (other < 20 % num_hosts))
+            encoded.append(set(range(start, start + count)))
+            start += count
+        wanted = {token for span in layout.local_spans(host) for token in span} & set.union(*encoded)
+        rows = len(wanted - encoded[host])
+        assert prefilled == layerwise + rows * width * itemsize
+        share = sum(map(len, layout.cache_spans(0)))
+        others = layers * 2 * kv_heads * (layout.num_tokens - share) * dim * itemsize
+        assert gathered == (others if host == 0 else 0)
+
+
+# ---- manners ----
+
+
+def manners_job(hosts: HostGroup):
+    model = build("llama", torch.float32)
+    before = model.config._attn_implementation
+    state = prefill(model, as_inputs("llama", text_batch(100), 90, hosts), hosts=hosts)
+    return before, model.config._attn_implementation, state.method, state.layout.is_split
+
+
+def test_one_host_runs_full_unless_asked_otherwise(pool):
+    assert pool.run(1, manners_job)[0][2:] == ("full", False)
+    assert pool.run(2, manners_job)[0][2:] == ("apbv", True)
+
+
+def test_the_model_is_left_as_it_was(pool):
+    for before, after, *_ in pool.run(2, manners_job):
+        assert before == after == "sdpa"
+
+
+def test_the_model_is_left_as_it_was_after_an_error():
+    model = families.build_model("llama")
+    inputs = as_inputs("llama", text_batch(100), 90, HostGroup.single("cpu"))
+
+    def fail(*_):
+        raise RuntimeError("a layer failed")
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="a layer failed"):
+        prefill(model, inputs, hosts=HostGroup.single("cpu"))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def short_job(hosts: HostGroup):
+    model = build("llama", torch.float32)
+    state = prefill(model, as_inputs("llama", text_batch(9), 5, hosts), hosts=hosts)
+    return state.method, state.logits
+
+
+@pytest.mark.filterwarnings("ignore:a context of")
+def test_a_context_too_short_to_split_runs_as_full_on_host_0(pool):
+    expected, _ = hugging_face("llama", torch.float32, text_batch(9))
+    for method, logits in pool.run(8, short_job):
+        assert method == "full"
+        assert relative_error(logits, expected) < 1e-5
