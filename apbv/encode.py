@@ -75,7 +75,8 @@ def _features(parts: ModelParts, kind: str, pixels: dict):
     base = parts.model.model
     first, *rest = pixels.values()
     if parts.family == "internvl":  # its video frames are images, and so are an image's tiles
-        return base.get_image_features(first, return_dict=True)
+        frames = first.flatten(0, 1) if first.dim() == 5 else first
+        return base.get_image_features(frames, return_dict=True)
     if kind == "video":
         return base.get_video_features(first, *rest, return_dict=True)
     named = {name: value for name, value in pixels.items() if name != "pixel_values"}

@@ -8,6 +8,7 @@ key-value store; whoever waits looks there. After that the group is broken and m
 that dies closes its connections, which wakes the others too.
 """
 
+import hashlib
 import math
 import os
 import time
@@ -220,6 +221,18 @@ class HostGroup:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._gather_control(torch.zeros(1))
+
+    def require_same(self, what: str, value: bytes) -> None:
+        """Make sure that every host holds the same value; collective.
+
+        Raises:
+            HostError: it differs from host 0's, on every host. Going on would mix two prompts into one.
+        """
+        digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
+        digests = self._gather_control(digest)
+        different = [h for h in range(self.size) if not torch.equal(digests[h], digests[0])]
+        if different:
+            raise HostError(f"{what} of host {different[0]} differs from that of host 0")
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[None]:

@@ -155,6 +155,8 @@ def prefill(
             )
             method_type = METHODS["full"]
         method = method_type(layout, hosts, config)
+    hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
+    hosts.require_same("the prefill configuration or the model", f"{config} {model.config}".encode())
 
     with hosts.collective_stage("encode"):
         with timer.stage("encode"):

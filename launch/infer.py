@@ -174,8 +174,9 @@ def _quieten(hosts: HostGroup) -> None:
     if hosts.rank != 0:
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
         logging.disable(logging.WARNING)
+    if hosts.rank != 0 or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

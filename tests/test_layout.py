@@ -1,0 +1,291 @@
+"""The token split against its definition: integers only, nothing recomputed with the code under test."""
+
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from apbv.layout import LayoutError, intersect, offsets_within, plan_layout, single_host_layout, split_evenly
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``plan_layout`` is asked, with the lengths that the paper prescribes for it."""
+
+    num_hosts: int
+    num_tokens: int
+    context_start: int
+    query_start: int
+    anchor_len: int | None = None
+    passing_len: int | None = None
+    zigzag: bool = True
+
+    def plan(self):
+        return plan_layout(**asdict(self))
+
+    @property
+    def num_blocks(self) -> int:
+        return 2 * self.num_hosts if self.zigzag else self.num_hosts
+
+    @property
+    def anchor_stop(self) -> int:
+        """l_a: 1/64 of the input, at least 128 and at most a quarter; the prefix always belongs to it."""
+        length = self.anchor_len
+        if length is None:
+            length = max(128, math.ceil(Fraction(self.num_tokens, 64)))
+            length = min(length, math.floor(Fraction(self.num_tokens, 4)))
+        return 0 if length == 0 else max(self.context_start, length)
+
+    @property
+    def expected_passing_len(self) -> int:
+        """l_p: 1/128 of the input for 2H blocks, 1/64 for H; at least 128."""
+        if self.passing_len is not None:
+            return self.passing_len
+        return max(128, math.ceil(Fraction(self.num_tokens, 128 if self.zigzag else 64)))
+
+    @property
+    def fits(self) -> bool:
+        return self.query_start - self.anchor_stop >= self.num_blocks
+
+    def host_of_block(self, block: int) -> int:
+        """Hosts 0 .. H-1 take the first H blocks upwards and the other H downwards."""
+        return (*range(self.num_hosts), *reversed(range(self.num_hosts)))[block]
+
+
+@st.composite
+def requests(draw, max_tokens=20_000, must_fit=False):
+    num_tokens = draw(st.one_of(st.integers(1, 60), st.integers(1, max_tokens)))
+    query_len = draw(st.one_of(st.integers(1, min(num_tokens, 20)), st.integers(1, num_tokens)))
+    query_start = num_tokens - query_len
+    context_start = draw(st.one_of(st.integers(0, min(query_start, 20)), st.integers(0, query_start)))
+    lengths = st.integers(0, max(query_start - 1, 0))
+    request = Request(
+        num_hosts=draw(st.integers(1, 9)),
+        num_tokens=num_tokens,
+        context_start=context_start,
+        query_start=query_start,
+        anchor_len=draw(
+            st.one_of(st.none(), st.just(0), st.integers(0, 9).filter(query_start.__gt__), lengths)
+        )
+        if query_start
+        else None,
+        passing_len=draw(st.one_of(st.none(), st.just(0), st.integers(0, 40), st.integers(0, num_tokens))),
+        zigzag=draw(st.booleans()),
+    )
+    assume(request.fits or not must_fit)
+    return request
+
+
+def tokens(spans) -> list[int]:
+    return [token for span in spans for token in span]
+
+
+@given(requests())
+@example(Request(num_hosts=4, num_tokens=512, context_start=3, query_start=500))
+@example(Request(num_hosts=1, num_tokens=1, context_start=0, query_start=0))
+def test_anchor_blocks_and_query_partition_the_prompt(request):
+    layout = request.plan()
+    assert layout.num_tokens == request.num_tokens
+    assert tokens([layout.anchor, *layout.blocks, layout.query]) == list(range(request.num_tokens))
+    assert layout.is_split == request.fits
+    if layout.is_split:
+        assert layout.anchor == range(0, request.anchor_stop)
+        assert tokens(layout.blocks) == list(range(request.anchor_stop, request.query_start))
+        assert layout.query == range(request.query_start, request.num_tokens)
+
+
+@given(requests(must_fit=True))
+def test_blocks_are_as_equal_as_they_can_be(request):
+    layout = request.plan()
+    lengths = [len(block) for block in layout.blocks]
+    assert len(lengths) == request.num_blocks
+    assert min(lengths) >= 1
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@given(requests())
+def test_every_token_is_kept_by_exactly_one_host(request):
+    layout = request.plan()
+    kept = [tokens(layout.cache_spans(host)) for host in range(request.num_hosts)]
+    assert sorted(token for of_host in kept for token in of_host) == list(range(request.num_tokens))
+    assert all(of_host == sorted(of_host) for of_host in kept)
+
+
+@given(requests(max_tokens=400))
+def test_owner_follows_from_anchor_slices_blocks_and_query(request):
+    layout = request.plan()
+    owners = [0] * request.num_tokens
+    if request.fits:
+        anchor = range(request.anchor_stop)
+        longer = len(anchor) % request.num_hosts
+        owners = [
+            h
+            for h in range(request.num_hosts)
+            for _ in range(len(anchor) // request.num_hosts + (h < longer))
+        ]
+        for block, span in enumerate(layout.blocks):
+            owners += [request.host_of_block(block)] * len(span)
+        owners += [0] * (request.num_tokens - request.query_start)
+    assert [layout.owner(token) for token in range(request.num_tokens)] == owners
+    for stranger in (-1, request.num_tokens):
+        with pytest.raises(IndexError, match=rf"{stranger} .* {request.num_tokens}"):
+            layout.owner(stranger)
+
+
+@given(requests(must_fit=True))
+def test_virtual_hosts_pair_up_and_invert(request):
+    layout, hosts = request.plan(), request.num_hosts
+    assert layout.zigzag == request.zigzag
+    pairs = [layout.virtual_hosts(host) for host in range(hosts)]
+    assert pairs == [(h, 2 * hosts - 1 - h) if request.zigzag else (h,) for h in range(hosts)]
+    assert sorted(v for pair in pairs for v in pair) == list(range(request.num_blocks))
+    assert all(layout.host_of_block(v) == host for host, pair in enumerate(pairs) for v in pair)
+
+
+@given(requests())
+def test_anchor_slices_partition_the_anchor(request):
+    layout = request.plan()
+    slices = [layout.anchor_slice(host) for host in range(request.num_hosts)]
+    assert tokens(slices) == list(layout.anchor)
+    lengths = [len(part) for part in slices]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(requests())
+def test_local_spans_are_what_a_host_computes_in_token_order(request):
+    layout = request.plan()
+    for host in range(request.num_hosts):
+        spans = layout.local_spans(host)
+        local = tokens(spans)
+        assert local == sorted(set(local))
+        if not request.fits:
+            assert local == (list(range(request.num_tokens)) if host == 0 else [])
+            continue
+        own = [span for v, span in enumerate(layout.blocks) if request.host_of_block(v) == host]
+        assert spans == (layout.anchor, *own, layout.query)
+        assert set(tokens(layout.cache_spans(host))) <= set(local)
+
+
+@given(requests())
+def test_passing_lengths(request):
+    layout = request.plan()
+    passed = [layout.num_passed(v) for v in range(len(layout.blocks))]
+    assert passed == [min(request.expected_passing_len, len(block)) for block in layout.blocks]
+    assert layout.max_passed == max(passed, default=0)
+    if request.fits:
+        assert layout.passing_len == request.expected_passing_len
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "zigzag", "anchor_len", "passing_len"),
+    [
+        (200, True, 50, 128),  # a quarter of the prompt
+        (512, True, 128, 128),
+        (8192, True, 128, 128),
+        (8193, True, 129, 128),
+        (16384, True, 256, 128),
+        (16385, True, 257, 129),
+        (16385, False, 257, 257),
+        (100_000, True, 1563, 782),
+        (100_000, False, 1563, 1563),
+    ],
+)
+def test_default_lengths(num_tokens, zigzag, anchor_len, passing_len):
+    layout = Request(2, num_tokens, 3, num_tokens - 10, zigzag=zigzag).plan()
+    assert (len(layout.anchor), layout.passing_len) == (anchor_len, passing_len)
+
+
+@pytest.mark.parametrize(
+    ("anchor_len", "anchor_stop"), [(0, 0), (1, 30), (29, 30), (30, 30), (31, 31), (89, 89)]
+)
+def test_prefix_is_anchor_unless_the_anchor_is_switched_off(anchor_len, anchor_stop):
+    layout = Request(1, 100, context_start=30, query_start=95, anchor_len=anchor_len).plan()
+    assert layout.anchor == range(anchor_stop)
+    assert tokens(layout.blocks) == list(range(anchor_stop, 95))
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("num_hosts", [1, 2, 5])
+def test_context_too_short_to_cut_runs_on_host_zero(num_hosts, zigzag):
+    blocks = num_hosts * (2 if zigzag else 1)
+    enough = Request(num_hosts, 4 + blocks + 3, 4, 4 + blocks, anchor_len=2, passing_len=1, zigzag=zigzag)
+    layout = enough.plan()
+    assert [len(block) for block in layout.blocks] == [1] * blocks
+    short = Request(num_hosts, 4 + blocks + 2, 4, 4 + blocks - 1, anchor_len=2, passing_len=1, zigzag=zigzag)
+    layout = short.plan()
+    assert layout == single_host_layout(num_hosts, short.num_tokens)
+    assert not layout.is_split and not layout.zigzag and layout.max_passed == 0
+    assert layout.local_spans(0) == layout.cache_spans(0) == (range(short.num_tokens),)
+    for host in range(1, num_hosts):
+        assert layout.local_spans(host) == layout.cache_spans(host) == layout.virtual_hosts(host) == ()
+
+
+@pytest.mark.parametrize(
+    ("request_", "numbers"),
+    [
+        pytest.param(Request(2, 100, 5, 90, anchor_len=90), (90, 100), id="anchor-is-context"),
+        pytest.param(Request(2, 100, 5, 70, anchor_len=4096), (4096, 70, 100), id="anchor-beyond-prompt"),
+        pytest.param(Request(2, 100, 5, 100), (5, 100), id="no-query"),
+        pytest.param(Request(2, 100, 5, 101), (101, 100), id="query-beyond-prompt"),
+        pytest.param(Request(2, 100, 51, 50), (51, 50), id="context-after-query"),
+        pytest.param(Request(2, 100, -1, 50), (-1, 50), id="context-before-prompt"),
+        pytest.param(Request(2, 0, 0, 0), (0,), id="no-tokens"),
+    ],
+)
+def test_impossible_requests_name_their_numbers(request_, numbers):
+    with pytest.raises(LayoutError) as raised:
+        request_.plan()
+    for number in numbers:
+        assert str(number) in str(raised.value)
+
+
+def test_prompt_without_context_takes_any_anchor_length():
+    assert not Request(3, 20, 0, 0, anchor_len=64).plan().is_split
+
+
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 50))
+def test_frames_go_to_hosts_by_equation_6(num_frames, num_hosts, start):
+    shares = split_evenly(range(start, start + num_frames), num_hosts)
+    lengths = [num_frames // num_hosts + (host < num_frames % num_hosts) for host in range(num_hosts)]
+    assert [len(share) for share in shares] == lengths
+    assert tokens(shares) == list(range(start, start + num_frames))
+
+
+runs = st.builds(lambda start, length: range(start, start + length), st.integers(0, 40), st.integers(0, 40))
+
+
+@given(runs, runs)
+def test_intersect_is_what_two_runs_share(a, b):
+    common = intersect(a, b)
+    assert list(common) == sorted(set(a) & set(b))
+    assert common == intersect(b, a)
+    assert common.step == 1 and common.stop >= common.start
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), min_size=1, max_size=6), st.data())
+def test_offsets_within_point_at_the_wanted_tokens(gaps_and_lengths, data):
+    spans, position = [], 0
+    for gap, length in gaps_and_lengths:
+        spans.append(range(position + gap, position + gap + length))
+        position += gap + length
+    wanted = []
+    for span in data.draw(st.lists(st.sampled_from(spans), max_size=5)):
+        start = data.draw(st.integers(span.start, span.stop))
+        wanted.append(range(start, data.draw(st.integers(start, span.stop))))
+    concatenation = tokens(spans)
+    offsets = offsets_within(spans, wanted)
+    assert [[concatenation[i] for i in run] for run in offsets] == [list(run) for run in wanted]
+    assert all(run.start >= 0 for run in offsets)
+
+
+@given(requests())
+def test_kept_tokens_lie_among_the_computed_ones(request):
+    layout = request.plan()
+    for host in range(request.num_hosts):
+        local = tokens(layout.local_spans(host))
+        rows = offsets_within(layout.local_spans(host), layout.cache_spans(host))
+        assert [local[row] for row in tokens(rows)] == tokens(layout.cache_spans(host))
