@@ -264,6 +264,21 @@ class HostGroup:
             self._post_failure(name, error)
             raise
 
+    def let_others_report(self) -> None:
+        """After a failure, and before this process exits: time for every host to say why it ends.
+
+        torchrun stops the other processes of a machine as soon as one of them has failed.
+        """
+        if self.size == 1:
+            return
+        if not self._broken:
+            try:
+                self.barrier()
+                return
+            except HostError:
+                pass
+        time.sleep(_POLL_SECONDS + _GRACE_SECONDS)
+
     def close(self) -> None:
         """Leave the process group, where :meth:`from_env` made it."""
         if self._owns_group and dist.is_initialized():

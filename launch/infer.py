@@ -78,8 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
         _quieten(hosts)
         run(options, hosts)
     except (ValueError, HostError) as error:
-        rank = hosts.rank if hosts is not None else "?"
-        print(f"error (host {rank}): {error}", file=sys.stderr, flush=True)
+        host = "" if hosts is None else f" (host {hosts.rank})"
+        sys.stderr.write(f"error{host}: {error}\n")  # one write: hosts share the terminal
+        if hosts is not None:
+            hosts.let_others_report()
         return EXIT_FAILURE
     finally:
         if hosts is not None:

@@ -47,7 +47,7 @@ def test_lengths_that_are_no_integers(name, value):
 
 @pytest.mark.parametrize("kv", ["", "Gathered", "host0", None])
 def test_unknown_kv_placement_names_the_known_ones(kv):
-    with pytest.raises(ValueError, match="^kv must be one of gathered, sharded, not ") as raised:
+    with pytest.raises(ValueError, match=r"^kv must be one of gathered, sharded, not ") as raised:
         PrefillConfig(kv=kv)
     assert str(raised.value).endswith(repr(kv))
 

@@ -101,7 +101,7 @@ def test_registry_has_the_documented_names_and_the_default():
 @pytest.mark.parametrize(
     ("length", "group", "queries"),
     [(1, 1, 1), (4, 1, 3), (11, 3, 5), (63, 2, 1), (129, 2, 3)],
-    ids="l_b={} G={} n_q={}".format,
+    ids=["one-key", "fewer-than-pool", "l_b=11", "l_b=63", "l_b=129"],
 )
 def test_equals_its_definition(name, length, group, queries):
     tensors = block(length, group=group, queries=queries)

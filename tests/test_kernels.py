@@ -36,6 +36,7 @@ LENGTHS = {
     "three-segments": (111, [63, 1, 111]),
     "more-queries-than-last-keys": (129, [111, 63]),
     "decode-two-segments": (1, [111, 129]),
+    "few-queries-many-keys": (7, [129, 1, 111, 63]),
     "empty-first": (63, [0, 63]),
     "empty-middle": (63, [111, 0, 63]),
     "empty-last": (63, [129, 0]),
@@ -60,7 +61,7 @@ def in_fp64(q, segments):
 
 
 def visibility(queries, keys, causal_last):
-    """``[S, T]`` booleans: query i of S sees the first T - S + i + 1 of the T keys of a causal last segment."""
+    """``[S, T]`` booleans: query i of S sees the first T - S + i + 1 of the last segment."""
     rows = []
     for i in range(queries):
         row = [True] * sum(keys[:-1])
@@ -70,7 +71,7 @@ def visibility(queries, keys, causal_last):
 
 
 def by_definition(q, segments, scale, causal_last):
-    """Torch's own attention with a dense mask, and the lse, in fp64; what sees nothing gives zeros and -inf."""
+    """Torch's attention with a dense mask, and the lse, in fp64; zeros and -inf where nothing is visible."""
     visible = visibility(q.shape[2], [k.shape[2] for k, _ in segments], causal_last)
     k, v = (torch.cat(states, dim=2).double() for states in zip(*segments, strict=True))
     group = q.shape[1] // k.shape[1]

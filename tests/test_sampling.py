@@ -120,7 +120,9 @@ def test_greedy_is_the_argmax_whatever_else_is_set():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.8)], ids="T{0[0]}".format
+    ("temperature", "top_p"),
+    [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.8)],
+    ids=["T=1", "T=0.5", "T=2", "top_p=0.8"],
 )
 def test_drawn_frequencies_are_the_probabilities(temperature, top_p):
     logits, draws = torch.tensor([0.0, 1.0, -0.5, 2.0, 1.5, -1.0, 0.5, 1.0]), 4000
