@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .hosts import HostGroup
-from .layout import ContextLayout, offsets_within
+from .layout import ContextLayout, intersect, offsets_within
 
 # Decoding appends one row per step; growing the buffers by many rows at once keeps that from copying the cache.
 _GROWTH_ROWS = 256
@@ -25,9 +25,10 @@ class ShardedLayer(DynamicLayer):
     host 0, and attention gets the host's own share back.
     """
 
-    def __init__(self, kept_rows: Iterable[range], num_prompt_tokens: int, appends: bool):
+    def __init__(self, kept_rows: Iterable[range], num_prompt_tokens: int, num_fixed_tokens: int, appends: bool):
         super().__init__()
         self._kept_rows = [run for run in kept_rows if len(run)]
+        self._num_fixed_tokens = num_fixed_tokens
         self._appends = appends
         self._buffers: tuple[Tensor, Tensor] | None = None
         self.num_tokens = num_prompt_tokens
@@ -48,13 +49,21 @@ class ShardedLayer(DynamicLayer):
         return self.num_tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in transformers)."""
+        """Drop the last ``-tokens_to_remove`` tokens of the sequence (a count <= 0, as in transformers).
+
+        Raises:
+            ValueError: the count is positive, or reaches beyond the query into the context.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+        croppable = self.num_tokens - self._num_fixed_tokens
+        if -tokens_to_remove > croppable:
+            raise ValueError(
+                f"cannot remove {-tokens_to_remove} tokens: only the last {croppable} of {self.num_tokens} are "
+                "kept in order on host 0"
+            )
         self.num_tokens += tokens_to_remove
         if self._appends and tokens_to_remove:
-            if -tokens_to_remove > self.keys.shape[2]:
-                raise ValueError(f"cannot remove {-tokens_to_remove} tokens, host 0 holds {self.keys.shape[2]}")
             self.keys = self.keys[:, :, :tokens_to_remove]
             self.values = self.values[:, :, :tokens_to_remove]
 
@@ -87,7 +96,10 @@ class ShardedCache(Cache):
         kept = [span for span in layout.cache_spans(host) if keep_query or span != layout.query]
         num_tokens = layout.num_tokens if keep_query else layout.query.start
         rows = offsets_within(layout.local_spans(host), kept)
-        super().__init__(layers=[ShardedLayer(rows, num_tokens, host == 0) for _ in range(num_layers)])
+        fixed = layout.query.start
+        super().__init__(
+            layers=[ShardedLayer(rows, num_tokens, fixed, appends=host == 0) for _ in range(num_layers)]
+        )
 
     def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:
         """Hold no rows: the share of a host that takes no part in the prefill."""
@@ -97,9 +109,9 @@ class ShardedCache(Cache):
 
     def owned_spans(self, host: int) -> list[range]:
         """Token positions whose KV a host holds now, generated tokens included, in row order."""
-        spans = list(self.layout.cache_spans(host))
-        generated = range(self.layout.num_tokens, self.get_seq_length())
-        return [*spans, generated] if host == 0 else spans
+        length = self.get_seq_length()
+        spans = [intersect(span, range(length)) for span in self.layout.cache_spans(host)]
+        return [*spans, range(self.layout.num_tokens, length)] if host == 0 else spans
 
     def nbytes(self) -> int:
         """Bytes of keys and values on this host."""
@@ -134,9 +146,7 @@ class ShardedCache(Cache):
         nothing = share.new_empty(0)
         parts = [share if host == to_host else nothing for host in range(hosts.size)]
         here = hosts.rank == to_host
-        return hosts.all_to_all(
-            parts, [(2, batch, heads, count, dim) if here else (0,) for count in counts]
-        )
+        return hosts.all_to_all(parts, [(2, batch, heads, count, dim) if here else (0,) for count in counts])
 
     def _in_position_order(self, shares: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Merge ``[2, B, Hkv, T_h, D]`` per host into keys and values ``[B, Hkv, n, D]``."""

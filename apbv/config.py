@@ -5,6 +5,14 @@ from dataclasses import dataclass
 KV_PLACEMENTS = ("gathered", "sharded")
 
 
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """How a prompt is prefilled.
@@ -25,7 +33,8 @@ class PrefillConfig:
         kv: where the KV lives after prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was computed.
 
     Raises:
-        ValueError: a length is negative or absurd, or a name is unknown.
+        ValueError: a length is negative or absurd, or ``kv`` is unknown. An unknown method or importance is
+            refused by :func:`apbv.prefill`, which knows them.
     """
 
     method: str = "apbv"
@@ -44,7 +53,7 @@ class PrefillConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not _is_int(value):
                 raise ValueError(f"{name} must be an integer number of tokens, not {value!r}")
             if not 0 <= value < 2**31:
                 raise ValueError(f"{name} must lie in 0 .. 2^31-1, not {value}")
@@ -72,11 +81,14 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.max_new_tokens, int) or not 1 <= self.max_new_tokens <= 2**20:
+        if not _is_int(self.max_new_tokens) or not 1 <= self.max_new_tokens <= 2**20:
             raise ValueError(f"max_new_tokens must lie in 1 .. 2^20, not {self.max_new_tokens!r}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or a positive number, not {self.temperature!r}")
-        if not 0 < self.top_p <= 1:
+        # Below the lower bound, which no one can mean by it, logits over temperature overflow.
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or 1e-6 <= self.temperature < float("inf")
+        ):
+            raise ValueError(f"temperature must be 0 (greedy) or at least 1e-6, not {self.temperature!r}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p!r}")
-        if not 0 <= self.seed < 2**64:
+        if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must lie in 0 .. 2^64-1, not {self.seed!r}")

@@ -25,9 +25,7 @@ class Decoder(Protocol):
 class GatheredDecoder:
     """Host 0 decodes alone, with the model's own attention, over a plain DynamicCache."""
 
-    def __init__(
-        self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup
-    ):
+    def __init__(self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position, self._hosts = parts, cache, next_position, hosts
 
     def advance(self, token: int) -> Tensor | None:
@@ -47,9 +45,7 @@ class ShardedDecoder:
 
     def advance(self, token: int) -> Tensor | None:
         with apbv_attention(self._parts.language_model):
-            logits = run_language_model(
-                self._parts, [token], self._position, self._cache, apbv=self._attention
-            )
+            logits = run_language_model(self._parts, [token], self._position, self._cache, apbv=self._attention)
         self._position += 1
         return logits
 

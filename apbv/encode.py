@@ -130,9 +130,7 @@ def exchange_visual(
         for runs in needed
     ]
     lengths = [[len(intersect(piece, run)) for run in mine] for piece in pieces]
-    received = hosts.all_to_all(
-        parts_to_send, [(sum(counts), rows.shape[1]) for counts in lengths]
-    ).wait()
+    received = hosts.all_to_all(parts_to_send, [(sum(counts), rows.shape[1]) for counts in lengths]).wait()
     # Each host sent its part of run 0, then of run 1, ...; pieces ascend with the host.
     by_host = [tensor.split(counts) for tensor, counts in zip(received, lengths, strict=True)]
     ordered = [by_host[host][run] for run in range(len(mine)) for host in range(hosts.size)]

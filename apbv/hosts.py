@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -206,9 +206,7 @@ class HostGroup:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values if self.rank == 0 else [0] * count, dtype=torch.int64)
-        work = self._start(
-            lambda: dist.broadcast(tensor, group=self._control_group, group_src=0, async_op=True)
-        )
+        work = self._start(lambda: dist.broadcast(tensor, group=self._control_group, group_src=0, async_op=True))
         self._wait(work)
         return tensor.tolist()
 
@@ -290,9 +288,7 @@ class HostGroup:
         if self.size == 1:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(
-            self._start(lambda: dist.all_gather(parts, tensor, group=self._control_group, async_op=True))
-        )
+        self._wait(self._start(lambda: dist.all_gather(parts, tensor, group=self._control_group, async_op=True)))
         return torch.stack(parts)
 
     def _agree(self, name: str, error: Exception | None) -> None:
@@ -302,9 +298,7 @@ class HostGroup:
         if not any(lengths):
             return
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
-            : len(message)
-        ]
+        padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
         messages = self._gather_control(padded)
         if error is not None:
             raise error
@@ -344,10 +338,8 @@ class HostGroup:
         if self.size == 1:
             return
         text = f"host {self.rank} failed in {name}: {type(error).__name__}: {error}"
-        try:
+        with suppress(RuntimeError):  # where the store's host is gone, the others notice that by themselves
             self._data_group.get_group_store().set(_FAILURE_KEY, text)
-        except RuntimeError:
-            pass  # the store's host is gone: the others notice that by themselves
 
     def _posted_failure(self) -> HostError | None:
         store = self._data_group.get_group_store()

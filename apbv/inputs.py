@@ -208,9 +208,7 @@ def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[st
             size=SizeDict(height=height, width=width),
             resample=video_processor.resample,
         )[0]
-    return _pixels(
-        video_processor(videos=[frames], do_resize=False, do_sample_frames=False, return_tensors="pt")
-    )
+    return _pixels(video_processor(videos=[frames], do_resize=False, do_sample_frames=False, return_tensors="pt"))
 
 
 def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:

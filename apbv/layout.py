@@ -5,6 +5,7 @@ A run of consecutive token positions is a ``range`` with step 1.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 class LayoutError(ValueError):
@@ -15,7 +16,7 @@ def split_evenly(items: range, parts: int) -> list[range]:
     """Cut a run into consecutive parts whose lengths differ by at most one, longer ones first (Eq. 6)."""
     base, longer = divmod(len(items), parts)
     starts = [items.start + part * base + min(part, longer) for part in range(parts + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def intersect(a: range, b: range) -> range:

@@ -198,9 +198,7 @@ def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMetho
     return METHODS[config.method]
 
 
-def _forward(
-    parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod
-) -> tuple[Tensor, ShardedCache]:
+def _forward(parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod) -> tuple[Tensor, ShardedCache]:
     """Run this host's tokens through the language model; logits ``[1, V]`` and this host's KV."""
     layout, hosts = method.layout, method.hosts
     spans = layout.local_spans(hosts.rank)

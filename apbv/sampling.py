@@ -42,5 +42,4 @@ def sample(logits: Tensor, config: SamplingConfig, position: int) -> int:
     p = probabilities(logits, config.temperature, config.top_p)
     cumulative = p.cumsum(dim=-1)
     drawn = uniform(config.seed, position, PURPOSE_NEXT_TOKEN) * cumulative[-1]
-    token = int(torch.searchsorted(cumulative, drawn, right=True))
-    return min(token, int(p.nonzero()[-1]))
+    return int(torch.searchsorted(cumulative, drawn, right=True))

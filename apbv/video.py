@@ -19,6 +19,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ _STORES_PTS = {_MOV, "matroska,webm", _MPEGTS, "flv"}
 _FORMATS = "mov,mp4,matroska,webm,avi,mpegts,flv,mpeg,mpegvideo,asf,ogg,gif,nut,ivf,obu,h264,hevc,m4v,mxf,dv"
 # Pictures that refer to no other; decoders that do not say give NONE.
 _INTRA = (PictureType.I, PictureType.SI, PictureType.NONE)
+# Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
+_RUN = 64
 # No codec displays a frame further from its place in the file than this, in frames.
 _MAX_REORDER = 32
 
@@ -79,17 +82,17 @@ class VideoInfo:
         return self.num_frames / self.fps
 
 
-def probe(path: str | os.PathLike, threads: int = 0) -> VideoInfo:
+def probe(path: str | os.PathLike) -> VideoInfo:
     """List the frames of the first video stream of `path`.
 
     Reads all packets and decodes one frame, or a few where the stream does not start cleanly; decodes all
-    where packet times cannot be trusted (see above). `threads`: of the decoder, 0 for one per CPU.
+    where packet times cannot be trusted (see above).
 
     Raises VideoError if the file is missing, no video, has no frames, is cut short (as far as the container
     tells), or if its first frame cannot be decoded.
     """
     path = os.fsdecode(path)
-    with _Reader(path, threads) as reader:
+    with _Reader(path) as reader:
         packets = reader.list_packets()
         if packets is None:
             times, first = _decode_times(reader)
@@ -165,11 +168,13 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
     """Decode frames `indices`, strictly ascending: uint8 [len(indices), height, width, 3], RGB as displayed.
 
     Bit-equal to decoding the whole file and picking the frames. Seeks wherever a keyframe lets it skip
-    packets, and holds no frames but those it returns and the decoder's own. `threads`: as for `probe`.
+    packets, and holds no frames but those it returns and the decoders' own. `threads`: how many groups of
+    pictures to decode at the same time, where there are several; 0 for one per CPU, up to 16.
 
     Raises VideoError if a wanted frame, or one decoded on the way to it from its keyframe, cannot be decoded
-    or is damaged so that the decoder notices, or if the frame size changes, or if the file changed since
-    `probe`; ValueError if the indices do not ascend; IndexError if one is out of range.
+    or is damaged so that the decoder notices, or if the frame size changes, or if the file no longer holds
+    the packets that `probe` listed; ValueError if the indices do not ascend; IndexError if one is out of
+    range.
     """
     wanted = [int(i) for i in indices]
     if any(a >= b for a, b in itertools.pairwise(wanted)):
@@ -178,11 +183,10 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
         raise IndexError(f"frame indices {wanted[0]}..{wanted[-1]} of {info.num_frames} frames")
     out = np.empty((len(wanted), info.height, info.width, 3), np.uint8)
     if wanted:
-        with _Reader(info.path, threads) as reader:
-            if info.packets:
-                _read_by_seeking(reader, info, wanted, out)
-            else:
-                _read_from_start(reader, info, wanted, out)
+        if info.packets:
+            _read_by_seeking(info, wanted, out, threads or min(os.cpu_count() or 1, 16))
+        else:
+            _read_from_start(info, wanted, out)
     return out
 
 
@@ -201,8 +205,8 @@ class _Undecodable(Exception):
 class _Reader:
     """An open file and its first video stream; leaving its context turns ffmpeg's errors into VideoError."""
 
-    def __init__(self, path: str, threads: int):
-        self.path, self.threads, self.can_seek = path, threads, True
+    def __init__(self, path: str):
+        self.path, self.can_seek = path, True
         if not os.path.exists(path):
             raise self.error("no such file")
         if not os.path.isfile(path):
@@ -227,9 +231,8 @@ class _Reader:
         if self.stream.codec_context is None:
             self.container.close()
             raise self.error("no decoder for its video stream")
-        # Not slice threads, PyAV's default: with them the h264 decoder conceals damage and does not say so.
-        self.stream.thread_type = "FRAME"
-        self.stream.codec_context.thread_count = self.threads
+        # Damage that the h264 decoder conceals it reports reliably only with a single thread.
+        self.stream.codec_context.thread_count = 1
 
     def reopen(self) -> None:
         self.container.close()
@@ -284,10 +287,9 @@ class _Reader:
             return False
         return _nearly_sorted(pts)
 
-    def expect(self, packets: Sequence[Packet]) -> None:
-        """Say what `packets_between` will find in the file."""
-        self.packets = packets
-        self.position = {_identity(packet): i for i, packet in enumerate(packets)}
+    def expect(self, packets: Sequence[Packet], position: dict[tuple, int]) -> None:
+        """Say what `packets_between` will find in the file. `position`: _positions(packets)."""
+        self.packets, self.position = packets, position
 
     def packets_between(self, start: int, stop: int) -> Iterator[av.Packet]:
         """The packets [start, stop) of those expected, read after a seek.
@@ -319,9 +321,11 @@ class _Reader:
                 raise _SeekFailed
         raise self.error("changed since it was probed")
 
-    def frames(self) -> Iterator[av.VideoFrame]:
-        """All frames, from the start."""
+    def frames(self, threads: int = 1) -> Iterator[av.VideoFrame]:
+        """All frames, from the start. With more than one thread (0: one per CPU) damage may go unreported."""
         self.reopen()
+        self.stream.thread_type = "FRAME"
+        self.stream.codec_context.thread_count = threads
         for packet in self.container.demux(self.stream):
             if packet.size:
                 yield from _decode(self.stream, packet)
@@ -331,6 +335,10 @@ class _Reader:
 def _identity(packet: Packet | av.Packet) -> tuple[int | None, ...]:
     # Without dts: some containers store none, and what ffmpeg makes up depends on where reading started.
     return packet.pts, packet.pos, packet.size
+
+
+def _positions(packets: Sequence[Packet]) -> dict[tuple, int]:
+    return {_identity(packet): i for i, packet in enumerate(packets)}
 
 
 def _ascending(values: Sequence[int]) -> bool:
@@ -389,7 +397,7 @@ def _find_frames(reader: _Reader, packets: list[Packet]) -> tuple[av.VideoFrame,
         raise reader.error("has no video frames")
     first, decoded = None, set()
     stop = max(regular[:1] + leading) + 1
-    reader.expect(packets)
+    reader.expect(packets, _positions(packets))
     reader.can_seek = False  # no need to: it is near the start
     for packet in itertools.chain(reader.packets_between(start, stop), (None,)):
         try:
@@ -416,7 +424,7 @@ def _keyframes(packets: Sequence[Packet]) -> list[int]:
 def _decode_times(reader: _Reader) -> tuple[list[float], av.VideoFrame]:
     """Decode everything: times of all frames in seconds since the first, and the first frame."""
     first, pts = None, []
-    for frame in reader.frames():
+    for frame in reader.frames(threads=0):
         first = first or frame
         pts.append(frame.pts)
     if first is None:
@@ -451,91 +459,123 @@ def _to_rgb(info: VideoInfo, frame: av.VideoFrame) -> np.ndarray:
     return image[:: -1 if info.flip_vertical else 1, :: -1 if info.flip_horizontal else 1]
 
 
-def _read_from_start(reader: _Reader, info: VideoInfo, wanted: list[int], out: np.ndarray) -> None:
+def _read_from_start(info: VideoInfo, wanted: list[int], out: np.ndarray) -> None:
     row = 0
-    for index, frame in enumerate(reader.frames()):
-        if frame.is_corrupt:
-            raise reader.error(f"frame {index} is damaged")
-        if index == wanted[row]:
-            out[row] = _to_rgb(info, frame)
-            row += 1
-            if row == len(wanted):
-                return
-    raise reader.error(f"frame {wanted[row]} cannot be decoded")
+    with _Reader(info.path) as reader:
+        for index, frame in enumerate(reader.frames()):
+            if frame.is_corrupt:
+                raise reader.error(f"frame {index} is damaged")
+            if index == wanted[row]:
+                out[row] = _to_rgb(info, frame)
+                row += 1
+                if row == len(wanted):
+                    return
+        raise reader.error(f"frame {wanted[row]} cannot be decoded")
 
 
-def _read_by_seeking(reader: _Reader, info: VideoInfo, wanted: list[int], out: np.ndarray) -> None:
-    keyframes = _keyframes(info.packets)
-    reader.expect(info.packets)
-    for first, last, key, stop in _plan(info, keyframes, wanted):
-        rows = {info.packets[info.frame_packets[wanted[row]]].pts: row for row in range(first, last)}
-        back = 0
-        while True:
-            start = max(key - back, 0)
+class _Group(NamedTuple):
+    """Frames to decode in one go."""
+
+    rows: dict[int, int]  # pts of a frame -> its row in the result
+    key: int  # start at this keyframe (a number among the keyframes)
+    stop: int  # the packet after the last one needed
+    frames: str  # what to call them
+
+
+def _read_by_seeking(info: VideoInfo, wanted: list[int], out: np.ndarray, threads: int) -> None:
+    keyframes, position = _keyframes(info.packets), _positions(info.packets)
+    plan = _plan(info, keyframes, wanted)
+    groups = iter(plan)
+
+    def work() -> None:
+        with _Reader(info.path) as reader:
+            reader.expect(info.packets, position)
             try:
-                _read_group(reader, info, keyframes[start], stop, dict(rows), out, is_first=start == 0)
-                break
-            except _SeekFailed:
-                reader.can_seek = False
-            except _Undecodable as error:
-                # The keyframe may be none, as with intra refresh: then only an earlier one helps. If it is
-                # fine, the data after it is damaged, or refers further back than it should: one more try.
-                if start == 0 or (error.entered and back):
-                    raise reader.error(
-                        f"a frame among {wanted[first]}..{wanted[last - 1]} cannot be decoded: {error}"
-                    ) from error
-                back = 2 * back + 1
+                for group in groups:  # shared by all threads: whichever is free takes the next
+                    _read_group(reader, info, keyframes, group, out)
+            finally:
+                for _ in groups:  # after an error the rest is of no use
+                    pass
+
+    workers = min(threads, len(plan))
+    if workers == 1:
+        work()
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(work) for _ in range(workers)]:
+            done.result()
 
 
-def _plan(info: VideoInfo, keyframes: list[int], wanted: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Split `wanted` into groups to decode in one go.
+def _plan(info: VideoInfo, keyframes: list[int], wanted: list[int]) -> list[_Group]:
+    """Split `wanted` into groups, a new one wherever a seek skips a packet, and in long runs at keyframes.
 
-    Yields (first row, last row + 1, which keyframe to start from, last packet + 1). A new group starts where
-    a seek skips a packet. So every packet decoded lies between a wanted frame and that frame's keyframe, and
-    whether a frame is found damaged does not depend on what else is asked for.
+    So every packet decoded lies between a wanted frame and that frame's keyframe, and whether a frame is
+    found damaged does not depend on what else is asked for.
     """
-    first, key, stop = 0, -1, -1
+    groups: list[_Group] = []
+    rows: dict[int, int] = {}
+    key, stop = -1, -1
+
+    def close() -> None:
+        frames = f"{wanted[min(rows.values())]}..{wanted[max(rows.values())]}"
+        groups.append(_Group(rows, key, stop, frames))
+
     for row, frame in enumerate(wanted):
-        position = info.frame_packets[frame]
-        own = bisect.bisect_right(keyframes, position) - 1
+        index = info.frame_packets[frame]
+        own = bisect.bisect_right(keyframes, index) - 1
         # A frame displayed before the keyframe that precedes it in the file may refer to the group before.
-        while own > 0 and info.packets[keyframes[own]].pts > info.packets[position].pts:
+        while own > 0 and info.packets[keyframes[own]].pts > info.packets[index].pts:
             own -= 1
-        if key < 0:
-            key = own
-        elif keyframes[own] > stop:
-            yield first, row, key, stop
-            first, key = row, own
-        stop = max(stop, position + 1)
-    yield first, len(wanted), key, stop
+        if rows and (keyframes[own] > stop or keyframes[own] >= keyframes[key] + _RUN):
+            close()
+            rows = {}
+        if not rows:
+            key, stop = own, index + 1
+        rows[info.packets[index].pts] = row
+        stop = max(stop, index + 1)
+    close()
+    return groups
 
 
-def _read_group(
-    reader: _Reader,
-    info: VideoInfo,
-    start: int,
-    stop: int,
-    rows: dict[int, int],
-    out: np.ndarray,
-    is_first: bool,
+def _read_group(reader: _Reader, info: VideoInfo, keyframes: list[int], group: _Group, out: np.ndarray) -> None:
+    """Fill the group's rows of `out`. Raises VideoError."""
+    back = 0
+    while True:
+        number = max(group.key - back, 0)
+        try:
+            return _decode_group(reader, info, keyframes[number], number == 0, group, out)
+        except _SeekFailed:
+            reader.can_seek = False
+        except _Undecodable as error:
+            # The keyframe may be none, as with intra refresh: then only an earlier one helps. If it is fine,
+            # the data after it is damaged, or refers further back than it should: one more try.
+            if number == 0 or (error.entered and back):
+                raise reader.error(f"a frame among {group.frames} cannot be decoded: {error}") from error
+            back = 2 * back + 1
+
+
+def _decode_group(
+    reader: _Reader, info: VideoInfo, start: int, is_first: bool, group: _Group, out: np.ndarray
 ) -> None:
-    """Decode packets [start, stop), put the frame of time pts into out[rows[pts]] and empty `rows`.
+    """Decode from the keyframe that is packet `start` and fill the group's rows of `out`.
 
-    `is_first`: `start` is the first keyframe of the file, so there is no earlier one to decode from.
+    `is_first`: it is the first keyframe of the file, so there is no earlier one to decode from.
 
-    Raises _Undecodable or _SeekFailed; `out` then holds nothing of use in these rows.
+    Raises _Undecodable or _SeekFailed; the rows then hold nothing of use. VideoError as `read_frames`.
     """
     packets, key = info.packets, info.packets[start]
-    unseen = {packet.pts for packet in packets[start:stop] if packet.shown}
+    unseen = {packet.pts for packet in packets[start : group.stop] if packet.shown}
+    missing = set(group.rows)
+    origin = packets[info.frame_packets[0]].pts if is_first else key.pts
     entered, latest = is_first or not key.shown, None
     # Nothing more is fed once the last wanted frame is in, so the decoder needs to be drained to give it out.
-    for packet in itertools.chain(reader.packets_between(start, stop), (None,)):
+    for packet in itertools.chain(reader.packets_between(start, group.stop), (None,)):
         try:
             frames = _decode(reader.stream, packet)
         except av.error.FFmpegError as error:
             raise _Undecodable(error.strerror, entered) from error
         for frame in frames:
-            if frame.pts is not None and frame.pts < key.pts and not is_first:
+            if frame.pts is not None and frame.pts < origin:
                 continue  # displayed before the keyframe: may lack what it refers to
             if frame.pts not in unseen or (latest is not None and frame.pts < latest):
                 raise _Undecodable("frames come out of the decoder that the file does not announce", entered)
@@ -546,7 +586,8 @@ def _read_group(
             # The second field of an interlaced keyframe may be predicted from the first.
             if frame.pts == key.pts and (frame.pict_type in _INTRA or frame.interlaced_frame):
                 entered = True
-            if frame.pts in rows:
-                out[rows.pop(frame.pts)] = _to_rgb(info, frame)
-    if rows or not entered:
+            if frame.pts in group.rows:
+                out[group.rows[frame.pts]] = _to_rgb(info, frame)
+                missing.remove(frame.pts)
+    if missing or not entered:
         raise _Undecodable("the decoder does not give it out", entered)

@@ -25,6 +25,8 @@ from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.models import inspect_model
 from apbv.stats import StageTimer
 
+MODEL_OPTIONS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "dtype")
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -71,7 +73,8 @@ def worker(options: argparse.Namespace) -> None:
         inputs = ModelInputs.from_processor(parts, {"input_ids": input_ids}, hosts, query_start=start)
         hosts.barrier()
         state = prefill(model, inputs, hosts=hosts, config=settings, timer=StageTimer(hosts))
-        return {**state.timer.summary(), "anchor_len": len(state.layout.anchor), "passing_len": state.layout.passing_len}
+        lengths = {"anchor_len": len(state.layout.anchor), "passing_len": state.layout.passing_len}
+        return {**state.timer.summary(), **lengths}
 
     run(ids[:, : min(options.tokens, 4096)])
     if options.profile:
@@ -106,14 +109,14 @@ def main() -> None:
             samples[method].append(figures)
             print(f"round {round_index}: {method:5} {figures['stages_ms']['prefill'] / 1e3:8.2f} s", flush=True)
     times = {m: [f["stages_ms"]["prefill"] for f in figures] for m, figures in samples.items()}
-    ratios = [full / apbv for full, apbv in zip(times["full"], times["apbv"], strict=True)]
+    ratios = [a / b for a, b in zip(times["full"], times["apbv"], strict=True)]
     last = samples["apbv"][-1]
     record = {
         "benchmark": "prefill",
         "num_input_tokens": options.tokens,
         "hosts": options.hosts,
         "threads": {"full": options.hosts, "apbv": 1},
-        "model": {k: getattr(options, k) for k in ("layers", "hidden", "intermediate", "heads", "kv_heads", "dtype")},
+        "model": {name: getattr(options, name) for name in MODEL_OPTIONS},
         "anchor_len": last["anchor_len"],
         "passing_len": last["passing_len"],
         "prefill_ms": times,

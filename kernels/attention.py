@@ -39,6 +39,8 @@ def segmented_attention(
         raise ValueError(
             f"{q.shape[1]} query heads are not a multiple of {segments[0][0].shape[1]} key/value heads"
         )
+    if q.shape[2] == 0:
+        return torch.zeros_like(q), _full_lse(q)
     visible, last = (segments[:-1], segments[-1]) if causal_last else (segments, None)
     visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
     partials = [_attend(q, k, v, scale, causal=False) for k, v in visible]
@@ -120,6 +122,8 @@ def _attend_bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """One fused call over at least one key; causal only where S = T."""
+    # The fused kernels read rows of D neighbouring numbers, and do not check that they are.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     aten = torch.ops.aten
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -132,9 +136,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     return _attend_by_definition(q, k, v, scale, causal)
 
 
-def _attend_by_definition(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attend_by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """fp32 and fp64 on accelerators, where no fused kernel returns the lse: for tests, not for speed."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

@@ -14,6 +14,8 @@ def segmented_attention(
     Same signature and result as :func:`apbv.kernels.segmented_attention`, with every score materialised
     in fp64: O(S * T) memory.
     """
+    if not segments:
+        raise ValueError("segmented_attention needs at least one (k, v) segment")
     batch, heads, queries, dim = q.shape
     groups = heads // segments[0][0].shape[1]
     k = torch.cat([k for k, _ in segments], dim=2).double().repeat_interleave(groups, dim=1)
@@ -30,7 +32,7 @@ def segmented_attention(
         return q.new_zeros(batch, heads, queries, dim), _empty_lse(q)
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ v).to(q.dtype), lse.float()
+    return (weights @ v).to(q.dtype), lse.to(_lse_dtype(q))
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,4 +45,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _empty_lse(q: Tensor) -> Tensor:
-    return torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
+    return torch.full(q.shape[:3], float("-inf"), dtype=_lse_dtype(q), device=q.device)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -159,7 +159,7 @@ def _table(stats: dict) -> str:
     """The figures that a person wants to see at a glance."""
     mebibyte = 2**20
     rows = [
-        ("method", f"{stats['method']} on {stats['hosts']} host(s), {stats['device'].split(':')[0]}, {stats['dtype']}"),
+        ("method", f"{stats['method']} on {stats['hosts']} host(s), {stats['device']}, {stats['dtype']}"),
         ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"),
         ("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"),
         *((name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items()),

@@ -316,9 +316,7 @@ def _self_check() -> None:
         built = time.perf_counter() - start
 
         def prompt(*kinds, processor=processor):
-            content = [{"type": kind} for kind in kinds] + [
-                {"type": "text", "text": "What happens here? é日"}
-            ]
+            content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": "What happens here? é日"}]
             turns = [{"role": "user", "content": content}]
             return processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
 
@@ -332,9 +330,7 @@ def _self_check() -> None:
                 do_sample_frames=False,
                 return_tensors="pt",
             )
-            cases["image"] = processor(
-                text=[prompt("image")], images=[synthetic_image()], return_tensors="pt"
-            )
+            cases["image"] = processor(text=[prompt("image")], images=[synthetic_image()], return_tensors="pt")
         summary = []
         for name, inputs in cases.items():
             length = inputs["input_ids"].shape[1]
@@ -348,9 +344,7 @@ def _self_check() -> None:
             save_checkpoint(family, directory)
             auto = tf.AutoModelForImageTextToText if family in VIDEO_FAMILIES else tf.AutoModelForCausalLM
             loaded = auto.from_pretrained(directory).eval()
-            again = (tf.AutoProcessor if family in VIDEO_FAMILIES else tf.AutoTokenizer).from_pretrained(
-                directory
-            )
+            again = (tf.AutoProcessor if family in VIDEO_FAMILIES else tf.AutoTokenizer).from_pretrained(directory)
             inputs = list(cases.values())[-1]
             with torch.no_grad():
                 assert torch.equal(model(**inputs).logits, loaded(**inputs).logits), family

@@ -52,9 +52,7 @@ def test_unknown_kv_placement_names_the_known_ones(kv):
     assert str(raised.value).endswith(repr(kv))
 
 
-@pytest.mark.parametrize(
-    ("name", "known"), [("method", ("apbv", "full")), ("importance", ("softmax", "dot"))]
-)
+@pytest.mark.parametrize(("name", "known"), [("method", ("apbv", "full")), ("importance", ("softmax", "dot"))])
 def test_unknown_names_are_refused_before_anything_runs(name, known):
     with pytest.raises(ValueError, match=f"unknown {name} 'nonsense'") as raised:
         resolve_method(PrefillConfig(**{name: "nonsense"}), HostGroup.single("cpu"))

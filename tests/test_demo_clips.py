@@ -95,9 +95,7 @@ def model_and_processor():
     ensure_torchvision_imports()
     transformers = pytest.importorskip("transformers")
     processor = transformers.AutoProcessor.from_pretrained(demo.model_path())
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        demo.model_path(), dtype="float32"
-    ).eval()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(demo.model_path(), dtype="float32").eval()
     return model, processor
 
 
@@ -145,7 +143,7 @@ def test_training_sequences_equal_what_the_processor_makes(model_and_processor):
     from apbv.demo import train
 
     model, processor = model_and_processor
-    pool = train.ShotPool(seed=7, size=256)
+    pool = train.ShotPool(seed=7, size=512)
     maker = train.BatchMaker(pool, seed=7)
     clip = clips.make_clip(0, 10, "train")
     frames = clips.render(clip)
@@ -157,6 +155,8 @@ def test_training_sequences_equal_what_the_processor_makes(model_and_processor):
         genuine = model.model.visual(pixels["pixel_values_videos"], grid_thw=pixels["video_grid_thw"])
     torch.testing.assert_close(ours, genuine.pooler_output)
 
+    maker.pool.renew()
+    assert maker.draw(num_clips=4, num_shots=16).mask.any()
     layout = [(shot.colour, shot.letter) if shot.letter else None for shot in clip.shots]
     row = maker.row(layout, train.USUAL_STRIDE, None, True)
     metadata = VideoMetadata(total_num_frames=20, fps=float(clips.FPS), frames_indices=list(range(20)))
@@ -165,9 +165,7 @@ def test_training_sequences_equal_what_the_processor_makes(model_and_processor):
         text = processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        inputs = processor(
-            text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt"
-        )
+        inputs = processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
         inputs.pop("pixel_values_videos")
         chosen = (row.segments == 0) | (row.segments == number)
         torch.testing.assert_close(row.ids[chosen], inputs["input_ids"][0])

@@ -7,16 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-import families
 import pytest
 import torch
-from families import TEXT_FAMILIES, VIDEO_FAMILIES
 
 from apbv import Engine, HostGroup, PrefillConfig
 from apbv.inputs import PromptError
 from apbv.layout import LayoutError
 from apbv.models import UnsupportedModelError, inspect_model
 from apbv.video import VideoError
+
+import families
+from families import TEXT_FAMILIES, VIDEO_FAMILIES
 
 INFER = Path(__file__).parents[1] / "launch" / "infer.py"
 QUESTION = "What happens here?"
@@ -61,7 +62,9 @@ def infer(*options, hosts: int = 2, timeout: float = 120) -> subprocess.Complete
         run = ["-m", "torch.distributed.run", "--nproc-per-node", str(hosts), "--master-port", "0"]
         command = [sys.executable, *run, "--standalone", *command[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, errors="replace")
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, errors="replace"
+    )
 
 
 def answers_job(hosts: HostGroup, path: str, settings: dict, request: dict):
@@ -106,11 +109,15 @@ def test_images_and_chats(pool, checkpoints, clip, family, tmp_path):
     expected = engine.generate(QUESTION, images=[picture], max_new_tokens=6).token_ids
     for tokens, *_ in pool.run(2, answers_job, path, {}, {"images": [str(picture)]}):
         assert tokens == expected
-    turns = [{"role": "user", "content": [{"type": "image", "path": str(picture)}, {"type": "text", "text": QUESTION}]}]
+    turns = chat({"type": "image", "path": str(picture)})
     assert engine.generate(messages=turns, max_new_tokens=6).token_ids == expected
-    turns = [{"role": "user", "content": [{"type": "video", "video": str(clip)}, {"type": "text", "text": QUESTION}]}]
+    turns = chat({"type": "video", "video": str(clip)})
     video = engine.generate(QUESTION, video=clip, num_frames=8, max_new_tokens=6).token_ids
     assert engine.generate(messages=turns, num_frames=8, max_new_tokens=6).token_ids == video
+
+
+def chat(source: dict) -> list[dict]:
+    return [{"role": "user", "content": [source, {"type": "text", "text": QUESTION}]}]
 
 
 def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, clip, tmp_path):

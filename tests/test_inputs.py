@@ -1,10 +1,8 @@
 """What each host prepares and encodes, against the processor and the vision tower on the whole input."""
 
-import families
 import numpy as np
 import pytest
 import torch
-from families import TEXT_FAMILIES, VIDEO_FAMILIES
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
@@ -13,6 +11,9 @@ from apbv.inputs import PromptError, preprocess_frames
 from apbv.layout import split_evenly
 from apbv.models import inspect_model
 from apbv.video import VideoInfo, probe, sample_uniform
+
+import families
+from families import TEXT_FAMILIES, VIDEO_FAMILIES
 
 QUESTION = "What happens?"
 

@@ -70,9 +70,7 @@ def requests(draw, max_tokens=20_000, must_fit=False):
         num_tokens=num_tokens,
         context_start=context_start,
         query_start=query_start,
-        anchor_len=draw(
-            st.one_of(st.none(), st.just(0), st.integers(0, 9).filter(query_start.__gt__), lengths)
-        )
+        anchor_len=draw(st.one_of(st.none(), st.just(0), st.integers(0, 9).filter(query_start.__gt__), lengths))
         if query_start
         else None,
         passing_len=draw(st.one_of(st.none(), st.just(0), st.integers(0, 40), st.integers(0, num_tokens))),
@@ -130,9 +128,7 @@ def test_owner_follows_from_anchor_slices_blocks_and_query(request):
         anchor = range(request.anchor_stop)
         longer = len(anchor) % request.num_hosts
         owners = [
-            h
-            for h in range(request.num_hosts)
-            for _ in range(len(anchor) // request.num_hosts + (h < longer))
+            h for h in range(request.num_hosts) for _ in range(len(anchor) // request.num_hosts + (h < longer))
         ]
         for block, span in enumerate(layout.blocks):
             owners += [request.host_of_block(block)] * len(span)
@@ -210,9 +206,7 @@ def test_default_lengths(num_tokens, zigzag, anchor_len, passing_len):
     assert (len(layout.anchor), layout.passing_len) == (anchor_len, passing_len)
 
 
-@pytest.mark.parametrize(
-    ("anchor_len", "anchor_stop"), [(0, 0), (1, 30), (29, 30), (30, 30), (31, 31), (89, 89)]
-)
+@pytest.mark.parametrize(("anchor_len", "anchor_stop"), [(0, 0), (1, 30), (29, 30), (30, 30), (31, 31), (89, 89)])
 def test_prefix_is_anchor_unless_the_anchor_is_switched_off(anchor_len, anchor_stop):
     layout = Request(1, 100, context_start=30, query_start=95, anchor_len=anchor_len).plan()
     assert layout.anchor == range(anchor_stop)

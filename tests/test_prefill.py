@@ -2,15 +2,16 @@
 
 from functools import cache
 
-import families
 import pytest
 import torch
-from families import TEXT_FAMILIES, VIDEO_FAMILIES
-from oracle import DenseOracle, run_oracle
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
 from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
 from apbv.models import inspect_model
+
+import families
+from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from oracle import DenseOracle, run_oracle
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
 UNCOMPRESSED = 10**6

@@ -185,19 +185,28 @@ def test_any_frames_equal_those_of_decoding_everything(clip, name):
     assert np.array_equal(read_frames(info, range(len(reference))), reference)
 
 
-@pytest.mark.parametrize("name", ["mp4 open gop", "ts", "mkv late, variable rate", "mp4 edit list"])
+@pytest.mark.parametrize(
+    "name", ["mp4 open gop", "ts", "mkv late, variable rate", "mp4 edit list", "mp4 intra refresh"]
+)
 def test_every_single_frame(clip, name):
     _, info, reference = clip(name)
     for index, image in enumerate(reference):
         assert np.array_equal(read_frames(info, [index])[0], image), index
 
 
-def test_threads_make_no_difference(clip):
-    _, info, reference = clip("mp4 open gop")
-    for threads in (1, 2, 5):
-        assert np.array_equal(
-            read_frames(info, [3, 4, 20, 49], threads), [reference[i] for i in (3, 4, 20, 49)]
-        )
+def test_threads_make_no_difference(tmp_path):
+    """Also for a long run, which they share."""
+    path = encode(tmp_path / "a.mp4", n=300, gop=30, x264=OPEN_GOP, size=(16, 32))
+    info, reference = probe(path), decode_all(path)
+    for indices in (range(300), range(3, 300, 29)):
+        expected = [reference[i] for i in indices]
+        for threads in (0, 1, 2, 7):
+            assert np.array_equal(read_frames(info, indices, threads), expected)
+    at, size, *_ = packets_of(path)[150]
+    broken = probe(overwrite(path, tmp_path / "b.mp4", at, b"\0" * size))
+    for threads in (1, 4):
+        with pytest.raises(VideoError, match=r"b\.mp4: a frame among"):
+            read_frames(broken, range(300), threads)
 
 
 @pytest.mark.parametrize("name", ["mp4 late, variable rate", "mkv late, variable rate"])
@@ -209,9 +218,7 @@ def test_variable_rate_times(clip, name):
     assert info.duration == pytest.approx(50 / info.fps)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"})
-)
+@pytest.mark.parametrize("name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"}))
 def test_constant_rate_times(clip, name):
     _, info, reference = clip(name)
     assert info.timestamps == pytest.approx([i / 25 for i in range(len(reference))], abs=1e-6)
@@ -233,9 +240,7 @@ def test_single_frame(tmp_path):
 
 
 def test_colours(tmp_path):
-    red = probe(
-        encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8))
-    )
+    red = probe(encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8)))
     assert np.abs(read_frames(red, [1]).astype(int) - (220, 30, 90)).max() <= 6
 
 
@@ -250,9 +255,7 @@ def test_probe_decodes_one_frame(clip, fed):
         assert len(fed) == 1, name
 
 
-@pytest.mark.parametrize(
-    "name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"]
-)
+@pytest.mark.parametrize("name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"])
 def test_last_frames_decode_little(clip, fed, name):
     _, info, _ = clip(name)
     fed.clear()
@@ -370,12 +373,10 @@ def test_slanted(tmp_path):
 # Unusual streams.
 
 
-@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+@pytest.mark.parametrize("codec", ["libx264", "libx265", "mpeg2video"])
 def test_start_cut_off_an_open_group(tmp_path, codec):
     """The first frames displayed refer to frames that are gone: they are no frames of this video."""
-    path = encode(
-        tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP
-    )
+    path = encode(tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP)
     second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
     for first in (second, second - 3):
         cut = remux(path, tmp_path / "a.mkv", lambda i, packet: packet if i >= first else None)  # noqa: B023
@@ -407,7 +408,7 @@ def test_times_in_another_order_than_the_pictures(tmp_path):
     """Neither order can be trusted, so neither is used."""
 
     def swap(i, packet):
-        packet.pts = {14: pts[15], 15: pts[14]}.get(i, packet.pts)
+        packet.pts = 80 + {14: pts[15], 15: pts[14]}.get(i, packet.pts)  # none before its decoding time
         return packet
 
     path = encode(tmp_path / "b.mkv", bframes=0)
@@ -416,6 +417,12 @@ def test_times_in_another_order_than_the_pictures(tmp_path):
     with pytest.raises(VideoError, match=r"a\.mkv: "):
         read_frames(info, range(50))
     assert len(read_frames(info, range(20, 30))) == 10
+
+
+def test_jump_back_in_time_is_not_taken_for_reordering():
+    assert video._nearly_sorted([0, 4, 2, 1, 3, 8, 6, 5, 7])
+    assert not video._nearly_sorted([*range(50, 100), *range(50)])
+    assert not video._nearly_sorted([0, 1, 1, 2])
 
 
 def test_size_change(tmp_path):
@@ -502,13 +509,15 @@ def test_cut_between_frames(tmp_path):
         probe(tmp_path / "a.mp4")
 
 
+@pytest.mark.parametrize("length", [1, 100])
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])
-def test_damage_is_never_concealed(tmp_path, suffix):
+def test_damage_is_not_concealed(tmp_path, suffix, length):
     """All lengths stay right, so the decoder goes on and makes up the picture. It must tell."""
     path = encode(tmp_path / f"b.{suffix}", n=30, size=(144, 192))
     reference = decode_all(path)
     at, size, *_ = packets_of(path)[13]
-    noise = np.random.default_rng(0).integers(1, 256, size - 40, np.uint8).tobytes()
+    assert size > 140 + length
+    noise = np.random.default_rng(0).integers(1, 256, length, np.uint8).tobytes()
     broken = probe(overwrite(path, tmp_path / f"a.{suffix}", at + 40, noise))
     with pytest.raises(VideoError, match=r"damaged|decoded"):
         read_frames(broken, range(30))
@@ -608,6 +617,8 @@ def test_fps_examples():
     assert sample_fps(info, 1) == list(range(0, 250, 25))
     assert sample_fps(info, 2) == sorted([*range(0, 250, 25), *range(12, 250, 25)])  # ties to the earlier
     assert sample_fps(info, 25) == sample_fps(info, 1e9) == list(range(250))
+    ties = [min(range(250), key=lambda i: abs(Fraction(i, 25) - Fraction(k, 10))) for k in range(100)]
+    assert sample_fps(info, 10) == ties
     assert sample_fps(info, 1, max_frames=4) == sample_uniform(250, 4)
     assert sample_fps(info, 1, max_frames=10) == list(range(0, 250, 25))
     assert sample_fps(info, 0.01, min_frames=4) == sample_uniform(250, 4)

@@ -25,9 +25,7 @@ class ApbvMethod(PrefillMethod):
         super().__init__(layout, hosts, config)
         self.separate_query = not config.fused_query
         self._importance = IMPORTANCE[config.importance]
-        anchor, *blocks, query = offsets_within(
-            layout.local_spans(hosts.rank), layout.local_spans(hosts.rank)
-        )
+        anchor, *blocks, query = offsets_within(layout.local_spans(hosts.rank), layout.local_spans(hosts.rank))
         self._anchor = anchor
         self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
         self._query = query

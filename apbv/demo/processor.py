@@ -1,0 +1,95 @@
+"""Tokenizer, chat template and processor of the demo model, built from scratch.
+
+The tokenizer is a byte-level BPE, so any text can be encoded and decoded; its merges come from the demo's own
+sentences, so that every word in them, with the space before it and the punctuation behind it, is one token.
+"""
+
+import string
+
+from apbv.demo import clips
+from apbv.torchvision_guard import ensure_torchvision_imports
+
+ensure_torchvision_imports()
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor  # noqa: E402
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor  # noqa: E402
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor  # noqa: E402
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+CHAT_TEMPLATE = """\
+{%- macro part(item) -%}
+{%- if item is string -%}{{ item }}
+{%- elif item.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
+{%- elif item.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- else -%}{{ item.text }}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}{{ '\\n' }}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}{%- for item in message.content -%}{{ part(item) }}{%- endfor -%}
+{%- endif -%}
+<|im_end|>{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}
+"""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The demo's tokenizer; deterministic, about 600 tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\n| ?[^\s]+|\s"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,  # never reached: merging stops when every word of the sentences is one token
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sentences(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+        clean_up_tokenization_spaces=False,
+        model_max_length=8192,
+    )
+
+
+def build_processor() -> Qwen2_5_VLProcessor:
+    """The genuine Qwen2.5-VL processor with the demo's tokenizer; scales frames to about 56 x 56 pixels."""
+    size = {"shortest_edge": clips.FRAME_SIZE**2, "longest_edge": clips.FRAME_SIZE**2}
+    vision = {"size": size, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**vision),
+        video_processor=Qwen2VLVideoProcessor(**vision, do_sample_frames=False, cap_pixels_per_frame=False),
+        tokenizer=build_tokenizer(),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _sentences() -> list[str]:
+    """Everything the demo's questions and answers are made of."""
+    asked = [clips.RETRIEVAL_QUESTION.format(colour=colour) for colour in clips.COLOURS]
+    asked += [clips.ORDERING_QUESTION, clips.COUNTING_QUESTION, clips.DESCRIBE_QUESTION]
+    words = [*clips.COLOURS, *string.ascii_uppercase, *string.digits, "grey", "noise", "end"]
+    forms = [form for word in words for form in (word, f" {word}", f" {word},")]
+    roles = ["system", "user", "assistant"]
+    # Twice, because a merge needs to be seen more than once.
+    return 2 * [*asked, *(f" {sentence}" for sentence in asked), *forms, *roles]

@@ -1,0 +1,187 @@
+"""The import rules: imports point down, kernels stand alone, one file knows torch.distributed."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up. A module may import from lower layers only; a package named here stands for the modules
+# in it that are not named themselves, and these may also import one another.
+LAYERS = (
+    ("apbv.torchvision_guard", "apbv.config", "apbv.layout", "apbv.video", "apbv.kernels"),
+    ("apbv.hosts", "apbv.demo"),
+    ("apbv.attention", "apbv.cache", "apbv.models", "apbv.sampling", "apbv.stats"),
+    ("apbv.methods", "apbv.inputs"),
+    ("apbv.encode", "apbv.decode", "apbv.prompt"),
+    ("apbv.prefill",),
+    ("apbv.speculate",),
+    ("apbv.engine",),
+    ("apbv",),
+    ("apbv.launch", "apbv.demo.evaluate", "apbv.demo.train"),
+    ("benchmarks", "tests"),
+)
+LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
+FOLDERS = {"apbv": "apbv", "kernels": "apbv.kernels", "launch": "apbv.launch"}
+SCRIPTS = {"benchmarks": "benchmarks", "tests": "tests"}
+
+Import = tuple[str, int]  # the full dotted name that is imported, and the line
+
+
+def modules(folders: dict[str, str]) -> dict[str, Path]:
+    """Every Python file of these folders by the name it is imported under."""
+    found = {}
+    for folder, package in folders.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+OURS = modules(FOLDERS)
+ALL = OURS | modules(SCRIPTS)
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[Import]:
+    """Everything that a file imports, at its top or inside functions; ``from a import b`` is ``a.b``."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = [*base, node.module] if node.module else base
+            for alias in node.names:
+                yield ".".join([*prefix, alias.name]), node.lineno
+
+
+def attributes(tree: ast.AST) -> Iterator[Import]:
+    """Dotted names that a file uses, such as ``torch.distributed.barrier``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names, value = [node.attr], node.value
+            while isinstance(value, ast.Attribute):
+                names.append(value.attr)
+                value = value.value
+            if isinstance(value, ast.Name):
+                yield ".".join([value.id, *reversed(names)]), node.lineno
+
+
+def owner(name: str, known: dict) -> str | None:
+    """The longest leading part of a dotted name that is known."""
+    parts = name.split(".")
+    return next((head for i in range(len(parts), 0, -1) if (head := ".".join(parts[:i])) in known), None)
+
+
+def starts_with(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def violations(module: str, is_package: bool, source: str) -> list[str]:
+    """What a file does against the rules, one line each."""
+    tree = ast.parse(source)
+    layer = owner(module, LAYER)
+    found = []
+
+    def against(line: int, rule: str) -> None:
+        found.append(f"{module}:{line}: {rule}")
+
+    if module in OURS and layer == "apbv" and module != "apbv":
+        against(0, "stands in no layer: add it to LAYERS")
+    for name, line in imports(tree, module, is_package):
+        target = owner(name, OURS)
+        top = name.split(".")[0]
+        if starts_with(module, "apbv") and top in {"kernels", "launch", "benchmarks", "tests"}:
+            against(line, f"imports {name}, which is not importable from here")
+        if target is not None:
+            target_layer = owner(target, LAYER)
+            same_unit = target_layer == layer and layer != "apbv"
+            if LAYER[target_layer] >= LAYER[layer] and not same_unit:
+                against(line, f"imports {target}, which is not below it")
+        if starts_with(module, "apbv.kernels"):
+            if target is not None and not starts_with(target, "apbv.kernels"):
+                against(line, f"imports {target}: kernels import nothing of ours")
+            if target is None and top not in {"torch", "triton", *sys.stdlib_module_names}:
+                against(line, f"imports {name}: kernels import torch, triton and the standard library")
+        elif top == "triton" and module in OURS:
+            against(line, "imports triton outside a kernel file")
+    if module in OURS and module != "apbv.hosts":
+        for name, line in [*imports(tree, module, is_package), *attributes(tree)]:
+            if starts_with(name, "torch.distributed"):
+                against(line, f"uses {name}: only apbv.hosts knows torch.distributed")
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(ALL))
+def test_import_rules(module):
+    path = ALL[module]
+    broken = violations(module, path.name == "__init__.py", path.read_text(encoding="utf-8"))
+    assert not broken, "\n".join(broken)
+
+
+def test_there_are_no_import_cycles():
+    """Within a package too, where the layers say nothing; a package's __init__ needs what it imports."""
+    graph = {}
+    for module, path in OURS.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = imports(tree, module, path.name == "__init__.py")
+        graph[module] = {owner(name, OURS) for name, _ in names} - {None, module}
+    tuple(TopologicalSorter(graph).static_order())
+
+
+def test_no_module_rebinds_its_globals():
+    """The host group and the layout travel as arguments. The one exception is process-wide by nature."""
+    rebinding = {
+        module
+        for module, path in OURS.items()
+        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert rebinding <= {"apbv.torchvision_guard"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("apbv.layout", "from .hosts import HostGroup"),
+        ("apbv.methods.apbv", "from ..engine import Engine"),
+        ("apbv.methods.apbv", "def f():\n    from apbv import Engine"),
+        ("apbv.methods.base", "from ..inputs import ModelInputs"),
+        ("apbv.decode", "from .encode import encode_visual"),
+        ("apbv.engine", "from .launch import infer"),
+        ("apbv.engine", "import launch.infer"),
+        ("apbv.prefill", "import apbv"),
+        ("apbv.prefill", "from . import engine"),
+        ("apbv.attention", "from kernels import merge_states"),
+        ("apbv.attention", "import triton.language as tl"),
+        ("apbv.kernels.attention", "from ..config import PrefillConfig"),
+        ("apbv.kernels.attention", "import numpy"),
+        ("apbv.kernels.attention", "from transformers import Cache"),
+        ("apbv.cache", "import torch.distributed as dist"),
+        ("apbv.cache", "from torch import distributed"),
+        ("apbv.launch.infer", "from torch.distributed import barrier"),
+        ("apbv.stats", "import torch\ntorch.distributed.barrier()"),
+        ("apbv.demo.clips", "from apbv import Engine"),
+    ],
+)
+def test_the_rules_see_a_violation(module, source):
+    assert violations(module, False, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("apbv.methods.apbv", "from .base import PrefillMethod\nfrom ..kernels import merge_states"),
+        ("apbv.kernels.flash", "import math\nimport torch, triton\nfrom .attention import merge_states"),
+        ("apbv.engine", "from . import demo\nfrom .prefill import prefill"),
+        ("apbv.launch.infer", "from apbv import Engine, demo\nfrom apbv.config import KV_PLACEMENTS"),
+        ("apbv.demo.processor", "from apbv.demo import clips\nfrom apbv.torchvision_guard import x"),
+        ("tests.pool", "import torch.distributed\nfrom apbv import HostGroup"),
+    ],
+)
+def test_the_rules_allow_what_points_down(module, source):
+    assert not violations(module, False, source)
