@@ -30,6 +30,9 @@ from .stats import StageTimer
 from .video import probe, sample_fps, sample_uniform
 
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
 @dataclass(frozen=True)
 class GenerateResult:
     """An answer; the same on every host.
@@ -97,6 +100,8 @@ class Engine:
         hosts = hosts or HostGroup.from_env()
         path = demo.model_path() if str(name) == "demo" else name
         with hosts.local_stage(f"loading {name}"):
+            if isinstance(dtype, str) and dtype not in DTYPES:
+                raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
             try:
                 family = AutoConfig.from_pretrained(path).model_type
                 is_video = family in VIDEO_FAMILIES

@@ -100,7 +100,9 @@ class HostGroup:
         if owns_group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             try:
-                dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+                # The back end waits a little longer than _wait, which can say what happened.
+                limit = timedelta(seconds=timeout + 2 * _POLL_SECONDS)
+                dist.init_process_group(backend, timeout=limit)
             except RuntimeError as error:
                 raise HostError(f"the hosts did not meet within {timeout:g} s: {error}") from error
         return cls.from_process_group(dist.group.WORLD, device, timeout, owns_group=owns_group)
@@ -292,7 +294,7 @@ class HostGroup:
         return torch.stack(parts)
 
     def _agree(self, name: str, error: Exception | None) -> None:
-        message = b"" if error is None else f"{type(error).__name__}: {error}".encode()[:4096]
+        message = b"" if error is None else _described(error).encode()[:4096]
         lengths = self._gather_control(torch.tensor([len(message) if error is None else len(message) + 1]))
         lengths = lengths.flatten().tolist()
         if not any(lengths):
@@ -337,7 +339,7 @@ class HostGroup:
     def _post_failure(self, name: str, error: BaseException) -> None:
         if self.size == 1:
             return
-        text = f"host {self.rank} failed in {name}: {type(error).__name__}: {error}"
+        text = f"host {self.rank} failed in {name}: {_described(error)}"
         with suppress(RuntimeError):  # where the store's host is gone, the others notice that by themselves
             self._data_group.get_group_store().set(_FAILURE_KEY, text)
 
@@ -360,7 +362,12 @@ class HostGroup:
             if failure := self._posted_failure():
                 return failure
             time.sleep(0.05)
-        return HostError(f"another host ended without a word (seen by host {self.rank}): {error}")
+        return HostError(f"another host ended, or did not answer in time (seen by host {self.rank}): {error}")
+
+
+def _described(error: BaseException) -> str:
+    """Type and message, without the lone surrogates that stand for undecodable bytes of a file name."""
+    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
 
 
 def _default_device(local_rank: int) -> str:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, demo
 from apbv.config import KV_PLACEMENTS
+from apbv.engine import DTYPES
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 
@@ -41,16 +42,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     prefill = parser.add_argument_group("prefill")
     prefill.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
-    prefill.add_argument("--frames", type=int, default=64, help="frames sampled from a video (default 64)")
+    prefill.add_argument("--frames", type=int, help="frames sampled from a video (default 64; demo 128)")
     prefill.add_argument("--fps", type=float, help="sample at this rate, at most --frames")
     prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
     prefill.add_argument("--passing-len", type=int, help="KV pairs each block passes on (default: likewise)")
     prefill.add_argument("--importance", default="softmax", help=f"one of {', '.join(sorted(IMPORTANCE))}")
     prefill.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered", help="where decoding finds the KV")
-    prefill.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    prefill.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default auto; demo float32)")
 
     decode = parser.add_argument_group("decode")
-    decode.add_argument("--max-new-tokens", type=int, default=128)
+    decode.add_argument("--max-new-tokens", type=int, help="default 128; demo 512")
     decode.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     decode.add_argument("--top-p", type=float, default=1.0)
     decode.add_argument("--seed", type=int, default=0)
@@ -59,10 +60,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
     options = parser.parse_args(arguments)
+    defaults = {"frames": 64, "dtype": "auto", "max_new_tokens": 128}
     if options.model == "demo":
+        # Every frame of its clip, the precision its scores were measured in, and room for a description.
+        defaults = {"frames": 128, "dtype": "float32", "max_new_tokens": 512, "prompt": demo.DEMO_QUESTION}
         if not (options.image or options.context):
-            options.video = options.video or "demo"
-        options.prompt = options.prompt if options.prompt is not None else demo.DEMO_QUESTION
+            defaults["video"] = "demo"
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     if options.video == "demo":
         options.video = str(demo.video_path())
     if options.prompt is None:
@@ -129,6 +135,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
     with hosts.local_stage("writing the figures"):
         if hosts.rank == 0:
             streamer.end()
+            sys.stdout.flush()
             print(_table(answer.stats), file=sys.stderr, flush=True)
             if options.json:
                 try:

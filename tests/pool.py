@@ -8,6 +8,7 @@ runs on the first H of them.
 import multiprocessing as mp
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -50,7 +51,8 @@ class HostPool:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(OSError):  # a process that a job killed
+                pipe.send(None)
         for process in self._processes:
             process.join(timeout=10)
             process.kill()
