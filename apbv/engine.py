@@ -29,7 +29,6 @@ from .prompt import RenderedPrompt, render_prompt
 from .stats import StageTimer
 from .video import probe, sample_fps, sample_uniform
 
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
