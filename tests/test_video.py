@@ -121,7 +121,9 @@ CLIPS = {
     "mp4 late, variable rate": lambda d: encode(d / "a.mp4", pts=VFR, gop=9, x264=OPEN_GOP),
     "mp4 edit list": lambda d: edit_list(encode(d / "b.mp4"), d / "a.mp4", [(1000, 15)]),
     "mp4 edit lists": lambda d: edit_list(encode(d / "b.mp4"), d / "a.mp4", [(600, 5), (800, 23), (400, 5)]),
-    "mp4 intra refresh": lambda d: encode(d / "a.mp4", n=100, gop=12, bframes=0, x264="intra-refresh=1:scenecut=0"),
+    "mp4 intra refresh": lambda d: encode(
+        d / "a.mp4", n=100, gop=12, bframes=0, x264="intra-refresh=1:scenecut=0"
+    ),
     "mp4 dts for pts": lambda d: remux(encode(d / "b.mp4"), d / "a.mp4", dts_for_pts),
     "mp4 hevc open gop": lambda d: encode(
         d / "a.mp4", codec="libx265", bframes=None, gop=7, x264="open-gop=1:bframes=3:scenecut=0"
@@ -201,6 +203,7 @@ def test_threads_make_no_difference(tmp_path):
     """Also for a long run, which they share."""
     path = encode(tmp_path / "a.mp4", n=300, gop=30, x264=OPEN_GOP, size=(16, 32))
     info, reference = probe(path), decode_all(path)
+    assert len(video._plan(info, video._keyframes(info.packets), list(range(300)))) > 2
     for indices in (range(300), range(3, 300, 29)):
         expected = [reference[i] for i in indices]
         for threads in (0, 1, 2, 7):
@@ -221,7 +224,9 @@ def test_variable_rate_times(clip, name):
     assert info.duration == pytest.approx(50 / info.fps)
 
 
-@pytest.mark.parametrize("name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"}))
+@pytest.mark.parametrize(
+    "name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"})
+)
 def test_constant_rate_times(clip, name):
     _, info, reference = clip(name)
     assert info.timestamps == pytest.approx([i / 25 for i in range(len(reference))], abs=1e-6)
@@ -243,7 +248,9 @@ def test_single_frame(tmp_path):
 
 
 def test_colours(tmp_path):
-    red = probe(encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8)))
+    red = probe(
+        encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8))
+    )
     assert np.abs(read_frames(red, [1]).astype(int) - (220, 30, 90)).max() <= 6
 
 
@@ -258,7 +265,9 @@ def test_probe_decodes_one_frame(clip, fed):
         assert len(fed) == 1, name
 
 
-@pytest.mark.parametrize("name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"])
+@pytest.mark.parametrize(
+    "name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"]
+)
 def test_last_frames_decode_little(clip, fed, name):
     _, info, _ = clip(name)
     fed.clear()
@@ -379,7 +388,9 @@ def test_slanted(tmp_path):
 @pytest.mark.parametrize("codec", ["libx264", "libx265", "mpeg2video"])
 def test_start_cut_off_an_open_group(tmp_path, codec):
     """The first frames displayed refer to frames that are gone: they are no frames of this video."""
-    path = encode(tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP)
+    path = encode(
+        tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP
+    )
     second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
     for first in (second, second - 3):
         cut = remux(path, tmp_path / "a.mkv", lambda i, packet: packet if i >= first else None)  # noqa: B023
@@ -388,6 +399,20 @@ def test_start_cut_off_an_open_group(tmp_path, codec):
         assert info.timestamps[0] == 0
         assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
         assert np.array_equal(read_frames(info, [1, 30]), [reference[1], reference[30]])
+
+
+def test_predicted_frames_marked_as_keyframes(tmp_path):
+    """A decoder that starts there gives out pictures, but wrong ones."""
+
+    def mark(i, packet):
+        packet.is_keyframe = packet.is_keyframe or i % 10 == 5
+        return packet
+
+    path = remux(encode(tmp_path / "b.mkv", codec="mpeg4", bframes=0), tmp_path / "a.mkv", mark)
+    assert [packet[3] for packet in packets_of(path)[:16]].count(True) == 4
+    info, reference = probe(path), decode_all(path)
+    for i in (5, 16, 28, 49):
+        assert np.array_equal(read_frames(info, [i])[0], reference[i])
 
 
 def test_hidden_vp8_packets(tmp_path):
@@ -502,6 +527,16 @@ def test_unusable(tmp_path, name, make, reason):
     assert str(path) in str(caught.value)
     assert isinstance(caught.value, ValueError)
     assert time.perf_counter() - begin < 30, "a bound on hanging, not on speed"
+
+
+def test_first_frame_destroyed(tmp_path):
+    path = encode(tmp_path / "b.mp4")
+    at, size, *_ = packets_of(path)[0]
+    with pytest.raises(VideoError, match=r"a\.mp4: .*cannot be decoded"):
+        probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
+    filler = struct.pack(">I", size - 4) + b"\x0c" + b"\xff" * (size - 6) + b"\x80"
+    with pytest.raises(VideoError, match=r"a\.mp4: its first frame cannot be decoded"):
+        probe(overwrite(path, tmp_path / "a.mp4", at, filler))
 
 
 def test_cut_between_frames(tmp_path):
