@@ -251,7 +251,10 @@ class HostGroup:
 
     @contextmanager
     def collective_stage(self, name: str) -> Iterator[None]:
-        """A stage with exchanges inside; a host that fails in it tells the others and breaks the group."""
+        """A stage with exchanges inside; a host that fails in it tells the others and breaks the group.
+
+        A single host has no group to break, and may go on.
+        """
         if self._broken:
             raise HostError(f"cannot start {name}: this host group broke in an earlier request")
         try:
@@ -260,7 +263,7 @@ class HostGroup:
             self._broken = True
             raise
         except BaseException as error:
-            self._broken = True
+            self._broken = self.size > 1
             self._post_failure(name, error)
             raise
 

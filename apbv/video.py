@@ -537,9 +537,7 @@ def _plan(info: VideoInfo, keyframes: list[int], wanted: list[int]) -> list[_Gro
     return groups
 
 
-def _read_group(
-    reader: _Reader, info: VideoInfo, keyframes: list[int], group: _Group, out: np.ndarray
-) -> None:
+def _read_group(reader: _Reader, info: VideoInfo, keyframes: list[int], group: _Group, out: np.ndarray) -> None:
     """Fill the group's rows of `out`. Raises VideoError."""
     back = 0
     while True:

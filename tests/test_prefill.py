@@ -365,16 +365,21 @@ def test_the_model_is_left_as_it_was(pool):
 
 
 def test_the_model_is_left_as_it_was_after_an_error():
+    """And a single host may go on with the next prompt."""
     model = families.build_model("llama")
-    inputs = as_inputs("llama", text_batch(100), 90, HostGroup.single("cpu"))
+    hosts = HostGroup.single("cpu")
+    inputs = as_inputs("llama", text_batch(100), 90, hosts)
 
     def fail(*_):
         raise RuntimeError("a layer failed")
 
-    model.model.layers[1].register_forward_pre_hook(fail)
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="a layer failed"):
-        prefill(model, inputs, hosts=HostGroup.single("cpu"))
+        prefill(model, inputs, hosts=hosts)
     assert model.config._attn_implementation == "sdpa"
+    hook.remove()
+    expected, _ = hugging_face("llama", torch.float32, text_batch(100))
+    assert relative_error(prefill(model, inputs, hosts=hosts).logits, expected) < 1e-5
 
 
 def short_job(hosts: HostGroup):

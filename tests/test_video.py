@@ -224,9 +224,7 @@ def test_variable_rate_times(clip, name):
     assert info.duration == pytest.approx(50 / info.fps)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"})
-)
+@pytest.mark.parametrize("name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"}))
 def test_constant_rate_times(clip, name):
     _, info, reference = clip(name)
     assert info.timestamps == pytest.approx([i / 25 for i in range(len(reference))], abs=1e-6)
@@ -248,9 +246,7 @@ def test_single_frame(tmp_path):
 
 
 def test_colours(tmp_path):
-    red = probe(
-        encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8))
-    )
+    red = probe(encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8)))
     assert np.abs(read_frames(red, [1]).astype(int) - (220, 30, 90)).max() <= 6
 
 
@@ -265,9 +261,7 @@ def test_probe_decodes_one_frame(clip, fed):
         assert len(fed) == 1, name
 
 
-@pytest.mark.parametrize(
-    "name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"]
-)
+@pytest.mark.parametrize("name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"])
 def test_last_frames_decode_little(clip, fed, name):
     _, info, _ = clip(name)
     fed.clear()
@@ -388,9 +382,7 @@ def test_slanted(tmp_path):
 @pytest.mark.parametrize("codec", ["libx264", "libx265", "mpeg2video"])
 def test_start_cut_off_an_open_group(tmp_path, codec):
     """The first frames displayed refer to frames that are gone: they are no frames of this video."""
-    path = encode(
-        tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP
-    )
+    path = encode(tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP)
     second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
     for first in (second, second - 3):
         cut = remux(path, tmp_path / "a.mkv", lambda i, packet: packet if i >= first else None)  # noqa: B023
