@@ -399,6 +399,11 @@ def _find_frames(reader: _Reader, packets: list[Packet]) -> tuple[av.VideoFrame,
     stop = max(regular[:1] + leading) + 1
     reader.expect(packets, _positions(packets))
     reader.can_seek = False  # no need to: it is near the start
+    if start and reader.container.format.name != _MPEGTS:
+        # A video may be cut out between keyframes, but what precedes the first may also be a damaged
+        # keyframe, which the decoder refuses. A broadcast starts anywhere.
+        for packet in reader.packets_between(0, start):
+            _decode(reader.stream, packet)
     for packet in itertools.chain(reader.packets_between(start, stop), (None,)):
         try:
             frames = _decode(reader.stream, packet)
