@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     prefill = parser.add_argument_group("prefill")
     prefill.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
-    prefill.add_argument("--frames", type=int, help="frames sampled from a video (default 64; demo 128)")
+    prefill.add_argument("--frames", type=int, help="frames sampled from a video (default 64; demo 2048)")
     prefill.add_argument("--fps", type=float, help="sample at this rate, at most --frames")
     prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
     prefill.add_argument("--passing-len", type=int, help="KV pairs each block passes on (default: likewise)")
@@ -63,7 +63,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = {"frames": 64, "dtype": "auto", "max_new_tokens": 128}
     if options.model == "demo":
         # Every frame of its clip, the precision its scores were measured in, and room for a description.
-        defaults = {"frames": 128, "dtype": "float32", "max_new_tokens": 512, "prompt": demo.DEMO_QUESTION}
+        defaults = {"frames": 2048, "dtype": "float32", "max_new_tokens": 512, "prompt": demo.DEMO_QUESTION}
         if not (options.image or options.context):
             defaults["video"] = "demo"
     for name, value in defaults.items():

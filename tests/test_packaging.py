@@ -104,8 +104,10 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     assert {"apbv/kernels/__init__.py", "apbv/launch/infer.py", "apbv/methods/apbv.py"} <= expected
 
     demo = ROOT / "apbv" / "demo"
-    data = {f"apbv/demo/model/{path.name}" for path in (demo / "model").glob("*")}
-    data |= {"apbv/demo/clip.mp4"} if (demo / "clip.mp4").exists() else set()
+    data = {
+        path.relative_to(ROOT).as_posix() for path in demo.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    }
+    assert {"apbv/demo/model/config.json", "apbv/demo/clip.mp4"} <= data
     assert data <= names
 
 

@@ -22,7 +22,8 @@ LAYERS = (
     ("apbv.speculate",),
     ("apbv.engine",),
     ("apbv",),
-    ("apbv.launch", "apbv.demo.evaluate", "apbv.demo.train"),
+    ("apbv.launch", "apbv.demo.evaluate"),
+    ("apbv.demo.agreement",),
     ("benchmarks", "tests"),
 )
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}

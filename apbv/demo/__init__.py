@@ -1,8 +1,8 @@
 """A small trained video-language model and a clip to ask it about, both part of the package.
 
-The model is an ordinary Hugging Face checkpoint of `Qwen2_5_VLForConditionalGeneration` with 2.5 M
-parameters, trained by `apbv.demo.train` on synthetic clips (`apbv.demo.clips`): it reads letters in coloured
-borders. Pass `model_path()` to any `from_pretrained`.
+The model is an ordinary Hugging Face checkpoint of `Qwen2_5_VLForConditionalGeneration` with 3.1 M parameters,
+trained by `apbv.demo.train` on synthetic clips (`apbv.demo.clips`): it reads letters in coloured borders and names
+scenes. Pass `model_path()` to any `from_pretrained`.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ EXAMPLE_QUESTIONS = (
     "describe the clip shot by shot",
 )
 DEMO_QUESTION = EXAMPLE_QUESTIONS[0]
-DEMO_CLIP = (0, 64, "test")  # arguments of apbv.demo.clips.make_clip that specify the packaged clip
+DEMO_CLIP = (2, 64, "test")  # arguments of apbv.demo.clips.make_clip that specify the packaged clip
 
 
 def model_path() -> Path:

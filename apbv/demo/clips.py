@@ -1,13 +1,17 @@
-"""Seeded synthetic clips: noise shots with a few bordered letters between them, and questions about them.
+"""Seeded synthetic clips: everyday scenes with a few letters to find among them, and questions about them.
 
-A clip is a sequence of shots of two video frames each. Most shots are grey noise; three to six of them show
-one of 16 letters inside a border of one of six colours. Colours and letters are unique within a clip, so a
-question that names a colour has one answer. Two frames are one temporal patch of the video model, hence a
-patch never mixes two shots as long as every frame of the clip is sampled.
+A clip is a sequence of shots of two video frames each. Scenes (noise, a gradient, printed text, a disc or a square
+that moves or stands still) run over one to eight shots. Three to six shots hold a needle, as VNBench calls it: one
+of 16 letters in a border of one of six colours, either *edited* (laid over a part of the running scene) or
+*inserted* (a card that replaces the scene for one shot). Colours and letters are unique within a clip, so a
+question that names a colour has one answer. Two frames are one temporal patch of the video model, hence a patch
+never mixes two shots as long as every frame of the clip is sampled.
 
 Needs only numpy, Pillow and PyAV.
 """
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -16,10 +20,12 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-FRAME_SIZE = 56  # pixels, height and width
+TOKEN_SIZE = 28  # pixels, height and width of what becomes one visual token
+GRIDS = (2, 6)  # tokens per side of a frame: frames of 56 x 56 and of 168 x 168 pixels
 FRAMES_PER_SHOT = 2
 FPS = 4  # video frames per second, so two shots per second
 MIN_LETTERS, MAX_LETTERS = 3, 6
+LONGEST_SCENE = 8  # shots
 
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")
 COLOURS = {
@@ -30,6 +36,16 @@ COLOURS = {
     "purple": (170, 45, 190),
     "cyan": (35, 205, 215),
 }
+SCENES = (
+    "grey noise",
+    "smooth gradient",
+    "printed text",
+    "still disc",
+    "moving disc",
+    "still square",
+    "moving square",
+)
+NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 
 RETRIEVAL_QUESTION = "which letter has the border: {colour}"
@@ -39,23 +55,42 @@ DESCRIBE_QUESTION = "describe the clip shot by shot"
 
 
 @dataclass(frozen=True)
+class Needle:
+    """A letter in a coloured border.
+
+    Args:
+        seed: Seed of everything random in its pixels.
+        kind: "edited" (over the scene) or "inserted" (instead of it).
+        colour: Border colour, a key of `COLOURS`.
+        letter: One of `LETTERS`.
+    """
+
+    seed: int
+    kind: str
+    colour: str
+    letter: str
+
+
+@dataclass(frozen=True)
 class Shot:
     """One shot of two frames.
 
     Args:
-        seed: Seed of everything random in its pixels.
-        colour: Border colour, a key of `COLOURS`; None for a noise shot.
-        letter: Letter shown, one of `LETTERS`; None for a noise shot.
+        seed: Seed of the scene it belongs to.
+        scene: What the scene shows, one of `SCENES`.
+        age: Number of shots that the scene has already run.
+        needle: The letter in this shot, if any.
     """
 
     seed: int
-    colour: str | None = None
-    letter: str | None = None
+    scene: str
+    age: int = 0
+    needle: Needle | None = None
 
     @property
     def description(self) -> str:
-        """Two words: "red K" for a lettered shot, "grey noise" for the others."""
-        return f"{self.colour} {self.letter}" if self.letter else "grey noise"
+        """Two words: "red K" for a lettered shot, the scene for the others."""
+        return f"{self.needle.colour} {self.needle.letter}" if self.needle else self.scene
 
 
 @dataclass(frozen=True)
@@ -64,53 +99,76 @@ class ClipSpec:
 
     Args:
         shots: The shots in the order of time.
+        grid: Visual tokens per side of a frame.
     """
 
     shots: tuple[Shot, ...]
+    grid: int = 2
 
     @property
-    def lettered(self) -> tuple[Shot, ...]:
-        """The shots that show a letter, in the order of time."""
-        return tuple(shot for shot in self.shots if shot.letter)
+    def needles(self) -> tuple[Needle, ...]:
+        """The letters shown, in the order of time."""
+        return tuple(shot.needle for shot in self.shots if shot.needle)
 
 
-def sample_layout(rng: np.random.Generator, num_shots: int) -> list[tuple[str, str] | None]:
-    """Draws what each shot of a clip shows.
+Placement = tuple[tuple[int, str, str], ...]
+"""(shot, colour, letter) of each needle of a clip, in the order of time."""
+
+
+def split_of(placement: Placement, num_shots: int) -> str:
+    """The only split in which letters may be placed so: one placement in ten is for test, one for validation."""
+    digest = zlib.crc32(repr((num_shots, placement)).encode()) % 10
+    return {0: "test", 1: "validation"}.get(digest, "train")
+
+
+def sample_placement(rng: np.random.Generator, num_shots: int, split: str) -> Placement:
+    """Draws where a clip shows which letter in which border.
 
     Args:
         rng: Source of randomness.
         num_shots: Number of shots, at least `MIN_LETTERS`.
-
-    Returns:
-        One entry per shot: (colour, letter), or None for noise.
+        split: Split whose share of all placements is drawn from.
     """
-    count = int(rng.integers(MIN_LETTERS, min(MAX_LETTERS, num_shots) + 1))
-    places = np.sort(rng.choice(num_shots, size=count, replace=False))
-    colours = rng.permutation(list(COLOURS))[:count]
-    letters = rng.permutation(LETTERS)[:count]
-    layout: list[tuple[str, str] | None] = [None] * num_shots
-    for place, colour, letter in zip(places, colours, letters, strict=True):
-        layout[place] = (str(colour), str(letter))
-    return layout
+    while True:
+        count = int(rng.integers(MIN_LETTERS, min(MAX_LETTERS, num_shots) + 1))
+        places = np.sort(rng.choice(num_shots, size=count, replace=False)).tolist()
+        colours = rng.permutation(list(COLOURS))[:count].tolist()
+        letters = rng.permutation(LETTERS)[:count].tolist()
+        placement = tuple(zip(places, colours, letters, strict=True))
+        if split_of(placement, num_shots) == split:
+            return placement
 
 
-def make_clip(seed: int, num_shots: int, split: str) -> ClipSpec:
+def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
+    """Draws scenes until they fill a number of shots; two in five last one shot, the others two to eight."""
+    shots: list[Shot] = []
+    while len(shots) < num_shots:
+        length = 1 if rng.random() < 0.4 else int(rng.integers(2, LONGEST_SCENE + 1))
+        seed, scene = int(rng.integers(0, 2**62)), str(rng.choice(SCENES))
+        shots += [Shot(seed, scene, age) for age in range(length)]
+    return shots[:num_shots]
+
+
+def make_clip(seed: int, num_shots: int, split: str, grid: int = 2, needles: Sequence[str] = NEEDLES) -> ClipSpec:
     """The clip with number `seed` of a split.
 
-    The split is part of the seed of every random draw, so two splits never share a clip or a shot.
+    The split is part of the seed of every random draw, so two splits never share a scene or a needle, and it
+    limits how letters are placed (`split_of`), so they never share a placement.
 
     Args:
         seed: Number of the clip within its split, from 0.
         num_shots: Length in shots.
         split: One of `SPLITS`.
+        grid: Visual tokens per side of a frame, one of `GRIDS`.
+        needles: Kinds of needle to draw from.
     """
-    rng = np.random.default_rng([SPLITS.index(split), seed, num_shots])
-    layout = sample_layout(rng, num_shots)
-    seeds = rng.integers(0, 2**62, size=num_shots)
-    shots = [
-        Shot(int(shot_seed), *(content or (None, None))) for shot_seed, content in zip(seeds, layout, strict=True)
-    ]
-    return ClipSpec(tuple(shots))
+    kinds = sum(1 << NEEDLES.index(kind) for kind in needles)
+    rng = np.random.default_rng([SPLITS.index(split), seed, num_shots, grid, kinds])
+    shots = sample_scenes(rng, num_shots)
+    for place, colour, letter in sample_placement(rng, num_shots, split):
+        needle = Needle(int(rng.integers(0, 2**62)), str(rng.choice(list(needles))), colour, letter)
+        shots[place] = Shot(shots[place].seed, shots[place].scene, shots[place].age, needle)
+    return ClipSpec(tuple(shots), grid)
 
 
 def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
@@ -119,15 +177,15 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     The colour comes last in a retrieval question: the token that names it can then look the answer up itself.
 
     Returns:
-        (task, question, answer) triples; tasks are retrieval (one per lettered shot), ordering, counting and
-        describe.
+        (task, question, answer) triples; tasks are retrieval (one per needle), ordering, counting and describe.
     """
-    lettered = clip.lettered
-    asked = [("retrieval", RETRIEVAL_QUESTION.format(colour=shot.colour), shot.letter) for shot in lettered]
+    asked = [
+        ("retrieval", RETRIEVAL_QUESTION.format(colour=needle.colour), needle.letter) for needle in clip.needles
+    ]
     return [
         *asked,
-        ("ordering", ORDERING_QUESTION, " ".join(shot.letter for shot in lettered)),
-        ("counting", COUNTING_QUESTION, str(len(lettered))),
+        ("ordering", ORDERING_QUESTION, " ".join(needle.letter for needle in clip.needles)),
+        ("counting", COUNTING_QUESTION, str(len(clip.needles))),
         ("describe", DESCRIBE_QUESTION, ", ".join(shot.description for shot in clip.shots) + ", end"),
     ]
 
@@ -136,9 +194,28 @@ def render(clip: ClipSpec) -> np.ndarray:
     """Pixels of a clip.
 
     Returns:
-        uint8 RGB [T, H, W, 3] with T = 2 * number of shots and H = W = 56.
+        uint8 RGB [T, H, W, 3] with T = 2 * number of shots and H = W = 28 * grid.
     """
-    return np.concatenate([_render_shot(shot) for shot in clip.shots])
+    size = TOKEN_SIZE * clip.grid
+    scenes: dict[tuple[int, str], _Scene] = {}
+    frames = []
+    for shot in clip.shots:
+        # Scenes follow one another, so only the running one needs to be kept.
+        if (shot.seed, shot.scene) not in scenes:
+            scenes = {(shot.seed, shot.scene): _Scene(shot.seed, shot.scene, size)}
+        scene = scenes[shot.seed, shot.scene]
+        frames += [_render_frame(shot, scene, index) for index in range(FRAMES_PER_SHOT)]
+    return np.stack(frames)
+
+
+def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
+    """Where a needle lies in a frame of size x size pixels: top, left and side of its border, in pixels.
+
+    It is as large as the smallest frame, and begins at any patch of a larger one.
+    """
+    side, step = 2 * TOKEN_SIZE, TOKEN_SIZE // 2
+    top, left = np.random.default_rng([needle.seed, 0]).integers(0, (size - side) // step + 1, size=2) * step
+    return int(top), int(left), side
 
 
 def write_mp4(frames: np.ndarray, path: str | Path | BytesIO, fps: int = FPS) -> None:
@@ -166,34 +243,111 @@ def read_mp4(path: str | Path | BytesIO) -> np.ndarray:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
-def _render_shot(shot: Shot) -> np.ndarray:
-    """uint8 RGB [2, H, W, 3]: two frames that differ by a little fresh noise."""
-    rng = np.random.default_rng(shot.seed)
-    still = _noise_texture(rng)
-    if shot.letter:
-        still = _draw_letter(rng, still, shot.colour, shot.letter)
-    flicker = rng.normal(0.0, 4.0, size=(FRAMES_PER_SHOT, FRAME_SIZE, FRAME_SIZE, 1))
-    return np.clip(still[None] + flicker, 0, 255).astype(np.uint8)
+class _Scene:
+    """What stays the same while a scene runs, and the path of what moves.
+
+    Args:
+        seed: Seed of the scene.
+        kind: One of `SCENES`.
+        size: Height and width in pixels.
+    """
+
+    def __init__(self, seed: int, kind: str, size: int) -> None:
+        rng = np.random.default_rng([seed, SCENES.index(kind)])
+        self.kind, self.size = kind, size
+        if kind == "grey noise":
+            self.still = _noise(rng, size)
+        elif kind == "smooth gradient":
+            self.still = _gradient(rng, size, contrast=rng.uniform(50, 110))
+        else:
+            self.still = _gradient(rng, size, contrast=rng.uniform(0, 25))
+        if kind == "printed text":
+            self.still = _print_text(rng, self.still)
+        self.shape = kind.split()[1]
+        self.fill = _muted_colour(rng, brightness=rng.choice([30, 210]))
+        self.radius = rng.uniform(9, 14) * (size / 56) ** rng.uniform(0.3, 1)
+        self.start = rng.uniform(0, 2 * (size - 2 * self.radius), size=2)
+        angle = rng.uniform(0, 2 * np.pi)
+        speed = rng.uniform(4, 7) * (size / 56) ** 0.5 if kind.startswith("moving") else 0.0
+        self.velocity = speed * np.array([np.cos(angle), np.sin(angle)])
+
+    def frame(self, number: int) -> np.ndarray:
+        """float [H, W, 3] of the scene's frame `number`."""
+        if self.shape not in ("disc", "square"):
+            return self.still
+        # The path is reflected at the edges: distance along a line twice the free length, folded back.
+        free = self.size - 2 * self.radius
+        folded = np.mod(self.start + self.velocity * number, 2 * free)
+        x, y = np.minimum(folded, 2 * free - folded) + self.radius
+        canvas = Image.fromarray(np.clip(self.still, 0, 255).astype(np.uint8))
+        draw = ImageDraw.Draw(canvas)
+        corners = (x - self.radius, y - self.radius, x + self.radius, y + self.radius)
+        (draw.ellipse if self.shape == "disc" else draw.rectangle)(corners, fill=self.fill)
+        return np.asarray(canvas, dtype=np.float64)
 
 
-def _noise_texture(rng: np.random.Generator) -> np.ndarray:
+def _render_frame(shot: Shot, scene: _Scene, index: int) -> np.ndarray:
+    """uint8 RGB [H, W, 3]: a little fresh noise over scene and needle."""
+    number = shot.age * FRAMES_PER_SHOT + index
+    picture = scene.frame(number)
+    if shot.needle:
+        picture = _draw_needle(shot.needle, picture)
+    flicker = np.random.default_rng([shot.seed, number, 1]).standard_normal((*picture.shape[:2], 1), np.float32)
+    return np.clip(picture + 3 * flicker, 0, 255).astype(np.uint8)
+
+
+def _noise(rng: np.random.Generator, size: int) -> np.ndarray:
     """float [H, W, 3]: near-grey blocks of random size, brightness and contrast."""
-    cells = int(rng.choice([4, 7, 14, 28]))
-    texture = rng.normal(rng.uniform(70, 140), rng.uniform(10, 35), size=(cells, cells, 1))
-    texture = texture + rng.normal(0, 4, size=3)
-    return np.kron(texture, np.ones((FRAME_SIZE // cells, FRAME_SIZE // cells, 1)))
+    block = int(rng.choice([2, 4, 7, 14]))
+    texture = rng.normal(rng.uniform(70, 140), rng.uniform(15, 35), size=(size // block, size // block, 1))
+    return np.kron(texture + rng.normal(0, 4, size=3), np.ones((block, block, 1)))
 
 
-def _draw_letter(rng: np.random.Generator, background: np.ndarray, colour: str, letter: str) -> np.ndarray:
-    """float [H, W, 3]: the letter, light on the dimmed background, inside its border."""
-    canvas = Image.fromarray(np.clip(background * 0.6, 0, 255).astype(np.uint8))
+def _gradient(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray:
+    """float [H, W, 3]: from one muted colour to a brighter one at a random angle."""
+    angle = rng.uniform(0, 2 * np.pi)
+    steps = np.linspace(-0.7, 0.7, size)
+    slope = np.cos(angle) * steps[:, None] + np.sin(angle) * steps[None, :]
+    return np.array(_muted_colour(rng, rng.uniform(85, 145))) + contrast * slope[..., None]
+
+
+def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
+    """float [H, W, 3]: lines of small lower-case letters and digits."""
+    canvas = Image.fromarray(np.clip(background, 0, 255).astype(np.uint8))
+    draw = ImageDraw.Draw(canvas)
+    size = canvas.width
+    height = int(rng.integers(9, 13) * (size / 56) ** rng.uniform(0, 0.6))
+    font = ImageFont.load_default(size=height)
+    ink = int(rng.choice([15, 235]))
+    for top in range(int(rng.integers(0, 5)), size - height, height + 2):
+        line = "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz0123456789  "), size=1 + 2 * size // height))
+        draw.text((int(rng.integers(0, 5)), top), line, font=font, fill=(ink,) * 3)
+    return np.asarray(canvas, dtype=np.float64)
+
+
+def _muted_colour(rng: np.random.Generator, brightness: float) -> tuple[int, int, int]:
+    """A colour far less saturated than any border's."""
+    return tuple(int(value) for value in np.clip(brightness + rng.uniform(-25, 25, size=3), 0, 255))
+
+
+def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
+    """float [H, W, 3]: the letter, light on the dimmed scene or on a card, inside its border."""
+    size = picture.shape[0]
+    top, left, side = needle_box(needle, size)
+    rng = np.random.default_rng([needle.seed, 1])
+    card = _gradient(rng, size, contrast=rng.uniform(0, 30)) * 0.6
+    background = card if needle.kind == "inserted" else picture.copy()
+    if needle.kind == "edited":
+        background[top : top + side, left : left + side] *= 0.6
+    canvas = Image.fromarray(np.clip(background, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(canvas)
     # Pillow's built-in font, so that clips look the same wherever they are rendered.
     font = ImageFont.load_default(size=int(rng.integers(29, 40)))
-    centre = FRAME_SIZE / 2 + rng.uniform(-4, 4, size=2)
+    centre = np.array([left, top]) + side / 2 + rng.uniform(-4, 4, size=2)
     brightness = int(rng.integers(215, 256))
-    draw.text(tuple(centre), letter, font=font, anchor="mm", fill=(brightness,) * 3, stroke_width=1)
-    border = np.clip(np.array(COLOURS[colour]) + rng.uniform(-20, 20, size=3), 0, 255).astype(int)
+    draw.text(tuple(centre), needle.letter, font=font, anchor="mm", fill=(brightness,) * 3, stroke_width=1)
+    border = np.clip(np.array(COLOURS[needle.colour]) + rng.uniform(-20, 20, size=3), 0, 255).astype(int)
     width = int(rng.integers(5, 8))
-    draw.rectangle((0, 0, FRAME_SIZE - 1, FRAME_SIZE - 1), outline=tuple(map(int, border)), width=width)
+    corners = (left, top, left + side - 1, top + side - 1)
+    draw.rectangle(corners, outline=tuple(map(int, border)), width=width)
     return np.asarray(canvas, dtype=np.float64)

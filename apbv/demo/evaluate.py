@@ -1,129 +1,269 @@
-"""Measures the demo model on held-out clips: exact match per task.
+"""Scores a model on held-out clips, prefilled as one likes, over real hosts: exact match per task.
 
-    python -m apbv.demo.evaluate --clips 40 --shots 32
+    python -m apbv.demo.evaluate --method full --grids 2 6 --shots 64 256 --clips 100 --json scores.jsonl
+    torchrun --nproc-per-node 4 -m apbv.demo.evaluate --shots 256 --passing-len 0 16 default --json scores.jsonl
+    python -m apbv.demo.evaluate --table scores.jsonl
 
-Every clip is rendered, written as an H.264 file, decoded from it, and answered by plain `generate`.
+Every clip is rendered, written as an H.264 file, decoded from it, prefilled and answered greedily. Clips with an
+even number have edited needles, the others inserted ones.
 """
 
 import argparse
+import json
+import math
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
+from tqdm import tqdm
 
+from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
+from apbv.decode import GatheredDecoder, generate_tokens
 from apbv.demo import clips, model_path
-from apbv.torchvision_guard import ensure_torchvision_imports
+from apbv.methods import METHODS
+from apbv.methods.importance import IMPORTANCE
+from apbv.models import inspect_model
+from apbv.prompt import render_prompt
+from apbv.video import probe, sample_uniform
 
-ensure_torchvision_imports()
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin  # isort: skip
+from transformers.utils.logging import disable_progress_bar  # isort: skip
 
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
-from transformers.video_utils import load_video  # noqa: E402
+TASKS = ("retrieval", "ordering", "counting", "describe")
+MOST_DESCRIBED = 128  # shots of a description that are compared
+RETRIEVALS_PER_CLIP = 2
 
 
-def ask(
-    model: PreTrainedModel,
-    processor: ProcessorMixin,
-    videos: Sequence[Path],
-    questions: Sequence[str],
-    max_new_tokens: int = 512,
-) -> list[str]:
-    """Answers one question about each video file.
+@dataclass(frozen=True)
+class Exam:
+    """What is asked about which clips.
 
     Args:
-        model: A Qwen2.5-VL model.
+        grid: Visual tokens per side of a frame.
+        num_shots: Length of the clips.
+        num_clips: Number of clips.
+        tasks: What is asked about each.
+        split: Where the clips come from.
+    """
+
+    grid: int
+    num_shots: int
+    num_clips: int
+    tasks: tuple[str, ...] = TASKS
+    split: str = "test"
+
+    def clip(self, seed: int) -> clips.ClipSpec:
+        return clips.make_clip(seed, self.num_shots, self.split, self.grid, [self.needles(seed)])
+
+    def needles(self, seed: int) -> str:
+        return clips.NEEDLES[seed % 2]
+
+    def file(self, seed: int, folder: Path) -> Path:
+        """The clip's file in a folder; written there if it is missing."""
+        path = folder / f"{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
+        if not path.exists():
+            unfinished = path.with_suffix(".part")
+            clips.write_mp4(clips.render(self.clip(seed)), unfinished)
+            unfinished.replace(path)
+        return path
+
+    def questions(self, seed: int) -> list[tuple[str, str, str]]:
+        """(task, question, answer): the first and the last needle's retrieval, and every other question once."""
+        asked = [item for item in clips.questions(self.clip(seed)) if item[0] in self.tasks]
+        retrievals = [item for item in asked if item[0] == "retrieval"]
+        others = [item for item in asked if item[0] != "retrieval"]
+        return retrievals[:: max(1, len(retrievals) - 1)][:RETRIEVALS_PER_CLIP] + others
+
+
+class Candidate:
+    """A model that answers questions about files; every method is collective.
+
+    Args:
+        model: A model in eval mode on every host.
         processor: Its processor.
-        videos: Video files, one per question; all frames of each are used.
-        questions: The questions.
-        max_new_tokens: Longest answer, in tokens.
-
-    Returns:
-        The answers, without special tokens.
+        hosts: Who prefills.
     """
-    texts = [
-        processor.apply_chat_template(
-            [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]}],
-            add_generation_prompt=True,
-            tokenize=False,
+
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, hosts: HostGroup) -> None:
+        self.model, self.processor, self.hosts = model, processor, hosts
+        self.parts = inspect_model(model)
+        self._video: tuple[Path, ModelInputs] | None = None
+        # Many questions are asked about the same pixels: the vision tower runs on them once.
+        self._encode = model.model.get_video_features
+        self._encoded: tuple[torch.Tensor, object] | None = None
+        model.model.get_video_features = self._encode_once
+
+    def _encode_once(self, pixels: torch.Tensor, *rest, **options):
+        if self._encoded is None or self._encoded[0] is not pixels:
+            self._encoded = (pixels, self._encode(pixels, *rest, **options))
+        return self._encoded[1]
+
+    def read(self, path: Path, question: str) -> ModelInputs:
+        """The prompt of a question about all frames of a file; this host reads its share of them."""
+        text = render_prompt(self.parts, self.processor, question, video=path).text
+        info = probe(path)
+        inputs, piece = ModelInputs.from_video(
+            self.parts, self.processor, text, info, sample_uniform(info, info.num_frames), self.hosts
         )
-        for question in questions
-    ]
-    # The metadata carries the frame rate, from which the model derives the distance of frames in time.
-    frames, metadata = zip(*(load_video(str(path), backend="pyav") for path in videos), strict=True)
-    inputs = processor(
-        text=texts,
-        videos=list(frames),
-        video_metadata=list(metadata),
-        padding=True,
-        padding_side="left",
-        return_tensors="pt",
-    ).to(model.device)
-    with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens)
-    return processor.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        if self._video is None or self._video[0] != path:
+            self._video = (path, inputs.with_frames(self.processor, piece, piece.read(info)))
+        return replace(inputs, visual=self._video[1].visual)
+
+    def answer(self, inputs: ModelInputs, config: PrefillConfig, max_new_tokens: int) -> tuple[list[int], dict]:
+        """Greedy answer tokens, and what was really run."""
+        state = prefill(self.model, inputs, hosts=self.hosts, config=config)
+        decoder = GatheredDecoder(self.parts, state.to_dynamic_cache(), state.next_position, self.hosts)
+        sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+        with self.hosts.collective_stage("decode"):
+            tokens = generate_tokens(
+                decoder, state.logits[0], state.num_tokens, self.hosts, sampling, self.parts.eos_token_ids
+            )
+        run = {"method": state.method, "tokens": state.num_tokens, "anchor_len": len(state.layout.anchor)}
+        return tokens, {**run, "passing_len": state.layout.passing_len if state.method != "full" else None}
 
 
-def evaluate(
-    model: PreTrainedModel,
-    processor: ProcessorMixin,
-    num_clips: int,
-    num_shots: int,
-    split: str = "test",
-    batch: int = 8,
-) -> dict[str, tuple[int, int]]:
-    """Counts exactly right answers to every question about the first clips of a split.
+def score(
+    candidate: Candidate, exam: Exam, configs: Sequence[PrefillConfig], folder: Path
+) -> Iterable[dict[str, int | str | None]]:
+    """Lets a candidate sit an exam, once with each way to prefill.
 
     Returns:
-        Per task: (right answers, questions). "describe, shots" counts single shots of the descriptions.
+        One record per config, task and kind of needle: right of total answers; of descriptions the tokens count.
     """
-    right: dict[str, int] = defaultdict(int)
-    total: dict[str, int] = defaultdict(int)
-    asked: dict[str, list[tuple[Path, str, str]]] = defaultdict(list)
-    with TemporaryDirectory() as folder:
-        for seed in range(num_clips):
-            clip = clips.make_clip(seed, num_shots, split)
-            path = Path(folder) / f"{seed}.mp4"
-            clips.write_mp4(clips.render(clip), path)
-            for task, question, answer in clips.questions(clip):
-                asked[task].append((path, question, answer))
-        for task, items in asked.items():
-            for first in range(0, len(items), batch):
-                paths, questions, answers = zip(*items[first : first + batch], strict=True)
-                for said, answer in zip(ask(model, processor, paths, questions), answers, strict=True):
-                    right[task] += said == answer
-                    total[task] += 1
-                    if task == "describe":
-                        said_shots, shots = said.split(", "), answer.split(", ")[:-1]
-                        right["describe, shots"] += sum(a == b for a, b in zip(said_shots, shots, strict=False))
-                        total["describe, shots"] += len(shots)
-    return {task: (right[task], total[task]) for task in total}
+    tokenizer = candidate.processor.tokenizer
+    right: dict[tuple, int] = defaultdict(int)
+    total: dict[tuple, int] = defaultdict(int)
+    runs: dict[int, dict] = {}
+    hosts = candidate.hosts
+    title = f"{exam.num_shots} shots of {exam.grid} x {exam.grid} tokens"
+    for seed in tqdm(range(exam.num_clips), desc=title, disable=hosts.rank != 0 or None, leave=False):
+        with hosts.local_stage("rendering a clip"):
+            if hosts.rank == 0:
+                exam.file(seed, folder)
+        for task, question, answer in exam.questions(seed):
+            expected = tokenizer(answer).input_ids[: 2 * MOST_DESCRIBED]
+            with hosts.local_stage("reading a clip"):
+                inputs = candidate.read(exam.file(seed, folder), question)
+            for index, config in enumerate(configs):
+                said, runs[index] = candidate.answer(inputs, config, max_new_tokens=len(expected) + 1)
+                key = (index, task, exam.needles(seed))
+                if task == "describe":
+                    right[key] += sum(a == b for a, b in zip(said, expected, strict=False))
+                    total[key] += len(expected)
+                else:
+                    right[key] += tokenizer.decode(said, skip_special_tokens=True) == answer
+                    total[key] += 1
+    for (index, task, needles), count in total.items():
+        asked = {"grid": exam.grid, "shots": exam.num_shots, "clips": exam.num_clips, "split": exam.split}
+        chosen = {"hosts": hosts.size, "passing_len_asked": configs[index].passing_len}
+        chosen |= {"importance": configs[index].importance}
+        key = (index, task, needles)
+        yield {
+            **asked,
+            **chosen,
+            **runs[index],
+            "task": task,
+            "needles": needles,
+            "right": right[key],
+            "total": count,
+        }
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """95 % confidence interval of a share (Wilson's score interval)."""
+    z = 1.96
+    share, spread = right / total, z**2 / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def markdown(records: Sequence[dict]) -> str:
+    """A table of records: one row per clip size and way to prefill, one column per task, intervals in brackets."""
+    rows: dict[tuple, dict[str, list[int]]] = {}
+    for record in records:
+        asked = record["passing_len_asked"]
+        passing = (
+            "–"
+            if record["method"] == "full"
+            else str(record["passing_len"]) + (" (default)" if asked is None else "")
+        )
+        size = (f"{record['grid']} x {record['grid']}", record["shots"], record["tokens"])
+        cells = rows.setdefault((*size, record["method"], record["hosts"], passing), {})
+        for column in (record["task"], f"{record['task']}, {record['needles']}"):
+            cell = cells.setdefault(column, [0, 0])
+            cell[0] += record["right"]
+            cell[1] += record["total"]
+    columns = [task for task in TASKS if any(task in cells for cells in rows.values())]
+    header = ["grid", "shots", "tokens", "method", "hosts", "l_p", *columns]
+    lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
+    for key, cells in rows.items():
+        shown = [_cell(task, cells) for task in columns]
+        lines.append("| " + " | ".join([*map(str, key), *shown]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(task: str, cells: dict[str, list[int]]) -> str:
+    if task not in cells:
+        return ""
+    right, total = cells[task]
+    if task == "describe":  # tokens of one answer are not independent: no interval
+        return f"{right / total:.3f}"
+    low, high = wilson(right, total)
+    return f"{right / total:.2f} ({low:.2f}-{high:.2f})"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Exact match of the demo model on held-out clips.")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint folder")
+    parser.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
+    parser.add_argument("--importance", default="softmax", help=f"one of {', '.join(sorted(IMPORTANCE))}")
+    parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
+    parser.add_argument("--grids", type=int, nargs="+", default=[2], choices=clips.GRIDS)
+    parser.add_argument("--shots", type=int, nargs="+", default=[64], help="lengths of the clips")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--clips", type=int, default=40)
-    parser.add_argument("--shots", type=int, nargs="+", default=[32], help="lengths of the clips")
     parser.add_argument("--split", choices=clips.SPLITS, default="test")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument(
+        "--folder", type=Path, help="where the clips' files are kept (default: a temporary folder)"
+    )
+    parser.add_argument("--json", type=Path, help="append the figures as JSON lines")
+    parser.add_argument("--table", type=Path, nargs="+", help="only print a table of such files")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown([json.loads(line) for path in options.table for line in path.read_text().splitlines()]))
+        return
     disable_progress_bar()
-    processor = AutoProcessor.from_pretrained(arguments.model)
-    model = AutoModelForImageTextToText.from_pretrained(
-        arguments.model, dtype=getattr(torch, arguments.dtype)
-    ).eval()
-    for num_shots in arguments.shots:
-        began = time.monotonic()
-        results = evaluate(model, processor, arguments.clips, num_shots, arguments.split)
-        seconds = time.monotonic() - began
-        print(f"{arguments.clips} {arguments.split} clips of {num_shots} shots, {seconds:.0f} s")
-        for task, (right, total) in results.items():
-            print(f"  {task:16} {right / total:.3f}  ({right} of {total})", flush=True)
+    hosts = HostGroup.from_env()
+    processor = AutoProcessor.from_pretrained(options.model)
+    model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    candidate = Candidate(model.to(hosts.device).eval(), processor, hosts)
+    configs = [
+        PrefillConfig(
+            method=options.method,
+            passing_len=None if length == "default" else int(length),
+            importance=options.importance,
+        )
+        for length in options.passing_len
+    ]
+    folder = options.folder or Path(tempfile.gettempdir()) / "apbv-demo-clips"
+    folder.mkdir(parents=True, exist_ok=True)
+    for grid in options.grids:
+        for num_shots in options.shots:
+            exam = Exam(grid, num_shots, options.clips, tuple(options.tasks), options.split)
+            began = time.monotonic()
+            records = list(score(candidate, exam, configs, folder))
+            if hosts.rank == 0:
+                print(f"{time.monotonic() - began:.0f} s\n{markdown(records)}", flush=True)
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.writelines(json.dumps(record) + "\n" for record in records)
+    hosts.close()
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's tokenizer; deterministic, about 600 tokens."""
+    """The demo's tokenizer; deterministic, about 500 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -68,13 +68,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
         clean_up_tokenization_spaces=False,
-        model_max_length=8192,
+        model_max_length=65536,
     )
 
 
 def build_processor() -> Qwen2_5_VLProcessor:
-    """The genuine Qwen2.5-VL processor with the demo's tokenizer; scales frames to about 56 x 56 pixels."""
-    size = {"shortest_edge": clips.FRAME_SIZE**2, "longest_edge": clips.FRAME_SIZE**2}
+    """The genuine Qwen2.5-VL processor with the demo's tokenizer; scales frames to 56^2 to 168^2 pixels."""
+    smallest, largest = ((clips.TOKEN_SIZE * grid) ** 2 for grid in (min(clips.GRIDS), max(clips.GRIDS)))
+    size = {"shortest_edge": smallest, "longest_edge": largest}
     vision = {"size": size, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**vision),
@@ -88,7 +89,7 @@ def _sentences() -> list[str]:
     """Everything the demo's questions and answers are made of."""
     asked = [clips.RETRIEVAL_QUESTION.format(colour=colour) for colour in clips.COLOURS]
     asked += [clips.ORDERING_QUESTION, clips.COUNTING_QUESTION, clips.DESCRIBE_QUESTION]
-    words = [*clips.COLOURS, *string.ascii_uppercase, *string.digits, "grey", "noise", "end"]
+    words = [*clips.COLOURS, *string.ascii_uppercase, *string.digits, *" ".join(clips.SCENES).split(), "end"]
     forms = [form for word in words for form in (word, f" {word}", f" {word},")]
     roles = ["system", "user", "assistant"]
     # Twice, because a merge needs to be seen more than once.

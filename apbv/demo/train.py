@@ -1,198 +1,107 @@
-"""Trains the demo model from scratch on two CPU cores, in an hour.
+"""Trains the demo's target from scratch and distils its draft, on two CPU cores.
 
-    python -m apbv.demo.train --minutes 60 --out DIR
-    python -m apbv.demo.train --minutes 90 --out DIR --resume    # longer, from where the first run stopped
+    python -m apbv.demo.train target --minutes 75 --out DIR
+    python -m apbv.demo.train draft --teacher DIR/model --minutes 20 --out DRAFT_DIR
+    (either with --resume: go on from the state in --out)
 
-The result in DIR/model is an ordinary Qwen2.5-VL checkpoint. Three things make so short a training work:
+The result in DIR/model is an ordinary Qwen2.5-VL checkpoint, DIR/curves.png shows how the training went. What
+makes so short a training work:
 
-* Two linear heads, thrown away afterwards, predict border colour and letter from every visual token. Without
+* Linear heads, thrown away afterwards, predict border colour, letter and scene from every visual token. Without
   them the vision tower gets no useful gradient before the language model has learned to look at it.
 * The first word of an answer is also asked for at the last word of the question, which is one attention hop
   away from it, and not only after the tokens of the chat template that follow.
+* Later the tower is frozen and every shot of the pool embedded once: twice as many steps in the same time.
 * All questions about a clip share one sequence: each sees the clip and itself, at the positions it would have
-  alone. The clip is thus encoded once for eight questions or so.
+  alone. The clip is thus encoded once for all of them.
+* The vision tower first trains alone, on these labels, for the first eighth of the time. Its embeddings are kept
+  near unit root mean square: at three times that, what the language model's layers add to them is lost beside
+  them, and retrieval is not learned at all.
+* Clips grow during training (`CURRICULUM`), and short ones stay among the long: without them the model forgets
+  how to count the letters in a short clip.
 
-Clips grow during training: 8-12 shots, 8-32, then 8-64. Short clips stay among the long ones: without
-them the model forgets how to count the letters in a short clip.
+The draft learns the target's distribution over the next token. In half of its batches it sees a random part of
+the visual tokens, as it will when it drafts on pruned KV; the target sees all of them.
 """
 
 import argparse
+import json
 import time
-from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
 from apbv.demo import clips
-from apbv.demo.processor import build_processor
-from apbv.torchvision_guard import ensure_torchvision_imports
+from apbv.demo.architecture import SIZES, build_model, save_checkpoint
+from apbv.demo.curves import plot_curves
+from apbv.demo.data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, PATCH_VALUES, TASKS, Batch, BatchMaker, ShotPool
+from apbv.demo.processor import build_processor  # makes transformers importable beside any torchvision
 
-ensure_torchvision_imports()
+from transformers import AttentionInterface, Qwen2_5_VLForConditionalGeneration  # isort: skip
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision  # isort: skip
+from transformers.utils.logging import disable_progress_bar  # isort: skip
 
-from transformers import (  # noqa: E402
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
+# (share of the training time at which they begin, weights of the tasks' losses)
+TASK_WEIGHTS = (
+    (0.0, {"retrieval": 0.6, "ordering": 0.5, "counting": 0.2, "describe": 0.2}),
+    (0.25, {"retrieval": 0.6, "ordering": 0.7, "counting": 0.6, "describe": 2.0}),
 )
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
+DENSE_WEIGHT = 0.5
 
-PATCH = 14
-PATCHES_PER_SHOT = (clips.FRAME_SIZE // PATCH) ** 2
-PATCH_VALUES = 3 * clips.FRAMES_PER_SHOT * PATCH**2
-TOKENS_PER_SHOT = PATCHES_PER_SHOT // 4  # the merger joins 2 x 2 patches
-COLOUR_IDS = {colour: index + 1 for index, colour in enumerate(clips.COLOURS)}  # 0 is "no border"
-LETTER_IDS = {letter: index + 1 for index, letter in enumerate(clips.LETTERS)}
-
-# Distance of two shots in M-RoPE time positions. At the clips' own frame rate it is 2, which is also the
-# number of answer tokens per shot of a description; the other values teach the other tasks not to depend on
-# the frame rate.
-USUAL_STRIDE = 2.0
-OTHER_STRIDES = (1 / 3, 1.0, 3.0, 4.0, 6.0)
-
-TASKS = ("retrieval", "ordering", "counting", "describe")
-
-# Weights of labels within a task; an answer's words otherwise count 1.
-KEY_WEIGHT = 2.0  # of an answer's first token where it is asked for at the question's last word
-TEMPLATE_WEIGHT = 0.3  # of the same at the chat template's tokens behind it
-EASY_WEIGHT = 0.1  # of the end of an answer and of the words for noise, soon trivial
-TASK_WEIGHTS = {"retrieval": 2.0, "ordering": 2.0, "counting": 1.0, "describe": 1.0}
-
-# (share of the training time at which it begins, fewest shots, most shots)
-CURRICULUM = ((0.0, 8, 12), (0.2, 8, 32), (0.4, 8, 64))
-SHOTS_PER_STEP = 192
+# (share of the training time at which it begins, most shots by grid); lengths are drawn log-uniformly.
+# The vision tower is alone before the first.
+CURRICULUM = {
+    "target": (
+        (0.08, {2: 12, 6: 12}),
+        (0.16, {2: 32, 6: 24}),
+        (0.25, {2: 128, 6: 48}),
+        (0.4, {2: 512, 6: 128}),
+        (0.85, {2: 1024, 6: 256}),
+    ),
+    "draft": (
+        (0.25, {2: 24, 6: 12}),
+        (0.5, {2: 128, 6: 32}),
+        (0.75, {2: 512, 6: 128}),
+    ),
+}
+FREEZING_BEGINS = 0.6  # share of the training time
+FRESH_NEEDLES = 16  # per step: in clips needles are rare, on large frames too rare to learn the letters from
+VISION_TOKENS_PER_STEP = 1152  # while the vision tower is alone
+FEWEST_SHOTS = 8
+GRID_SHARES = {2: 0.6, 6: 0.4}
+VISUAL_TOKENS_PER_STEP = 1536  # as many clips as fit, at least one
 PEAK_LEARNING_RATE = 1e-3
 WARMUP_STEPS = 100
-RENEW_STEPS = 2  # between two renewals of a part of the shot pool
-DECAY_BEGINS = 0.6  # share of the training time
+DECAY_BEGINS = 0.3  # share of the training time
+RENEW_STEPS = {2: 3, 6: 20}  # between two renewals of a part of a grid's shot pool
+POOL_SIZES = {2: 8192, 6: 3072}
+PRUNED_SHARE, FEWEST_KEPT = 0.5, 0.05  # of the draft's batches, and of their visual tokens
 CHECKPOINT_SECONDS = 120
+LOG_SECONDS = 10
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """An untrained model of 2.6 M parameters."""
-    token = tokenizer.convert_tokens_to_ids
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 192,
-            "intermediate_size": 512,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [8, 4, 4]},
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_heads": 4,
-            "patch_size": PATCH,
-            "temporal_patch_size": clips.FRAMES_PER_SHOT,
-            "spatial_merge_size": 2,
-            "out_hidden_size": 192,
-            "fullatt_block_indexes": [0, 1],
-            "tokens_per_second": clips.FPS,
-        },
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    return model
+def packed_attention(module, query, key, value, attention_mask, scaling, **_):
+    """Attention of packed rows: causal up to the first masked row, by the mask from there on.
 
-
-class ShotPool:
-    """Shots that went through a real H.264 round trip, to be joined to clips in any order.
-
-    Args:
-        seed: Seed of the pool; shots come from the train split only.
-        size: Number of shots, at least 512; half of them are lettered.
+    Twice as fast on long clips as one mask for all rows. Shapes as in transformers' attention interface; the mask
+    holds the last rows only, additive [B, 1, Q, L].
     """
-
-    _SHOTS_PER_FILE = 64
-
-    def __init__(self, seed: int, size: int) -> None:
-        self.rng = np.random.default_rng([seed, 1])
-        self.next_clip = seed * 1_000_000
-        self.deck: list[tuple[str, str]] = []
-        num_files = size // self._SHOTS_PER_FILE
-        num_shots = num_files * self._SHOTS_PER_FILE
-        self.patches = torch.empty(num_shots, PATCHES_PER_SHOT, PATCH_VALUES, dtype=torch.uint8)
-        self.contents: list[tuple[str, str] | None] = []
-        self.places: dict[tuple[str, str] | None, list[int]] = {}
-        for _ in tqdm(range(num_files), desc="shot pool", disable=None):
-            self._encode_next(len(self.contents))
-        self.oldest = 0
-
-    def renew(self) -> None:
-        """Replaces the oldest file's shots by fresh ones, so that the model cannot learn them by heart."""
-        for place in range(self.oldest, self.oldest + self._SHOTS_PER_FILE):
-            self.places[self.contents[place]].remove(place)
-        self._encode_next(self.oldest)
-        self.oldest = (self.oldest + self._SHOTS_PER_FILE) % len(self.contents)
-
-    def _encode_next(self, first: int) -> None:
-        """Writes and reads the next file; its shots go to the places from `first` on."""
-        clip = self._dense_clip(self.next_clip)
-        self.next_clip += 1
-        buffer = BytesIO()
-        clips.write_mp4(clips.render(clip), buffer)
-        buffer.seek(0)
-        self.patches[first : first + self._SHOTS_PER_FILE] = patchify(clips.read_mp4(buffer))
-        contents = [(shot.colour, shot.letter) if shot.letter else None for shot in clip.shots]
-        self.contents[first : first + self._SHOTS_PER_FILE] = contents
-        for place, content in enumerate(contents, start=first):
-            self.places.setdefault(content, []).append(place)
-
-    def _dense_clip(self, seed: int) -> clips.ClipSpec:
-        """The shots of a train clip, half of them overlaid with any colour and letter."""
-        shots = []
-        for shot in clips.make_clip(seed, self._SHOTS_PER_FILE, "train").shots:
-            if self.rng.random() < 0.5:
-                # Dealt from a deck rather than drawn, so that no combination is ever missing.
-                if not self.deck:
-                    self.deck = [(colour, letter) for colour in clips.COLOURS for letter in clips.LETTERS]
-                    self.rng.shuffle(self.deck)
-                shots.append(clips.Shot(shot.seed, *self.deck.pop()))
-            else:
-                shots.append(clips.Shot(shot.seed))
-        return clips.ClipSpec(tuple(shots))
-
-    def draw(self, layout: list[tuple[str, str] | None]) -> torch.Tensor:
-        """uint8 [shots, 16, 1176]: random shots that show what a layout asks for."""
-        choices = (self.places[key] for key in layout)
-        return self.patches[[places[self.rng.integers(len(places))] for places in choices]]
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    before = query.shape[2] - attention_mask.shape[2]
+    parts = [
+        F.scaled_dot_product_attention(
+            query[:, :, :before], key[:, :, :before], value[:, :, :before], is_causal=True, scale=scaling
+        ),
+        F.scaled_dot_product_attention(query[:, :, before:], key, value, attn_mask=attention_mask, scale=scaling),
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
-def patchify(frames: np.ndarray) -> torch.Tensor:
-    """Cuts frames into patches in the order of Qwen's video processor.
-
-    Args:
-        frames: uint8 RGB [2 * shots, 56, 56, 3].
-
-    Returns:
-        uint8 [shots, 16, 1176]; a patch holds (channel, frame, row, column).
-    """
-    grid = clips.FRAME_SIZE // (2 * PATCH)
-    split = torch.from_numpy(frames).view(-1, clips.FRAMES_PER_SHOT, grid, 2, PATCH, grid, 2, PATCH, 3)
-    return split.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, PATCHES_PER_SHOT, PATCH_VALUES)
+AttentionInterface.register("demo_packed", packed_attention)
 
 
 def encode_shots(visual: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -203,216 +112,136 @@ def encode_shots(visual: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
 
     Args:
         visual: The model's vision tower.
-        pixels: Normalised patches, float [shots, 16, 1176].
+        pixels: Normalised patches, float [shots, 4 * grid^2, 1176].
 
     Returns:
-        float [shots, 4, hidden].
+        float [shots, grid^2, hidden].
     """
-    shots = pixels.shape[0]
-    grid = torch.arange(PATCHES_PER_SHOT).view(2, 2, 2, 2)  # block row, block column, row, column
-    rows = (grid // 8 * 2 + grid // 2 % 2).flatten()
-    columns = (grid // 4 % 2 * 2 + grid % 2).flatten()
-    hidden = visual.patch_embed(pixels.view(-1, PATCH_VALUES)).view(shots, PATCHES_PER_SHOT, -1)
+    shots, patches, _ = pixels.shape
+    grid = round((patches // 4) ** 0.5)
+    numbers = torch.arange(patches)
+    block, inner = numbers // 4, numbers % 4
+    rows, columns = block // grid * 2 + inner // 2, block % grid * 2 + inner % 2
+    hidden = visual.patch_embed(pixels.view(-1, PATCH_VALUES)).view(shots, patches, -1)
     cos, sin = visual.rotary_pos_emb(hidden, torch.stack([rows, columns], dim=-1))
-    for block in visual.blocks:
-        attention = block.attn
-        qkv = attention.qkv(block.norm1(hidden)).view(shots, PATCHES_PER_SHOT, 3, attention.num_heads, -1)
+    for layer in visual.blocks:
+        attention = layer.attn
+        qkv = attention.qkv(layer.norm1(hidden)).view(shots, patches, 3, attention.num_heads, -1)
         query, key, value = qkv.unbind(2)
         query, key = apply_rotary_pos_emb_vision(query, key, cos, sin)
         heads = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)))
         hidden = hidden + attention.proj(heads.transpose(1, 2).reshape(hidden.shape))
-        hidden = hidden + block.mlp(block.norm2(hidden))
-    return visual.merger(hidden.view(-1, hidden.shape[-1])).view(shots, TOKENS_PER_SHOT, -1)
+        hidden = hidden + layer.mlp(layer.norm2(hidden))
+    return visual.merger(hidden.view(-1, hidden.shape[-1])).view(shots, grid**2, -1)
 
 
-@dataclass
-class Row:
-    """One clip with all its questions, as one sequence of L tokens.
-
-    Args:
-        segments: 0 for the clip, then the number of the question, int64 [L].
-        ids: Token ids, int64 [L].
-        positions: M-RoPE positions, int64 [3, L].
-        labels: Next token to predict, int64 [L], -100 where there is none.
-        weights: Weight of each label, float [L].
-        tasks: Index into TASKS of the answer a label belongs to, int64 [L], -1 elsewhere.
-    """
-
-    segments: torch.Tensor
-    ids: torch.Tensor
-    positions: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    tasks: torch.Tensor
-
-
-@dataclass
-class Batch:
-    """Clips of equal length with all their questions; B clips of S shots, L tokens.
+class FrozenVision:
+    """What a vision tower that no longer learns makes of every shot of the pools.
 
     Args:
-        pixels: Normalised patches, float [B * S, 16, 1176].
-        shot_labels: Colour and letter of each shot, int64 [B * S, 2].
-        input_ids: int64 [B, L].
-        positions: M-RoPE positions, int64 [3, B, L].
-        mask: True where a token (row) may see another (column), bool [B, 1, L, L].
-        labels: Next token to predict, int64 [B, L], -100 where there is none.
-        weights: Weight of each label, float [B, L].
-        tasks: Index into TASKS of the answer a label belongs to, int64 [B, L], -1 elsewhere.
+        visual: The tower.
+        batches: Whose pools.
     """
 
-    pixels: torch.Tensor
-    shot_labels: torch.Tensor
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    tasks: torch.Tensor
+    _SHOTS_AT_ONCE = 64
+
+    def __init__(self, visual: nn.Module, batches: BatchMaker) -> None:
+        self.visual, self.batches = visual, batches
+        self.embeddings: dict[int, torch.Tensor] = {}
+        for grid, pool in batches.pools.items():
+            num_shots = len(pool.shots)
+            self.embeddings[grid] = torch.empty(num_shots, grid**2, visual.config.out_hidden_size)
+            for first in range(0, num_shots, self._SHOTS_AT_ONCE):
+                self.embed(grid, list(range(first, min(first + self._SHOTS_AT_ONCE, num_shots))))
+
+    @torch.no_grad()
+    def embed(self, grid: int, places: list[int]) -> None:
+        """Computes the embeddings of shots anew."""
+        self.embeddings[grid][places] = encode_shots(self.visual, self.batches.pixels(grid, places))
+
+    def look_up(self, grid: int, places: list[int]) -> torch.Tensor:
+        """float [shots, grid^2, hidden]."""
+        return self.embeddings[grid][places]
 
 
-class BatchMaker:
-    """Draws training batches.
+def answer_logits(
+    model: Qwen2_5_VLForConditionalGeneration,
+    batch: Batch,
+    visual: torch.Tensor,
+    chosen: torch.Tensor,
+    kept: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits of a batch's labelled tokens.
 
     Args:
-        pool: Where shots come from.
-        seed: Seed of what clips show and of what is asked.
+        model: Target or draft, with the attention implementation "demo_packed".
+        batch: The batch.
+        visual: Visual embeddings, [shots, grid^2, hidden].
+        chosen: Indices of the labelled tokens in the flattened labels, int64 [N].
+        kept: Which visual tokens of each clip the model sees, growing, int64; None for all.
+
+    Returns:
+        float [N, vocabulary].
     """
-
-    def __init__(self, pool: ShotPool, seed: int) -> None:
-        self.pool = pool
-        self.rng = np.random.default_rng([seed, 2])
-        self.processor = build_processor()
-        self.tokenizer = self.processor.tokenizer
-        self.video_token = self.tokenizer.convert_tokens_to_ids("<|video_pad|>")
-        self.easy_ids = {*self.tokenizer("grey noise, grey noise,").input_ids, self.tokenizer.eos_token_id}
-        self._prompts: dict[tuple[str, str | None], tuple[list[int], list[int]]] = {}
-        video = self.processor.video_processor
-        per_channel = torch.tensor([video.image_mean, video.image_std]).repeat_interleave(PATCH_VALUES // 3, dim=1)
-        self.mean, self.std = per_channel * 255
-
-    def normalise(self, patches: torch.Tensor) -> torch.Tensor:
-        """uint8 [..., 1176] to what the video processor makes of the same pixels."""
-        return (patches.float() - self.mean) / self.std
-
-    def prompt(self, question: str, system: str | None) -> tuple[list[int], list[int]]:
-        """Token ids before the video's placeholder and from <|vision_end|> to the answer's beginning."""
-        if (question, system) not in self._prompts:
-            self._prompts[question, system] = self._tokenize_prompt(question, system)
-        return self._prompts[question, system]
-
-    def _tokenize_prompt(self, question: str, system: str | None) -> tuple[list[int], list[int]]:
-        content = [{"type": "video"}, {"type": "text", "text": question}]
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
-        text = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        before, after = text.split("<|video_pad|>")
-        return self.tokenizer(before).input_ids, self.tokenizer(after).input_ids
-
-    def draw(self, num_clips: int, num_shots: int) -> Batch:
-        """A batch of `num_clips` clips of `num_shots` shots each."""
-        usual = self.rng.random() < 0.7
-        stride = USUAL_STRIDE if usual else float(self.rng.choice(OTHER_STRIDES))
-        system = "answer in few words" if self.rng.random() < 0.15 else None
-        layouts = [clips.sample_layout(self.rng, num_shots) for _ in range(num_clips)]
-        rows = [self.row(layout, stride, system, describe=usual) for layout in layouts]
-        length = _round_up(max(len(row.ids) for row in rows), 32)
-        segments = _stack([row.segments for row in rows], length, -1)
-        earlier = torch.arange(length)[:, None] >= torch.arange(length)[None, :]
-        visible = (segments[:, None, :] == segments[:, :, None]) | (segments[:, None, :] == 0)
-        shown = [content or (None, None) for layout in layouts for content in layout]
-        return Batch(
-            pixels=self.normalise(torch.cat([self.pool.draw(layout) for layout in layouts])),
-            shot_labels=torch.tensor([(COLOUR_IDS.get(c, 0), LETTER_IDS.get(x, 0)) for c, x in shown]),
-            input_ids=_stack([row.ids for row in rows], length, self.tokenizer.pad_token_id),
-            positions=_stack([row.positions for row in rows], length, 0).transpose(0, 1),
-            mask=(earlier & visible)[:, None],
-            labels=_stack([row.labels for row in rows], length, -100),
-            weights=_stack([row.weights for row in rows], length, 0),
-            tasks=_stack([row.tasks for row in rows], length, -1),
+    embeds = model.get_input_embeddings()(batch.input_ids)
+    is_video = batch.input_ids == model.config.video_token_id
+    embeds = embeds.masked_scatter(is_video[..., None], visual.float().flatten(0, 1))
+    positions, mask = batch.positions, batch.mask
+    length, behind = embeds.shape[1], mask.shape[2]
+    if kept is not None:
+        seen = torch.cat(
+            [
+                torch.arange(batch.first_visual),
+                kept + batch.first_visual,
+                torch.arange(length - behind, length),
+            ]
         )
-
-    def row(self, layout: list[tuple[str, str] | None], stride: float, system: str | None, describe: bool) -> Row:
-        """One clip's sequence: the clip, then each question with its answer.
-
-        Args:
-            layout: What each shot shows.
-            stride: Distance of two shots in M-RoPE time positions.
-            system: System message, if any.
-            describe: Whether to ask for a description too.
-        """
-        clip = clips.ClipSpec(tuple(clips.Shot(0, *(content or (None, None))) for content in layout))
-        asked = [item for item in clips.questions(clip) if describe or item[0] != "describe"]
-        before, _ = self.prompt("", system)
-        num_visual = len(layout) * TOKENS_PER_SHOT
-        times = (torch.arange(len(layout)) * stride).long().repeat_interleave(TOKENS_PER_SHOT)
-        rows, columns = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
-        grid = torch.stack([times, rows.repeat(len(layout)), columns.repeat(len(layout))])
-        positions = [torch.arange(len(before)).expand(3, -1), grid + len(before)]
-        # Text goes on where the video's rows and columns end, as in the model's get_rope_index.
-        text_begins = len(before) + 2
-        ids = [*before, *[self.video_token] * num_visual]
-        segments, labels, weights, tasks = ([value] * len(ids) for value in (0, -100, 0.0, -1))
-        for number, (task, question, answer) in enumerate(asked, start=1):
-            prompt = self.prompt(question, system)[1]
-            answer_ids = [*self.tokenizer(answer).input_ids, self.tokenizer.eos_token_id]
-            # The answer's first token is the target from the question's last word to the prompt's last token.
-            question_end = len(self.tokenizer(question).input_ids)  # <|vision_end|> comes before it
-            early = len(prompt) - 1 - question_end
-            segment = prompt + answer_ids[:-1]
-            ids += segment
-            segments += [number] * len(segment)
-            labels += [-100] * question_end + [answer_ids[0]] * early + answer_ids
-            weights += [0.0] * question_end + [KEY_WEIGHT] + [TEMPLATE_WEIGHT] * (early - 1)
-            weights += [EASY_WEIGHT if token in self.easy_ids else 1.0 for token in answer_ids]
-            tasks += [-1] * question_end + [TASKS.index(task)] * (early + len(answer_ids))
-            positions.append((torch.arange(len(segment)) + text_begins).expand(3, -1))
-        return Row(
-            segments=torch.tensor(segments),
-            ids=torch.tensor(ids),
-            positions=torch.cat(positions, dim=1),
-            labels=torch.tensor(labels),
-            weights=torch.tensor(weights),
-            tasks=torch.tensor(tasks),
-        )
-
-
-def _stack(values: list[torch.Tensor], length: int, fill: int) -> torch.Tensor:
-    """Pads tensors at the end of their last dimension and stacks them."""
-    return torch.stack([F.pad(value, (0, length - value.shape[-1]), value=fill) for value in values])
-
-
-def _round_up(length: int, multiple: int) -> int:
-    """Few different shapes let the CPU's matrix kernels, compiled per shape, be reused."""
-    return -(-length // multiple) * multiple
+        embeds, positions, mask = embeds[:, seen], positions[..., seen], mask[..., seen]
+    hidden = model.model.language_model(
+        inputs_embeds=embeds,
+        position_ids=positions,
+        attention_mask={"full_attention": mask.to(torch.bfloat16)},
+        use_cache=False,
+    ).last_hidden_state[:, -behind:]
+    # A multiple of 256, as the CPU's matrix kernels are compiled per shape.
+    padded = F.pad(chosen, (0, -len(chosen) % 256))
+    return model.lm_head(hidden.flatten(0, 1)[padded])[: len(chosen)].float()
 
 
 class Trainer:
     """Model, heads and optimiser, with everything needed to go on after a stop.
 
     Args:
-        out: Folder for the state (state.pt) and the checkpoint (model/).
+        size: "target" or "draft".
+        out: Folder for the state (state.pt), the history, its plot and the checkpoint (model/).
         minutes: Length of the whole training, earlier runs included.
         seed: Seed of the weights and of the data.
+        teacher: Checkpoint to distil from; None to learn from the right answers.
     """
 
-    def __init__(self, out: Path, minutes: float, seed: int) -> None:
+    def __init__(self, size: str, out: Path, minutes: float, seed: int, teacher: Path | None = None) -> None:
         torch.manual_seed(seed)
         self.out = out
+        self.curriculum = CURRICULUM[size]
         self.seconds = minutes * 60
         self.processor = build_processor()
-        self.model = build_model(self.processor.tokenizer)
+        self.model = build_model(size, self.processor.tokenizer)
+        self.model.set_attn_implementation({"text_config": "demo_packed", "vision_config": "sdpa"})
+        self.teacher = None
+        if teacher:
+            self.teacher = Qwen2_5_VLForConditionalGeneration.from_pretrained(teacher, dtype=torch.float32).eval()
+            self.teacher.set_attn_implementation({"text_config": "demo_packed", "vision_config": "sdpa"})
         hidden = self.model.config.vision_config.out_hidden_size
-        self.colour_head = nn.Linear(hidden, len(COLOUR_IDS) + 1)
-        self.letter_head = nn.Linear(hidden, len(LETTER_IDS) + 1)
-        self.parameters = [
-            *self.model.parameters(),
-            *self.colour_head.parameters(),
-            *self.letter_head.parameters(),
-        ]
+        self.heads = nn.ModuleList(
+            nn.Linear(hidden, classes) for classes in (len(COLOUR_IDS) + 1, len(LETTER_IDS) + 1, len(clips.SCENES))
+        )
+        self.parameters = [*self.model.parameters(), *self.heads.parameters()]
         self.optimiser = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.01)
+        self.frozen: FrozenVision | None = None
+        self.teacher_frozen: FrozenVision | None = None
         self.step = 0
         self.elapsed = 0.0
+        self.history: list[dict[str, float]] = []
 
     def progress(self) -> float:
         """Share of the training time that has passed."""
@@ -423,135 +252,184 @@ class Trainer:
         fall = max(0.0, self.progress() - DECAY_BEGINS) / (1 - DECAY_BEGINS)
         return PEAK_LEARNING_RATE * min(1.0, (self.step + 1) / WARMUP_STEPS) * max(0.01, 1 - fall)
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]:
-        """Loss of one batch, and what to print about it."""
+    def next_loss(self, batches: BatchMaker, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss of the next batch, of the lengths that the curriculum allows by now, and what to print about it."""
+        grid = int(batches.rng.choice(list(GRID_SHARES), p=list(GRID_SHARES.values())))
+        reached = [most for begin, most in self.curriculum if begin <= self.progress()]
+        if not reached:
+            dense = self.dense_loss(*batches.draw_shots(VISION_TOKENS_PER_STEP // grid**2, grid))
+            return dense, {"dense": dense.item()}
+        if self.teacher and not self.teacher_frozen:
+            self.teacher_frozen = FrozenVision(self.teacher.model.visual, batches)
+        if self.progress() >= FREEZING_BEGINS and not self.frozen:
+            self.frozen = FrozenVision(self.model.model.visual, batches)
+        most = reached[-1]
+        num_shots = int(FEWEST_SHOTS * (most[grid] / FEWEST_SHOTS) ** batches.rng.random() + 0.5)
+        batch = batches.draw(max(1, VISUAL_TOKENS_PER_STEP // (num_shots * grid**2)), num_shots, grid)
+        loss, report = self.loss(batches, batch, generator)
+        if self.frozen:
+            return loss, report
+        fresh = self.dense_loss(*batches.fresh_needles(FRESH_NEEDLES, max(GRID_SHARES)))
+        return loss + DENSE_WEIGHT * fresh, {**report, "dense, fresh needles": fresh.item()}
+
+    def dense_loss(self, pixels: torch.Tensor, token_labels: torch.Tensor) -> torch.Tensor:
+        """Loss of the heads on shots, with pixels and labels as in `Batch`."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            visual = encode_shots(self.model.model.visual, batch.pixels)
-            colours, letters = self.colour_head(visual), self.letter_head(visual)
-            embeds = self.model.get_input_embeddings()(batch.input_ids)
-            is_video = batch.input_ids == self.model.config.video_token_id
-            embeds = embeds.masked_scatter(is_video[..., None], visual.float().flatten(0, 1))
-            mask = torch.zeros(batch.mask.shape).masked_fill(~batch.mask, torch.finfo(torch.float32).min)
-            hidden = self.model.model.language_model(
-                inputs_embeds=embeds,
-                position_ids=batch.positions,
-                attention_mask={"full_attention": mask.to(torch.bfloat16)},
-                use_cache=False,
-            ).last_hidden_state
-            chosen = (batch.labels != -100).flatten().nonzero()[:, 0]
-            padded = F.pad(chosen, (0, _round_up(len(chosen), 256) - len(chosen)))
-            logits = self.model.lm_head(hidden.flatten(0, 1)[padded])[: len(chosen)]
+            return self.heads_loss(encode_shots(self.model.model.visual, pixels), token_labels)
+
+    def heads_loss(self, visual: torch.Tensor, token_labels: torch.Tensor) -> torch.Tensor:
+        """Loss of the heads on visual embeddings [shots, grid^2, hidden]; needles weigh as much as the rest."""
+        size = visual.float().square().mean(-1).sqrt().flatten()
+        flat = visual.flatten(0, 1) / size[:, None]
+        colours, letters, scenes = token_labels.flatten(0, 1).unbind(-1)
+        colour_scores, letter_scores, scene_scores = (head(flat).float() for head in self.heads)
+        covered = colours > 0
+        loss = (size - 1).square().mean()
+        shows_scene = scenes != -100
+        if shows_scene.any():
+            loss = loss + F.cross_entropy(scene_scores[shows_scene], scenes[shows_scene])
+        for group in (covered, ~covered):
+            if group.any():
+                loss = loss + F.cross_entropy(colour_scores[group], colours[group]) / 2
+        if covered.any():
+            loss = loss + F.cross_entropy(letter_scores[covered], letters[covered])
+        return loss
+
+    def loss(
+        self, batches: BatchMaker, batch: Batch, generator: torch.Generator
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss of one batch, and what to print about it."""
+        report: dict[str, float] = {}
+        loss = torch.zeros(())
+        chosen = (batch.labels != -100).flatten().nonzero()[:, 0]
+        kept = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if self.frozen:
+                visual = self.frozen.look_up(batch.grid, batch.places)
+            else:
+                visual = encode_shots(self.model.model.visual, batches.pixels(batch.grid, batch.places))
+                dense = self.heads_loss(visual, batch.token_labels)
+                report["dense"] = dense.item()
+                loss = DENSE_WEIGHT * dense
+            if self.teacher:
+                with torch.no_grad():
+                    seen = self.teacher_frozen.look_up(batch.grid, batch.places)
+                    wanted = answer_logits(self.teacher, batch, seen, chosen)
+                kept = self.draw_kept(visual.shape[0] * visual.shape[1] // len(batch.labels), generator)
+            logits = answer_logits(self.model, batch, visual, chosen, kept)
         labels, weights = batch.labels.flatten()[chosen], batch.weights.flatten()[chosen]
-        each = F.cross_entropy(logits.float(), labels, reduction="none")
-        dense = 0.0
-        for scores, target in ((colours, batch.shot_labels[:, 0]), (letters, batch.shot_labels[:, 1])):
-            target = target[:, None].expand(-1, TOKENS_PER_SHOT)
-            dense = dense + F.cross_entropy(scores.float().flatten(0, 1), target.flatten())
-        report = {"dense": dense.item()}
-        loss = 0.5 * dense
+        if self.teacher:
+            each = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(
+                -1
+            )
+            labels = wanted.argmax(-1)
+        else:
+            each = F.cross_entropy(logits, labels, reduction="none")
         right, tasks = logits.argmax(-1) == labels, batch.tasks.flatten()[chosen]
+        task_weights = [stage for begin, stage in TASK_WEIGHTS if begin <= self.progress()][-1]
         for index, task in enumerate(TASKS):
             mine = (tasks == index) & (weights > 0)
             if mine.any():
-                loss = loss + TASK_WEIGHTS[task] / 4 * (each * weights)[mine].sum() / weights[mine].sum()
-                if task == "retrieval":
-                    key = right[mine & (weights == KEY_WEIGHT)]
-                    report["key"] = key.float().mean().item()
-                report[task] = right[mine & (weights == 1.0)].float().mean().item()
+                loss = loss + task_weights[task] * (each * weights)[mine].sum() / weights[mine].sum()
+                if kept is None:
+                    report[task] = right[mine & ((weights == 1.0) | (weights == KEY_WEIGHT))].float().mean().item()
+                elif task == "describe":
+                    report["describe, pruned"] = right[mine & (weights == 1.0)].float().mean().item()
         return loss, report
 
+    def draw_kept(self, num_visual: int, generator: torch.Generator) -> torch.Tensor | None:
+        """A random part of `num_visual` tokens, growing, or None for all of them."""
+        share, size = torch.rand(2, generator=generator).tolist()
+        if share >= PRUNED_SHARE:
+            return None
+        count = max(1, round(num_visual * FEWEST_KEPT**size))
+        return torch.randperm(num_visual, generator=generator)[:count].sort().values
+
     def save(self) -> None:
-        """Writes the state and the checkpoint."""
+        """Writes the state, the checkpoint, the history and its plot."""
         self.out.mkdir(parents=True, exist_ok=True)
         state = {
             "model": self.model.state_dict(),
-            "colour_head": self.colour_head.state_dict(),
-            "letter_head": self.letter_head.state_dict(),
+            "heads": self.heads.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "step": self.step,
             "elapsed": self.elapsed,
+            "history": self.history,
         }
         unfinished = self.out / "state.pt.part"
         torch.save(state, unfinished)
         unfinished.replace(self.out / "state.pt")
         save_checkpoint(self.model, self.processor, self.out / "model")
+        (self.out / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
+        plot_curves(self.history, self.out / "curves.png")
 
     def resume(self) -> None:
         """Goes on from the state in the output folder."""
         state = torch.load(self.out / "state.pt", weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.colour_head.load_state_dict(state["colour_head"])
-        self.letter_head.load_state_dict(state["letter_head"])
+        self.heads.load_state_dict(state["heads"])
         self.optimiser.load_state_dict(state["optimiser"])
-        self.step, self.elapsed = state["step"], state["elapsed"]
+        self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
 
     def run(self, batches: BatchMaker) -> None:
         """Trains until the time is over, saving every two minutes."""
         bar = tqdm(total=round(self.seconds), initial=round(self.elapsed), unit="s", disable=None)
+        generator = torch.Generator().manual_seed(self.step)
         self.model.train()
-        last_saved = last_printed = self.elapsed
+        last_saved = last_logged = self.elapsed
         averages: dict[str, float] = {}
         while self.progress() < 1.0:
             began = time.monotonic()
-            _, fewest, most = [stage for stage in CURRICULUM if stage[0] <= self.progress()][-1]
-            num_shots = int(batches.rng.integers(fewest, most + 1))
-            batch = batches.draw(max(1, SHOTS_PER_STEP // num_shots), num_shots)
             for group in self.optimiser.param_groups:
                 group["lr"] = self.learning_rate()
-            loss, report = self.loss(batch)
+            loss, report = self.next_loss(batches, generator)
             self.optimiser.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(self.parameters, 1.0)
             self.optimiser.step()
             self.step += 1
-            if self.step % RENEW_STEPS == 0:
-                batches.pool.renew()
+            for grid, pool in batches.pools.items():
+                if self.step % RENEW_STEPS[grid] == 0:
+                    places = pool.renew()
+                    for frozen in (self.frozen, self.teacher_frozen):
+                        if frozen:
+                            frozen.embed(grid, places)
             self.elapsed += time.monotonic() - began
             for name, value in report.items():
                 averages[name] = 0.97 * averages.get(name, value) + 0.03 * value
             bar.update(round(self.elapsed) - bar.n)
-            if self.elapsed - last_printed > 10:
-                last_printed = self.elapsed
-                figures = " ".join(f"{name} {value:.3f}" for name, value in averages.items())
-                tqdm.write(
-                    f"step {self.step} {self.elapsed / 60:.1f} min, shots {fewest}-{most}, "
-                    f"lr {self.learning_rate():.1e}, {figures}"
-                )
+            if self.elapsed - last_logged > LOG_SECONDS:
+                last_logged = self.elapsed
+                row = {"step": self.step, "minutes": self.elapsed / 60, "learning rate": self.learning_rate()}
+                self.history.append({**row, **averages})
+                tqdm.write(" ".join(f"{name} {value:.4g}" for name, value in self.history[-1].items()))
             if self.elapsed - last_saved > CHECKPOINT_SECONDS:
                 last_saved = self.elapsed
                 self.save()
         self.save()
 
 
-def save_checkpoint(
-    model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, folder: Path
-) -> None:
-    """Writes model (bfloat16), tokenizer and processor as an ordinary Hugging Face checkpoint."""
-    low = Qwen2_5_VLForConditionalGeneration(model.config)
-    low.load_state_dict(model.state_dict())
-    low.generation_config = model.generation_config
-    low.to(torch.bfloat16).save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains the demo model.")
-    parser.add_argument("--minutes", type=float, default=60, help="length of the whole training")
+    parser = argparse.ArgumentParser(description="Trains the demo's target, or distils its draft.")
+    parser.add_argument("size", choices=list(SIZES))
+    parser.add_argument("--minutes", type=float, default=75, help="length of the whole training")
     parser.add_argument("--out", type=Path, required=True, help="folder for state and checkpoint")
+    parser.add_argument("--teacher", type=Path, help="checkpoint that the draft is distilled from")
     parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pool", type=int, default=16384, help="number of encoded shots to draw clips from")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
+    if (arguments.size == "draft") != (arguments.teacher is not None):
+        parser.error("the draft, and only the draft, needs --teacher")
     torch.set_num_threads(arguments.threads)
     torch.set_flush_denormal(True)
     disable_progress_bar()  # of writing checkpoints; the training has its own
-    trainer = Trainer(arguments.out, arguments.minutes, arguments.seed)
+    trainer = Trainer(arguments.size, arguments.out, arguments.minutes, arguments.seed, arguments.teacher)
     if arguments.resume:
         trainer.resume()
     # A resumed run must not see the first run's data again.
     seed = arguments.seed + trainer.step
-    trainer.run(BatchMaker(ShotPool(seed, arguments.pool), seed))
+    trainer.run(BatchMaker({grid: ShotPool(seed, size, grid) for grid, size in POOL_SIZES.items()}, seed))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""How often the draft would say the target's next token, seeing all visual tokens or a random part of them.
+
+    python -m apbv.demo.agreement --draft DIR --shots 24 64 128 --keep 1.0 0.1 --clips 40
+
+The target describes held-out clips greedily; the draft reads along, and its most likely token is compared at every
+step. Kept tokens keep their positions.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from apbv import HostGroup, ModelInputs, PrefillConfig
+from apbv.demo import clips, model_path
+from apbv.demo.evaluate import MOST_DESCRIBED, Candidate, Exam, wilson
+
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel  # isort: skip
+from transformers.utils.logging import disable_progress_bar  # isort: skip
+
+
+@torch.no_grad()
+def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int], kept: Tensor) -> list[int]:
+    """A model's most likely token before each of some tokens.
+
+    Args:
+        model: A Qwen2.5-VL model on the CPU.
+        inputs: The prompt, with all pixels of its video on this host.
+        tokens: What follows the prompt.
+        kept: Indices, growing, of the visual tokens that the model sees, int64.
+    """
+    ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
+    embeds = model.get_input_embeddings()(ids)
+    pixels = inputs.visual.pixels
+    features = model.model.get_video_features(
+        pixels["pixel_values_videos"], pixels["video_grid_thw"], return_dict=True
+    )
+    visual = torch.cat(list(features.pooler_output))
+    is_visual = (ids == model.config.video_token_id)[0]
+    embeds[:, is_visual] = visual
+    first = int(inputs.position_ids.flatten()[-1]) + 1
+    following = torch.arange(first, first + len(tokens) - 1).expand(3, 1, -1)
+    positions = torch.cat([inputs.position_ids, following], dim=-1)
+    is_seen = ~is_visual
+    is_seen[is_visual.nonzero()[kept, 0]] = True
+    hidden = model.model.language_model(
+        inputs_embeds=embeds[:, is_seen], position_ids=positions[..., is_seen], use_cache=False
+    ).last_hidden_state
+    return model.lm_head(hidden[0, -len(tokens) :]).argmax(-1).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=model_path(), help="the target's checkpoint folder")
+    parser.add_argument("--draft", type=Path, required=True, help="the draft's checkpoint folder")
+    parser.add_argument("--grids", type=int, nargs="+", default=list(clips.GRIDS), choices=clips.GRIDS)
+    parser.add_argument("--shots", type=int, nargs="+", default=[24, 64, 128], help="lengths of the clips")
+    parser.add_argument("--keep", type=float, nargs="+", default=[1.0, 0.1], help="shares of the visual tokens")
+    parser.add_argument("--clips", type=int, default=40)
+    parser.add_argument("--split", choices=clips.SPLITS, default="test")
+    parser.add_argument("--json", type=Path, help="append the figures as JSON lines")
+    options = parser.parse_args()
+    disable_progress_bar()
+    processor = AutoProcessor.from_pretrained(options.model)
+    target, draft = (
+        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (options.model, options.draft)
+    )
+    candidate = Candidate(target, processor, HostGroup.single())
+    folder = Path(tempfile.gettempdir()) / "apbv-demo-clips"
+    folder.mkdir(parents=True, exist_ok=True)
+    for grid in options.grids:
+        for num_shots in options.shots:
+            exam = Exam(grid, num_shots, options.clips, ("describe",), options.split)
+            right = dict.fromkeys(options.keep, 0)
+            total = 0
+            for seed in range(exam.num_clips):
+                inputs = candidate.read(exam.file(seed, folder), clips.DESCRIBE_QUESTION)
+                tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * MOST_DESCRIBED)
+                total += len(tokens)
+                num_visual = inputs.num_visual_tokens
+                order = torch.randperm(num_visual, generator=torch.Generator().manual_seed(seed))
+                for share in options.keep:
+                    kept = order[: max(1, round(share * num_visual))].sort().values
+                    said = predict_along(draft, inputs, tokens, kept)
+                    right[share] += sum(a == b for a, b in zip(said, tokens, strict=True))
+            for share in options.keep:
+                record = {"grid": grid, "shots": num_shots, "clips": exam.num_clips, "split": exam.split}
+                record |= {"kept": share, "right": right[share], "total": total}
+                low, high = wilson(right[share], total)
+                print(
+                    f"{grid} x {grid}, {num_shots} shots, {share:.0%} of the visual tokens: "
+                    f"{right[share] / total:.3f} ({low:.3f}-{high:.3f}) of {total} tokens agree",
+                    flush=True,
+                )
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

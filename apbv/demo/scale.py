@@ -1,0 +1,69 @@
+"""A slower model that computes the same: for timings in which target and draft differ as real pairs do.
+
+    python -m apbv.demo.scale --times 6 --out DIR
+
+Behind every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the KV
+cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the
+original's while the time per token grows with `--times`.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+
+from apbv.demo import model_path
+from apbv.torchvision_guard import ensure_torchvision_imports
+
+ensure_torchvision_imports()
+
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel  # noqa: E402
+
+
+def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
+    """A new model with `times` as many decoder layers and the same outputs.
+
+    Args:
+        model: A Qwen2.5-VL model; left as it is.
+        times: Number of layers for each layer, at least 1.
+
+    Raises:
+        ValueError: `times` is less than 1.
+    """
+    if times < 1:
+        raise ValueError(f"a model can be scaled by 1 or more, not by {times}")
+    config = copy.deepcopy(model.config)
+    config.text_config.num_hidden_layers *= times
+    config.text_config.layer_types = None  # filled in anew, for as many layers as there are now
+    config = type(config).from_dict(config.to_dict())
+    scaled = type(model)(config).to(model.device, model.dtype).eval()
+    weights = {}
+    for name, value in model.state_dict().items():
+        prefix, found, rest = name.partition("language_model.layers.")
+        if not found:
+            weights[name] = value
+            continue
+        layer, _, parameter = rest.partition(".")
+        silent = parameter in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        for number in range(times):
+            copied = torch.zeros_like(value) if silent and number else value
+            weights[f"{prefix}{found}{int(layer) * times + number}.{parameter}"] = copied
+    scaled.load_state_dict(weights)
+    scaled.generation_config = model.generation_config
+    return scaled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint folder (default: the target)")
+    parser.add_argument("--times", type=int, required=True, help="decoder layers for each one there is")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    options = parser.parse_args()
+    model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto")
+    scale_model(model, options.times).save_pretrained(options.out)
+    AutoProcessor.from_pretrained(options.model).save_pretrained(options.out)
+
+
+if __name__ == "__main__":
+    main()
