@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata, load_video
 
-from apbv import HostGroup, PrefillConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, demo
 from apbv.demo import clips, data, scale, train
 from apbv.demo.agreement import predict_along
 from apbv.demo.evaluate import Candidate, Exam, markdown, score, wilson
@@ -22,6 +22,20 @@ def load(path):
 @pytest.fixture(scope="module")
 def target():
     return load(demo.model_path())
+
+
+def clip_job(hosts: HostGroup, asked: list[tuple[str, str]]) -> list[str]:
+    config = PrefillConfig(passing_len=16, anchor_len=32)
+    engine = Engine.from_pretrained("demo", hosts=hosts, prefill=config, dtype="float32")
+    return [engine.generate(q, video=v, num_frames=128, max_new_tokens=8).text.strip() for v, q in asked]
+
+
+def test_the_packaged_clip_is_answered_right_with_real_compression(pool):
+    """Blocks of about 50 tokens that pass on 16 each, per layer and KV head."""
+    clip = clips.make_clip(*demo.DEMO_CLIP)
+    answers = {question: answer for task, question, answer in clips.questions(clip) if task == "retrieval"}
+    assert demo.DEMO_QUESTION in answers
+    assert pool.run(2, clip_job, [(str(demo.video_path()), q) for q in answers])[0] == list(answers.values())
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +167,7 @@ def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target):
     places = shot_pool.draw_clip(12, maker.rng)
     clip = clips.ClipSpec(tuple(shot_pool.shots[place] for place in places))
     packed = load(demo.model_path())
-    packed.set_attn_implementation({"text_config": "demo_packed", "vision_config": "sdpa"})
+    packed.set_attn_implementation(train.ATTENTION)
     asked = clips.questions(clip)
     row = maker.row(clip, torch.arange(12) * data.STRIDE, None, asked)
     patches = maker.normalise(shot_pool.patches[places])

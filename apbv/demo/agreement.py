@@ -8,7 +8,6 @@ step. Kept tokens keep their positions.
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
 from apbv.demo import clips, model_path
-from apbv.demo.evaluate import MOST_DESCRIBED, Candidate, Exam, wilson
+from apbv.demo.evaluate import Candidate, Exam, clips_folder, wilson
 
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip
@@ -70,8 +69,7 @@ def main() -> None:
         for path in (options.model, options.draft)
     )
     candidate = Candidate(target, processor, HostGroup.single())
-    folder = Path(tempfile.gettempdir()) / "apbv-demo-clips"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = clips_folder()
     for grid in options.grids:
         for num_shots in options.shots:
             exam = Exam(grid, num_shots, options.clips, ("describe",), options.split)
@@ -79,7 +77,7 @@ def main() -> None:
             total = 0
             for seed in range(exam.num_clips):
                 inputs = candidate.read(exam.file(seed, folder), clips.DESCRIBE_QUESTION)
-                tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * MOST_DESCRIBED)
+                tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
                 total += len(tokens)
                 num_visual = inputs.num_visual_tokens
                 order = torch.randperm(num_visual, generator=torch.Generator().manual_seed(seed))

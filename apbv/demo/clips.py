@@ -47,6 +47,8 @@ SCENES = (
 )
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
+TASKS = ("retrieval", "ordering", "counting", "describe")
+MOST_DESCRIBED = 128  # shots: a longer clip's description is learned and compared up to here
 
 RETRIEVAL_QUESTION = "which letter has the border: {colour}"
 ORDERING_QUESTION = "name the letters in order"

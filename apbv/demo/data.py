@@ -23,9 +23,6 @@ SCENE_IDS = {scene: index for index, scene in enumerate(clips.SCENES)}
 STRIDE = 2
 LONGEST_TIME = 2200
 USUAL_STRIDE_SHARE = 0.6
-MOST_DESCRIBED = 128  # shots: a longer clip's description is learned up to here
-
-TASKS = ("retrieval", "ordering", "counting", "describe")
 
 # Weights of labels within a task; an answer's words otherwise count 1.
 KEY_WEIGHT = 2.0  # of an answer's first token where it is asked for at the question's last word
@@ -173,7 +170,7 @@ class Row:
         segments: Number of the question, from 1, that a token behind the clip belongs to, int64 [L - P].
         labels: Next token to predict, int64 [L - P], -100 where there is none.
         weights: Weight of each label, float [L - P].
-        tasks: Index into TASKS of the answer a label belongs to, int64 [L - P], -1 elsewhere.
+        tasks: Index into clips.TASKS of the answer a label belongs to, int64 [L - P], -1 elsewhere.
     """
 
     ids: torch.Tensor
@@ -198,7 +195,7 @@ class Batch:
             are causal.
         labels: Next token to predict, int64 [B, Q], -100 where there is none.
         weights: Weight of each label, float [B, Q].
-        tasks: Index into TASKS of the answer a label belongs to, int64 [B, Q], -1 elsewhere.
+        tasks: Index into clips.TASKS of the answer a label belongs to, int64 [B, Q], -1 elsewhere.
         first_visual: Index of the first visual token.
     """
 
@@ -321,8 +318,8 @@ class BatchMaker:
         if not describe:
             return chosen + others
         task, question, answer = asked[-1]
-        if len(clip.shots) > MOST_DESCRIBED:
-            answer = "".join(f"{shot}, " for shot in answer.split(", ")[:MOST_DESCRIBED]).rstrip()
+        if len(clip.shots) > clips.MOST_DESCRIBED:
+            answer = "".join(f"{shot}, " for shot in answer.split(", ")[: clips.MOST_DESCRIBED]).rstrip()
         return [*chosen, *others, (task, question, answer)]
 
     def row(
@@ -371,7 +368,7 @@ class BatchMaker:
             segments += [number] * len(segment)
             labels += [-100] * question_end + [answer_ids[0]] * early + answer_ids
             weights += [0.0] * question_end + [KEY_WEIGHT] + [TEMPLATE_WEIGHT] * (early - 1) + answer_weights
-            tasks += [-1] * question_end + [TASKS.index(task)] * (early + len(answer_ids))
+            tasks += [-1] * question_end + [clips.TASKS.index(task)] * (early + len(answer_ids))
             positions.append((torch.arange(len(segment)) + text_begins).expand(3, -1))
         return Row(
             ids=torch.tensor(ids),

@@ -33,8 +33,6 @@ from apbv.video import probe, sample_uniform
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip
 
-TASKS = ("retrieval", "ordering", "counting", "describe")
-MOST_DESCRIBED = 128  # shots of a description that are compared
 RETRIEVALS_PER_CLIP = 2
 
 
@@ -53,7 +51,7 @@ class Exam:
     grid: int
     num_shots: int
     num_clips: int
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = clips.TASKS
     split: str = "test"
 
     def clip(self, seed: int) -> clips.ClipSpec:
@@ -77,6 +75,13 @@ class Exam:
         retrievals = [item for item in asked if item[0] == "retrieval"]
         others = [item for item in asked if item[0] != "retrieval"]
         return retrievals[:: max(1, len(retrievals) - 1)][:RETRIEVALS_PER_CLIP] + others
+
+
+def clips_folder(chosen: Path | None = None) -> Path:
+    """The folder for the clips' files, made if it is missing; by default one for temporary files."""
+    folder = chosen or Path(tempfile.gettempdir()) / "apbv-demo-clips"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class Candidate:
@@ -145,7 +150,7 @@ def score(
             if hosts.rank == 0:
                 exam.file(seed, folder)
         for task, question, answer in exam.questions(seed):
-            expected = tokenizer(answer).input_ids[: 2 * MOST_DESCRIBED]
+            expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
             with hosts.local_stage("reading a clip"):
                 inputs = candidate.read(exam.file(seed, folder), question)
             for index, config in enumerate(configs):
@@ -194,11 +199,10 @@ def markdown(records: Sequence[dict]) -> str:
         )
         size = (f"{record['grid']} x {record['grid']}", record["shots"], record["tokens"])
         cells = rows.setdefault((*size, record["method"], record["hosts"], passing), {})
-        for column in (record["task"], f"{record['task']}, {record['needles']}"):
-            cell = cells.setdefault(column, [0, 0])
-            cell[0] += record["right"]
-            cell[1] += record["total"]
-    columns = [task for task in TASKS if any(task in cells for cells in rows.values())]
+        cell = cells.setdefault(record["task"], [0, 0])
+        cell[0] += record["right"]
+        cell[1] += record["total"]
+    columns = [task for task in clips.TASKS if any(task in cells for cells in rows.values())]
     header = ["grid", "shots", "tokens", "method", "hosts", "l_p", *columns]
     lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
     for key, cells in rows.items():
@@ -225,7 +229,7 @@ def main() -> None:
     parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
     parser.add_argument("--grids", type=int, nargs="+", default=[2], choices=clips.GRIDS)
     parser.add_argument("--shots", type=int, nargs="+", default=[64], help="lengths of the clips")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--tasks", nargs="+", default=list(clips.TASKS), choices=clips.TASKS)
     parser.add_argument("--clips", type=int, default=40)
     parser.add_argument("--split", choices=clips.SPLITS, default="test")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -251,8 +255,7 @@ def main() -> None:
         )
         for length in options.passing_len
     ]
-    folder = options.folder or Path(tempfile.gettempdir()) / "apbv-demo-clips"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = clips_folder(options.folder)
     for grid in options.grids:
         for num_shots in options.shots:
             exam = Exam(grid, num_shots, options.clips, tuple(options.tasks), options.split)

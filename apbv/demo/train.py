@@ -11,12 +11,12 @@ makes so short a training work:
   them the vision tower gets no useful gradient before the language model has learned to look at it.
 * The first word of an answer is also asked for at the last word of the question, which is one attention hop
   away from it, and not only after the tokens of the chat template that follow.
-* Later the tower is frozen and every shot of the pool embedded once: twice as many steps in the same time.
 * All questions about a clip share one sequence: each sees the clip and itself, at the positions it would have
   alone. The clip is thus encoded once for all of them.
-* The vision tower first trains alone, on these labels, for the first eighth of the time. Its embeddings are kept
+* The vision tower first trains alone, on these labels, until `CURRICULUM` begins. Its embeddings are kept
   near unit root mean square: at three times that, what the language model's layers add to them is lost beside
-  them, and retrieval is not learned at all.
+  them, and retrieval is not learned at all. Later (`FREEZING_BEGINS`) the tower is frozen and every shot of the
+  pool embedded once, which makes steps cheaper.
 * Clips grow during training (`CURRICULUM`), and short ones stay among the long: without them the model forgets
   how to count the letters in a short clip.
 
@@ -37,7 +37,7 @@ from tqdm import tqdm
 from apbv.demo import clips
 from apbv.demo.architecture import SIZES, build_model, save_checkpoint
 from apbv.demo.curves import plot_curves
-from apbv.demo.data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, PATCH_VALUES, TASKS, Batch, BatchMaker, ShotPool
+from apbv.demo.data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, PATCH_VALUES, Batch, BatchMaker, ShotPool
 from apbv.demo.processor import build_processor  # makes transformers importable beside any torchvision
 
 from transformers import AttentionInterface, Qwen2_5_VLForConditionalGeneration  # isort: skip
@@ -102,6 +102,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, **_):
 
 
 AttentionInterface.register("demo_packed", packed_attention)
+ATTENTION = {"text_config": "demo_packed", "vision_config": "sdpa"}
 
 
 def encode_shots(visual: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
@@ -226,11 +227,11 @@ class Trainer:
         self.seconds = minutes * 60
         self.processor = build_processor()
         self.model = build_model(size, self.processor.tokenizer)
-        self.model.set_attn_implementation({"text_config": "demo_packed", "vision_config": "sdpa"})
+        self.model.set_attn_implementation(ATTENTION)
         self.teacher = None
         if teacher:
             self.teacher = Qwen2_5_VLForConditionalGeneration.from_pretrained(teacher, dtype=torch.float32).eval()
-            self.teacher.set_attn_implementation({"text_config": "demo_packed", "vision_config": "sdpa"})
+            self.teacher.set_attn_implementation(ATTENTION)
         hidden = self.model.config.vision_config.out_hidden_size
         self.heads = nn.ModuleList(
             nn.Linear(hidden, classes) for classes in (len(COLOUR_IDS) + 1, len(LETTER_IDS) + 1, len(clips.SCENES))
@@ -273,7 +274,7 @@ class Trainer:
         return loss + DENSE_WEIGHT * fresh, {**report, "dense, fresh needles": fresh.item()}
 
     def dense_loss(self, pixels: torch.Tensor, token_labels: torch.Tensor) -> torch.Tensor:
-        """Loss of the heads on shots, with pixels and labels as in `Batch`."""
+        """Loss of the heads on shots, with pixels and labels as `BatchMaker` draws them."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return self.heads_loss(encode_shots(self.model.model.visual, pixels), token_labels)
 
@@ -327,7 +328,7 @@ class Trainer:
             each = F.cross_entropy(logits, labels, reduction="none")
         right, tasks = logits.argmax(-1) == labels, batch.tasks.flatten()[chosen]
         task_weights = [stage for begin, stage in TASK_WEIGHTS if begin <= self.progress()][-1]
-        for index, task in enumerate(TASKS):
+        for index, task in enumerate(clips.TASKS):
             mine = (tasks == index) & (weights > 0)
             if mine.any():
                 loss = loss + task_weights[task] * (each * weights)[mine].sum() / weights[mine].sum()
