@@ -194,6 +194,25 @@ def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target):
             torch.testing.assert_close(together[row.segments == number], alone, atol=1e-4, rtol=1e-4)
 
 
+def test_questions_of_a_drawn_batch_do_not_see_each_other():
+    """Other words in the first question change its own logits, and no other question's."""
+    maker = data.BatchMaker({2: data.ShotPool(seed=9, size=1024, grid=2)}, seed=9)
+    model = load(demo.model_path())
+    model.set_attn_implementation(train.ATTENTION)
+    batch = maker.draw(num_clips=2, num_shots=12, grid=2)
+    chosen = (batch.labels != -100).flatten().nonzero()[:, 0]
+    tasks = batch.tasks.flatten()[chosen]
+    counting, retrieval = (clips.TASKS.index(task) for task in ("counting", "retrieval"))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        visual = train.encode_shots(model.model.visual, maker.pixels(2, batch.places))
+        before = train.answer_logits(model, batch, visual, chosen)
+        first = batch.input_ids.shape[1] - batch.labels.shape[1]
+        batch.input_ids[:, first + 1 : first + 6] = maker.tokenizer(" end").input_ids[0]
+        after = train.answer_logits(model, batch, visual, chosen)
+    assert torch.equal(before[tasks == counting], after[tasks == counting])
+    assert not torch.equal(before[tasks == retrieval], after[tasks == retrieval])
+
+
 def test_drawn_clips_follow_the_rules_of_the_train_split():
     shot_pool = data.ShotPool(seed=3, size=1024, grid=2)
     shot_pool.renew()

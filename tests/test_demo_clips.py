@@ -34,6 +34,7 @@ def test_splits_share_no_scene_no_needle_and_no_placement():
             seen[split] |= {shot.seed for shot in clip.shots} | {needle.seed for needle in clip.needles}
             placed = [(i, s.needle.colour, s.needle.letter) for i, s in enumerate(clip.shots) if s.needle]
             seen[split].add(tuple(placed))
+            assert clips.split_of(tuple(placed), 8) == split
     train, validation, test = seen.values()
     assert not train & validation and not train & test and not validation & test
 
