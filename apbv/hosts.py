@@ -328,9 +328,9 @@ class HostGroup:
             try:
                 work.wait(timedelta(seconds=_POLL_SECONDS))
                 return
-            except RuntimeError as error:
+            except RuntimeError:
                 if work.is_completed():
-                    raise self._lost(error) from error
+                    return self._finish(work)
                 if failure := self._posted_failure():
                     raise failure from None
                 if time.monotonic() > deadline:
@@ -338,6 +338,16 @@ class HostGroup:
                     raise HostError(
                         f"host {self.rank} waited more than {self.timeout:g} s for another host"
                     ) from None
+
+    def _finish(self, work) -> None:
+        """The outcome of a completed exchange.
+
+        The wait before may have failed with it, or only have run out of time just before it completed.
+        """
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _post_failure(self, name: str, error: BaseException) -> None:
         if self.size == 1:

@@ -6,6 +6,7 @@ below the groups' own timeouts, unless the timeout is what is tested.
 
 import multiprocessing as mp
 import os
+import random
 import runpy
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import apbv.hosts
 from apbv import HostGroup
 
 import families
@@ -487,6 +489,22 @@ def late_job(hosts: HostGroup, met: Path):
     met.touch()
     wait_for(lambda: not is_alive(process))
     return described(exchange_in_stage, hosts)
+
+
+def nearly_late_job(hosts: HostGroup, rounds: int) -> int:
+    """Exchanges that end about when those who wait look at their watch, which here is every millisecond."""
+    apbv.hosts._POLL_SECONDS = 0.001
+    delays = random.Random(hosts.rank)
+    for turn in range(rounds):
+        if turn % hosts.size == hosts.rank:
+            time.sleep(delays.uniform(0.0, 0.004))
+        hosts.barrier()
+    return rounds
+
+
+def test_an_exchange_that_ends_while_its_wait_runs_out_is_no_loss(tmp_path):
+    outcomes = run_fresh(Store(tmp_path), 3, nearly_late_job, 400)
+    assert [(outcome.error, outcome.result) for outcome in outcomes] == [(None, 400)] * 3
 
 
 def is_alive(process: int) -> bool:
