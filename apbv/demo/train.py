@@ -48,6 +48,7 @@ from transformers.utils.logging import disable_progress_bar  # isort: skip
 TASK_WEIGHTS = (
     (0.0, {"retrieval": 0.6, "ordering": 0.5, "counting": 0.2, "describe": 0.2}),
     (0.25, {"retrieval": 0.6, "ordering": 0.7, "counting": 0.6, "describe": 2.0}),
+    (0.57, {"retrieval": 0.6, "ordering": 1.5, "counting": 0.6, "describe": 1.5}),
 )
 DENSE_WEIGHT = 0.5
 
@@ -249,9 +250,9 @@ class Trainer:
         return min(self.elapsed / self.seconds, 1.0)
 
     def learning_rate(self) -> float:
-        """Linear warm-up, a plateau, and a linear fall to a hundredth at the end."""
+        """Linear warm-up, a plateau, and a quadratic fall to a hundredth at the end."""
         fall = max(0.0, self.progress() - DECAY_BEGINS) / (1 - DECAY_BEGINS)
-        return PEAK_LEARNING_RATE * min(1.0, (self.step + 1) / WARMUP_STEPS) * max(0.01, 1 - fall)
+        return PEAK_LEARNING_RATE * min(1.0, (self.step + 1) / WARMUP_STEPS) * max(0.01, (1 - fall) ** 2)
 
     def next_loss(self, batches: BatchMaker, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
         """Loss of the next batch, of the lengths that the curriculum allows by now, and what to print about it."""
