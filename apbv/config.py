@@ -18,18 +18,21 @@ class PrefillConfig:
     """How a prompt is prefilled.
 
     Attributes:
-        method: name in :data:`apbv.methods.METHODS`; ``"apbv"`` or ``"full"`` (one host computes everything).
+        method: name in :data:`apbv.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
+            ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``, ``"star"``. Of the settings below,
+            lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths and the
+            importance; the others none of them.
         anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a quarter of n.
             0: no anchor (Table 9).
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
-            ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag). 0: no passing blocks (Tables 3, 8).
+            ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks (Tables 3, 8).
         importance: how the l_p pairs are chosen; a name in :data:`apbv.methods.importance.IMPORTANCE`.
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
         frame_parallel: each host encodes its share of the frames instead of all of them (Section 3.1; "V").
-        on_single_host: run ``"apbv"`` even on one host. Off, one host runs ``"full"``, which is exact and,
-            without other hosts to share the work, what APB-V degenerates to.
+        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which is exact and,
+            without other hosts to share the work, what every method degenerates to.
         kv: where the KV lives after prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was computed.
 
     Raises:

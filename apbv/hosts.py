@@ -31,11 +31,15 @@ class HostError(RuntimeError):
 
 
 class Exchange:
-    """A data exchange that is under way. ``wait()`` returns its result."""
+    """A data exchange that is under way.
 
-    def __init__(self, result: Any, wait: Callable[[], None] | None = None):
-        self._result = result
-        self._wait = wait
+    Args:
+        finish: blocks until the exchange is complete and returns its result; called once.
+    """
+
+    def __init__(self, finish: Callable[[], Any]):
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
 
     def wait(self) -> Any:
         """Block until the exchange is complete (on CUDA: until it is ordered before later kernels).
@@ -43,9 +47,9 @@ class Exchange:
         Raises:
             HostError: a host failed, ended, or did not answer within the group's timeout.
         """
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
         return self._result
 
 
@@ -141,20 +145,30 @@ class HostGroup:
             owns_group=owns_group,
         )
 
+    @property
+    def process_group(self):
+        """The torch.distributed group of the data, for libraries that exchange data themselves; None alone."""
+        return self._data_group
+
     # ---- data ----
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""
         tensor = tensor.contiguous()
         if self.size == 1:
-            return Exchange(tensor[None])
+            return Exchange(lambda: tensor[None])
         result = tensor.new_empty(self.size, *tensor.shape)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = self._start(
             lambda: gather(result.flatten(), tensor.flatten(), group=self._data_group, async_op=True)
         )
         self.bytes_received += (self.size - 1) * tensor.nbytes
-        return Exchange(result, lambda: self._wait(work, tensor.is_cuda))
+
+        def finish() -> Tensor:
+            self._wait(work, tensor.is_cuda)
+            return result
+
+        return Exchange(finish)
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         """Start sending one tensor to every host and receiving one from every host.
@@ -166,7 +180,7 @@ class HostGroup:
         The result is the list of H received tensors.
         """
         if self.size == 1:
-            return Exchange(list(parts))
+            return Exchange(lambda: list(parts))
         dtype, device = parts[0].dtype, parts[0].device
         width = parts[0].element_size()
         counts = [math.prod(shape) for shape in shapes]
@@ -184,21 +198,34 @@ class HostGroup:
             )
         )
         self.bytes_received += (sum(counts) - counts[self.rank]) * width
-        pieces = received.view(dtype).split(counts)
-        result = [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-        def wait(sent=sent):  # holds what is being sent alive until it is sent
+        def finish(sent=sent) -> list[Tensor]:  # holds what is being sent alive until it is sent
             self._wait(work, device.type == "cuda")
+            pieces = received.view(dtype).split(counts)
+            return [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-        return Exchange(result, wait)
+        return Exchange(finish)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Host 0's tensor, in place on every host; shape and dtype are the same everywhere."""
+    def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
+        """Start sending a tensor to the next host in the ring, and receiving one from the host before.
+
+        The result has ``received_shape`` and the tensor's dtype. An all-to-all in which everybody else gets
+        nothing: with both back ends that is a send to, and a receive from, the neighbours only.
+        """
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        nothing = tensor.new_empty(0)
+        parts = [tensor if host == following else nothing for host in range(self.size)]
+        shapes = [received_shape if host == before else (0,) for host in range(self.size)]
+        exchange = self.all_to_all(parts, shapes)
+        return Exchange(lambda: exchange.wait()[before])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """One host's tensor, in place on every host; shape and dtype are the same everywhere."""
         if self.size == 1:
             return tensor
-        work = self._start(lambda: dist.broadcast(tensor, group=self._data_group, group_src=0, async_op=True))
+        work = self._start(lambda: dist.broadcast(tensor, group=self._data_group, group_src=source, async_op=True))
         self._wait(work, tensor.is_cuda)
-        self.bytes_received += tensor.nbytes if self.rank else 0
+        self.bytes_received += tensor.nbytes if self.rank != source else 0
         return tensor
 
     # ---- small integers and statuses ----

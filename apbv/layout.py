@@ -31,6 +31,7 @@ class ContextLayout:
 
     With zigzag there are V = 2H virtual hosts, and host h holds blocks h and 2H-1-h; without, V = H and
     host h holds block h. A layout without blocks is a prompt that host 0 computes alone, all of it "query".
+    Methods that share out every token of the prompt have blocks only: no anchor, and an empty query at n.
 
     Attributes:
         num_hosts: H.
@@ -54,6 +55,13 @@ class ContextLayout:
     def is_split(self) -> bool:
         """Whether the hosts share the prompt; False where host 0 computes it alone."""
         return bool(self.blocks)
+
+    @property
+    def last_token_host(self) -> int | None:
+        """The host that alone computes the prompt's last token; None where every host does."""
+        if not self.is_split:
+            return 0
+        return None if len(self.query) else self.host_of_block(len(self.blocks) - 1)
 
     @property
     def zigzag(self) -> bool:
@@ -159,6 +167,36 @@ def plan_layout(
         query=range(query_start, num_tokens),
         passing_len=passing_len,
     )
+
+
+def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextLayout:
+    """Every token of the prompt on exactly one host, in 2H blocks (zigzag) or H: nothing is replicated.
+
+    One without blocks where there are too few tokens to give every block one.
+    """
+    num_blocks = num_hosts * (2 if zigzag else 1)
+    if num_tokens < num_blocks:
+        return single_host_layout(num_hosts, num_tokens)
+    blocks = tuple(split_evenly(range(num_tokens), num_blocks))
+    return ContextLayout(num_hosts, range(0), blocks, range(num_tokens, num_tokens), passing_len=0)
+
+
+def star_layout(num_hosts: int, num_tokens: int, query_start: int) -> ContextLayout:
+    """Star Attention's: H equal blocks of context, the first of which is everybody's anchor.
+
+    One without blocks where there are too few tokens to give every block one.
+
+    Raises:
+        LayoutError: the query is empty.
+    """
+    if query_start >= num_tokens:
+        raise LayoutError(f"the query after the context of {query_start} tokens is empty")
+    if query_start < num_hosts:
+        return single_host_layout(num_hosts, num_tokens)
+    anchor, *others = split_evenly(range(query_start), num_hosts)
+    # Host 0's block is the anchor itself.
+    blocks = (range(anchor.stop, anchor.stop), *others)
+    return ContextLayout(num_hosts, anchor, blocks, range(query_start, num_tokens), passing_len=0)
 
 
 def single_host_layout(num_hosts: int, num_tokens: int) -> ContextLayout:

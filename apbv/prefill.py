@@ -149,8 +149,8 @@ def prefill(
         )
         if not layout.is_split and method_type.name != "full":
             warnings.warn(
-                f"a context of {model_inputs.query_start} tokens is too short to be split over {hosts.size} "
-                "hosts: host 0 computes it alone, exactly",
+                f"a prompt of {model_inputs.num_tokens} tokens, {model_inputs.query_start} of them before the "
+                f"question, is too short to be split over {hosts.size} hosts: host 0 computes it alone, exactly",
                 stacklevel=2,
             )
             method_type = METHODS["full"]
@@ -193,7 +193,7 @@ def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMetho
         raise ValueError(f"unknown method {config.method!r}; known are {', '.join(sorted(METHODS))}")
     if config.importance not in IMPORTANCE:
         raise ValueError(f"unknown importance {config.importance!r}; known are {', '.join(sorted(IMPORTANCE))}")
-    if config.method == "apbv" and hosts.size == 1 and not config.on_single_host:
+    if hosts.size == 1 and not config.on_single_host:
         return METHODS["full"]
     return METHODS[config.method]
 
@@ -203,17 +203,20 @@ def _forward(parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMeth
     layout, hosts = method.layout, method.hosts
     spans = layout.local_spans(hosts.rank)
     cache = ShardedCache(parts.num_layers, layout, hosts.rank, keep_query=not method.separate_query)
-    if not spans:
-        # Host 0 computes the prompt alone; this host only learns the result.
+    if spans:
+        with apbv_attention(parts.language_model):
+            hidden = _run(parts, inputs, visual, spans, cache, apbv=method)
+            if method.separate_query:
+                attention = ShardedAttention(hosts)
+                hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
+    else:  # host 0 computes the prompt alone
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
-        return hosts.broadcast(torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)), cache
-    with apbv_attention(parts.language_model):
-        hidden = _run(parts, inputs, visual, spans, cache, apbv=method)
-        if method.separate_query:
-            attention = ShardedAttention(hosts)
-            hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
-    logits = parts.logits(hidden[:, -1:])[:, 0]
-    return (logits if layout.is_split else hosts.broadcast(logits)), cache
+    source = layout.last_token_host
+    if source in (None, hosts.rank):
+        logits = parts.logits(hidden[:, -1:])[:, 0]
+    else:
+        logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
+    return (logits if source is None else hosts.broadcast(logits, source)), cache
 
 
 def _run(parts: ModelParts, inputs: ModelInputs, visual, spans, cache, **kwargs) -> Tensor:

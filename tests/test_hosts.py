@@ -161,6 +161,24 @@ def broadcast_job(hosts: HostGroup, dtype: torch.dtype):
     assert hosts.broadcast(tensor) is tensor
     assert torch.equal(tensor, pattern(0, (1, 77), dtype))
     assert hosts.bytes_received - before == (tensor.nbytes if hosts.rank else 0)
+    last = hosts.size - 1
+    assert torch.equal(hosts.broadcast(pattern(hosts.rank, (3, 5), dtype), last), pattern(last, (3, 5), dtype))
+
+
+def shift_job(hosts: HostGroup, dtype: torch.dtype):
+    """Hosts pass on tensors of different lengths, twice, the second time what they got."""
+    held, owner = pattern(hosts.rank, (2, hosts.rank + 1), dtype), hosts.rank
+    for _ in range(2):
+        before, owner = hosts.bytes_received, (owner - 1) % hosts.size
+        held = hosts.shift(held, (2, owner + 1)).wait()
+        assert held.dtype == dtype and torch.equal(held, pattern(owner, (2, owner + 1), dtype))
+        assert hosts.bytes_received - before == (held.nbytes if hosts.size > 1 else 0)
+
+
+@pytest.mark.parametrize("hosts", SIZES)
+def test_shift_round_the_ring(pool, hosts):
+    for dtype in (torch.bfloat16, torch.float64):
+        pool.run(hosts, shift_job, dtype)
 
 
 def control_job(hosts: HostGroup):

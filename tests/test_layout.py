@@ -8,7 +8,16 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from apbv.layout import LayoutError, intersect, offsets_within, plan_layout, single_host_layout, split_evenly
+from apbv.layout import (
+    LayoutError,
+    intersect,
+    offsets_within,
+    plan_layout,
+    shared_out_layout,
+    single_host_layout,
+    split_evenly,
+    star_layout,
+)
 
 # The time of one example says nothing on a busy machine.
 relaxed = settings(deadline=None)
@@ -211,6 +220,43 @@ def test_prefix_is_anchor_unless_the_anchor_is_switched_off(anchor_len, anchor_s
     layout = Request(1, 100, context_start=30, query_start=95, anchor_len=anchor_len).plan()
     assert layout.anchor == range(anchor_stop)
     assert tokens(layout.blocks) == list(range(anchor_stop, 95))
+
+
+@relaxed
+@given(st.integers(1, 9), st.integers(1, 5000), st.booleans())
+def test_sharing_out_gives_every_token_to_one_host(num_hosts, num_tokens, zigzag):
+    layout = shared_out_layout(num_hosts, num_tokens, zigzag)
+    everything = list(range(num_tokens))
+    assert layout.num_tokens == num_tokens
+    assert layout.is_split == (num_tokens >= num_hosts * (2 if zigzag else 1))
+    for spans_of in (layout.local_spans, layout.cache_spans):
+        assert sorted(token for host in range(num_hosts) for token in tokens(spans_of(host))) == everything
+    assert layout.last_token_host == layout.owner(num_tokens - 1)
+    lengths = [len(block) for block in layout.blocks]
+    assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+@relaxed
+@given(st.integers(1, 9), st.integers(1, 5000), st.integers(1, 40))
+def test_star_takes_the_first_of_equal_blocks_as_everybodys_anchor(num_hosts, query_start, query_len):
+    num_tokens = query_start + query_len
+    layout = star_layout(num_hosts, num_tokens, query_start)
+    kept = [tokens(layout.cache_spans(host)) for host in range(num_hosts)]
+    assert sorted(token for of_host in kept for token in of_host) == list(range(num_tokens))
+    assert layout.is_split == (query_start >= num_hosts)
+    if layout.is_split:
+        blocks = [layout.anchor, *layout.blocks[1:]]
+        assert tokens(blocks) == list(range(query_start)) and len(blocks) == num_hosts
+        assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+        assert layout.last_token_host is None and layout.max_passed == 0
+        for host in range(num_hosts):
+            own = [] if host == 0 else list(blocks[host])
+            assert tokens(layout.local_spans(host)) == [*layout.anchor, *own, *layout.query]
+
+
+def test_star_needs_a_query():
+    with pytest.raises(LayoutError, match="after the context of 50 tokens is empty"):
+        star_layout(2, 50, 50)
 
 
 @pytest.mark.parametrize("zigzag", [True, False])

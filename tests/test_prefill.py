@@ -88,17 +88,19 @@ def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 # ---- nothing compressed: equal to Hugging Face ----
 
 
-def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype) -> list[dict]:
+def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype, method: str = "apbv") -> list[dict]:
     model, results = build(family, dtype), []
     for batch, query_start in prompts(family, hosts.size):
         # A video prompt has one length; the anchor's shifts the remainder of its context instead.
-        anchors = [None] if family in TEXT_FAMILIES else range(20, 21 + 2 * hosts.size)
-        for anchor_len in anchors:
-            config = PrefillConfig(passing_len=UNCOMPRESSED, anchor_len=anchor_len, on_single_host=True)
+        shifts = method == "apbv" and family not in TEXT_FAMILIES
+        for anchor_len in range(20, 21 + 2 * hosts.size) if shifts else [None]:
+            config = PrefillConfig(
+                method=method, passing_len=UNCOMPRESSED, anchor_len=anchor_len, on_single_host=True
+            )
             inputs = as_inputs(family, batch, query_start, hosts, dtype)
             state = prefill(model, inputs, hosts=hosts, config=config)
             gathered = state.to_dynamic_cache()
-            assert state.layout.is_split and state.method == "apbv"
+            assert state.layout.is_split and state.method == method
             kv = None
             if gathered is not None:
                 kv = [(layer.keys, layer.values) for layer in gathered.layers]
@@ -110,7 +112,18 @@ def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype) -> list[
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_uncompressed_equals_hugging_face_fp32(pool, family, num_hosts):
     """Invariant 1: passing_len >= longest block gives full attention, for every H and remainder."""
-    by_host = pool.run(num_hosts, uncompressed_job, family, torch.float32)
+    check_against_hugging_face(pool, family, num_hosts, "apbv")
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_exact_methods_equal_hugging_face_fp32(pool, family, num_hosts, method):
+    check_against_hugging_face(pool, family, num_hosts, method)
+
+
+def check_against_hugging_face(pool, family, num_hosts, method):
+    by_host = pool.run(num_hosts, uncompressed_job, family, torch.float32, method)
     for host, results in enumerate(by_host):
         for index, result in enumerate(results):
             logits, cache = hugging_face(family, torch.float32, result["batch"])
@@ -127,7 +140,18 @@ def test_uncompressed_equals_hugging_face_fp32(pool, family, num_hosts):
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_uncompressed_is_as_good_as_hugging_face_bf16(pool, family, num_hosts):
     """In bf16 the distance to fp32 is at most 2.5 times Hugging Face's own, plus one bf16 rounding step."""
-    for result in pool.run(num_hosts, uncompressed_job, family, torch.bfloat16)[0]:
+    check_bf16(pool, family, num_hosts, "apbv")
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llama"])
+def test_exact_methods_are_as_good_as_hugging_face_bf16(pool, family, num_hosts, method):
+    check_bf16(pool, family, num_hosts, method)
+
+
+def check_bf16(pool, family, num_hosts, method):
+    for result in pool.run(num_hosts, uncompressed_job, family, torch.bfloat16, method)[0]:
         exact, _ = hugging_face(family, torch.float32, result["batch"])
         theirs, _ = hugging_face(family, torch.bfloat16, result["batch"])
         allowed = 2.5 * relative_error(theirs, exact) + 2**-8
@@ -148,7 +172,8 @@ VARIANTS = {
     "no overlap": {"overlap": False},
     "separate query": {"fused_query": False},
     "no zigzag": {"zigzag": False},
-    "APB": {"zigzag": False, "fused_query": False, "overlap": False},
+    "APB": {"method": "apb"},
+    "Star Attention": {"method": "star"},
 }
 
 
@@ -190,15 +215,7 @@ def check_against_oracle(pool, num_hosts, family, batch, query_start, settings):
         prefix = 0
     model = build(family, torch.float64)
     reset_rope(model)
-    anchor_len = settings["anchor_len"]
-    oracle = DenseOracle(
-        anchor_len=max(anchor_len, prefix) if anchor_len else 0,
-        query_start=query_start,
-        num_blocks=num_hosts * (1 if settings.get("zigzag") is False else 2),
-        passing_len=settings["passing_len"],
-        importance=settings.get("importance", "softmax"),
-        separate_query=settings.get("fused_query") is False,
-    )
+    oracle = oracle_of(settings, num_hosts, query_start, prefix)
     expected = run_oracle(model, as_double(batch), oracle)
     exact, _ = hugging_face(family, torch.float64, as_double(batch))
     # One block alone passes nothing on; otherwise a test without compression would prove nothing.
@@ -212,6 +229,24 @@ def check_against_oracle(pool, num_hosts, family, batch, query_start, settings):
     assert all(torch.equal(result[0], logits) for result in results)
 
 
+def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> DenseOracle:
+    """What a method means, said anew."""
+    method = settings.get("method", "apbv")
+    if method == "star":
+        first_block = -(-query_start // num_hosts)
+        return DenseOracle(first_block, query_start, num_hosts - 1, passing_len=0, separate_query=True)
+    anchor_len = settings["anchor_len"]
+    one_block_a_host = method == "apb" or settings.get("zigzag") is False
+    return DenseOracle(
+        anchor_len=max(anchor_len, prefix) if anchor_len else 0,
+        query_start=query_start,
+        num_blocks=num_hosts * (1 if one_block_a_host else 2),
+        passing_len=settings["passing_len"],
+        importance=settings.get("importance", "softmax"),
+        separate_query=method == "apb" or settings.get("fused_query") is False,
+    )
+
+
 def as_double(batch: dict) -> dict:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
@@ -219,15 +254,18 @@ def as_double(batch: dict) -> dict:
 # ---- after prefill ----
 
 
-def continuation_job(hosts: HostGroup, family: str, dtype: torch.dtype, batch: dict, query_start, steps: int):
+def continuation_job(
+    hosts: HostGroup, family: str, dtype: torch.dtype, batch: dict, query_start, steps: int, method: str = "apbv"
+):
     """Greedy tokens by gathered decoding, by sharded decoding, and by model.generate after the hand-off."""
     model = build(family, dtype)
     parts = inspect_model(model)
     greedy, continued = SamplingConfig(max_new_tokens=steps), {}
     for kv in ("gathered", "sharded"):
-        config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
+        config = PrefillConfig(method=method, kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
         inputs = as_inputs(family, batch, query_start, hosts, dtype)
         state = prefill(model, inputs, hosts=hosts, config=config)
+        assert state.method == method
         handed_over = state.generate_inputs()
         if kv == "gathered":
             decoder = GatheredDecoder(parts, state.to_dynamic_cache(), state.next_position, hosts)
@@ -244,6 +282,17 @@ def continuation_job(hosts: HostGroup, family: str, dtype: torch.dtype, batch: d
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_continuations_equal_hugging_face_generate(pool, family, num_hosts):
+    check_continuations(pool, family, num_hosts, "apbv")
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llama"])
+def test_continuations_after_exact_methods(pool, family, num_hosts, method):
+    check_continuations(pool, family, num_hosts, method)
+
+
+def check_continuations(pool, family, num_hosts, method):
     steps = 12
     # 40 frames of 2 x 2 tokens: more time steps than rows, where rotary positions of text and video overlap.
     batch = text_batch(120) if family in TEXT_FAMILIES else video_batch(family, frames=40)
@@ -253,7 +302,7 @@ def test_continuations_equal_hugging_face_generate(pool, family, num_hosts):
     expected = model.generate(**batch, max_new_tokens=steps, min_new_tokens=steps)
     expected = expected[0, batch["input_ids"].shape[1] :].tolist()
     assert len(set(expected)) > 2
-    results = pool.run(num_hosts, continuation_job, family, torch.float32, batch, query_start, steps)
+    results = pool.run(num_hosts, continuation_job, family, torch.float32, batch, query_start, steps, method)
     for host, continued in enumerate(results):
         assert len(continued) == (4 if host == 0 else 2)
         for way, tokens in continued.items():
