@@ -19,13 +19,14 @@ class PrefillConfig:
 
     Attributes:
         method: name in :data:`apbv.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
-            ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``, ``"star"``. Of the settings below,
-            lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths and the
-            importance; the others none of them.
+            ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``, ``"star"``. Of the settings
+            below, lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths
+            and the importance, ``"zigzag_ring"`` the overlap.
         anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a quarter of n.
             0: no anchor (Table 9).
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
-            ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks (Tables 3, 8).
+            ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
+            (Tables 3, 8).
         importance: how the l_p pairs are chosen; a name in :data:`apbv.methods.importance.IMPORTANCE`.
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
         fused_query: run query and context in one forward pass (Section 4.2; "F").

@@ -145,6 +145,10 @@ class HostGroup:
             owns_group=owns_group,
         )
 
+    def clock(self) -> float:
+        """Seconds since some moment; only differences mean anything."""
+        return time.perf_counter()
+
     @property
     def process_group(self):
         """The torch.distributed group of the data, for libraries that exchange data themselves; None alone."""

@@ -1,7 +1,6 @@
 """Where the time and the memory of a request go."""
 
 import resource
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,23 +20,23 @@ class StageTimer:
     def __init__(self, hosts: HostGroup):
         self._hosts = hosts
         self._seconds = dict.fromkeys(STAGES, 0.0)
-        self._began = time.perf_counter()
+        self._began = self._hosts.clock()
         self._first_token = 0.0
         self._bytes_before = hosts.bytes_received
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = self._hosts.clock()
         try:
             yield
         finally:
             self._synchronize()
-            self._seconds[name] += time.perf_counter() - began
+            self._seconds[name] += self._hosts.clock() - began
 
     def mark_first_token(self) -> None:
         """The logits of the first new token exist: TTFT ends here."""
         self._synchronize()
-        self._first_token = time.perf_counter() - self._began
+        self._first_token = self._hosts.clock() - self._began
 
     @property
     def comm_bytes(self) -> int:
@@ -49,7 +48,7 @@ class StageTimer:
 
         Times are the slowest host's, in milliseconds; ``comm_bytes`` and ``peak_memory_bytes`` are per host.
         """
-        mine = [*self._seconds.values(), self._first_token, time.perf_counter() - self._began]
+        mine = [*self._seconds.values(), self._first_token, self._hosts.clock() - self._began]
         everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
         slowest = [max(column) for column in zip(*everybody, strict=True)]
         ttft, total = slowest[len(STAGES)], slowest[len(STAGES) + 1]

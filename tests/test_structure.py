@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("apbv.torchvision_guard", "apbv.config", "apbv.layout", "apbv.video", "apbv.kernels"),
     ("apbv.hosts", "apbv.demo"),
-    ("apbv.attention", "apbv.cache", "apbv.models", "apbv.sampling", "apbv.stats"),
+    ("apbv.attention", "apbv.cache", "apbv.models", "apbv.sampling", "apbv.simulate", "apbv.stats"),
     ("apbv.methods", "apbv.inputs"),
     ("apbv.encode", "apbv.decode", "apbv.prompt"),
     ("apbv.prefill",),
