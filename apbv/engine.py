@@ -1,10 +1,7 @@
 """Engine: from a question about a file to an answer, over all hosts."""
 
-import platform
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from .inputs import ModelInputs
 from .models import VIDEO_FAMILIES, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
-from .stats import StageTimer
+from .stats import StageTimer, provenance
 from .video import probe, sample_fps, sample_uniform
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -267,30 +264,5 @@ class Engine:
             "seed": sampling.seed,
             "device": str(self.hosts.device),
             "dtype": str(self._parts.dtype).removeprefix("torch."),
-            "versions": {
-                "apbv": version("apbv"),
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
-                "python": platform.python_version(),
-            },
-            "git_sha": _git_sha(),
+            **provenance(),
         }
-
-
-def _git_sha() -> str | None:
-    """The commit of the checkout this runs from; None for an installed package."""
-    checkout = Path(__file__).parents[1]
-    if not (checkout / ".git").exists():
-        return None
-    try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=checkout,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()

@@ -1,8 +1,12 @@
 """Where the time and the memory of a request go."""
 
+import platform
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -91,3 +95,35 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def provenance() -> dict:
+    """What the figures were made with: versions, and the commit of a checkout."""
+    return {
+        "versions": {
+            "apbv": version("apbv"),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "python": platform.python_version(),
+        },
+        "git_sha": _git_sha(),
+    }
+
+
+def _git_sha() -> str | None:
+    """The commit of the checkout this runs from; None for an installed package."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=checkout,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()

@@ -1,0 +1,120 @@
+"""The paper's sweeps over speed: which cases, at the paper's size on a GPU and at a size for a CPU otherwise."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from apbv import PrefillConfig
+from apbv.simulate import Link, Network
+
+FRAMES = (16, 24, 32, 40, 48, 56)
+# The CPU's sizes keep the sweep's form; a frame of 240p has 8 x 15 tokens.
+MODEL = {"cuda": "qwen2.5-vl-3b", "cpu": "qwen2.5-vl-small"}
+RESOLUTION = {"cuda": "720p", "cpu": "240p"}
+INFINIBAND = Link(bandwidth=25e9, latency=20e-6)  # 200 Gbit/s
+
+SWITCHES = {"O": "overlap", "F": "fused_query", "Z": "zigzag", "V": "frame_parallel"}
+SPLIT_METHODS = ("zigzag_ring", "ulysses", "star", "apb", "apbv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to prefill: a method with its settings, on so many hosts.
+
+    Attributes:
+        label: what tables and plots call it.
+        network: of simulated hosts; None for a single host.
+    """
+
+    label: str
+    config: PrefillConfig
+    hosts: int
+    network: Network | None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A sweep: ``cases(hosts, link, base config)`` on every prompt, with ``full`` among them where compared."""
+
+    model: str
+    frames: tuple[int, ...]
+    resolutions: tuple[str, ...]
+    hosts: tuple[int, ...]
+    cases: Callable[[int, Link, PrefillConfig], list[Case]]
+
+
+def _all_methods(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
+    names = ("full", *SPLIT_METHODS)
+    return [Case(name, replace(base, method=name), hosts, Network(link)) for name in names]
+
+
+def _switches(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
+    """Optimisations taken away one after the other; each case is also without those before it."""
+    config, label = base, "apbv"
+    cases = [Case("full", replace(base, method="full"), hosts, Network(link))]
+    cases.append(Case(label, config, hosts, Network(link)))
+    for letter, switch in SWITCHES.items():
+        config = replace(config, **{switch: False})
+        label += f" -{letter}"
+        cases.append(Case(label, config, hosts, Network(link)))
+    return cases
+
+
+def _two_tiers(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
+    """All hosts on the fast link, and two groups of them joined by InfiniBand."""
+    networks = {f"({hosts})": Network(link)}
+    networks[f"({hosts // 2}, {hosts - hosts // 2})"] = Network(link, INFINIBAND, group_size=-(-hosts // 2))
+    return [
+        Case(f"{method} {name}", replace(base, method=method), hosts, network)
+        for method in SPLIT_METHODS
+        for name, network in networks.items()
+    ]
+
+
+# The paper's lengths, and shorter ones for the CPU's shorter prompt.
+_PASSING = {"cuda": (0, 128, 256, 512, 10**6), "cpu": (0, 32, 64, 128, 10**6)}
+_ANCHOR = {"cuda": (0, 128, 256, 512, 1024), "cpu": (0, 32, 64, 128, 256)}
+
+
+def _lengths(name: str, values: tuple[int, ...]) -> Callable[[int, Link, PrefillConfig], list[Case]]:
+    def cases(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
+        swept = [
+            Case(
+                "apbv, no compression" if value == 10**6 else f"apbv, {name} = {value}",
+                replace(base, **{name: value}),
+                hosts,
+                Network(link),
+            )
+            for value in values
+        ]
+        return [*swept, Case("full", replace(base, method="full"), hosts, Network(link))]
+
+    return cases
+
+
+def _preset(cases, frames=FRAMES, resolutions: tuple[str, ...] | None = None, hosts=(8,)):
+    def build(device: str) -> Preset:
+        return Preset(MODEL[device], frames, resolutions or (RESOLUTION[device],), hosts, cases)
+
+    return build
+
+
+def _by_length(name: str, values: dict[str, tuple[int, ...]]):
+    return lambda device: _preset(_lengths(name, values[device]), frames=(64,))(device)
+
+
+def _fig7(device: str) -> Preset:
+    sizes = {"cuda": ("360p", "480p", "720p", "1080p", "1440p"), "cpu": ("144p", "240p", "360p")}
+    return _preset(_all_methods, frames=(64,) if device == "cuda" else (32,), resolutions=sizes[device])(device)
+
+
+PRESETS: dict[str, Callable[[str], Preset]] = {
+    "table4": lambda device: _preset(_switches, resolutions=("1440p",) if device == "cuda" else None)(device),
+    "table5": _preset(_all_methods, hosts=(2, 4, 6, 8)),
+    "table7": lambda device: replace(
+        _preset(_two_tiers, frames=(64,))(device), model="qwen2.5-vl-7b" if device == "cuda" else MODEL["cpu"]
+    ),
+    "table8": _by_length("passing_len", _PASSING),
+    "table9": _by_length("anchor_len", _ANCHOR),
+    "fig6": _preset(_all_methods),
+    "fig7": _fig7,
+}

@@ -1,0 +1,173 @@
+"""What the benchmarks run: models with random weights (the time does not depend on them) and synthetic prompts."""
+
+from dataclasses import dataclass
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # Qwen2.5-VL's
+# Names for frame sizes, as (height, width).
+RESOLUTIONS = {
+    "144p": (144, 256),
+    "240p": (240, 426),
+    "360p": (360, 640),
+    "480p": (480, 854),
+    "720p": (720, 1280),
+    "1080p": (1080, 1920),
+    "1440p": (1440, 2560),
+}
+_VIDEO_TOKEN, _IMAGE_TOKEN, _VISION_START, _VISION_END = 1000, 1001, 1002, 1003
+_PREFIX_LEN = 16  # system message and the like, before the video
+
+
+def llama_config(
+    layers: int = 4, hidden: int = 512, intermediate: int = 1536, heads: int = 8, kv_heads: int = 2
+) -> LlamaConfig:
+    """A Llama-class decoder; by default small enough for 128k tokens on two CPU cores."""
+    return LlamaConfig(
+        vocab_size=32000,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=2**21,
+    )
+
+
+def qwen_vl_config(
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    vision_depth: int,
+    vision_hidden: int,
+    vision_intermediate: int,
+    vision_heads: int,
+) -> Qwen2_5_VLConfig:
+    """A Qwen2.5-VL with its own proportions otherwise: every eighth vision layer sees a whole frame."""
+    rotary = hidden // heads // 2
+    sections = [rotary - 2 * (rotary * 3 // 8), rotary * 3 // 8, rotary * 3 // 8]
+    return Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": 2**21,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+        },
+        vision_config={
+            "depth": vision_depth,
+            "hidden_size": vision_hidden,
+            "intermediate_size": vision_intermediate,
+            "num_heads": vision_heads,
+            "out_hidden_size": hidden,
+            "patch_size": PATCH,
+            "window_size": 112,
+            "fullatt_block_indexes": list(range(min(8, vision_depth) - 1, vision_depth, 8)),
+        },
+        video_token_id=_VIDEO_TOKEN,
+        image_token_id=_IMAGE_TOKEN,
+        vision_start_token_id=_VISION_START,
+        vision_end_token_id=_VISION_END,
+    )
+
+
+_VISION = {"vision_depth": 32, "vision_hidden": 1280, "vision_intermediate": 3420, "vision_heads": 16}
+CONFIGS = {
+    "llama-small": llama_config(),
+    "qwen2.5-vl-small": qwen_vl_config(
+        layers=4,
+        hidden=512,
+        intermediate=1536,
+        heads=8,
+        kv_heads=2,
+        vocab=32000,
+        vision_depth=4,
+        vision_hidden=256,
+        vision_intermediate=684,
+        vision_heads=4,
+    ),
+    # The published models' shapes.
+    "qwen2.5-vl-3b": qwen_vl_config(
+        layers=36, hidden=2048, intermediate=11008, heads=16, kv_heads=2, vocab=151936, **_VISION
+    ),
+    "qwen2.5-vl-7b": qwen_vl_config(
+        layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, vocab=152064, **_VISION
+    ),
+}
+
+
+def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    """A model with random weights."""
+    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen2_5_VLForConditionalGeneration
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # 3B weights in fp32 first would be twice the memory and time
+    try:
+        with torch.device(device):
+            torch.manual_seed(0)
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as a processor or tokenizer would return it, and where its question begins if it is text."""
+
+    batch: dict[str, Tensor]
+    query_start: int | None = None
+
+
+def text_prompt(num_tokens: int, query_len: int, seed: int = 0) -> Prompt:
+    """Random tokens, the last ``query_len`` of them the question."""
+    ids = torch.randint(0, 32000, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    return Prompt({"input_ids": ids}, num_tokens - query_len)
+
+
+def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]:
+    """Temporal patches, and patches down and across, of frames cut to whole tokens."""
+    side = PATCH * MERGE
+    return -(-num_frames // FRAMES_PER_PATCH), max(1, height // side) * MERGE, max(1, width // side) * MERGE
+
+
+def video_prompt(num_frames: int, height: int, width: int, query_len: int, seed: int = 0) -> Prompt:
+    """Random pixels and text for a model of :func:`qwen_vl_config`."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = patch_grid(num_frames, height, width)
+    num_patches = grid[0] * grid[1] * grid[2]
+    num_visual = num_patches // MERGE**2
+    prefix, question = (
+        torch.randint(0, _VIDEO_TOKEN, (length,), generator=generator) for length in (_PREFIX_LEN, query_len)
+    )
+    start, end = torch.tensor([_VISION_START]), torch.tensor([_VISION_END])
+    ids = torch.cat([prefix, start, torch.full((num_visual,), _VIDEO_TOKEN), end, question])[None]
+    values = CHANNELS * FRAMES_PER_PATCH * PATCH**2
+    return Prompt(
+        {
+            "input_ids": ids,
+            "mm_token_type_ids": (ids == _VIDEO_TOKEN).int() * 2,
+            "pixel_values_videos": torch.randn(num_patches, values, generator=generator),
+            "video_grid_thw": torch.tensor([grid]),
+        }
+    )
