@@ -5,6 +5,7 @@ import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 
@@ -98,8 +99,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def provenance() -> dict:
-    """What the figures were made with: versions, and the commit of a checkout."""
+    """When and with what figures are made: UTC date, versions, and the commit of a checkout."""
     return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {
             "apbv": version("apbv"),
             "torch": torch.__version__,

@@ -20,7 +20,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -237,7 +236,6 @@ def records(bench: Bench, measured: list[Measured]) -> Iterator[dict]:
             "samples": {"ttft_ms": entry.ttft_ms},
             "warmup": options.warmup,
             "seed": options.seed,
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": " ".join(["benchmarks/throughput.py", *sys.argv[1:]]),
             **provenance(),
         }

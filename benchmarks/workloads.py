@@ -28,7 +28,7 @@ RESOLUTIONS = {
     "1440p": (1440, 2560),
 }
 _VIDEO_TOKEN, _IMAGE_TOKEN, _VISION_START, _VISION_END = 1000, 1001, 1002, 1003
-_PREFIX_LEN = 16  # system message and the like, before the video
+PREFIX_LEN = 16  # system message and the like, before the video
 
 
 def llama_config(
@@ -158,7 +158,7 @@ def video_prompt(num_frames: int, height: int, width: int, query_len: int, seed:
     num_patches = grid[0] * grid[1] * grid[2]
     num_visual = num_patches // MERGE**2
     prefix, question = (
-        torch.randint(0, _VIDEO_TOKEN, (length,), generator=generator) for length in (_PREFIX_LEN, query_len)
+        torch.randint(0, _VIDEO_TOKEN, (length,), generator=generator) for length in (PREFIX_LEN, query_len)
     )
     start, end = torch.tensor([_VISION_START]), torch.tensor([_VISION_END])
     ids = torch.cat([prefix, start, torch.full((num_visual,), _VIDEO_TOKEN), end, question])[None]

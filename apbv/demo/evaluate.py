@@ -137,7 +137,8 @@ def score(
     """Lets a candidate sit an exam, once with each way to prefill.
 
     Returns:
-        One record per config, task and kind of needle: right of total answers; of descriptions the tokens count.
+        One record per config (its index in ``configs``), task and kind of needle: right of total answers; of
+        descriptions the tokens count.
     """
     tokenizer = candidate.processor.tokenizer
     right: dict[tuple, int] = defaultdict(int)
@@ -164,8 +165,8 @@ def score(
                     total[key] += 1
     for (index, task, needles), count in total.items():
         asked = {"grid": exam.grid, "shots": exam.num_shots, "clips": exam.num_clips, "split": exam.split}
-        chosen = {"hosts": hosts.size, "passing_len_asked": configs[index].passing_len}
-        chosen |= {"importance": configs[index].importance}
+        chosen = {"config": index, "hosts": hosts.size, "importance": configs[index].importance}
+        chosen |= {"passing_len_asked": configs[index].passing_len}
         key = (index, task, needles)
         yield {
             **asked,

@@ -1,0 +1,239 @@
+"""Exact match of every way to prefill, on held-out clips with the demo model and on text with SmolLM2.
+
+    python benchmarks/accuracy.py --preset methods --json accuracy.jsonl
+    python benchmarks/accuracy.py --preset importance --hosts 8 --clips 150 --shots 256
+    torchrun --nproc-per-node 4 benchmarks/accuracy.py --preset methods
+    python benchmarks/accuracy.py --preset ruler
+    python benchmarks/accuracy.py --table accuracy.jsonl
+
+VNBench-shaped: retrieval, ordering and counting of needles that are edited into a running scene or inserted as
+shots of their own, at places drawn uniformly; clips of the test split, as real H.264 files. Without torchrun the
+hosts are simulated (apbv.simulate): same arithmetic and exchanges in one process, hence the same answers.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import torch
+
+from apbv import Engine, HostGroup, PrefillConfig
+from apbv.demo import clips
+from apbv.demo.evaluate import Candidate, Exam, clips_folder, score, wilson
+from apbv.methods import METHODS
+from apbv.methods.importance import IMPORTANCE
+from apbv.simulate import share_weights, simulate
+from apbv.stats import provenance
+
+TASKS = ("retrieval", "ordering", "counting")
+LONGEST = 2**30  # passes whole blocks on
+
+
+def _methods(num_tokens: int) -> dict[str, PrefillConfig]:
+    """All methods, with the paper's l_a and l_p as bare fractions of n, and APB-V as it is by default."""
+    anchor, passing = -(-num_tokens // 64), -(-num_tokens // 128)
+    named = {name: PrefillConfig(method=name) for name in METHODS if name not in ("apb", "apbv")}
+    named["apb"] = PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing)
+    named["apbv"] = PrefillConfig(anchor_len=anchor, passing_len=passing)
+    named["apbv, default lengths"] = PrefillConfig()
+    return named
+
+
+def _importance(num_tokens: int) -> dict[str, PrefillConfig]:
+    anchor = -(-num_tokens // 64)
+    return {
+        f"{name}, l_p = {length}": PrefillConfig(importance=name, anchor_len=anchor, passing_len=length)
+        for name in IMPORTANCE
+        for length in (1, 2, 4, 8, 16, 32)
+    }
+
+
+def _parts(num_tokens: int) -> dict[str, PrefillConfig]:
+    both = PrefillConfig(anchor_len=-(-num_tokens // 64), passing_len=-(-num_tokens // 128))
+    return {"full": PrefillConfig(method="full"), "apbv": both} | {
+        "w/o A": replace(both, anchor_len=0),
+        "w/o P": replace(both, passing_len=0),
+        "w/o A and P": replace(both, anchor_len=0, passing_len=0),
+    }
+
+
+def _passing(num_tokens: int) -> dict[str, PrefillConfig]:
+    anchor = -(-num_tokens // 64)
+    lengths = {f"l_p = {length}": length for length in (0, 2, 4, 8, 16, 32)} | {"no compression": LONGEST}
+    return {name: PrefillConfig(anchor_len=anchor, passing_len=length) for name, length in lengths.items()}
+
+
+def _anchor(num_tokens: int) -> dict[str, PrefillConfig]:
+    passing = -(-num_tokens // 128)
+    return {
+        f"l_a = {length}": PrefillConfig(anchor_len=length, passing_len=passing)
+        for length in (0, 4, 8, 16, 32, 64, 128)
+    }
+
+
+PRESETS: dict[str, Callable[[int], dict[str, PrefillConfig]]] = {
+    "methods": _methods,  # Table 1, and with several numbers of hosts Table 6
+    "importance": _importance,
+    "table3": _parts,
+    "table8": _passing,
+    "table9": _anchor,
+}
+
+
+def sit(model, processor, hosts: HostGroup, exam: Exam, configs: dict[str, PrefillConfig], folder) -> list[dict]:
+    """An exam with every config on one group; records with the configs' names as labels. Collective."""
+    candidate = Candidate(model, processor, hosts)
+    labels = list(configs)
+    records = score(candidate, exam, list(configs.values()), folder)
+    return [{"label": labels[record.pop("config")], **record} for record in records]
+
+
+def clip_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
+    """Records of one preset for every length and number of hosts."""
+    engine = Engine.from_pretrained(options.model, hosts=hosts, dtype="float32")
+    folder = clips_folder(options.folder)
+    numbers = [hosts.size] if hosts.size > 1 else options.hosts
+    twins = [share_weights(engine.model) for _ in range(max(numbers))]
+    for num_shots in options.shots:
+        exam = Exam(options.grid, num_shots, options.clips, TASKS, options.split)
+        configs = PRESETS[options.preset](num_shots * options.grid**2)
+        if options.labels:
+            configs = {name: config for name, config in configs.items() if name in options.labels}
+        for number in numbers:
+            if number == 1 or hosts.size > 1:
+                # One host runs every method as exact full attention: once is enough.
+                named = {"full": PrefillConfig(method="full")} if number == 1 else configs
+                yield from sit(share_weights(engine.model), engine.processor, hosts, exam, named, folder)
+                continue
+
+            def job(host, exam=exam, configs=configs):
+                return sit(twins[host.rank], engine.processor, host, exam, configs, folder)
+
+            for record in simulate(number, job)[0]:
+                yield record | {"simulated": True}
+
+
+def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
+    """Records of the text tasks, in the same form."""
+    from ruler import RULER_TASKS, load_smollm2, score_ruler
+
+    model, tokenizer = load_smollm2(torch.float32)
+    model = model.to(hosts.device)
+    numbers = [hosts.size] if hosts.size > 1 else options.hosts
+    for num_tokens in options.tokens:
+        configs = _methods(num_tokens) | {"w/o P": PrefillConfig(passing_len=0)}
+        if options.labels:
+            configs = {name: config for name, config in configs.items() if name in options.labels}
+        for task in RULER_TASKS:
+            for number in numbers:
+                named = {"full": PrefillConfig(method="full")} if number == 1 else configs
+
+                def job(host, task=task, named=named, num_tokens=num_tokens):
+                    twin = share_weights(model)
+                    chosen = list(named.values())
+                    return score_ruler(
+                        twin, tokenizer, host, chosen, task, num_tokens, options.clips, options.seed
+                    )
+
+                simulated = number > 1 and hosts.size == 1
+                records = simulate(number, job)[0] if simulated else job(hosts)
+                for label, record in zip(named, records, strict=True):
+                    yield {"label": label, **record, "simulated": simulated}
+
+
+def markdown(records: list[dict]) -> str:
+    """One row per label, hosts and length; a column per task, with 95 % intervals, and per kind of needle."""
+    rows: dict[tuple, dict[str, list[int]]] = {}
+    for record in records:
+        length = f"{record['shots']} shots, " if "shots" in record else ""
+        key = (f"{length}{record['tokens']} tokens", record["hosts"], record["label"])
+        cells = rows.setdefault(key, {})
+        names = [record["task"]] + ([f"{record['task']}, {record['needles']}"] if "needles" in record else [])
+        for name in names:
+            cell = cells.setdefault(name, [0, 0])
+            cell[0] += record["right"]
+            cell[1] += record["total"]
+    columns = list(dict.fromkeys(name for cells in rows.values() for name in sorted(cells, key=_column_order)))
+    header = ["clip", "hosts", "prefill", *columns]
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    for key, cells in rows.items():
+        lines.append("| " + " | ".join([*map(str, key), *(_cell(cells.get(name)) for name in columns)]) + " |")
+    return "\n".join(lines)
+
+
+def _column_order(name: str) -> tuple[int, int, str]:
+    """Tasks first, each task's kinds of needle behind."""
+    task, _, needles = name.partition(", ")
+    return bool(needles), TASKS.index(task) if task in TASKS else len(TASKS), name
+
+
+def _cell(counts: list[int] | None) -> str:
+    if counts is None:
+        return ""
+    low, high = wilson(*counts)
+    return f"{100 * counts[0] / counts[1]:.1f} ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=[*PRESETS, "ruler"], default="methods")
+    parser.add_argument("--model", default="demo", help="demo, or a folder with such a checkpoint")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8], help="simulated; not under torchrun")
+    parser.add_argument("--shots", type=int, nargs="+", default=[256], help="lengths of the clips")
+    parser.add_argument("--grid", type=int, choices=clips.GRIDS, default=2, help="tokens per side of a frame")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="lengths of the texts (ruler)")
+    parser.add_argument("--clips", type=int, default=150, help="clips or texts per task")
+    parser.add_argument("--labels", nargs="+", help="only these rows of the preset")
+    parser.add_argument("--split", choices=clips.SPLITS, default="test")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts")
+    parser.add_argument(
+        "--folder", type=Path, help="where the clips' files are kept (default: a temporary folder)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print a table of such files")
+    options = parser.parse_args(arguments)
+    if min(options.hosts) < 1 or options.clips < 1:
+        parser.error("--hosts and --clips must be at least 1")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    if options.table:
+        print(markdown([json.loads(line) for path in options.table for line in path.read_text().splitlines()]))
+        return 0
+    hosts = HostGroup.from_env()
+    try:
+        made = ruler_records if options.preset == "ruler" else clip_records
+        records = []
+        for record in made(options, hosts):
+            stamp = {"benchmark": "accuracy", "preset": options.preset, "model": options.model}
+            if options.preset == "ruler":
+                stamp["model"] = "SmolLM2-135M-Instruct"
+            records.append({**stamp, "simulated": False, **record, "command": _command(), **provenance()})
+            if hosts.rank == 0 and options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(records[-1]) + "\n")
+        if hosts.rank == 0:
+            print(markdown(records))
+    except ValueError as error:
+        sys.stderr.write(f"error (host {hosts.rank}): {error}\n")
+        hosts.let_others_report()
+        return 1
+    finally:
+        hosts.close()
+    return 0
+
+
+def _command() -> str:
+    return " ".join(["benchmarks/accuracy.py", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The accuracy benchmark, run as a user runs it, at toy size."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from apbv.methods import METHODS
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCHEMA = json.loads((BENCHMARKS / "schemas" / "accuracy.json").read_text())
+
+
+def run(*options, hosts: int = 1) -> subprocess.CompletedProcess:
+    launcher = [sys.executable]
+    if hosts > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(hosts)]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [*launcher, str(BENCHMARKS / "accuracy.py"), *map(str, options)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def measured(folder: Path, *options, hosts: int = 1) -> list[dict]:
+    figures = folder / f"{hosts}.jsonl"
+    shared = ["--split", "validation", "--folder", folder, "--json", figures]
+    result = run(*shared, *options, hosts=hosts)
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in figures.read_text().splitlines()]
+    for record in records:
+        jsonschema.validate(record, SCHEMA)
+    return records
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("clips")
+
+
+def right(records: list[dict], label: str, hosts: int) -> int:
+    chosen = [r for r in records if (r["label"], r["hosts"]) == (label, hosts) and r["task"] != "retrieval"]
+    assert sum(r["total"] for r in chosen) == 8  # 4 clips, ordering and counting
+    return sum(r["right"] for r in chosen)
+
+
+def test_methods_differ_where_they_should(folder):
+    records = measured(folder, "--preset", "methods", "--clips", 4, "--shots", 64, "--hosts", 1, 8)
+    labels = {r["label"] for r in records}
+    assert labels == {*METHODS, "apbv, default lengths"}
+    assert {r["needles"] for r in records} == {"edited", "inserted"}
+    full = right(records, "full", 1)
+    assert full >= 6
+    # Exact methods answer as full attention does; without passing blocks these tasks cannot be solved.
+    assert right(records, "zigzag_ring", 8) == right(records, "ulysses", 8) == right(records, "full", 8) == full
+    assert right(records, "star", 8) <= full - 3
+    table = run("--table", folder / "1.jsonl").stdout.splitlines()
+    assert len(table) == 2 + 1 + len(labels)
+
+
+def test_simulated_hosts_answer_as_real_ones(folder):
+    options = ["--preset", "table8", "--clips", 2, "--shots", 64, "--labels", "l_p = 0", "l_p = 8"]
+    real = measured(folder, *options, hosts=3)
+    (folder / "1.jsonl").unlink(missing_ok=True)
+    simulated = measured(folder, *options, "--hosts", 3)
+    assert {r["label"] for r in real} == {"l_p = 0", "l_p = 8"}
+    for ours, theirs in zip(simulated, real, strict=True):
+        assert ours["simulated"] and not theirs["simulated"]
+        same = ("label", "task", "needles", "right", "total", "hosts", "anchor_len", "passing_len")
+        assert [ours[name] for name in same] == [theirs[name] for name in same]
