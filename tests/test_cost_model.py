@@ -245,11 +245,11 @@ def video_batch(family: str) -> dict:
     return dict(processor(text=[text], videos=[clip], **options))
 
 
-def video_job(hosts: HostGroup, family: str, frame_parallel: bool) -> dict:
+def video_job(hosts: HostGroup, family: str, options: dict) -> dict:
     model = families.build_model(family)
     parts = inspect_model(model)
-    inputs = ModelInputs.from_processor(parts, video_batch(family), hosts, frame_parallel)
-    config = PrefillConfig(kv="sharded", passing_len=3, anchor_len=20, frame_parallel=frame_parallel)
+    config = PrefillConfig(kv="sharded", passing_len=3, anchor_len=20, **options)
+    inputs = ModelInputs.from_processor(parts, video_batch(family), hosts, config.frame_parallel)
     with flop_counter() as counter:
         encode_visual(parts, inputs.visual)
     state = prefill(model, inputs, hosts=hosts, config=config)
@@ -265,12 +265,13 @@ def video_job(hosts: HostGroup, family: str, frame_parallel: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize("frame_parallel", [True, False])
+@pytest.mark.parametrize("options", [{}, {"zigzag": False}, {"frame_parallel": False}], ids=str)
 @pytest.mark.parametrize("num_hosts", [2, 3])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "llava_onevision"])
-def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, frame_parallel):
+def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, options):
     """Families whose placeholders are one run of tokens, as ``Video`` takes them to be."""
-    measured = pool.run(num_hosts, video_job, family, frame_parallel)
+    frame_parallel = options.get("frame_parallel", True)
+    measured = pool.run(num_hosts, video_job, family, options)
     assert len(measured[0]["tokens"]) == measured[0]["num_placeholders"]
     video = Video(measured[0]["tokens"], measured[0]["frames"], frame_parallel)
     shape = Shape.from_config(measured[0]["config"], bytes_per_number=4)
@@ -314,7 +315,7 @@ def test_weights_and_kv_of_real_sizes(family):
 @pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
 def test_vision_flops_in_every_family(family):
     """One process encodes the clip; the frames are of one window, so that Qwen2.5-VL's windows are frames."""
-    measured = video_job(HostGroup.single("cpu"), family, True)
+    measured = video_job(HostGroup.single("cpu"), family, {})
     frames, tokens = measured["frames"], measured["num_placeholders"]
     video = Video(range(tokens), frames)
     shape = Shape.from_config(measured["config"])
@@ -360,6 +361,25 @@ def test_known_ratios_on_two_hosts(num_tokens, same_cores, own_cores):
     assert flop_ratio(full, costs) == pytest.approx(own_cores, abs=0.005)
     # On two hosts, both of which have as much to do but for the query's own square.
     assert flop_ratio(full, costs) == pytest.approx(2 * work_ratio(full, costs), rel=1e-3)
+
+
+def host_with(**flops: int) -> HostCost:
+    return HostCost(
+        flops=dict.fromkeys(PARTS, 0) | flops, memory={}, received={}, exchanges={}, kv_bytes=0, weight_bytes=0
+    )
+
+
+def test_ratios_of_hosts_that_are_not_alike():
+    costs, others = [host_with(mlp=8), host_with(mlp=4, query=20)], [host_with(mlp=2), host_with(mlp=3, anchor=3)]
+    assert flop_ratio(costs, others) == 24 / 6
+    assert work_ratio(costs, others) == 32 / 8
+
+
+def test_share_beyond_paper_counts_the_terms_that_it_lacks():
+    attention = dict(anchor=1, block_to_anchor=2, block_to_passing=4, block_to_self=8, query=16, scoring=32)
+    assert share_beyond_paper(host_with(mlp=100, lm_head=100, **attention)) == (2 + 16 + 32) / 63
+    (host, _) = cost(SMALL, "apbv", planned("apbv", 2, 32768))
+    assert share_beyond_paper(host) == pytest.approx(0.111, abs=5e-4)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 8, 64])
