@@ -25,7 +25,7 @@ import torch
 
 from apbv import Engine, HostGroup, PrefillConfig
 from apbv.demo import clips
-from apbv.demo.evaluate import Candidate, Exam, clips_folder, score, wilson
+from apbv.demo.evaluate import Exam, clips_folder, score_on, wilson
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.simulate import share_weights, simulate
@@ -86,65 +86,49 @@ PRESETS: dict[str, Callable[[int], dict[str, PrefillConfig]]] = {
 }
 
 
-def sit(model, processor, hosts: HostGroup, exam: Exam, configs: dict[str, PrefillConfig], folder) -> list[dict]:
-    """An exam with every config on one group; records with the configs' names as labels. Collective."""
-    candidate = Candidate(model, processor, hosts)
-    labels = list(configs)
-    records = score(candidate, exam, list(configs.values()), folder)
-    return [{"label": labels[record.pop("config")], **record} for record in records]
-
-
 def clip_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Records of one preset for every length and number of hosts."""
+    """Records of one preset for every length and number of hosts, with the configs' names as labels."""
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype="float32")
     folder = clips_folder(options.folder)
-    numbers = [hosts.size] if hosts.size > 1 else options.hosts
-    twins = [share_weights(engine.model) for _ in range(max(numbers))]
     for num_shots in options.shots:
         exam = Exam(options.grid, num_shots, options.clips, TASKS, options.split)
-        configs = PRESETS[options.preset](num_shots * options.grid**2)
-        if options.labels:
-            configs = {name: config for name, config in configs.items() if name in options.labels}
-        for number in numbers:
-            if number == 1 or hosts.size > 1:
-                # One host runs every method as exact full attention: once is enough.
-                named = {"full": PrefillConfig(method="full")} if number == 1 else configs
-                yield from sit(share_weights(engine.model), engine.processor, hosts, exam, named, folder)
-                continue
+        for number in [hosts.size] if hosts.size > 1 else options.hosts:
+            configs = chosen(PRESETS[options.preset](num_shots * options.grid**2), number, options)
+            for record in score_on(number, engine, exam, list(configs.values()), folder):
+                yield {"label": list(configs)[record.pop("config")], **record}
 
-            def job(host, exam=exam, configs=configs):
-                return sit(twins[host.rank], engine.processor, host, exam, configs, folder)
 
-            for record in simulate(number, job)[0]:
-                yield record | {"simulated": True}
+def chosen(
+    configs: dict[str, PrefillConfig], num_hosts: int, options: argparse.Namespace
+) -> dict[str, PrefillConfig]:
+    """The rows to run: on one host every method is exact full attention, and once is enough."""
+    if num_hosts == 1:
+        return {"full": PrefillConfig(method="full")}
+    return {name: config for name, config in configs.items() if not options.labels or name in options.labels}
 
 
 def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Records of the text tasks, in the same form."""
-    from ruler import RULER_TASKS, load_smollm2, score_ruler
+    from ruler import TASKS as RULER_TASKS
+    from ruler import load_smollm2, score_ruler
 
     model, tokenizer = load_smollm2(torch.float32)
     model = model.to(hosts.device)
     numbers = [hosts.size] if hosts.size > 1 else options.hosts
     for num_tokens in options.tokens:
-        configs = _methods(num_tokens) | {"w/o P": PrefillConfig(passing_len=0)}
-        if options.labels:
-            configs = {name: config for name, config in configs.items() if name in options.labels}
         for task in RULER_TASKS:
             for number in numbers:
-                named = {"full": PrefillConfig(method="full")} if number == 1 else configs
+                configs = chosen(_methods(num_tokens) | {"w/o P": PrefillConfig(passing_len=0)}, number, options)
+                models = [share_weights(model) for _ in range(number)]
 
-                def job(host, task=task, named=named, num_tokens=num_tokens):
-                    twin = share_weights(model)
-                    chosen = list(named.values())
-                    return score_ruler(
-                        twin, tokenizer, host, chosen, task, num_tokens, options.clips, options.seed
-                    )
+                def job(host, task=task, configs=configs, num_tokens=num_tokens, models=models):
+                    twin, ways = models[host.rank if len(models) > 1 else 0], list(configs.values())
+                    return score_ruler(twin, tokenizer, host, ways, task, num_tokens, options.clips, options.seed)
 
                 simulated = number > 1 and hosts.size == 1
                 records = simulate(number, job)[0] if simulated else job(hosts)
-                for label, record in zip(named, records, strict=True):
-                    yield {"label": label, **record, "simulated": simulated}
+                for label, record in zip(configs, records, strict=True):
+                    yield {"label": label, "tokens": num_tokens, **record, "simulated": simulated}
 
 
 def markdown(records: list[dict]) -> str:
@@ -216,12 +200,14 @@ def main(arguments: list[str] | None = None) -> int:
             stamp = {"benchmark": "accuracy", "preset": options.preset, "model": options.model}
             if options.preset == "ruler":
                 stamp["model"] = "SmolLM2-135M-Instruct"
-            records.append({**stamp, "simulated": False, **record, "command": _command(), **provenance()})
+            records.append({**stamp, **record, "command": _command(), **provenance()})
             if hosts.rank == 0 and options.json:
                 with options.json.open("a") as file:
                     file.write(json.dumps(records[-1]) + "\n")
         if hosts.rank == 0:
             print(markdown(records))
+    except ImportError as error:
+        print(f"skipped: {error}")
     except ValueError as error:
         sys.stderr.write(f"error (host {hosts.rank}): {error}\n")
         hosts.let_others_report()

@@ -16,7 +16,7 @@ EXAMPLE_QUESTIONS = (
     "describe the clip shot by shot",
 )
 DEMO_QUESTION = EXAMPLE_QUESTIONS[0]
-DEMO_CLIP = (2, 64, "test")  # arguments of apbv.demo.clips.make_clip that specify the packaged clip
+DEMO_CLIP = (10, 64, "test")  # arguments of apbv.demo.clips.make_clip that specify the packaged clip
 
 
 def model_path() -> Path:

@@ -1,14 +1,17 @@
 """Scores a model on held-out clips, prefilled as one likes, over real hosts: exact match per task.
 
     python -m apbv.demo.evaluate --method full --grids 2 6 --shots 64 256 --clips 100 --json scores.jsonl
-    torchrun --nproc-per-node 4 -m apbv.demo.evaluate --shots 256 --passing-len 0 16 default --json scores.jsonl
+    python -m apbv.demo.evaluate --hosts 2 4 8 --shots 256 --passing-len 0 16 default --json scores.jsonl
+    torchrun --nproc-per-node 4 -m apbv.demo.evaluate --shots 256 --passing-len 0 16 default
     python -m apbv.demo.evaluate --table scores.jsonl
 
 Every clip is rendered, written as an H.264 file, decoded from it, prefilled and answered greedily. Clips with an
-even number have edited needles, the others inserted ones.
+even number have edited needles, the others inserted ones. With `--hosts` the hosts are simulated in one process
+(apbv.simulate), under torchrun they are real; the answers are the same.
 """
 
 import argparse
+import itertools
 import json
 import math
 import tempfile
@@ -21,16 +24,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
 from apbv.decode import GatheredDecoder, generate_tokens
 from apbv.demo import clips, model_path
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
 from apbv.prompt import render_prompt
+from apbv.simulate import share_weights, simulate
 from apbv.video import probe, sample_uniform
 
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin  # isort: skip
+from transformers import PreTrainedModel, ProcessorMixin  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip
 
 RETRIEVALS_PER_CLIP = 2
@@ -172,11 +176,34 @@ def score(
             **asked,
             **chosen,
             **runs[index],
+            "simulated": False,
             "task": task,
             "needles": needles,
             "right": right[key],
             "total": count,
         }
+
+
+def score_on(
+    num_hosts: int, engine: Engine, exam: Exam, configs: Sequence[PrefillConfig], folder: Path
+) -> list[dict]:
+    """`score` on so many hosts: the engine's own, or, where it has one only, simulated ones.
+
+    Raises:
+        ValueError: the engine runs on several hosts, but not on so many.
+    """
+    hosts = engine.hosts
+    if num_hosts == hosts.size:
+        return list(score(Candidate(share_weights(engine.model), engine.processor, hosts), exam, configs, folder))
+    if hosts.size > 1:
+        raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
+    # Copied before the threads start: each of them then leaves the others' models alone.
+    models = [share_weights(engine.model) for _ in range(num_hosts)]
+
+    def sit(host: HostGroup) -> list[dict]:
+        return list(score(Candidate(models[host.rank], engine.processor, host), exam, configs, folder))
+
+    return [{**record, "simulated": True} for record in simulate(num_hosts, sit, device=hosts.device)[0]]
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
@@ -227,6 +254,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint folder")
     parser.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
     parser.add_argument("--importance", default="softmax", help=f"one of {', '.join(sorted(IMPORTANCE))}")
+    parser.add_argument("--hosts", type=int, nargs="+", help="numbers of simulated hosts (default: the real ones)")
     parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
     parser.add_argument("--grids", type=int, nargs="+", default=[2], choices=clips.GRIDS)
     parser.add_argument("--shots", type=int, nargs="+", default=[64], help="lengths of the clips")
@@ -245,9 +273,7 @@ def main() -> None:
         return
     disable_progress_bar()
     hosts = HostGroup.from_env()
-    processor = AutoProcessor.from_pretrained(options.model)
-    model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-    candidate = Candidate(model.to(hosts.device).eval(), processor, hosts)
+    engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
     configs = [
         PrefillConfig(
             method=options.method,
@@ -257,16 +283,16 @@ def main() -> None:
         for length in options.passing_len
     ]
     folder = clips_folder(options.folder)
-    for grid in options.grids:
-        for num_shots in options.shots:
-            exam = Exam(grid, num_shots, options.clips, tuple(options.tasks), options.split)
-            began = time.monotonic()
-            records = list(score(candidate, exam, configs, folder))
-            if hosts.rank == 0:
-                print(f"{time.monotonic() - began:.0f} s\n{markdown(records)}", flush=True)
-                if options.json:
-                    with options.json.open("a") as file:
-                        file.writelines(json.dumps(record) + "\n" for record in records)
+    sizes = [(grid, num_shots) for grid in options.grids for num_shots in options.shots]
+    for (grid, num_shots), num_hosts in itertools.product(sizes, options.hosts or [hosts.size]):
+        exam = Exam(grid, num_shots, options.clips, tuple(options.tasks), options.split)
+        began = time.monotonic()
+        records = score_on(num_hosts, engine, exam, configs, folder)
+        if hosts.rank == 0:
+            print(f"{time.monotonic() - began:.0f} s\n{markdown(records)}", flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.writelines(json.dumps(record) + "\n" for record in records)
     hosts.close()
 
 
