@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from apbv import demo
 from apbv.methods import METHODS
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "scaling.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SCRIPT = BENCHMARKS / "scaling.py"
+SCHEMA = json.loads((BENCHMARKS / "schemas" / "scaling.json").read_text())
 
 
 def run(*options) -> subprocess.CompletedProcess:
@@ -26,7 +29,9 @@ def measured(tmp_path, kind: str, *options) -> tuple[list[dict], str]:
     result = run(kind, "--json", figures, *options)
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in figures.read_text().splitlines()]
-    assert all((record["benchmark"], record["kind"]) == ("scaling", kind) for record in records)
+    for record in records:
+        jsonschema.validate(record, SCHEMA)
+    assert {record["kind"] for record in records} == {kind}
     return records, result.stdout
 
 
