@@ -1,9 +1,10 @@
 """Where the time and the memory of a request go."""
 
+import json
 import platform
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -129,3 +130,16 @@ def _git_sha() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
+
+
+def append_json_lines(path: Path, records: Iterable[dict]) -> None:
+    """Add records to a file of JSON lines.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error

@@ -29,7 +29,7 @@ from apbv.demo.evaluate import Exam, clips_folder, score_on, wilson
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.simulate import share_weights, simulate
-from apbv.stats import provenance
+from apbv.stats import append_json_lines, provenance
 
 TASKS = ("retrieval", "ordering", "counting")
 LONGEST = 2**30  # passes whole blocks on
@@ -202,8 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
                 stamp["model"] = "SmolLM2-135M-Instruct"
             records.append({**stamp, **record, "command": _command(), **provenance()})
             if hosts.rank == 0 and options.json:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(records[-1]) + "\n")
+                append_json_lines(options.json, records[-1:])
         if hosts.rank == 0:
             print(markdown(records))
     except ImportError as error:

@@ -38,7 +38,7 @@ from apbv.kernels import segmented_attention
 from apbv.layout import ContextLayout
 from apbv.methods import METHODS
 from apbv.simulate import Link, Network
-from apbv.stats import provenance
+from apbv.stats import append_json_lines, provenance
 
 # Peak dense bf16 arithmetic, of which large matrix products are taken to reach 70 % and attention 50 %; memory
 # bandwidth; what a GPU receives over NVLink. The shares are assumptions, to be replaced by --matmul-tflops and
@@ -378,12 +378,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         records = {"plan": plan, "simulate": simulate, "check": check}[options.kind](options)
+        if options.json:
+            append_json_lines(options.json, records)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    if options.json:
-        with options.json.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
     return 0
 
 

@@ -15,7 +15,6 @@ Simulated hosts (apbv.simulate) compute one after the other, each with the whole
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
 from apbv.simulate import Link, Network, share_weights, simulate
-from apbv.stats import StageTimer, provenance
+from apbv.stats import StageTimer, append_json_lines, provenance
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -423,8 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hosts.rank == 0:
             print(table(rows))
             if options.json:
-                with options.json.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in rows)
+                append_json_lines(options.json, rows)
             if options.plot:
                 plot(rows, options.plot)
     except ValueError as error:

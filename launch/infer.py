@@ -7,7 +7,6 @@
 """
 
 import argparse
-import json
 import logging
 import sys
 import warnings
@@ -27,6 +26,7 @@ from apbv.config import KV_PLACEMENTS
 from apbv.engine import DTYPES
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
+from apbv.stats import append_json_lines
 
 EXIT_FAILURE = 1
 
@@ -138,11 +138,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             sys.stdout.flush()
             print(_table(answer.stats), file=sys.stderr, flush=True)
             if options.json:
-                try:
-                    with open(options.json, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(answer.stats) + "\n")
-                except OSError as error:
-                    raise ValueError(f"cannot write {options.json}: {error}") from error
+                append_json_lines(options.json, [answer.stats])
 
 
 @contextmanager

@@ -1,39 +1,17 @@
 """The accuracy benchmark, run as a user runs it, at toy size."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from apbv.methods import METHODS
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCHEMA = json.loads((BENCHMARKS / "schemas" / "accuracy.json").read_text())
-
-
-def run(*options, hosts: int = 1) -> subprocess.CompletedProcess:
-    launcher = [sys.executable]
-    if hosts > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(hosts)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [*launcher, str(BENCHMARKS / "accuracy.py"), *map(str, options)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+from scripts import figures_of, run_benchmark
 
 
 def measured(folder: Path, *options, hosts: int = 1) -> list[dict]:
-    figures = folder / f"{hosts}.jsonl"
-    shared = ["--split", "validation", "--folder", folder, "--json", figures]
-    result = run(*shared, *options, hosts=hosts)
-    assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in figures.read_text().splitlines()]
-    for record in records:
-        jsonschema.validate(record, SCHEMA)
-    return records
+    shared = ["--split", "validation", "--folder", folder]
+    return figures_of("accuracy", folder / "figures.jsonl", *shared, *options, hosts=hosts)[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +35,13 @@ def test_methods_differ_where_they_should(folder):
     # Exact methods answer as full attention does; without passing blocks these tasks cannot be solved.
     assert right(records, "zigzag_ring", 8) == right(records, "ulysses", 8) == right(records, "full", 8) == full
     assert right(records, "star", 8) <= full - 3
-    table = run("--table", folder / "1.jsonl").stdout.splitlines()
+    table = run_benchmark("accuracy", "--table", folder / "figures.jsonl").stdout.splitlines()
     assert len(table) == 2 + 1 + len(labels)
 
 
 def test_simulated_hosts_answer_as_real_ones(folder):
     options = ["--preset", "table8", "--clips", 2, "--shots", 64, "--labels", "l_p = 0", "l_p = 8"]
     real = measured(folder, *options, hosts=3)
-    (folder / "1.jsonl").unlink(missing_ok=True)
     simulated = measured(folder, *options, "--hosts", 3)
     assert {r["label"] for r in real} == {"l_p = 0", "l_p = 8"}
     for ours, theirs in zip(simulated, real, strict=True):

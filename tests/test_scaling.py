@@ -1,38 +1,19 @@
 """The scaling benchmark, run as a user runs it, at toy size."""
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
-import jsonschema
 import pytest
 
 from apbv import demo
 from apbv.methods import METHODS
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCRIPT = BENCHMARKS / "scaling.py"
-SCHEMA = json.loads((BENCHMARKS / "schemas" / "scaling.json").read_text())
-
-
-def run(*options) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(SCRIPT), *map(str, options)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+from scripts import assert_one_line_error, figures_of, run_benchmark
 
 
 def measured(tmp_path, kind: str, *options) -> tuple[list[dict], str]:
-    figures = tmp_path / "figures.jsonl"
-    result = run(kind, "--json", figures, *options)
-    assert result.returncode == 0, result.stderr
-    records = [json.loads(line) for line in figures.read_text().splitlines()]
-    for record in records:
-        jsonschema.validate(record, SCHEMA)
+    records, output = figures_of("scaling", tmp_path / "figures.jsonl", kind, *options)
     assert {record["kind"] for record in records} == {kind}
-    return records, result.stdout
+    return records, output
 
 
 def test_a_plan_of_a_long_video_on_eight_gpus(tmp_path):
@@ -84,7 +65,5 @@ def test_the_check_runs_both_kinds_of_hosts(tmp_path):
 
 
 def test_an_unknown_model_is_one_line():
-    result = run("plan", "--model", "no-such-model")
-    assert result.returncode == 1
-    assert "error: cannot load the configuration of no-such-model" in result.stderr
-    assert "Traceback" not in result.stderr
+    result = run_benchmark("scaling", "plan", "--model", "no-such-model")
+    assert_one_line_error(result, "cannot load the configuration of no-such-model")

@@ -1,41 +1,22 @@
 """The throughput benchmark, run as a user runs it, at toy size: its figures have the documented form."""
 
-import json
-import os
-import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
-import jsonschema
 import pytest
 
 from apbv import demo
 
-ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
-SCHEMA = json.loads((BENCHMARKS / "schemas" / "throughput.json").read_text())
+from scripts import BENCHMARKS, assert_one_line_error, figures_of, run_benchmark
+
 SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]
 
 
-def run(*options, hosts: int = 1) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(BENCHMARKS / "throughput.py")]
-    if hosts > 1:
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        nproc = ["--nproc-per-node", str(hosts)]
-        command = [sys.executable, "-m", "torch.distributed.run", *nproc, *rendezvous, *command[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([*command, *map(str, options)], env=environment, capture_output=True, text=True)
-
-
 def measured(tmp_path, *options, hosts: int = 1) -> list[dict]:
-    figures = tmp_path / "figures.jsonl"
-    result = run("--rounds", 1, "--warmup", 0, "--json", figures, *options, hosts=hosts)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in figures.read_text().splitlines()]
-    for row in rows:
-        jsonschema.validate(row, SCHEMA)
-    assert len(result.stdout.strip().splitlines()) == 2 + len(rows)
+    rows, output = figures_of(
+        "throughput", tmp_path / "f.jsonl", "--rounds", 1, "--warmup", 0, *options, hosts=hosts
+    )
+    assert len(output.strip().splitlines()) == 2 + len(rows)
     return rows
 
 
@@ -107,10 +88,7 @@ def test_a_slower_tier_costs_time(tmp_path):
     ],
 )
 def test_bad_options_are_one_line(options, message):
-    result = run(*options)
-    assert result.returncode == 1
-    assert [line for line in result.stderr.splitlines() if message in line and line.startswith("error (host 0)")]
-    assert "Traceback" not in result.stderr
+    assert_one_line_error(run_benchmark("throughput", *options), message)
 
 
 def test_presets_cover_the_papers_sweeps():

@@ -32,6 +32,7 @@ from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
 from apbv.prompt import render_prompt
 from apbv.simulate import share_weights, simulate
+from apbv.stats import append_json_lines
 from apbv.video import probe, sample_uniform
 
 from transformers import PreTrainedModel, ProcessorMixin  # isort: skip
@@ -291,8 +292,7 @@ def main() -> None:
         if hosts.rank == 0:
             print(f"{time.monotonic() - began:.0f} s\n{markdown(records)}", flush=True)
             if options.json:
-                with options.json.open("a") as file:
-                    file.writelines(json.dumps(record) + "\n" for record in records)
+                append_json_lines(options.json, records)
     hosts.close()
 
 
