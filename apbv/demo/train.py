@@ -333,10 +333,11 @@ class Trainer:
             mine = (tasks == index) & (weights > 0)
             if mine.any():
                 loss = loss + task_weights[task] * (each * weights)[mine].sum() / weights[mine].sum()
-                if kept is None:
-                    report[task] = right[mine & ((weights == 1.0) | (weights == KEY_WEIGHT))].float().mean().item()
-                elif task == "describe":
-                    report["describe, pruned"] = right[mine & (weights == 1.0)].float().mean().item()
+                telling = right[mine & ((weights == 1.0) | (weights == KEY_WEIGHT))].float()
+                if kept is None and len(telling):
+                    report[task] = telling.mean().item()
+                elif task == "describe" and len(telling):
+                    report["describe, pruned"] = telling.mean().item()
         return loss, report
 
     def draw_kept(self, num_visual: int, generator: torch.Generator) -> torch.Tensor | None:
