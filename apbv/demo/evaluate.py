@@ -29,7 +29,8 @@ from apbv.decode import GatheredDecoder, generate_tokens
 from apbv.demo import clips, model_path
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
-from apbv.models import inspect_model
+from apbv.models import ModelParts, inspect_model
+from apbv.prefill import PrefillResult
 from apbv.prompt import render_prompt
 from apbv.simulate import share_weights, simulate
 from apbv.stats import append_json_lines
@@ -89,6 +90,18 @@ def clips_folder(chosen: Path | None = None) -> Path:
     return folder
 
 
+def answer_greedily(
+    parts: ModelParts, inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, max_new_tokens: int
+) -> tuple[list[int], PrefillResult]:
+    """The greedy answer to a prompt, decoded on host 0 and known to all, and its prefill; collective."""
+    state = prefill(parts.model, inputs, hosts=hosts, config=config)
+    decoder = GatheredDecoder(parts, state.to_dynamic_cache(), state.next_position, hosts)
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    with hosts.collective_stage("decode"):
+        tokens = generate_tokens(decoder, state.logits[0], state.num_tokens, hosts, sampling, parts.eos_token_ids)
+    return tokens, state
+
+
 class Candidate:
     """A model that answers questions about files; every method is collective.
 
@@ -125,13 +138,7 @@ class Candidate:
 
     def answer(self, inputs: ModelInputs, config: PrefillConfig, max_new_tokens: int) -> tuple[list[int], dict]:
         """Greedy answer tokens, and what was really run."""
-        state = prefill(self.model, inputs, hosts=self.hosts, config=config)
-        decoder = GatheredDecoder(self.parts, state.to_dynamic_cache(), state.next_position, self.hosts)
-        sampling = SamplingConfig(max_new_tokens=max_new_tokens)
-        with self.hosts.collective_stage("decode"):
-            tokens = generate_tokens(
-                decoder, state.logits[0], state.num_tokens, self.hosts, sampling, self.parts.eos_token_ids
-            )
+        tokens, state = answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens)
         run = {"method": state.method, "tokens": state.num_tokens, "anchor_len": len(state.layout.anchor)}
         return tokens, {**run, "passing_len": state.layout.passing_len if state.method != "full" else None}
 
