@@ -15,5 +15,5 @@ setup(
         "apbv.methods",
     ],
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},
-    package_data={"apbv.demo": ["clip.mp4", "model/*", "*.png", "README.md"]},
+    package_data={"apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"]},
 )

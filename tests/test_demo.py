@@ -99,6 +99,34 @@ def test_the_checkpoint_is_genuine_small_and_lists_no_foreign_path(target):
         assert not re.search(r'"(/|[A-Z]:\\\\)\w+/', file.read_text()), file
 
 
+def test_the_draft_is_small_and_reads_and_writes_as_the_target_does():
+    draft = load(demo.draft_path())
+    assert type(draft) is Qwen2_5_VLForConditionalGeneration
+    assert draft.num_parameters() <= 1_000_000
+    files = [*demo.model_path().iterdir(), *demo.draft_path().iterdir()]
+    assert sum(file.stat().st_size for file in files) < 20_000_000
+    shared = ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja")
+    for name in (*shared, "generation_config.json"):
+        assert (demo.draft_path() / name).read_bytes() == (demo.model_path() / name).read_bytes()
+
+
+@pytest.mark.parametrize("grid, num_shots", [(2, 64), (6, 24)])
+def test_the_draft_agrees_with_the_target(target, processor, tmp_path, grid, num_shots):
+    """On clips that neither was trained on; less so where it sees a tenth of the visual tokens."""
+    candidate, draft = Candidate(target, processor, HostGroup.single()), load(demo.draft_path())
+    exam, agreed, total = Exam(grid, num_shots, 3, split="validation"), {1.0: 0, 0.1: 0}, 0
+    for seed in range(exam.num_clips):
+        inputs = candidate.read(exam.file(seed, tmp_path), clips.DESCRIBE_QUESTION)
+        tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
+        total += len(tokens)
+        order = torch.randperm(inputs.num_visual_tokens, generator=torch.Generator().manual_seed(seed))
+        for share in agreed:
+            kept = order[: round(share * len(order))].sort().values
+            agreed[share] += sum(map(int.__eq__, predict_along(draft, inputs, tokens, kept), tokens))
+    assert agreed[1.0] >= 0.8 * total
+    assert agreed[0.1] < agreed[1.0]
+
+
 def test_any_text_survives_the_tokenizer(processor):
     for text in ("which letter has the border: red", "Où est 漢字?\n\tline two  ", "end, 42 😀"):
         assert processor.tokenizer.decode(processor.tokenizer(text).input_ids) == text

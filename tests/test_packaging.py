@@ -107,7 +107,7 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     data = {
         path.relative_to(ROOT).as_posix() for path in demo.rglob("*") if path.is_file() and path.suffix != ".pyc"
     }
-    assert {"apbv/demo/model/config.json", "apbv/demo/clip.mp4"} <= data
+    assert {"apbv/demo/model/config.json", "apbv/demo/draft/config.json", "apbv/demo/clip.mp4"} <= data
     assert data <= names
 
 

@@ -1,8 +1,8 @@
-"""A small trained video-language model and a clip to ask it about, both part of the package.
+"""A small trained video-language model, its draft, and a clip to ask them about, all part of the package.
 
-The model is an ordinary Hugging Face checkpoint of `Qwen2_5_VLForConditionalGeneration` with 3.1 M parameters,
-trained by `apbv.demo.train` on synthetic clips (`apbv.demo.clips`): it reads letters in coloured borders and names
-scenes. Pass `model_path()` to any `from_pretrained`.
+Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
+parameters, trained by `apbv.demo.train` on synthetic clips (`apbv.demo.clips`): they read letters in coloured
+borders and name scenes. Pass `model_path()` and `draft_path()` to any `from_pretrained`.
 """
 
 from pathlib import Path
@@ -22,6 +22,11 @@ DEMO_CLIP = (10, 64, "test")  # arguments of apbv.demo.clips.make_clip that spec
 def model_path() -> Path:
     """Folder of the packaged checkpoint."""
     return _FOLDER / "model"
+
+
+def draft_path() -> Path:
+    """Folder of the draft's checkpoint, with the same tokenizer and processor."""
+    return _FOLDER / "draft"
 
 
 def video_path() -> Path:

@@ -1,21 +1,21 @@
 """How often the draft would say the target's next token, seeing all visual tokens or a random part of them.
 
-    python -m apbv.demo.agreement --draft DIR --shots 24 64 128 --keep 1.0 0.1 --clips 40
+    python -m apbv.demo.agreement --shots 24 64 128 --keep 1.0 0.1 --clips 40
 
 The target describes held-out clips greedily; the draft reads along, and its most likely token is compared at every
 step. Kept tokens keep their positions.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
-from apbv.demo import clips, model_path
-from apbv.demo.evaluate import Candidate, Exam, clips_folder, wilson
+from apbv.demo import clips, draft_path, model_path
+from apbv.demo.evaluate import Candidate, Exam, clips_folder
+from apbv.stats import append_json_lines
 
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip
@@ -54,7 +54,7 @@ def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=model_path(), help="the target's checkpoint folder")
-    parser.add_argument("--draft", type=Path, required=True, help="the draft's checkpoint folder")
+    parser.add_argument("--draft", type=Path, default=draft_path(), help="the draft's checkpoint folder")
     parser.add_argument("--grids", type=int, nargs="+", default=list(clips.GRIDS), choices=clips.GRIDS)
     parser.add_argument("--shots", type=int, nargs="+", default=[24, 64, 128], help="lengths of the clips")
     parser.add_argument("--keep", type=float, nargs="+", default=[1.0, 0.1], help="shares of the visual tokens")
@@ -88,15 +88,13 @@ def main() -> None:
             for share in options.keep:
                 record = {"grid": grid, "shots": num_shots, "clips": exam.num_clips, "split": exam.split}
                 record |= {"kept": share, "right": right[share], "total": total}
-                low, high = wilson(right[share], total)
                 print(
                     f"{grid} x {grid}, {num_shots} shots, {share:.0%} of the visual tokens: "
-                    f"{right[share] / total:.3f} ({low:.3f}-{high:.3f}) of {total} tokens agree",
+                    f"{right[share] / total:.3f} of {total} tokens agree",
                     flush=True,
                 )
                 if options.json:
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                    append_json_lines(options.json, [record])
 
 
 if __name__ == "__main__":
