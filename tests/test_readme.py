@@ -1,7 +1,9 @@
 """What the README says, run."""
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +57,11 @@ def test_the_library_examples_run():
     assert lines[0].startswith(answer_to("name the letters in order"))
     assert lines[1].strip() == answer_to("how many letters are shown")
     assert "torch.Size([1, " in run(second, shell=False)
+
+
+def test_the_benchmark_commands_are_understood(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    commands = re.findall(r"benchmarks/(\w+)\.py(.*?)(?:#.*)?$", blocks("bash benchmarks")[0], re.MULTILINE)
+    assert {name for name, _ in commands} == {"throughput", "scaling", "accuracy"}
+    for name, options in commands:
+        importlib.import_module(name).parse_arguments(shlex.split(options))
