@@ -7,7 +7,7 @@ import pytest
 from apbv import demo
 from apbv.methods import METHODS
 
-from scripts import assert_one_line_error, figures_of, run_benchmark
+from scripts import assert_one_line_error, figures_of
 
 
 def measured(tmp_path, kind: str, *options) -> tuple[list[dict], str]:
@@ -64,6 +64,6 @@ def test_the_check_runs_both_kinds_of_hosts(tmp_path):
         assert record["error"] == pytest.approx(record["simulated_ms"][0] / record["real_ms"][0] - 1)
 
 
-def test_an_unknown_model_is_one_line():
-    result = run_benchmark("scaling", "plan", "--model", "no-such-model")
-    assert_one_line_error(result, "cannot load the configuration of no-such-model")
+def test_an_unknown_model_is_one_line(capsys):
+    options = ["plan", "--model", "no-such-model"]
+    assert_one_line_error("scaling", options, "cannot load the configuration of no-such-model", capsys)

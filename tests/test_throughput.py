@@ -7,7 +7,7 @@ import pytest
 
 from apbv import demo
 
-from scripts import BENCHMARKS, assert_one_line_error, figures_of, run_benchmark
+from scripts import BENCHMARKS, assert_one_line_error, figures_of
 
 SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]
 
@@ -87,8 +87,8 @@ def test_a_slower_tier_costs_time(tmp_path):
         (["--tokens", "100", "--model", "no-such-model"], "cannot load the model no-such-model"),
     ],
 )
-def test_bad_options_are_one_line(options, message):
-    assert_one_line_error(run_benchmark("throughput", *options), message)
+def test_bad_options_are_one_line(options, message, capsys):
+    assert_one_line_error("throughput", options, message, capsys)
 
 
 def test_presets_cover_the_papers_sweeps():
