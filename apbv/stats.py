@@ -4,9 +4,10 @@ import json
 import platform
 import resource
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -113,8 +114,9 @@ def provenance() -> dict:
     }
 
 
+@cache
 def _git_sha() -> str | None:
-    """The commit of the checkout this runs from; None for an installed package."""
+    """The commit of the checkout this runs from; None for an installed package. Asked for once a process."""
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
@@ -143,3 +145,9 @@ def append_json_lines(path: Path, records: Iterable[dict]) -> None:
             file.writelines(json.dumps(record) + "\n" for record in records)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error}") from error
+
+
+def markdown_table(header: Sequence, rows: Iterable[Sequence], align: str = "---:") -> str:
+    """Rows of cells under a header, in Markdown."""
+    lines = [header, [align] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -29,7 +29,7 @@ from apbv.demo.evaluate import Exam, clips_folder, score_on, wilson
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.simulate import share_weights, simulate
-from apbv.stats import append_json_lines, provenance
+from apbv.stats import append_json_lines, markdown_table, provenance
 
 TASKS = ("retrieval", "ordering", "counting")
 LONGEST = 2**30  # passes whole blocks on
@@ -122,7 +122,7 @@ def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dic
                 models = [share_weights(model) for _ in range(number)]
 
                 def job(host, task=task, configs=configs, num_tokens=num_tokens, models=models):
-                    twin, ways = models[host.rank if len(models) > 1 else 0], list(configs.values())
+                    twin, ways = models[host.rank], list(configs.values())
                     return score_ruler(twin, tokenizer, host, ways, task, num_tokens, options.clips, options.seed)
 
                 simulated = number > 1 and hosts.size == 1
@@ -145,10 +145,8 @@ def markdown(records: list[dict]) -> str:
             cell[1] += record["total"]
     columns = list(dict.fromkeys(name for cells in rows.values() for name in sorted(cells, key=_column_order)))
     header = ["clip", "hosts", "prefill", *columns]
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    for key, cells in rows.items():
-        lines.append("| " + " | ".join([*map(str, key), *(_cell(cells.get(name)) for name in columns)]) + " |")
-    return "\n".join(lines)
+    shown = [[*key, *(_cell(cells.get(name)) for name in columns)] for key, cells in rows.items()]
+    return markdown_table(header, shown, align="---")
 
 
 def _column_order(name: str) -> tuple[int, int, str]:

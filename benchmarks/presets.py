@@ -71,7 +71,8 @@ def _two_tiers(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
 
 
 # The paper's lengths, and shorter ones for the CPU's shorter prompt.
-_PASSING = {"cuda": (0, 128, 256, 512, 10**6), "cpu": (0, 32, 64, 128, 10**6)}
+_WHOLE_BLOCKS = 10**6
+_PASSING = {"cuda": (0, 128, 256, 512, _WHOLE_BLOCKS), "cpu": (0, 32, 64, 128, _WHOLE_BLOCKS)}
 _ANCHOR = {"cuda": (0, 128, 256, 512, 1024), "cpu": (0, 32, 64, 128, 256)}
 
 
@@ -79,7 +80,7 @@ def _lengths(name: str, values: tuple[int, ...]) -> Callable[[int, Link, Prefill
     def cases(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
         swept = [
             Case(
-                "apbv, no compression" if value == 10**6 else f"apbv, {name} = {value}",
+                "apbv, no compression" if value == _WHOLE_BLOCKS else f"apbv, {name} = {value}",
                 replace(base, **{name: value}),
                 hosts,
                 Network(link),
@@ -91,30 +92,46 @@ def _lengths(name: str, values: tuple[int, ...]) -> Callable[[int, Link, Prefill
     return cases
 
 
-def _preset(cases, frames=FRAMES, resolutions: tuple[str, ...] | None = None, hosts=(8,)):
-    def build(device: str) -> Preset:
-        return Preset(MODEL[device], frames, resolutions or (RESOLUTION[device],), hosts, cases)
-
-    return build
+def _preset(device: str, cases, frames=FRAMES, resolutions: tuple[str, ...] | None = None, hosts=(8,)) -> Preset:
+    return Preset(MODEL[device], frames, resolutions or (RESOLUTION[device],), hosts, cases)
 
 
-def _by_length(name: str, values: dict[str, tuple[int, ...]]):
-    return lambda device: _preset(_lengths(name, values[device]), frames=(64,))(device)
+def _table4(device: str) -> Preset:
+    return _preset(device, _switches, resolutions=("1440p",) if device == "cuda" else None)
+
+
+def _table5(device: str) -> Preset:
+    return _preset(device, _all_methods, hosts=(2, 4, 6, 8))
+
+
+def _table7(device: str) -> Preset:
+    preset = _preset(device, _two_tiers, frames=(64,))
+    return replace(preset, model="qwen2.5-vl-7b") if device == "cuda" else preset
+
+
+def _table8(device: str) -> Preset:
+    return _preset(device, _lengths("passing_len", _PASSING[device]), frames=(64,))
+
+
+def _table9(device: str) -> Preset:
+    return _preset(device, _lengths("anchor_len", _ANCHOR[device]), frames=(64,))
+
+
+def _fig6(device: str) -> Preset:
+    return _preset(device, _all_methods)
 
 
 def _fig7(device: str) -> Preset:
     sizes = {"cuda": ("360p", "480p", "720p", "1080p", "1440p"), "cpu": ("144p", "240p", "360p")}
-    return _preset(_all_methods, frames=(64,) if device == "cuda" else (32,), resolutions=sizes[device])(device)
+    return _preset(device, _all_methods, frames=(64,) if device == "cuda" else (32,), resolutions=sizes[device])
 
 
 PRESETS: dict[str, Callable[[str], Preset]] = {
-    "table4": lambda device: _preset(_switches, resolutions=("1440p",) if device == "cuda" else None)(device),
-    "table5": _preset(_all_methods, hosts=(2, 4, 6, 8)),
-    "table7": lambda device: replace(
-        _preset(_two_tiers, frames=(64,))(device), model="qwen2.5-vl-7b" if device == "cuda" else MODEL["cpu"]
-    ),
-    "table8": _by_length("passing_len", _PASSING),
-    "table9": _by_length("anchor_len", _ANCHOR),
-    "fig6": _preset(_all_methods),
+    "table4": _table4,
+    "table5": _table5,
+    "table7": _table7,
+    "table8": _table8,
+    "table9": _table9,
+    "fig6": _fig6,
     "fig7": _fig7,
 }

@@ -32,7 +32,7 @@ from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import ModelParts, inspect_model
 from apbv.prompt import render_prompt
-from apbv.stats import append_json_lines
+from apbv.stats import append_json_lines, markdown_table
 
 TASKS = {"single": 1, "multikey4": 4, "multikey8": 8}  # needles in the haystack; one of them is asked for
 
@@ -226,7 +226,7 @@ def score_ruler(
 def markdown(records: Sequence[dict]) -> str:
     """A table of records, one row each; the share of right answers has its 95 % interval in brackets."""
     header = ["task", "tokens", "method", "hosts", "importance", "l_a", "l_p", "right"]
-    lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
+    rows = []
     for record in records:
         low, high = wilson(record["right"], record["total"])
         row = [record[name] for name in ("task", "num_tokens", "method", "hosts")]
@@ -234,8 +234,8 @@ def markdown(records: Sequence[dict]) -> str:
         is_split = record["passing_len"] is not None
         row += [record["importance"], record["anchor_len"], passing] if is_split else ["–"] * 3
         row.append(f"{record['right'] / record['total']:.2f} ({low:.2f}-{high:.2f})")
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    return "\n".join(lines)
+        rows.append(row)
+    return markdown_table(header, rows)
 
 
 def main() -> None:

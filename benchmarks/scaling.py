@@ -38,7 +38,7 @@ from apbv.kernels import segmented_attention
 from apbv.layout import ContextLayout
 from apbv.methods import METHODS
 from apbv.simulate import Link, Network
-from apbv.stats import append_json_lines, provenance
+from apbv.stats import append_json_lines, markdown_table, provenance
 
 # Peak dense bf16 arithmetic, of which large matrix products are taken to reach 70 % and attention 50 %; memory
 # bandwidth; what a GPU receives over NVLink. The shares are assumptions, to be replaced by --matmul-tflops and
@@ -145,7 +145,7 @@ def plan(options: argparse.Namespace) -> list[dict]:
                 }
             )
     header = ["tokens", "hosts", "method", "FLOP ratio", "floor ms", "no overlap ms", "speed-up", "MB received"]
-    print(_table([*header, "KV MB / host"], [_plan_row(record) for record in records]))
+    print(markdown_table([*header, "KV MB / host"], [_plan_row(record) for record in records]))
     if options.plot:
         plot_plan(records, options.plot)
     return records
@@ -251,9 +251,8 @@ def simulate(options: argparse.Namespace) -> list[dict]:
                     }
                 )
     header = ["tokens", "hosts", "method", "full s", "critical path s", "speed-up", "FLOP ratio", "share of it"]
-    print(
-        _table([*header, "ratio by rates", "GFLOP/s full", "GFLOP/s path"], [_simulated_row(r) for r in records])
-    )
+    header += ["ratio by rates", "GFLOP/s full", "GFLOP/s path"]
+    print(markdown_table(header, [_simulated_row(record) for record in records]))
     return records
 
 
@@ -310,7 +309,7 @@ def check(options: argparse.Namespace) -> list[dict]:
         + [f"{r['error']:+.1%}"]
         for r in records
     ]
-    print(_table(header, rows))
+    print(markdown_table(header, rows))
     return records
 
 
@@ -322,11 +321,6 @@ def _run_one_thread(command: list[str]) -> list[dict]:
         if result.returncode:
             raise ValueError(f"{' '.join(command)} failed:\n{result.stderr}")
         return [json.loads(line) for line in figures]
-
-
-def _table(header: list[str], rows: list[list]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def _finite(fields: dict) -> dict:

@@ -34,7 +34,7 @@ from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
 from apbv.simulate import Link, Network, share_weights, simulate
-from apbv.stats import StageTimer, append_json_lines, provenance
+from apbv.stats import StageTimer, append_json_lines, markdown_table, provenance
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -257,7 +257,7 @@ def table(rows: list[dict]) -> str:
     """The figures for people, as Markdown."""
     header = ["tokens", "hosts", "method", "l_a", "l_p", "TTFT p50 ms", "p99 ms", "req/s", "vs full", "vs ring"]
     header += ["encode ms", "prefill ms", "MiB received"]
-    lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
+    lines = []
     for row in rows:
         ratios = [row["speedup_vs_full"], row["speedup_vs_zigzag_ring"]]
         cells = [row["num_input_tokens"], f"{row['hosts']}{' (simulated)' if row['simulated'] else ''}"]
@@ -266,8 +266,8 @@ def table(rows: list[dict]) -> str:
         cells += [f"{row['request_throughput']:.3f}", *("–" if r is None else f"{r:.2f}" for r in ratios)]
         cells += [f"{row['stages_ms'][name]:.1f}" for name in ("encode", "prefill")]
         cells.append(f"{sum(row['comm_bytes']) / 2**20:.1f}")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(header, lines)
 
 
 def plot(rows: list[dict], path: Path) -> None:

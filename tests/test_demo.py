@@ -11,7 +11,7 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
 from apbv.demo import clips, data, scale, train
-from apbv.demo.agreement import predict_along
+from apbv.demo.agreement import count_agreements, predict_along
 from apbv.demo.evaluate import Candidate, Exam, markdown, score, wilson
 
 
@@ -114,15 +114,8 @@ def test_the_draft_is_small_and_reads_and_writes_as_the_target_does():
 def test_the_draft_agrees_with_the_target(target, processor, tmp_path, grid, num_shots):
     """On clips that neither was trained on; less so where it sees a tenth of the visual tokens."""
     candidate, draft = Candidate(target, processor, HostGroup.single()), load(demo.draft_path())
-    exam, agreed, total = Exam(grid, num_shots, 3, split="validation"), {1.0: 0, 0.1: 0}, 0
-    for seed in range(exam.num_clips):
-        inputs = candidate.read(exam.file(seed, tmp_path), clips.DESCRIBE_QUESTION)
-        tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
-        total += len(tokens)
-        order = torch.randperm(inputs.num_visual_tokens, generator=torch.Generator().manual_seed(seed))
-        for share in agreed:
-            kept = order[: round(share * len(order))].sort().values
-            agreed[share] += sum(map(int.__eq__, predict_along(draft, inputs, tokens, kept), tokens))
+    exam = Exam(grid, num_shots, 3, split="validation")
+    agreed, total = count_agreements(candidate, draft, exam, (1.0, 0.1), tmp_path)
     assert agreed[1.0] >= 0.8 * total
     assert agreed[0.1] < agreed[1.0]
 

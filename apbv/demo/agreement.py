@@ -7,6 +7,7 @@ step. Kept tokens keep their positions.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,6 +52,35 @@ def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int]
     return model.lm_head(hidden[0, -len(tokens) :]).argmax(-1).tolist()
 
 
+def count_agreements(
+    candidate: Candidate, draft: PreTrainedModel, exam: Exam, shares: Sequence[float], folder: Path
+) -> tuple[dict[float, int], int]:
+    """On how many tokens of the target's descriptions the draft agrees, by the share of visual tokens it sees.
+
+    Args:
+        candidate: The target, on one host.
+        draft: The draft.
+        exam: The clips.
+        shares: Of the visual tokens, kept at random, one at least.
+        folder: Where the clips' files are kept.
+
+    Returns:
+        Agreeing tokens by share, and all tokens.
+    """
+    right, total = dict.fromkeys(shares, 0), 0
+    for seed in range(exam.num_clips):
+        inputs = candidate.read(exam.file(seed, folder), clips.DESCRIBE_QUESTION)
+        tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
+        total += len(tokens)
+        num_visual = inputs.num_visual_tokens
+        order = torch.randperm(num_visual, generator=torch.Generator().manual_seed(seed))
+        for share in shares:
+            kept = order[: max(1, round(share * num_visual))].sort().values
+            said = predict_along(draft, inputs, tokens, kept)
+            right[share] += sum(a == b for a, b in zip(said, tokens, strict=True))
+    return right, total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=model_path(), help="the target's checkpoint folder")
@@ -73,18 +103,7 @@ def main() -> None:
     for grid in options.grids:
         for num_shots in options.shots:
             exam = Exam(grid, num_shots, options.clips, ("describe",), options.split)
-            right = dict.fromkeys(options.keep, 0)
-            total = 0
-            for seed in range(exam.num_clips):
-                inputs = candidate.read(exam.file(seed, folder), clips.DESCRIBE_QUESTION)
-                tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
-                total += len(tokens)
-                num_visual = inputs.num_visual_tokens
-                order = torch.randperm(num_visual, generator=torch.Generator().manual_seed(seed))
-                for share in options.keep:
-                    kept = order[: max(1, round(share * num_visual))].sort().values
-                    said = predict_along(draft, inputs, tokens, kept)
-                    right[share] += sum(a == b for a, b in zip(said, tokens, strict=True))
+            right, total = count_agreements(candidate, draft, exam, options.keep, folder)
             for share in options.keep:
                 record = {"grid": grid, "shots": num_shots, "clips": exam.num_clips, "split": exam.split}
                 record |= {"kept": share, "right": right[share], "total": total}

@@ -33,7 +33,7 @@ from apbv.models import ModelParts, inspect_model
 from apbv.prefill import PrefillResult
 from apbv.prompt import render_prompt
 from apbv.simulate import share_weights, simulate
-from apbv.stats import append_json_lines
+from apbv.stats import append_json_lines, markdown_table
 from apbv.video import probe, sample_uniform
 
 from transformers import PreTrainedModel, ProcessorMixin  # isort: skip
@@ -240,11 +240,9 @@ def markdown(records: Sequence[dict]) -> str:
         cell[1] += record["total"]
     columns = [task for task in clips.TASKS if any(task in cells for cells in rows.values())]
     header = ["grid", "shots", "tokens", "method", "hosts", "l_p", *columns]
-    lines = ["| " + " | ".join(header) + " |", "|" + " ---: |" * len(header)]
-    for key, cells in rows.items():
-        shown = [_cell(task, cells) for task in columns]
-        lines.append("| " + " | ".join([*map(str, key), *shown]) + " |")
-    return "\n".join(lines)
+    return markdown_table(
+        header, [[*key, *(_cell(task, cells) for task in columns)] for key, cells in rows.items()]
+    )
 
 
 def _cell(task: str, cells: dict[str, list[int]]) -> str:
