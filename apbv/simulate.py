@@ -98,14 +98,20 @@ class _Machine:
 
 
 class SimulatedHost(HostGroup):
-    """One of the hosts of :func:`simulate`; used as any HostGroup."""
+    """One of the hosts of :func:`simulate`; used as any HostGroup.
 
-    def __init__(self, machine: _Machine, rank: int, device: torch.device):
+    Attributes:
+        laps: seconds of computing between one reading of the clock and the next.
+    """
+
+    def __init__(self, machine: _Machine, rank: int, device: torch.device, pace: Sequence[float] | None = None):
         super().__init__(device=device, timeout=float("inf"), owns_group=False)
         self.rank, self.size = rank, machine.num_hosts
         self._machine = machine
-        self._time = 0.0  # of this host, until _resumed
-        self._resumed = 0.0
+        self.laps: list[float] = []
+        self._pace = pace
+        self._time = 0.0  # of this host, when its clock was last read
+        self._read = 0.0  # the real clock, then
         self._num_posted = 0
         self._num_settled = 0
         self._arrivals: dict[int, float] = {}
@@ -116,17 +122,22 @@ class SimulatedHost(HostGroup):
 
     def clock(self) -> float:
         """Seconds that have passed on this host."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self._time + self._machine.clock() - self._resumed
-
-    def _pause(self) -> None:
-        self._time = self.clock()
+        before = self._read
+        self._resume()
+        lap = self._read - before
+        if self._pace is not None:
+            if len(self.laps) == len(self._pace):
+                raise ValueError(f"host {self.rank} reads its clock more often than its pace was recorded for")
+            lap = self._pace[len(self.laps)]
+        self.laps.append(lap)
+        self._time += lap
+        return self._time
 
     def _resume(self) -> None:
+        """From now on time counts as this host's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._resumed = self._machine.clock()
+        self._read = self._machine.clock()
 
     # ---- exchanges ----
 
@@ -204,7 +215,7 @@ class SimulatedHost(HostGroup):
             machine.turn.notify_all()
 
         def finish():
-            self._pause()
+            self.clock()
             machine.waiting[self.rank] = posts
             while len(posts) < self.size and not machine.is_stuck(posts):
                 machine.turn.wait()
@@ -258,6 +269,7 @@ def simulate(
     network: Network | None = None,
     device: str | torch.device = "cpu",
     clock: Callable[[], float] = time.perf_counter,
+    paces: Sequence[Sequence[float]] | None = None,
 ) -> list[Any]:
     """Run ``job(hosts, *args)`` on simulated hosts; returns what it returned on each of them.
 
@@ -270,8 +282,11 @@ def simulate(
         network: bandwidths and latencies; by default data arrives at once.
         device: where all of them compute.
         clock: seconds; what a host's computing is timed with.
+        paces: in place of measured times, each host's ``laps`` of runs of the same job, say their mean: where the
+            machine is noisy, the slowest of H hosts in every exchange is else slower than any host is by itself.
 
     Raises:
+        ValueError: a host reads its clock more often than in the run that its pace is of.
         Exception: what the job raised; where several hosts raised, the first that is no consequence.
     """
     machine = _Machine(num_hosts, network or Network(), clock)
@@ -280,7 +295,7 @@ def simulate(
     num_threads = torch.get_num_threads()
 
     def run(rank: int) -> None:
-        host = SimulatedHost(machine, rank, torch.device(device))
+        host = SimulatedHost(machine, rank, torch.device(device), paces and paces[rank])
         with machine.turn:
             if torch.get_num_threads() != num_threads:  # OpenMP's setting is the thread's own
                 torch.set_num_threads(num_threads)

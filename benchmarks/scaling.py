@@ -6,12 +6,14 @@
     python benchmarks/scaling.py check --tokens 8192 --hosts 2
 
 plan      computes; nothing runs. Any Hugging Face config, any number of tokens and hosts.
-simulate  really computes every host's share, one after the other (apbv.simulate), and sets the speed-up over full
-          attention beside what the cost model says: by arithmetic alone, and by the rates measured here.
+simulate  really computes every host's share, one after the other (apbv.simulate), several times, and sets the
+          speed-up over full attention at each host's mean pace beside what the cost model says: by arithmetic
+          alone, and by the rates measured here.
 check     how far simulated hosts are from real ones: both on one thread per host, in turn, in one run.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -193,32 +196,35 @@ def plot_plan(records: list[dict], path: Path) -> None:
 
 def simulate(options: argparse.Namespace) -> list[dict]:
     """Measured on simulated hosts, beside the cost model."""
-    options.warmup, options.seed = 0, 0
+    options.seed = 0
     hosts = HostGroup.single()
     bench = throughput.Bench(options, hosts)
     shape = shape_of(options.model, bench.model.dtype.itemsize)
     network = Network(Link(options.bandwidth, options.latency))
     records = []
-    runs = len(options.tokens) * (1 + len(options.hosts) * len(options.methods)) * options.rounds
+    ways = len(options.hosts) * len(options.methods)
+    runs = len(options.tokens) * (options.full_rounds + ways * (options.rounds + 1))
     # The first forward pass pays for what is set up once.
     bench.run(Case("full", PrefillConfig(method="full"), 1, None), bench.prepare(throughput.Workload(tokens=2048)))
     with tqdm(total=runs, unit="prefill", disable=None) as bar:
         for num_tokens in options.tokens:
-            cases = [Case("full", PrefillConfig(method="full"), 1, None)]
-            for number in options.hosts:
-                for method in options.methods:
-                    lengths = {"anchor_len": options.anchor_len, "passing_len": options.passing_len}
-                    cases.append(Case(method, PrefillConfig(method=method, **lengths), number, network))
-            measured = throughput.measure(bench, throughput.Workload(tokens=num_tokens), cases, bar)
+            job = bench.prepare(throughput.Workload(tokens=num_tokens))
+            full = Case("full", PrefillConfig(method="full"), 1, None)
+            full_ms = [_run(bench, full, job, bar)["stages_ms"]["prefill"] for _ in range(options.full_rounds)]
             machine = calibrate(shape, num_tokens, bench.model.dtype)
             prompt = prompt_of(options, num_tokens)
             alone = cost(shape, "full", layout_of("full", 1, prompt, PrefillConfig()))
-            full_ms = [sample["stages_ms"]["prefill"] for sample in measured[0].samples]
-            for entry in measured[1:]:
-                case = entry.case
-                costs = cost(shape, case.label, layout_of(case.label, case.hosts, prompt, case.config))
-                path_ms = [sample["stages_ms"]["prefill"] for sample in entry.samples]
-                ratios = [a / b for a, b in zip(full_ms, path_ms, strict=True)]
+            for number, method in itertools.product(options.hosts, options.methods):
+                lengths = {"anchor_len": options.anchor_len, "passing_len": options.passing_len}
+                case = Case(method, PrefillConfig(method=method, **lengths), number, network)
+                samples = [_run(bench, case, job, bar) for _ in range(options.rounds)]
+                # On a noisy machine the slowest host before an exchange is mostly the unluckiest one: once more,
+                # at each host's mean pace.
+                paces = [_mean_pace(laps) for laps in zip(*(sample["laps"] for sample in samples), strict=True)]
+                run = _run(bench, case, job, bar, paces)
+                costs = cost(shape, method, layout_of(method, number, prompt, case.config))
+                path_ms = run["stages_ms"]["prefill"]
+                speedup = statistics.mean(full_ms) / path_ms
                 ratio = flop_ratio(alone, costs)
                 by_rates = predict(alone, machine).total_seconds / predict(costs, machine).total_seconds
                 records.append(
@@ -227,24 +233,25 @@ def simulate(options: argparse.Namespace) -> list[dict]:
                         "kind": "simulate",
                         "simulated": True,
                         "model": options.model,
-                        "method": case.label,
-                        "hosts": case.hosts,
+                        "method": method,
+                        "hosts": number,
                         "threads_per_host": bench.threads,
                         "network": throughput.network_fields(network),
                         "num_input_tokens": num_tokens,
-                        "anchor_len": entry.run["anchor_len"],
-                        "passing_len": entry.run["passing_len"],
+                        "anchor_len": run["anchor_len"],
+                        "passing_len": run["passing_len"],
                         "full_ms": full_ms,
                         "critical_path_ms": path_ms,
-                        "speedup_vs_full": statistics.median(ratios),
+                        "noisy_critical_path_ms": [sample["stages_ms"]["prefill"] for sample in samples],
+                        "speedup_vs_full": speedup,
                         "flop_ratio": ratio,
                         "rate_ratio": by_rates,
-                        "share_of_flop_ratio": statistics.median(ratios) / ratio,
+                        "share_of_flop_ratio": speedup / ratio,
                         "gflops": {
                             "matmul": machine.matmul_flops / 1e9,
                             "attention": machine.attention_flops / 1e9,
-                            "full": alone[0].total_flops / statistics.median(full_ms) / 1e6,
-                            "critical_path": max(c.total_flops for c in costs) / statistics.median(path_ms) / 1e6,
+                            "full": alone[0].total_flops / statistics.mean(full_ms) / 1e6,
+                            "critical_path": max(c.total_flops for c in costs) / path_ms / 1e6,
                         },
                         "device": throughput.device_name(hosts.device),
                         **provenance(),
@@ -256,8 +263,20 @@ def simulate(options: argparse.Namespace) -> list[dict]:
     return records
 
 
+def _run(bench: throughput.Bench, case: Case, job, bar: tqdm, paces=None) -> dict:
+    bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
+    run = bench.run(case, job, paces)
+    bar.update()
+    return run
+
+
+def _mean_pace(laps: Sequence[Sequence[float]]) -> list[float]:
+    """The mean over a host's runs of every stretch of computing."""
+    return [statistics.mean(stretch) for stretch in zip(*laps, strict=True)]
+
+
 def _simulated_row(record: dict) -> list:
-    times = [f"{statistics.median(record[name]) / 1e3:.2f}" for name in ("full_ms", "critical_path_ms")]
+    times = [f"{ms / 1e3:.2f}" for ms in (statistics.mean(record["full_ms"]), record["critical_path_ms"])]
     names = ("speedup_vs_full", "flop_ratio", "share_of_flop_ratio", "rate_ratio")
     rates = [f"{record['gflops'][name]:.0f}" for name in ("full", "critical_path")]
     head = [record["num_input_tokens"], record["hosts"], record["method"]]
@@ -364,8 +383,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         # NVLink's, or for the check what one process copies out of another's memory.
         command.add_argument("--bandwidth", type=float, default=200e9 if kind == "simulate" else 5e9)
         command.add_argument("--latency", type=float, default=10e-6)
-        command.add_argument("--rounds", type=int, default=1 if kind == "simulate" else 3)
-    return parser.parse_args(arguments)
+        command.add_argument("--rounds", type=int, default=3)
+        if kind == "simulate":
+            command.add_argument("--full-rounds", type=int, default=1, help="of full attention, which takes long")
+    options = parser.parse_args(arguments)
+    if min(getattr(options, "rounds", 1), getattr(options, "full_rounds", 1)) < 1:
+        parser.error("--rounds and --full-rounds must be at least 1")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

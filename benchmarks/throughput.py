@@ -30,6 +30,7 @@ from tqdm import tqdm
 from workloads import CONFIGS, RESOLUTIONS, build_model, text_prompt, video_prompt
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
+from apbv.allocator import keep_freed_memory
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
@@ -74,6 +75,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, hosts: HostGroup):
         self.options, self.hosts = options, hosts
+        if hosts.device.type == "cpu":
+            keep_freed_memory()
         self.simulated = hosts.size == 1
         self.threads = torch.get_num_threads()
         dtype = getattr(torch, options.dtype or DTYPES[hosts.device.type])
@@ -114,8 +117,8 @@ class Bench:
 
         return from_batch
 
-    def run(self, case: Case, job) -> dict:
-        """One run of a case; the figures, on every host."""
+    def run(self, case: Case, job, paces=None) -> dict:
+        """One run of a case; the figures, on every host. With ``paces``, see :func:`apbv.simulate.simulate`."""
         config = replace(case.config, kv="sharded")
         if case.hosts == 1:
             return self._run_alone(config, job)
@@ -126,9 +129,12 @@ class Bench:
         device = self.hosts.device
 
         def host_job(hosts):
-            return job(hosts, self.twins[hosts.rank], config)
+            summary = job(hosts, self.twins[hosts.rank], config)
+            return summary, hosts.laps
 
-        return simulate(case.hosts, host_job, network=case.network, device=device)[0]
+        made = simulate(case.hosts, host_job, network=case.network, device=device, paces=paces)
+        summaries, laps = zip(*made, strict=True)
+        return {**summaries[0], "laps": laps}
 
     def _run_alone(self, config: PrefillConfig, job) -> dict:
         """On host 0, with the CPU threads of all hosts, while the others wait."""

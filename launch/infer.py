@@ -22,6 +22,7 @@ from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, demo
+from apbv.allocator import keep_freed_memory
 from apbv.config import KV_PLACEMENTS
 from apbv.engine import DTYPES
 from apbv.methods import METHODS
@@ -81,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
     hosts = None
     try:
         hosts = HostGroup.from_env(timeout=options.timeout)
+        if hosts.device.type == "cpu":
+            keep_freed_memory()
         _quieten(hosts)
         run(options, hosts)
     except (ValueError, HostError) as error:

@@ -86,6 +86,25 @@ def test_hosts_work_side_by_side_and_wait_for_the_slowest():
     assert run(3, job) == [33.0, 23.0, 13.0]
 
 
+def test_a_recorded_pace_replaces_measured_times():
+    """Two noisy runs: each host is slow once. At the mean pace neither waits for the other."""
+    clock = Clock()
+
+    def job(hosts, noise):
+        clock.work(1.0 + noise[hosts.rank])
+        hosts.barrier()
+        clock.work(2.0)
+        return hosts.clock(), hosts.laps
+
+    runs = [simulate(2, job, noise, clock=clock) for noise in ([4.0, 0.0], [0.0, 4.0])]
+    assert [[end for end, _ in run] for run in runs] == [[7.0, 7.0], [7.0, 7.0]]
+    paces = [[sum(laps) / 2 for laps in zip(*(run[host][1] for run in runs), strict=True)] for host in range(2)]
+    again = simulate(2, job, [100.0, 100.0], clock=clock, paces=paces)
+    assert again == [(5.0, paces[0]), (5.0, paces[1])]
+    with pytest.raises(ValueError, match="host 0 reads its clock more often"):
+        simulate(2, job, [0.0, 0.0], clock=clock, paces=[pace[:1] for pace in paces])
+
+
 def test_an_all_gather_takes_as_long_as_its_ring():
     def job(hosts, work):
         work(float(hosts.rank))
