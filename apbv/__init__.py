@@ -4,7 +4,7 @@ from .torchvision_guard import ensure_torchvision_imports
 
 ensure_torchvision_imports()
 
-from .config import PrefillConfig, SamplingConfig  # noqa: E402  (transformers must find torchvision usable)
+from .config import PrefillConfig, SamplingConfig, SpeculativeConfig  # noqa: E402  (transformers must find torchvision usable)
 from .engine import Engine, GenerateResult  # noqa: E402
 from .hosts import HostError, HostGroup  # noqa: E402
 from .inputs import ModelInputs  # noqa: E402
@@ -19,6 +19,7 @@ __all__ = [
     "PrefillConfig",
     "PrefillResult",
     "SamplingConfig",
+    "SpeculativeConfig",
     "prefill",
 ]
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ The function receives the method at hand as the keyword argument ``apbv`` of the
 which transformers hands down to every layer. So nothing is global and no modeling file is copied.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -81,6 +81,42 @@ class ShardedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out, lse = segmented_attention(q, [(k, v)], scale, causal_last=self._hosts.rank == 0)
         return gather_and_merge(out, lse, self._hosts)()
+
+
+class QueryObserver(Protocol):
+    """Looks on while a prompt is prefilled."""
+
+    def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+        """One layer, on every host that computes: the query's states, and the keys of what this host keeps.
+
+        Args:
+            q_query: ``[1, Hq, n_q, D]``, post-RoPE.
+            keys: ``[1, Hkv, T_i, D]`` for each of the layout's ``cache_spans`` of this host.
+        """
+
+
+class ObservedAttention:
+    """A layer's attention, and somebody who looks on.
+
+    Args:
+        query_rows, kept_rows: where the query and this host's cache spans lie among the local tokens.
+    """
+
+    def __init__(
+        self,
+        attention: LayerAttention,
+        observer: QueryObserver,
+        query_rows: range,
+        kept_rows: Sequence[range],
+    ):
+        self._attention, self._observer = attention, observer
+        self._query_rows, self._kept_rows = query_rows, kept_rows
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        rows = self._query_rows
+        keys = [k[:, :, kept.start : kept.stop] for kept in self._kept_rows]
+        self._observer.observe(q[:, :, rows.start : rows.stop], keys, scale)
+        return self._attention(q, k, v, scale)
 
 
 def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup):

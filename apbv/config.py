@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 KV_PLACEMENTS = ("gathered", "sharded")
+KEEP_POLICIES = ("attention", "hippo", "random", "uniform_frames", "full")
 
 
 def _is_int(value) -> bool:
@@ -96,3 +97,41 @@ class SamplingConfig:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must lie in 0 .. 2^64-1, not {self.seed!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How a draft proposes tokens for the target to verify. Whatever is chosen, the output is the target's own.
+
+    Attributes:
+        strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"specvlm"`` (on the
+            visual tokens that ``keep`` preserves), ``"vanilla"`` (on all of them) and ``"text_only"``; the target
+            itself in ``"std"`` (on the most attended visual KV), ``"streaming"`` (on the latest) and
+            ``"layerskip"`` (its first layers); ``"ngram"`` looks up what followed the last tokens before.
+        draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the packaged one.
+        num_draft_tokens: γ, tokens drafted per round.
+        keep: how the visual tokens that the draft sees are chosen: ``"attention"`` (SpecVLM), ``"hippo"``
+            (attention, change over time, variety in space), ``"random"``, ``"uniform_frames"``, ``"full"``.
+        keep_ratio: the share of visual tokens that the draft sees.
+        layer_ratio: the share of layers that ``"layerskip"`` runs.
+
+    Raises:
+        ValueError: a number is out of range, or a name is unknown. An unknown strategy is refused by the engine.
+    """
+
+    strategy: str = "specvlm"
+    draft_model: str | None = None
+    num_draft_tokens: int = 5
+    keep: str = "attention"
+    keep_ratio: float = 0.1
+    layer_ratio: float = 0.5
+
+    def __post_init__(self):
+        if not _is_int(self.num_draft_tokens) or not 1 <= self.num_draft_tokens <= 256:
+            raise ValueError(f"num_draft_tokens must lie in 1 .. 256, not {self.num_draft_tokens!r}")
+        if self.keep not in KEEP_POLICIES:
+            raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
+        for name in ("keep_ratio", "layer_ratio"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], not {value!r}")

@@ -1,6 +1,6 @@
 """Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,10 +16,13 @@ from .sampling import sample
 
 
 class Decoder(Protocol):
-    """Advances a sequence by tokens that are already chosen."""
+    """Advances a sequence by tokens that are already chosen, and takes the last of them back. Collective."""
 
-    def advance(self, token: int) -> Tensor | None:
-        """Run the model on one token; returns the next token's logits ``[V]`` on host 0 at least."""
+    def advance(self, tokens: Sequence[int]) -> Tensor | None:
+        """Run the model on S tokens; returns the logits after each, ``[S, V]``, on host 0 at least."""
+
+    def take_back(self, count: int) -> None:
+        """Forget the last ``count`` tokens."""
 
 
 class GatheredDecoder:
@@ -28,35 +31,46 @@ class GatheredDecoder:
     def __init__(self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position, self._hosts = parts, cache, next_position, hosts
 
-    def advance(self, token: int) -> Tensor | None:
+    def advance(self, tokens: Sequence[int]) -> Tensor | None:
         if self._hosts.rank != 0:
             return None
-        logits = run_language_model(self._parts, [token], self._position, self._cache)
-        self._position += 1
+        logits = run_language_model(self._parts, tokens, self._position, self._cache)
+        self._position += len(tokens)
         return logits
+
+    def take_back(self, count: int) -> None:
+        if self._hosts.rank == 0 and count:
+            self._cache.crop(-count)
+            self._position -= count
 
 
 class ShardedDecoder:
-    """Every host runs the new token against its own share of the KV; host 0 keeps the new token's KV."""
+    """Every host runs the new tokens against its own share of the KV; host 0 keeps the new tokens' KV."""
 
     def __init__(self, parts: ModelParts, cache: ShardedCache, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position = parts, cache, next_position
         self._attention = ShardedAttention(hosts)
 
-    def advance(self, token: int) -> Tensor | None:
+    def advance(self, tokens: Sequence[int]) -> Tensor | None:
         with apbv_attention(self._parts.language_model):
-            logits = run_language_model(self._parts, [token], self._position, self._cache, apbv=self._attention)
-        self._position += 1
+            logits = run_language_model(self._parts, tokens, self._position, self._cache, apbv=self._attention)
+        self._position += len(tokens)
         return logits
+
+    def take_back(self, count: int) -> None:
+        self._cache.crop(-count)
+        self._position -= count
 
 
 @torch.no_grad()
-def run_language_model(parts: ModelParts, tokens: list[int], position: int, cache, **kwargs) -> Tensor:
-    """Logits ``[V]`` after the last of some consecutive text tokens; their KV goes into the cache.
+def run_language_model(
+    parts: ModelParts, tokens: Sequence[int], position: int, cache, last_only: bool = False, **kwargs
+) -> Tensor:
+    """Logits ``[S, V]`` after each of S consecutive text tokens, or ``[1, V]``; their KV goes into the cache.
 
     Text continues one position at a time; for M-RoPE models time, height and width advance together.
     """
-    input_ids = torch.tensor([tokens], device=parts.device)
+    input_ids = torch.tensor([list(tokens)], device=parts.device)
     position_ids = torch.arange(position, position + len(tokens), device=parts.device)[None]
     if parts.uses_mrope:
         position_ids = position_ids.expand(3, -1, -1)
@@ -67,7 +81,7 @@ def run_language_model(parts: ModelParts, tokens: list[int], position: int, cach
         use_cache=True,
         **kwargs,
     ).last_hidden_state
-    return parts.logits(hidden[:, -1:])[0, 0]
+    return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
 
 
 def generate_tokens(
@@ -97,4 +111,5 @@ def generate_tokens(
             on_token(token)
         if token in eos_token_ids or len(tokens) == config.max_new_tokens:
             return tokens
-        logits = decoder.advance(token)
+        rows = decoder.advance([token])
+        logits = None if rows is None else rows[-1]

@@ -1,7 +1,7 @@
 """Engine: from a question about a file to an answer, over all hosts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from transformers import (
 )
 
 from . import demo
-from .config import PrefillConfig, SamplingConfig
+from .config import PrefillConfig, SamplingConfig, SpeculativeConfig
 from .decode import Decoder, GatheredDecoder, ShardedDecoder, generate_tokens
 from .hosts import HostGroup
 from .inputs import ModelInputs
-from .models import VIDEO_FAMILIES, inspect_model
+from .models import VIDEO_FAMILIES, ModelParts, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
+from .speculate import STRATEGIES, Prompt, generate_speculatively, make_observer
 from .stats import StageTimer, provenance
 from .video import probe, sample_fps, sample_uniform
 
@@ -55,6 +56,11 @@ class Engine:
         hosts: who takes part.
         prefill: how prompts are prefilled.
         name: what the figures call the model.
+        speculate: how answers are decoded speculatively; None: one token at a time.
+        draft: the draft model, for strategies that need one; on every host.
+
+    Raises:
+        ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class Engine:
         hosts: HostGroup,
         prefill: PrefillConfig | None = None,
         name: str | None = None,
+        speculate: SpeculativeConfig | None = None,
+        draft: PreTrainedModel | None = None,
     ):
         self.model = model
         self.processor = processor
@@ -71,7 +79,11 @@ class Engine:
         self.hosts = hosts
         self.prefill_config = prefill or PrefillConfig()
         self.name = name or type(model).__name__
+        self.speculative_config = speculate
         self._parts = inspect_model(model)
+        self._draft = None if draft is None else inspect_model(draft)
+        if speculate is not None:
+            _check_speculation(speculate, self._parts, self._draft, self.prefill_config)
 
     @classmethod
     def from_pretrained(
@@ -79,6 +91,7 @@ class Engine:
         name: str | Path,
         *,
         prefill: PrefillConfig | None = None,
+        speculate: SpeculativeConfig | None = None,
         hosts: HostGroup | None = None,
         dtype: str | torch.dtype = "auto",
     ) -> "Engine":
@@ -86,6 +99,7 @@ class Engine:
 
         Args:
             name: ``"demo"`` (the small model in this package), a directory, or a hub id.
+            speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs no name.
             hosts: by default those that torchrun started, or this process alone.
             dtype: of the weights; ``"auto"`` takes the checkpoint's.
 
@@ -98,15 +112,16 @@ class Engine:
         with hosts.local_stage(f"loading {name}"):
             if isinstance(dtype, str) and dtype not in DTYPES:
                 raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-            try:
-                family = AutoConfig.from_pretrained(path).model_type
-                is_video = family in VIDEO_FAMILIES
-                auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
-                model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
-                processor = (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
-            except (OSError, ValueError, KeyError) as error:
-                raise ValueError(f"cannot load the model {name}: {error}") from error
-            return cls(model, processor, hosts, prefill, str(name))
+            model, processor = _load(path, dtype, hosts)
+        draft = None
+        if speculate is not None and _strategy(speculate).needs_draft_model:
+            wanted = speculate.draft_model or ("demo" if str(name) == "demo" else None)
+            with hosts.local_stage(f"loading the draft model {wanted}"):
+                if wanted is None:
+                    raise ValueError(f"speculative decoding by {speculate.strategy} needs a draft model")
+                draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
+        with hosts.local_stage(f"preparing {name}"):
+            return cls(model, processor, hosts, prefill, str(name), speculate, draft)
 
     def prefill(
         self,
@@ -135,18 +150,8 @@ class Engine:
             HostError: another host failed.
         """
         timer = StageTimer(self.hosts)
-        with self.hosts.local_stage("reading the prompt"):
-            with timer.stage("preprocess"):
-                rendered = render_prompt(
-                    self._parts,
-                    self.processor,
-                    prompt,
-                    video=video,
-                    images=images,
-                    context=context,
-                    messages=messages,
-                )
-            inputs = self._read(rendered, num_frames, fps, timer)
+        source = {"video": video, "images": images, "context": context, "messages": messages}
+        inputs = self._prepare(prompt, source, num_frames, fps, timer)
         return prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
 
     def generate(
@@ -178,32 +183,65 @@ class Engine:
             sampling = SamplingConfig(
                 max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
             )
-        state = self.prefill(
-            prompt,
-            video=video,
-            images=images,
-            context=context,
-            messages=messages,
-            num_frames=num_frames,
-            fps=fps,
-        )
-        with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
-            tokens = generate_tokens(
-                self._decoder(state),
-                state.logits[0],
-                state.num_tokens,
-                self.hosts,
-                sampling,
-                self._parts.eos_token_ids,
-                on_token,
-            )
+        timer = StageTimer(self.hosts)
+        source = {"video": video, "images": images, "context": context, "messages": messages}
+        inputs = self._prepare(prompt, source, num_frames, fps, timer)
+        if self.speculative_config is None:
+            state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
+            with self.hosts.collective_stage("decode"), timer.stage("decode"):
+                tokens = generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token)
+            speculation = None
+        else:
+            state, tokens, speculation = self._generate_speculatively(inputs, sampling, timer, on_token)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return GenerateResult(text, tokens, self._record(state, sampling, tokens, text))
+        return GenerateResult(text, tokens, self._record(state, sampling, tokens, text, speculation))
 
-    def _decoder(self, state: PrefillResult) -> Decoder:
+    def _generate_speculatively(
+        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
+    ) -> tuple[PrefillResult, list[int], dict[str, Any]]:
+        """Prefill, let the draft read the prompt, and decode; also returns the figures of the speculation."""
+        config, hosts, observers = self.speculative_config, self.hosts, []
+        make = make_observer(config, self._parts)
+
+        def observe(*args):
+            observers.append(make(*args))
+            return observers[0]
+
+        state = prefill(
+            self.model,
+            inputs,
+            hosts=hosts,
+            config=self.prefill_config,
+            timer=timer,
+            observe=observe if make else None,
+        )
+        with hosts.collective_stage("draft"), timer.stage("draft"):
+            observer = observers[0] if observers else None
+            prompt = Prompt(self._parts, self._draft, inputs, state, observer, hosts, config, sampling)
+            drafter, num_seen = STRATEGIES[config.strategy].build(prompt)
+        with hosts.collective_stage("decode"), timer.stage("decode"):
+            decoder, *start = self._start(state)
+            tokens, stats = generate_speculatively(
+                decoder, drafter, *start, sampling, self._parts.eos_token_ids, config.num_draft_tokens, on_token
+            )
+        seen = {"num_visual_tokens_drafted_from": num_seen}
+        return state, tokens, {**asdict(config), **seen, **stats.summary(len(tokens))}
+
+    def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
+        """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""
         if state.shards is not None:
-            return ShardedDecoder(self._parts, state.shards, state.next_position, self.hosts)
-        return GatheredDecoder(self._parts, state.to_dynamic_cache(), state.next_position, self.hosts)
+            decoder = ShardedDecoder(self._parts, state.shards, state.next_position, self.hosts)
+        else:
+            decoder = GatheredDecoder(self._parts, state.to_dynamic_cache(), state.next_position, self.hosts)
+        return decoder, state.logits[0], state.num_tokens, self.hosts
+
+    def _prepare(
+        self, prompt: str | None, source: dict[str, Any], num_frames: int, fps: float | None, timer: StageTimer
+    ) -> ModelInputs:
+        with self.hosts.local_stage("reading the prompt"):
+            with timer.stage("preprocess"):
+                rendered = render_prompt(self._parts, self.processor, prompt, **source)
+            return self._read(rendered, num_frames, fps, timer)
 
     def _read(
         self, rendered: RenderedPrompt, num_frames: int, fps: float | None, timer: StageTimer
@@ -242,7 +280,12 @@ class Engine:
             )
 
     def _record(
-        self, state: PrefillResult, sampling: SamplingConfig, tokens: list[int], text: str
+        self,
+        state: PrefillResult,
+        sampling: SamplingConfig,
+        tokens: list[int],
+        text: str,
+        speculation: dict[str, Any] | None,
     ) -> dict[str, Any]:
         figures = state.timer.summary(len(tokens))
         return {
@@ -258,7 +301,7 @@ class Engine:
             "text": text,
             **figures,
             "samples": {"ttft_ms": [figures["ttft_ms"]]},
-            "speculation": None,
+            "speculation": speculation,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": sampling.seed,
@@ -266,3 +309,47 @@ class Engine:
             "dtype": str(self._parts.dtype).removeprefix("torch."),
             **provenance(),
         }
+
+
+def _load(path: str | Path, dtype: str | torch.dtype, hosts: HostGroup) -> tuple[PreTrainedModel, Any]:
+    """A model and its processor.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    try:
+        family = AutoConfig.from_pretrained(path).model_type
+        is_video = family in VIDEO_FAMILIES
+        auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
+        model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
+        return model, (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the model {path}: {error}") from error
+
+
+def _strategy(config: SpeculativeConfig):
+    if config.strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {config.strategy!r}; known are {', '.join(sorted(STRATEGIES))}")
+    return STRATEGIES[config.strategy]
+
+
+def _check_speculation(
+    config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None, prefill: PrefillConfig
+) -> None:
+    """Refuse what could only fail later."""
+    strategy = _strategy(config)
+    if strategy.needs_gathered_kv and prefill.kv != "gathered":
+        raise ValueError(f"{config.strategy} drafts from the KV on host 0: it needs kv='gathered'")
+    if not strategy.needs_draft_model:
+        return
+    if draft is None:
+        raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
+    ours, theirs = (
+        (parts.family, parts.video_token_id, parts.image_token_id, parts.num_deepstack_layers)
+        for parts in (target, draft)
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"a {draft.family} draft with placeholders {theirs[1:3]} does not read the prompts of this "
+            f"{target.family} model with placeholders {ours[1:3]}"
+        )

@@ -1,7 +1,7 @@
 """prefill(): one sequence-parallel forward pass of an unmodified language model, and what it leaves behind."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .attention import ShardedAttention, apbv_attention
+from .attention import LayerAttention, ObservedAttention, QueryObserver, ShardedAttention, apbv_attention
 from .cache import ShardedCache
 from .config import PrefillConfig
 from .encode import encode_visual, exchange_visual
 from .hosts import HostGroup
 from .inputs import ModelInputs
-from .layout import ContextLayout
+from .layout import ContextLayout, offsets_within
 from .methods import METHODS, PrefillMethod
 from .methods.importance import IMPORTANCE
 from .models import ModelParts, inspect_model
@@ -110,6 +110,7 @@ def prefill(
     hosts: HostGroup | None = None,
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
+    observe: Callable[[ModelInputs, ContextLayout, HostGroup], QueryObserver] | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
@@ -121,6 +122,7 @@ def prefill(
         hosts: who takes part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
+        observe: makes an observer of the question's attention (see :mod:`apbv.speculate`).
 
     Returns:
         The logits of the last token on every host, and the KV as ``config.kv`` says.
@@ -155,6 +157,14 @@ def prefill(
             )
             method_type = METHODS["full"]
         method = method_type(layout, hosts, config)
+        observer = None
+        if observe is not None:
+            if layout.is_split and not len(layout.query):
+                raise ValueError(
+                    f"the attention of the question cannot be observed with {method.name}: "
+                    "the hosts share out the question, too"
+                )
+            observer = observe(model_inputs, layout, hosts)
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {model.config}".encode())
 
@@ -164,7 +174,7 @@ def prefill(
         with timer.stage("exchange"):
             visual = exchange_visual(parts, model_inputs, features, layout, hosts)
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
-        logits, shards = _forward(parts, model_inputs, visual, method)
+        logits, shards = _forward(parts, model_inputs, visual, method, observer)
         timer.mark_first_token()
 
     result = PrefillResult(
@@ -198,16 +208,27 @@ def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMetho
     return METHODS[config.method]
 
 
-def _forward(parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod) -> tuple[Tensor, ShardedCache]:
+def _forward(
+    parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod, observer: QueryObserver | None
+) -> tuple[Tensor, ShardedCache]:
     """Run this host's tokens through the language model; logits ``[1, V]`` and this host's KV."""
     layout, hosts = method.layout, method.hosts
     spans = layout.local_spans(hosts.rank)
     cache = ShardedCache(parts.num_layers, layout, hosts.rank, keep_query=not method.separate_query)
     if spans:
         with apbv_attention(parts.language_model):
-            hidden = _run(parts, inputs, visual, spans, cache, apbv=method)
+            attention: LayerAttention = method
+            if observer is not None and not method.separate_query:
+                query, *kept = offsets_within(
+                    spans, [range(inputs.query_start, inputs.num_tokens), *layout.cache_spans(hosts.rank)]
+                )
+                attention = ObservedAttention(method, observer, query, kept)
+            hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
             if method.separate_query:
                 attention = ShardedAttention(hosts)
+                if observer is not None:  # only now does the query see all of the context
+                    kept = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))
+                    attention = ObservedAttention(attention, observer, range(len(layout.query)), kept)
                 hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
     else:  # host 0 computes the prompt alone
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)

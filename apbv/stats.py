@@ -15,7 +15,7 @@ import torch
 
 from .hosts import HostGroup
 
-STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "decode")
+STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
 
 
 class StageTimer:

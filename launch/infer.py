@@ -21,12 +21,13 @@ from tqdm import tqdm
 from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, demo
+from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
-from apbv.config import KV_PLACEMENTS
+from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
 from apbv.engine import DTYPES
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
+from apbv.speculate import STRATEGIES
 from apbv.stats import append_json_lines
 
 EXIT_FAILURE = 1
@@ -56,7 +57,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     decode.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     decode.add_argument("--top-p", type=float, default=1.0)
     decode.add_argument("--seed", type=int, default=0)
-    decode.add_argument("--speculate", choices=["off"], default="off", help="speculative decoding")
+
+    draft = parser.add_argument_group("speculative decoding")
+    draft.add_argument("--speculate", default="off", help=f"off, or one of {', '.join(sorted(STRATEGIES))}")
+    draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
+    draft.add_argument("--num-draft-tokens", type=int, default=5, help="tokens drafted per round (default 5)")
+    draft.add_argument("--keep", default="attention", help=f"which visual tokens: {', '.join(KEEP_POLICIES)}")
+    draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
 
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
@@ -107,6 +114,15 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             importance=options.importance,
             kv=options.kv,
         )
+        speculate = None
+        if options.speculate != "off":
+            speculate = SpeculativeConfig(
+                strategy=options.speculate,
+                draft_model=options.draft_model,
+                num_draft_tokens=options.num_draft_tokens,
+                keep=options.keep,
+                keep_ratio=options.keep_ratio,
+            )
         context = None
         if options.context:
             try:
@@ -114,7 +130,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                     context = file.read()
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"cannot read the context {options.context}: {error}") from error
-    engine = Engine.from_pretrained(options.model, prefill=config, hosts=hosts, dtype=options.dtype)
+    engine = Engine.from_pretrained(
+        options.model, prefill=config, speculate=speculate, hosts=hosts, dtype=options.dtype
+    )
     streamer = TextStreamer(engine.tokenizer, skip_special_tokens=True) if hosts.rank == 0 else None
 
     def show(token: int) -> None:

@@ -134,7 +134,7 @@ def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, c
         assert len(record["token_ids"]) == 5
         assert record["ttft_ms"] > 0 and record["output_throughput"] > 0
         assert set(record["stages_ms"]) == {
-            "decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "decode",
+            "decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode",
         }  # fmt: skip
         assert all(peak > 50 * 2**20 for peak in record["peak_memory_bytes"])
         assert record["speculation"] is None and record["versions"]["torch"] == torch.__version__

@@ -1,0 +1,77 @@
+"""The prompt as a draft sees it: fewer tokens at their old positions, or a smaller copy of the target's KV."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..encode import LocalVisual
+from ..hosts import HostGroup
+from ..inputs import ModelInputs
+from ..models import ModelParts
+
+
+@torch.no_grad()
+def prefill_draft(
+    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
+) -> DynamicCache | None:
+    """Run the draft over the prompt's text and some of its visual tokens, on host 0; collective.
+
+    Only the embeddings of kept tokens travel.
+
+    Args:
+        parts: the draft.
+        inputs: the target's prompt.
+        kept_visual: numbers among the visual tokens, ascending; the same on every host.
+        rows: what :func:`apbv.encode.encode_visual` made of this host's frames with the draft; None where nothing
+            visual is kept.
+
+    Returns:
+        The KV of the kept tokens on host 0, None elsewhere.
+    """
+    is_visual = parts.is_visual(inputs.input_ids[0])
+    kept = torch.cat([(~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]]).sort().values
+    rows = _collect_rows(rows, inputs, kept_visual, hosts) if len(kept_visual) else None
+    if hosts.rank != 0:
+        return None
+    input_ids = inputs.input_ids[:, kept].to(parts.device)
+    embeds, extra = LocalVisual(rows).merge_into(parts, input_ids)
+    cache = DynamicCache()
+    parts.language_model(
+        inputs_embeds=embeds,
+        position_ids=inputs.position_ids[..., kept].to(parts.device),
+        past_key_values=cache,
+        use_cache=True,
+        **extra,
+    )
+    return cache
+
+
+def _collect_rows(rows: Tensor, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup) -> Tensor | None:
+    """The kept rows, in order, on host 0."""
+    if inputs.visual.replicated or hosts.size == 1:
+        return rows[kept_visual.to(rows.device)]
+    wanted = [
+        kept_visual[(kept_visual >= p.start) & (kept_visual < p.stop)] - p.start for p in inputs.visual.pieces
+    ]
+    mine = rows[wanted[hosts.rank].to(rows.device)]
+    nothing = rows.new_empty(0)
+    parts_to_send = [mine if host == 0 else nothing for host in range(hosts.size)]
+    shapes = [(len(w), rows.shape[1]) if hosts.rank == 0 else (0,) for w in wanted]
+    received = hosts.all_to_all(parts_to_send, shapes).wait()
+    return torch.cat(received) if hosts.rank == 0 else None
+
+
+def select_kv(cache: DynamicCache, kept: Sequence[Tensor]) -> DynamicCache:
+    """A copy of some of a cache's tokens.
+
+    Args:
+        cache: ``[1, Hkv, n, D]`` per layer.
+        kept: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads.
+    """
+    chosen = DynamicCache()
+    for index, (layer, tokens) in enumerate(zip(cache.layers, kept, strict=True)):
+        rows = tokens.to(layer.keys.device)[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
+        chosen.update(layer.keys.gather(2, rows), layer.values.gather(2, rows), index)
+    return chosen

@@ -1,0 +1,107 @@
+"""Who proposes tokens for the target to verify. A drafter lives on host 0.
+
+No drafter is told what became of its proposals: it is given all tokens so far, keeps what it has already computed
+of them, and drops the rest. So there is no second account of what was accepted that could be wrong.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..config import SamplingConfig
+from ..decode import run_language_model
+from ..models import ModelParts
+from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens.
+
+    Attributes:
+        tokens: as many as were asked for, or fewer.
+        q: ``[len(tokens), Vq]`` in fp64, the distributions they were drawn from; None where they were not drawn.
+    """
+
+    tokens: list[int]
+    q: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Proposes how a sequence goes on."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+        """At most ``count`` tokens to follow all the new ``tokens`` (at least one) since the prompt."""
+
+
+class ModelDrafter:
+    """A language model, autoregressively, from a cache that holds the prompt as this drafter sees it.
+
+    Args:
+        parts: the model; it may be the target itself on a smaller KV.
+        cache: plain transformers cache of the prompt. It grows and shrinks, and what it held at first stays.
+        next_position: rotary position of the first new token: a cache slot is not a position.
+        prompt_len: n, on which random numbers depend.
+        config: how tokens are drawn.
+    """
+
+    def __init__(
+        self, parts: ModelParts, cache: DynamicCache, next_position: int, prompt_len: int, config: SamplingConfig
+    ):
+        self._parts, self._cache, self._position = parts, cache, next_position
+        self._prompt_len, self._config = prompt_len, config
+        self._cached: list[int] = []  # the new tokens whose KV the cache holds
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+        drafted: list[int] = []
+        rows: list[Tensor] = []
+        if count:
+            self._keep_common(tokens)
+        while len(drafted) < count:
+            missing = [*tokens, *drafted][len(self._cached) :]
+            logits = run_language_model(
+                self._parts, missing, self._position + len(self._cached), self._cache, last_only=True
+            )[-1]
+            self._cached += missing
+            drafted.append(self._choose(logits, self._prompt_len + len(self._cached), rows))
+        return Proposal(drafted, torch.stack(rows) if rows else None)
+
+    def _choose(self, logits: Tensor, index: int, rows: list[Tensor]) -> int:
+        if self._config.temperature == 0:
+            return int(logits.argmax())
+        rows.append(probabilities(logits, self._config.temperature, self._config.top_p))
+        return draw(rows[-1], uniform(self._config.seed, index, PURPOSE_DRAFT))
+
+    def _keep_common(self, tokens: Sequence[int]) -> None:
+        """Forget what was rejected, and at least the last token, whose logits are wanted."""
+        common = 0
+        while common < min(len(self._cached), len(tokens) - 1) and self._cached[common] == tokens[common]:
+            common += 1
+        if common < len(self._cached):
+            self._cache.crop(common - len(self._cached))
+            del self._cached[common:]
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last few tokens where they occurred before. Costs nothing.
+
+    Args:
+        prompt: the prompt's token ids.
+        longest: try to match so many tokens first, then fewer.
+    """
+
+    def __init__(self, prompt: Sequence[int], longest: int = 3):
+        self._prompt, self._longest = list(prompt), longest
+
+    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+        sequence = [*self._prompt, *tokens]
+        for length in range(min(self._longest, len(sequence) - 1), 0, -1):
+            pattern = sequence[-length:]
+            for start in range(len(sequence) - length - 1, -1, -1):  # the latest occurrence first
+                if sequence[start : start + length] == pattern:
+                    return Proposal(sequence[start + length : start + length + count])
+        return Proposal([])

@@ -1,0 +1,174 @@
+"""Which visual tokens a draft sees: scored on the hosts that prefill, from what the prefill holds.
+
+Only scores travel. Kept tokens keep their positions.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..hosts import HostGroup
+from ..inputs import ModelInputs
+from ..layout import ContextLayout
+from ..models import ModelParts
+from .scores import mean_probability, scores_of_keys, spatial_variety, standardised, temporal_change
+
+
+class _VisualAttention:
+    """Looks at the question's attention to visual tokens, of which every host holds some.
+
+    Args:
+        is_visual: ``[n]``, bool.
+        query_start: first token of the question.
+    """
+
+    def __init__(self, is_visual: Tensor, query_start: int, layout: ContextLayout, hosts: HostGroup):
+        self._layout, self._hosts = layout, hosts
+        # For every host, its visual tokens by their number among all visual tokens, in cache order.
+        numbers = is_visual.long().cumsum(0) - 1
+        self._owned = []
+        for host in range(hosts.size):
+            tokens = self._tokens(host)
+            self._owned.append(numbers[tokens[is_visual[tokens]]])
+        mine = self._tokens(hosts.rank)
+        self._visual_rows = is_visual[mine].nonzero().flatten()
+        # [query tokens, mine]: a question's token sees none that come after it.
+        self._hidden = mine > torch.arange(query_start, len(is_visual))[:, None]
+
+    def _tokens(self, host: int) -> Tensor:
+        spans = [torch.arange(span.start, span.stop) for span in self._layout.cache_spans(host)]
+        return torch.cat([*spans, torch.empty(0, dtype=torch.long)])
+
+    def _over_hosts(self, lse: Tensor) -> Tensor:
+        """Merge a log-sum-exp over each host's keys into that over all of them."""
+        return self._hosts.all_gather(lse).wait().logsumexp(dim=0) if self._layout.is_split else lse
+
+
+class AttentionScores(_VisualAttention):
+    """HIPPO's s_attn (Eq. 2), after SpecVLM: softmax over all visual keys, mean over layers, heads and queries."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._total: Tensor | float = 0.0
+        self._num_layers = 0
+
+    def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+        visual = torch.cat(list(keys), dim=2)[:, :, self._visual_rows.to(q_query.device)]
+        scores = scores_of_keys(q_query, visual, scale)
+        self._total = self._total + mean_probability(scores, self._over_hosts(scores.logsumexp(dim=-1)))
+        self._num_layers += 1
+
+    def result(self) -> Tensor:
+        """``[visual tokens]``, on every host; collective, after the prefill."""
+        mine = (self._total / self._num_layers).float() if self._num_layers else None
+        return gather_scores(mine, self._owned, self._hosts)
+
+
+class HeadAttention(_VisualAttention):
+    """STD's scores (Section 3.2): per layer and KV head, the question's attention, summed over its query heads."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._layers: list[Tensor] = []
+
+    def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+        scores = scores_of_keys(q_query, torch.cat(list(keys), dim=2), scale)
+        group = q_query.shape[1] // scores.shape[0]
+        hidden = self._hidden.to(scores.device).repeat(group, 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        lse = self._over_hosts(scores.logsumexp(dim=-1))
+        visual = scores[:, :, self._visual_rows.to(scores.device)]
+        self._layers.append((visual - lse[..., None]).exp().mean(dim=1) * group)
+
+    def result(self) -> list[Tensor]:
+        """``[Hkv, visual tokens]`` of every layer, on every host; collective, after the prefill."""
+        mine = torch.cat(self._layers).float() if self._layers else None
+        shape = self._hosts.broadcast_ints(None if mine is None else [len(self._layers), len(mine)], 2)
+        num_layers, num_rows = shape
+        rows = [
+            gather_scores(None if mine is None else mine[i], self._owned, self._hosts) for i in range(num_rows)
+        ]
+        return list(torch.stack(rows).unflatten(0, (num_layers, -1)).unbind())
+
+
+def gather_scores(mine: Tensor | None, owned: Sequence[Tensor], hosts: HostGroup) -> Tensor:
+    """Put together what every host has of one list of scores; collective.
+
+    Args:
+        mine: this host's, fp32; None where it has none.
+        owned: for every host, which places its scores belong to.
+
+    Returns:
+        All of them, on the CPU of every host.
+    """
+    longest = max(map(len, owned))
+    padded = torch.zeros(longest, device=hosts.device)
+    if mine is not None:
+        padded[: len(mine)] = mine
+    gathered = hosts.all_gather(padded).wait().cpu()
+    scores = torch.empty(sum(map(len, owned)))
+    for places, values in zip(owned, gathered, strict=True):
+        scores[places] = values[: len(places)]
+    return scores
+
+
+def frame_shape(parts: ModelParts, inputs: ModelInputs) -> tuple[int, int]:
+    """(rows, columns) of visual tokens in one frame of the prompt's video."""
+    count = inputs.visual.rows_per_unit
+    if not parts.uses_mrope:
+        side = round(count**0.5)
+        return side, count // side
+    first = inputs.position_ids[:, 0, parts.is_visual(inputs.input_ids[0])][:, :count]
+    height = len(first[1].unique())
+    return height, count // height
+
+
+def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup) -> Tensor:
+    """HIPPO's s_temp and s_spa, standardised within each frame and added: ``[visual tokens]`` on every host.
+
+    Every host scores the frames that it encoded; of its neighbours it needs one frame each. Collective.
+
+    Args:
+        rows: ``[rows of this host's piece, d]``, what the vision tower made of it.
+    """
+    height, width = frame_shape(parts, inputs)
+    visual, size = inputs.visual, inputs.visual.rows_per_unit
+    hidden = parts.language_model.config.hidden_size
+    frames = rows[: len(rows) // size * size, :hidden].reshape(-1, size, hidden)
+    ends = frames[[0, -1]] if len(frames) else frames.new_zeros(2, size, hidden)
+    everybodys = hosts.all_gather(ends).wait()
+    before = after = None
+    if not visual.replicated and len(frames):
+        with_frames = [host for host in range(hosts.size) if len(visual.pieces[host]) >= size]
+        place = with_frames.index(hosts.rank)
+        before = everybodys[with_frames[place - 1], 1] if place else None
+        after = everybodys[with_frames[place + 1], 0] if place + 1 < len(with_frames) else None
+    scores = standardised(temporal_change(frames, before, after))
+    scores = scores + standardised(spatial_variety(frames, height, width))
+    # A row that belongs to no frame (a separator at the video's end) is never pruned.
+    scores = torch.cat([scores.flatten(), scores.new_full((len(rows) - scores.numel(),), float("inf"))])
+    pieces = [
+        piece if host == 0 or not visual.replicated else range(0) for host, piece in enumerate(visual.pieces)
+    ]
+    owned = [torch.arange(piece.start, piece.stop) for piece in pieces]
+    return gather_scores(scores[: len(pieces[hosts.rank])], owned, hosts)
+
+
+def keep_best(scores: Tensor, count: int) -> Tensor:
+    """The places of the highest scores, ascending; of equal ones the earlier."""
+    return scores.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def keep_uniform_frames(num_tokens: int, per_frame: int, count: int) -> Tensor:
+    """Whole frames, evenly spaced, as many as fit (one at least, in part)."""
+    num_frames = -(-num_tokens // per_frame)
+    chosen = max(1, count // per_frame)
+    frames = torch.linspace(0, num_frames - 1, chosen).round().long()
+    places = (frames[:, None] * per_frame + torch.arange(per_frame)).flatten()
+    return places[places < num_tokens].unique()[: max(count, 1)]
+
+
+def keep_random(num_tokens: int, count: int, seed: int) -> Tensor:
+    order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))
+    return order[:count].sort().values

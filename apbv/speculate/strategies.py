@@ -1,0 +1,206 @@
+"""The ways to draft, by name: what each of them makes of a prefilled prompt."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import QueryObserver
+from ..config import SamplingConfig, SpeculativeConfig
+from ..encode import encode_visual
+from ..hosts import HostGroup
+from ..inputs import ModelInputs
+from ..layout import ContextLayout
+from ..models import ModelParts
+from ..prefill import PrefillResult
+from . import preserve
+from .draft_prompt import prefill_draft, select_kv
+from .drafters import Drafter, ModelDrafter, NgramDrafter
+from .scores import standardised
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prefilled prompt, and what a draft may be made of.
+
+    Attributes:
+        target, draft: the models; draft is None for strategies without one.
+        inputs: the prompt with its pixels.
+        state: what the target's prefill left.
+        observer: what watched the prefill, if the strategy asked for it.
+    """
+
+    target: ModelParts
+    draft: ModelParts | None
+    inputs: ModelInputs
+    state: PrefillResult
+    observer: QueryObserver | None
+    hosts: HostGroup
+    config: SpeculativeConfig
+    sampling: SamplingConfig
+
+    @property
+    def is_visual(self) -> Tensor:
+        return self.target.is_visual(self.inputs.input_ids[0])
+
+    @property
+    def num_visual(self) -> int:
+        return int(self.is_visual.sum())
+
+    @property
+    def num_kept(self) -> int:
+        """How many visual tokens the draft may see."""
+        return min(self.num_visual, max(1, round(self.config.keep_ratio * self.num_visual)))
+
+    def drafter(self, parts: ModelParts, cache) -> Drafter | None:
+        """A model that continues from a cache; None where there is no cache."""
+        if cache is None:
+            return None
+        return ModelDrafter(parts, cache, self.state.next_position, self.state.num_tokens, self.sampling)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to draft.
+
+    Attributes:
+        build: collective; the drafter on host 0 and None elsewhere, and how many visual tokens it sees.
+        observer: what has to watch the prefill, given the configuration; None if nothing.
+        needs_draft_model: a second model drafts.
+        needs_gathered_kv: the draft is made of the target's KV on host 0.
+    """
+
+    build: Callable[[Prompt], tuple[Drafter | None, int]]
+    observer: Callable[[SpeculativeConfig], type | None] = lambda config: None
+    needs_draft_model: bool = False
+    needs_gathered_kv: bool = False
+
+
+def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
+    """The visual tokens that ``config.keep`` preserves, ascending; the same on every host. Collective.
+
+    Args:
+        rows: the draft's embeddings of the frames that this host encoded.
+    """
+    config, count, total = prompt.config, prompt.num_kept, prompt.num_visual
+    if not total or config.keep == "full":
+        return torch.arange(total)
+    if config.keep == "attention":
+        return preserve.keep_best(prompt.observer.result(), count)
+    if config.keep == "random":
+        return preserve.keep_random(total, count, prompt.sampling.seed)
+    if prompt.inputs.visual.kind != "video":
+        raise ValueError(f"keep={config.keep!r} chooses among frames, and the prompt has no video")
+    if config.keep == "uniform_frames":
+        return preserve.keep_uniform_frames(total, prompt.inputs.visual.rows_per_unit, count)
+    return preserve.keep_best(_hippo_scores(prompt, rows), count)
+
+
+def _hippo_scores(prompt: Prompt, rows: Tensor) -> Tensor:
+    """HIPPO's Eq. 7: attention, change over time and variety in space, each standardised within its frame."""
+    per_frame = prompt.inputs.visual.rows_per_unit
+    attention = prompt.observer.result()
+    semantics = preserve.local_semantics(prompt.draft, prompt.inputs, rows, prompt.hosts)
+    in_frames = len(attention) // per_frame * per_frame
+    relevance = standardised(attention[:in_frames].view(-1, per_frame)).flatten()
+    # Rows behind the last frame have no neighbours in time or space.
+    return torch.cat([relevance, attention.new_zeros(len(attention) - in_frames)]) + semantics
+
+
+def _by_model(prompt: Prompt) -> tuple[Drafter | None, int]:
+    rows = encode_visual(prompt.draft, prompt.inputs.visual)
+    kept = kept_visual_tokens(prompt, rows)
+    cache = prefill_draft(prompt.draft, prompt.inputs, kept, prompt.hosts, rows)
+    return prompt.drafter(prompt.draft, cache), len(kept)
+
+
+def _vanilla(prompt: Prompt) -> tuple[Drafter | None, int]:
+    return _by_model(replace(prompt, config=replace(prompt.config, keep="full")))
+
+
+def _text_only(prompt: Prompt) -> tuple[Drafter | None, int]:
+    nothing = torch.empty(0, dtype=torch.long)
+    return prompt.drafter(prompt.draft, prefill_draft(prompt.draft, prompt.inputs, nothing, prompt.hosts, None)), 0
+
+
+def _std(prompt: Prompt) -> tuple[Drafter | None, int]:
+    """The target on its own KV: of each layer and head, all text and the most attended visual tokens."""
+    scores = prompt.observer.result() if prompt.num_visual else []
+    count = prompt.num_kept
+    best = [layer.topk(count, dim=-1).indices for layer in scores]
+    return _on_own_kv(prompt, best), count
+
+
+def _streaming(prompt: Prompt) -> tuple[Drafter | None, int]:
+    """The target on its own KV of all text and the latest visual tokens."""
+    count = prompt.num_kept
+    latest = torch.arange(prompt.num_visual - count, prompt.num_visual)
+    heads = prompt.target.num_kv_heads
+    return _on_own_kv(prompt, [latest.expand(heads, -1)] * prompt.target.num_layers), count
+
+
+def _on_own_kv(prompt: Prompt, visual: list[Tensor]) -> Drafter | None:
+    cache = prompt.state.to_dynamic_cache()
+    if cache is None:
+        return None
+    visual_tokens, text = prompt.is_visual.nonzero().flatten(), (~prompt.is_visual).nonzero().flatten()
+    heads = prompt.target.num_kv_heads
+    visual = visual or [torch.empty(heads, 0, dtype=torch.long)] * prompt.target.num_layers
+    kept = [
+        torch.cat([text.expand(heads, -1), visual_tokens[chosen]], dim=1).sort(dim=1).values for chosen in visual
+    ]
+    return prompt.drafter(prompt.target, select_kv(cache, kept))
+
+
+def _layerskip(prompt: Prompt) -> tuple[Drafter | None, int]:
+    """The target's first layers and its head, on the KV that they already have."""
+    cache = prompt.state.to_dynamic_cache()
+    if cache is None:
+        return None, prompt.num_visual
+    num_layers = max(1, round(prompt.config.layer_ratio * prompt.target.num_layers))
+    everything = torch.arange(prompt.inputs.num_tokens).expand(prompt.target.num_kv_heads, -1)
+    cache.layers = cache.layers[:num_layers]
+    shallow = replace(prompt.target, language_model=first_layers(prompt.target.language_model, num_layers))
+    return prompt.drafter(shallow, select_kv(cache, [everything] * num_layers)), prompt.num_visual
+
+
+def first_layers(language_model: nn.Module, count: int) -> nn.Module:
+    """A decoder of the first layers of another, whose weights and norm it shares."""
+    shallow = copy.copy(language_model)
+    shallow._modules = dict(language_model._modules)
+    shallow.layers = nn.ModuleList(list(language_model.layers)[:count])
+    return shallow
+
+
+def _ngram(prompt: Prompt) -> tuple[Drafter | None, int]:
+    text = prompt.inputs.input_ids[0, ~prompt.is_visual].tolist()
+    return (NgramDrafter(text) if prompt.hosts.rank == 0 else None), 0
+
+
+def _for_attention(config: SpeculativeConfig) -> type | None:
+    return preserve.AttentionScores if config.keep in ("attention", "hippo") else None
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "vanilla": Strategy(_vanilla, needs_draft_model=True),
+    "specvlm": Strategy(_by_model, _for_attention, needs_draft_model=True),
+    "text_only": Strategy(_text_only, needs_draft_model=True),
+    "std": Strategy(_std, lambda config: preserve.HeadAttention, needs_gathered_kv=True),
+    "streaming": Strategy(_streaming, needs_gathered_kv=True),
+    "layerskip": Strategy(_layerskip, needs_gathered_kv=True),
+    "ngram": Strategy(_ngram),
+}
+
+
+def make_observer(
+    config: SpeculativeConfig, parts: ModelParts
+) -> Callable[[ModelInputs, ContextLayout, HostGroup], QueryObserver] | None:
+    """What :func:`apbv.prefill` should let watch, for this strategy; None if nothing."""
+    kind = STRATEGIES[config.strategy].observer(config)
+    if kind is None:
+        return None
+    return lambda inputs, layout, hosts: kind(
+        parts.is_visual(inputs.input_ids[0]), inputs.query_start, layout, hosts
+    )

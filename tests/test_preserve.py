@@ -1,0 +1,171 @@
+"""Which visual tokens a draft sees: scores on several hosts against their definitions on one."""
+
+from functools import cache
+
+import pytest
+import torch
+from test_prefill import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
+
+from apbv import HostGroup, PrefillConfig, prefill
+from apbv.encode import encode_visual
+from apbv.models import inspect_model
+from apbv.speculate import preserve
+from apbv.speculate.scores import spatial_variety, standardised, temporal_change
+
+import families
+
+DOUBLE = torch.float64
+
+
+# ---- attention ----
+
+
+@cache
+def attention_of_the_question(family: str):
+    """By the model itself: probabilities ``[L, Hq, n_q, n]`` in fp64, and which tokens are visual."""
+    model = families.build_model(family, dtype=DOUBLE)
+    model.set_attn_implementation("eager")
+    batch = video_batch(family)
+    with torch.no_grad():
+        weights = torch.stack(model(**batch, output_attentions=True).attentions)[:, 0]
+    is_visual = inspect_model(model).is_visual(batch["input_ids"][0])
+    return weights[:, :, int(is_visual.nonzero()[-1]) + 1 :], is_visual
+
+
+def watched_job(hosts: HostGroup, family: str, settings: dict):
+    model = build(family, DOUBLE)
+    parts = inspect_model(model)
+    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
+    scores = []
+    for kind in (preserve.AttentionScores, preserve.HeadAttention):
+        made = []
+
+        def observe(inputs, layout, hosts, kind=kind, made=made):
+            made.append(kind(parts.is_visual(inputs.input_ids[0]), inputs.query_start, layout, hosts))
+            return made[0]
+
+        config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
+        prefill(model, inputs, hosts=hosts, config=config, observe=observe)
+        scores.append(made[0].result())
+    return scores
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"method": "apb"}, {"method": "full"}, {"fused_query": False}, {"zigzag": False, "kv": "sharded"}],
+    ids=str,
+)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_attention_is_scored_as_defined(pool, family, num_hosts, settings):
+    weights, is_visual = attention_of_the_question(family)
+    visual = weights[..., is_visual]
+    over_visual = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(0, 1, 2))
+    num_kv_heads = inspect_model(build(family, DOUBLE)).num_kv_heads
+    by_head = visual.mean(dim=2).unflatten(1, (num_kv_heads, -1)).sum(dim=2)
+    for attention, heads in pool.run(num_hosts, watched_job, family, settings):
+        torch.testing.assert_close(attention.double(), over_visual, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(torch.stack(heads).double(), by_head, rtol=1e-4, atol=1e-7)
+
+
+def test_methods_that_share_out_the_question_cannot_be_watched():
+    def job(hosts):
+        return watched_job(hosts, "qwen2_5_vl", {"method": "ulysses"})
+
+    from apbv.simulate import simulate
+
+    with pytest.raises(ValueError, match="cannot be observed with ulysses"):
+        simulate(2, job)
+
+
+# ---- HIPPO's scores ----
+
+
+def frames(num_frames: int, height: int, width: int) -> torch.Tensor:
+    return torch.randn(num_frames, height * width, 12, generator=torch.Generator().manual_seed(5))
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 5])
+def test_change_over_time(num_frames):
+    video = frames(num_frames, 2, 3)
+    scores = temporal_change(video)
+    for f in range(num_frames):
+        for place in range(6):
+            around = [cosine(video[f, place], video[g, place]) for g in (f - 1, f + 1) if 0 <= g < num_frames]
+            expected = 1 - sum(around) / len(around) if around else 0.0
+            assert scores[f, place] == pytest.approx(expected, abs=1e-5)
+    # A piece of a video, with the frames next to it.
+    for start in range(num_frames):
+        for stop in range(start + 1, num_frames + 1):
+            before = video[start - 1] if start else None
+            after = video[stop] if stop < num_frames else None
+            piece = temporal_change(video[start:stop], before, after)
+            torch.testing.assert_close(piece, scores[start:stop])
+
+
+@pytest.mark.parametrize(("height", "width"), [(5, 5), (7, 11), (2, 3), (12, 1)])
+def test_variety_in_space(height, width):
+    video = frames(2, height, width)
+    scores = spatial_variety(video, height, width)
+    for f in range(2):
+        for y in range(height):
+            for x in range(width):
+                crop = [
+                    (v, u)
+                    for v in range(y // 5 * 5, min(height, y // 5 * 5 + 5))
+                    for u in range(x // 5 * 5, min(width, x // 5 * 5 + 5))
+                ]
+                here = video[f, y * width + x]
+                similar = torch.tensor([cosine(here, video[f, v * width + u]) for v, u in crop])
+                expected = float(((similar - similar.mean()) ** 2).mean())
+                assert scores[f, y * width + x] == pytest.approx(expected, abs=1e-5)
+
+
+def test_equal_scores_say_nothing():
+    assert standardised(torch.ones(2, 4)).abs().max() == 0
+
+
+def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
+    model = build(family, torch.float32)
+    parts = inspect_model(model)
+    inputs = as_inputs(family, video_batch(family), None, hosts, frame_parallel=frame_parallel)
+    rows = encode_visual(parts, inputs.visual)
+    return preserve.local_semantics(parts, inputs, rows, hosts), preserve.frame_shape(parts, inputs), rows
+
+
+@pytest.mark.parametrize("frame_parallel", [True, False])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
+def test_hosts_score_their_own_frames_as_one_host_would(pool, family, num_hosts, frame_parallel):
+    reset_rope(build(family, torch.float32))
+    _, (height, width), rows = semantics_job(HostGroup.single(), family, True)
+    hidden = build(family, torch.float32).get_decoder().config.hidden_size
+    size = height * width
+    whole = rows[: len(rows) // size * size, :hidden].reshape(-1, size, hidden)
+    expected = standardised(temporal_change(whole)) + standardised(spatial_variety(whole, height, width))
+    for scores, shape, _ in pool.run(num_hosts, semantics_job, family, frame_parallel):
+        assert shape == (height, width)
+        torch.testing.assert_close(scores[: expected.numel()], expected.flatten(), rtol=1e-4, atol=1e-4)
+        assert scores[expected.numel() :].isinf().all() and len(scores) == len(rows)
+
+
+# ---- choosing ----
+
+
+def test_the_best_are_kept_in_order():
+    scores = torch.tensor([1.0, 5.0, 5.0, 2.0, 9.0, 5.0])
+    assert preserve.keep_best(scores, 3).tolist() == [1, 2, 4]
+
+
+def test_whole_frames_are_kept_evenly():
+    assert preserve.keep_uniform_frames(20, 4, 12).tolist() == [*range(4), *range(8, 12), *range(16, 20)]
+    assert preserve.keep_uniform_frames(20, 4, 2).tolist() == [0, 1]
+
+
+def test_random_choices_depend_on_the_seed():
+    first, again, other = (preserve.keep_random(100, 10, seed).tolist() for seed in (1, 1, 2))
+    assert first == again != other and len(set(first)) == 10 and first == sorted(first)
