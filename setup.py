@@ -13,6 +13,7 @@ setup(
         "apbv.kernels",
         "apbv.launch",
         "apbv.methods",
+        "apbv.speculate",
     ],
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},
     package_data={"apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"]},
