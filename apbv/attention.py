@@ -83,15 +83,29 @@ class ShardedAttention:
         return gather_and_merge(out, lse, self._hosts)()
 
 
-class QueryObserver(Protocol):
-    """Looks on while a prompt is prefilled."""
+class PrefillObserver(Protocol):
+    """Looks on while a prompt is prefilled, on every host that computes.
+
+    Attributes:
+        hidden_layers: which decoder layers' inputs it wants to see (0: the embeddings); possibly none.
+    """
+
+    hidden_layers: tuple[int, ...]
 
     def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
-        """One layer, on every host that computes: the query's states, and the keys of what this host keeps.
+        """One layer's attention: the query's states, and the keys of what this host keeps.
 
         Args:
             q_query: ``[1, Hq, n_q, D]``, post-RoPE.
             keys: ``[1, Hkv, T_i, D]`` for each of the layout's ``cache_spans`` of this host.
+        """
+
+    def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
+        """A layer's input, of the query and of the rest: each in the pass that computes it as the model means.
+
+        Args:
+            query: ``[n_q, d]``
+            kept: ``[T_i, d]`` for each of the layout's ``cache_spans`` of this host.
         """
 
 
@@ -105,7 +119,7 @@ class ObservedAttention:
     def __init__(
         self,
         attention: LayerAttention,
-        observer: QueryObserver,
+        observer: PrefillObserver,
         query_rows: range,
         kept_rows: Sequence[range],
     ):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 KV_PLACEMENTS = ("gathered", "sharded")
-KEEP_POLICIES = ("attention", "hippo", "random", "uniform_frames", "full")
+KEEP_POLICIES = ("attention", "uv_prune", "hippo", "random", "uniform_frames", "full")
 
 
 def _is_int(value) -> bool:
@@ -110,9 +110,11 @@ class SpeculativeConfig:
             ``"layerskip"`` (its first layers); ``"ngram"`` looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the packaged one.
         num_draft_tokens: γ, tokens drafted per round.
-        keep: how the visual tokens that the draft sees are chosen: ``"attention"`` (SpecVLM), ``"hippo"``
-            (attention, change over time, variety in space), ``"random"``, ``"uniform_frames"``, ``"full"``.
+        keep: how the visual tokens that the draft sees are chosen: ``"attention"`` (SpecVLM), ``"uv_prune"``
+            (ParallelVLM: what comes closer to the question in the target's first layers), ``"hippo"`` (attention,
+            change over time, variety in space), ``"random"``, ``"uniform_frames"``, ``"full"``.
         keep_ratio: the share of visual tokens that the draft sees.
+        uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
 
     Raises:
@@ -124,6 +126,7 @@ class SpeculativeConfig:
     num_draft_tokens: int = 5
     keep: str = "attention"
     keep_ratio: float = 0.1
+    uv_layer: int = 20
     layer_ratio: float = 0.5
 
     def __post_init__(self):
@@ -131,6 +134,8 @@ class SpeculativeConfig:
             raise ValueError(f"num_draft_tokens must lie in 1 .. 256, not {self.num_draft_tokens!r}")
         if self.keep not in KEEP_POLICIES:
             raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
+        if not _is_int(self.uv_layer) or self.uv_layer < 1:
+            raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
         for name in ("keep_ratio", "layer_ratio"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:

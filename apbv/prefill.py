@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .attention import LayerAttention, ObservedAttention, QueryObserver, ShardedAttention, apbv_attention
+from .attention import LayerAttention, ObservedAttention, PrefillObserver, ShardedAttention, apbv_attention
 from .cache import ShardedCache
 from .config import PrefillConfig
 from .encode import encode_visual, exchange_visual
@@ -110,7 +111,7 @@ def prefill(
     hosts: HostGroup | None = None,
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
-    observe: Callable[[ModelInputs, ContextLayout, HostGroup], QueryObserver] | None = None,
+    observe: Callable[[ModelInputs, ContextLayout, HostGroup], PrefillObserver] | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
@@ -209,27 +210,34 @@ def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMetho
 
 
 def _forward(
-    parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod, observer: QueryObserver | None
+    parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod, observer: PrefillObserver | None
 ) -> tuple[Tensor, ShardedCache]:
     """Run this host's tokens through the language model; logits ``[1, V]`` and this host's KV."""
     layout, hosts = method.layout, method.hosts
     spans = layout.local_spans(hosts.rank)
     cache = ShardedCache(parts.num_layers, layout, hosts.rank, keep_query=not method.separate_query)
     if spans:
-        with apbv_attention(parts.language_model):
-            attention: LayerAttention = method
-            if observer is not None and not method.separate_query:
-                query, *kept = offsets_within(
-                    spans, [range(inputs.query_start, inputs.num_tokens), *layout.cache_spans(hosts.rank)]
-                )
+        attention: LayerAttention = method
+        hooks = ExitStack()
+        if observer is not None:
+            query, *kept = offsets_within(
+                spans, [range(inputs.query_start, inputs.num_tokens), *layout.cache_spans(hosts.rank)]
+            )
+            if not method.separate_query:
                 attention = ObservedAttention(method, observer, query, kept)
-            hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
+            hooks = _hidden_hooks(parts, observer, None if method.separate_query else query, kept)
+        with apbv_attention(parts.language_model):
+            with hooks:
+                hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
             if method.separate_query:
                 attention = ShardedAttention(hosts)
                 if observer is not None:  # only now does the query see all of the context
+                    query = range(len(layout.query))
                     kept = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))
-                    attention = ObservedAttention(attention, observer, range(len(layout.query)), kept)
-                hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
+                    attention = ObservedAttention(attention, observer, query, kept)
+                    hooks = _hidden_hooks(parts, observer, query, None)
+                with hooks:
+                    hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
     else:  # host 0 computes the prompt alone
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
     source = layout.last_token_host
@@ -238,6 +246,26 @@ def _forward(
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
     return (logits if source is None else hosts.broadcast(logits, source)), cache
+
+
+def _hidden_hooks(
+    parts: ModelParts, observer: PrefillObserver, query: range | None, kept: list[range] | None
+) -> ExitStack:
+    """Show the observer the inputs of the layers it asks for, for as long as the stack is open."""
+    hooks = ExitStack()
+    for layer in observer.hidden_layers:
+
+        def show(module, args, kwargs, layer=layer):
+            hidden = (args[0] if args else kwargs["hidden_states"])[0]
+            observer.observe_hidden(
+                layer,
+                None if query is None else hidden[query.start : query.stop],
+                None if kept is None else [hidden[rows.start : rows.stop] for rows in kept],
+            )
+
+        hook = parts.language_model.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
+        hooks.callback(hook.remove)
+    return hooks
 
 
 def _run(parts: ModelParts, inputs: ModelInputs, visual, spans, cache, **kwargs) -> Tensor:

@@ -35,7 +35,7 @@ def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dic
 def ways(kv: str) -> list[dict]:
     """Every strategy, and every way to choose what its draft sees."""
     found = [{"strategy": name} for name, s in STRATEGIES.items() if kv == "gathered" or not s.needs_gathered_kv]
-    keeps = ("hippo", "random", "uniform_frames", "full")
+    keeps = ("hippo", "uv_prune", "random", "uniform_frames", "full")
     return found + [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in keeps]
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from test_prefill import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 
-from apbv import HostGroup, PrefillConfig, prefill
+from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
 from apbv.encode import encode_visual
 from apbv.models import inspect_model
-from apbv.speculate import preserve
+from apbv.speculate import make_observer, preserve
 from apbv.speculate.scores import spatial_variety, standardised, temporal_change
 
 import families
@@ -76,6 +76,48 @@ def test_methods_that_share_out_the_question_cannot_be_watched():
 
     with pytest.raises(ValueError, match="cannot be observed with ulysses"):
         simulate(2, job)
+
+
+@cache
+def similarity_change(family: str, last: int) -> torch.Tensor:
+    """ParallelVLM's Eq. 3 as printed, layer by layer, from the hidden states that the model itself returns."""
+    model = families.build_model(family, dtype=DOUBLE)
+    batch = video_batch(family)
+    with torch.no_grad():
+        hidden = model(**batch, output_hidden_states=True).hidden_states
+    is_visual = inspect_model(model).is_visual(batch["input_ids"][0])
+    after = int(is_visual.nonzero()[-1]) + 1
+    units = [torch.nn.functional.normalize(states[0], dim=-1) for states in hidden[: last + 1]]
+    similar = [states[is_visual] @ states[after:].T for states in units]
+    return sum(similar[layer] - similar[layer - 1] for layer in range(1, last + 1)).sum(dim=1)
+
+
+def similarity_job(hosts: HostGroup, family: str, settings: dict, last: int):
+    model = build(family, DOUBLE)
+    parts = inspect_model(model)
+    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
+    config = SpeculativeConfig(keep="uv_prune", uv_layer=last)
+    made = []
+
+    def observe(*args):
+        made.append(make_observer(config, parts)(*args))
+        return made[0]
+
+    prefill_config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
+    prefill(model, inputs, hosts=hosts, config=prefill_config, observe=observe)
+    assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
+    return made[0].result()
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "apb"}, {"method": "full"}], ids=str)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_the_change_of_similarity_telescopes(pool, family, num_hosts, settings):
+    """Of 3 layers, the inputs of the last are the deepest states that count: L is clamped."""
+    for last in (1, 20):
+        expected = similarity_change(family, min(last, 2))
+        for scores in pool.run(num_hosts, similarity_job, family, settings, last):
+            torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 # ---- HIPPO's scores ----

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
@@ -15,13 +16,15 @@ from ..models import ModelParts
 from .scores import mean_probability, scores_of_keys, spatial_variety, standardised, temporal_change
 
 
-class _VisualAttention:
-    """Looks at the question's attention to visual tokens, of which every host holds some.
+class _VisualObserver:
+    """Looks at what visual tokens, of which every host holds some, are to the question.
 
     Args:
         is_visual: ``[n]``, bool.
         query_start: first token of the question.
     """
+
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, is_visual: Tensor, query_start: int, layout: ContextLayout, hosts: HostGroup):
         self._layout, self._hosts = layout, hosts
@@ -36,6 +39,12 @@ class _VisualAttention:
         # [query tokens, mine]: a question's token sees none that come after it.
         self._hidden = mine > torch.arange(query_start, len(is_visual))[:, None]
 
+    def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+        """Not interested in attention."""
+
+    def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
+        """Not interested in hidden states."""
+
     def _tokens(self, host: int) -> Tensor:
         spans = [torch.arange(span.start, span.stop) for span in self._layout.cache_spans(host)]
         return torch.cat([*spans, torch.empty(0, dtype=torch.long)])
@@ -45,7 +54,7 @@ class _VisualAttention:
         return self._hosts.all_gather(lse).wait().logsumexp(dim=0) if self._layout.is_split else lse
 
 
-class AttentionScores(_VisualAttention):
+class AttentionScores(_VisualObserver):
     """HIPPO's s_attn (Eq. 2), after SpecVLM: softmax over all visual keys, mean over layers, heads and queries."""
 
     def __init__(self, *args):
@@ -65,7 +74,7 @@ class AttentionScores(_VisualAttention):
         return gather_scores(mine, self._owned, self._hosts)
 
 
-class HeadAttention(_VisualAttention):
+class HeadAttention(_VisualObserver):
     """STD's scores (Section 3.2): per layer and KV head, the question's attention, summed over its query heads."""
 
     def __init__(self, *args):
@@ -90,6 +99,38 @@ class HeadAttention(_VisualAttention):
             gather_scores(None if mine is None else mine[i], self._owned, self._hosts) for i in range(num_rows)
         ]
         return list(torch.stack(rows).unflatten(0, (num_layers, -1)).unbind())
+
+
+class SimilarityChange(_VisualObserver):
+    """UV-Prune (ParallelVLM, Eq. 3): how much closer visual tokens come to the question's in the first layers.
+
+    The sum over layers of differences telescopes: ΔS_i = v̂_i^L · Σ_j x̂_j^L − v̂_i^0 · Σ_j x̂_j^0, with unit vectors
+    of visual tokens v and of the question's tokens x.
+
+    Args:
+        last_layer: L; 20 in the paper.
+    """
+
+    def __init__(self, *args, last_layer: int):
+        super().__init__(*args)
+        self.hidden_layers = (0, last_layer)
+        self._text: dict[int, Tensor] = {}
+        self._visual: dict[int, Tensor] = {}
+
+    def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
+        if kept is not None:
+            rows = self._visual_rows.to(kept[0].device)
+            self._visual[layer] = functional.normalize(torch.cat(list(kept))[rows].float(), dim=-1)
+        if query is not None:
+            self._text[layer] = functional.normalize(query.float(), dim=-1).sum(dim=0)
+
+    def result(self) -> Tensor:
+        """``[visual tokens]``, on every host; collective, after the prefill."""
+        mine = None
+        if self._visual:
+            first, last = (self._visual[layer] @ self._text[layer] for layer in self.hidden_layers)
+            mine = last - first
+        return gather_scores(mine, self._owned, self._hosts)
 
 
 def gather_scores(mine: Tensor | None, owned: Sequence[Tensor], hosts: HostGroup) -> Tensor:

@@ -3,11 +3,12 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import QueryObserver
+from ..attention import PrefillObserver
 from ..config import SamplingConfig, SpeculativeConfig
 from ..encode import encode_visual
 from ..hosts import HostGroup
@@ -36,7 +37,7 @@ class Prompt:
     draft: ModelParts | None
     inputs: ModelInputs
     state: PrefillResult
-    observer: QueryObserver | None
+    observer: PrefillObserver | None
     hosts: HostGroup
     config: SpeculativeConfig
     sampling: SamplingConfig
@@ -67,13 +68,13 @@ class Strategy:
 
     Attributes:
         build: collective; the drafter on host 0 and None elsewhere, and how many visual tokens it sees.
-        observer: what has to watch the prefill, given the configuration; None if nothing.
+        observer: makes what has to watch the target's prefill; None if nothing has to.
         needs_draft_model: a second model drafts.
         needs_gathered_kv: the draft is made of the target's KV on host 0.
     """
 
     build: Callable[[Prompt], tuple[Drafter | None, int]]
-    observer: Callable[[SpeculativeConfig], type | None] = lambda config: None
+    observer: Callable[[SpeculativeConfig, ModelParts], Callable | None] = lambda config, parts: None
     needs_draft_model: bool = False
     needs_gathered_kv: bool = False
 
@@ -87,7 +88,7 @@ def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
     config, count, total = prompt.config, prompt.num_kept, prompt.num_visual
     if not total or config.keep == "full":
         return torch.arange(total)
-    if config.keep == "attention":
+    if config.keep in ("attention", "uv_prune"):
         return preserve.keep_best(prompt.observer.result(), count)
     if config.keep == "random":
         return preserve.keep_random(total, count, prompt.sampling.seed)
@@ -179,15 +180,18 @@ def _ngram(prompt: Prompt) -> tuple[Drafter | None, int]:
     return (NgramDrafter(text) if prompt.hosts.rank == 0 else None), 0
 
 
-def _for_attention(config: SpeculativeConfig) -> type | None:
+def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | None:
+    if config.keep == "uv_prune":
+        last = min(config.uv_layer, parts.num_layers - 1)
+        return partial(preserve.SimilarityChange, last_layer=last)
     return preserve.AttentionScores if config.keep in ("attention", "hippo") else None
 
 
 STRATEGIES: dict[str, Strategy] = {
     "vanilla": Strategy(_vanilla, needs_draft_model=True),
-    "specvlm": Strategy(_by_model, _for_attention, needs_draft_model=True),
+    "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True),
     "text_only": Strategy(_text_only, needs_draft_model=True),
-    "std": Strategy(_std, lambda config: preserve.HeadAttention, needs_gathered_kv=True),
+    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention, needs_gathered_kv=True),
     "streaming": Strategy(_streaming, needs_gathered_kv=True),
     "layerskip": Strategy(_layerskip, needs_gathered_kv=True),
     "ngram": Strategy(_ngram),
@@ -196,9 +200,9 @@ STRATEGIES: dict[str, Strategy] = {
 
 def make_observer(
     config: SpeculativeConfig, parts: ModelParts
-) -> Callable[[ModelInputs, ContextLayout, HostGroup], QueryObserver] | None:
+) -> Callable[[ModelInputs, ContextLayout, HostGroup], PrefillObserver] | None:
     """What :func:`apbv.prefill` should let watch, for this strategy; None if nothing."""
-    kind = STRATEGIES[config.strategy].observer(config)
+    kind = STRATEGIES[config.strategy].observer(config, parts)
     if kind is None:
         return None
     return lambda inputs, layout, hosts: kind(
