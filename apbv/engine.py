@@ -81,6 +81,7 @@ class Engine:
         self.name = name or type(model).__name__
         self.speculative_config = speculate
         self._parts = inspect_model(model)
+        self.draft_model = draft
         self._draft = None if draft is None else inspect_model(draft)
         if speculate is not None:
             _check_speculation(speculate, self._parts, self._draft, self.prefill_config)

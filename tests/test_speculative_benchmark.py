@@ -1,0 +1,53 @@
+"""The benchmark of speculative decoding at toy size, and the theory it compares with."""
+
+import pytest
+
+from apbv.speculate import theory
+
+from scripts import assert_one_line_error, figures_of
+
+
+def test_every_way_beside_autoregressive_decoding(tmp_path):
+    plot = tmp_path / "speed.png"
+    options = ["--scale", 2, "--clips", 1, "--shots", 16, "--max-new-tokens", 30, "--folder", tmp_path]
+    options += ["--keep", "attention", "full", "--num-draft-tokens", 2, 4, "--plot", plot]
+    records, output = figures_of("speculative", tmp_path / "figures.jsonl", *options)
+    labels = [record["label"] for record in records]
+    assert labels[:3] == ["autoregressive", "vanilla, γ = 2", "vanilla, γ = 4"]
+    assert labels[3:7:2] == ["specvlm, attention, 0.1, γ = 2", "specvlm, full, γ = 2"]
+    assert len(output.strip().splitlines()) == 2 + len(records) and plot.read_bytes().startswith(b"\x89PNG")
+    alone = records[0]
+    assert alone["speculation"] is None and alone["new_tokens"] == 30
+    for record in records:
+        assert record["identical"]
+        assert record["decode_speedup"] == pytest.approx(alone["decode_ms"][0] / record["decode_ms"][0])
+        assert record["end_to_end_speedup"] == pytest.approx(alone["total_ms"][0] / record["total_ms"][0])
+    for record in records[1:]:
+        figures = record["speculation"]
+        assert figures["tokens_per_target_forward"] <= figures["num_draft_tokens"] + 1
+
+
+def test_several_hosts_and_sharded_kv(tmp_path):
+    options = ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path, "--kv", "sharded"]
+    records, _ = figures_of("speculative", tmp_path / "figures.jsonl", *options, hosts=2)
+    assert [r["label"].split(",")[0] for r in records[1:]] == ["vanilla", "specvlm", "text_only", "ngram"]
+    assert all(record["identical"] and record["hosts"] == 2 for record in records)
+
+
+def test_a_missing_draft_is_one_line(capsys):
+    options = ["--draft-model", "no-such-model", "--clips", 1]
+    assert_one_line_error("speculative", options, "cannot load the model no-such-model", capsys)
+
+
+def test_the_theorems():
+    assert theory.serial(5, 5) == 5 * 6 / 10
+    assert theory.serial(5, 5, 0.4) == 5 * 3 / 10
+    assert theory.parallel(8, 8) == 8 and theory.parallel(4, 8) == 4 and theory.parallel(16, 8, 0.5) == 4
+    # With the window as long as the cost ratio, Theorem 6 is half the sum of τ^k over 2c tokens.
+    c, tau = 6, 0.7
+    assert theory.parallel_with_rollback(c, c, tau) == pytest.approx(sum(tau**k for k in range(1, 2 * c + 1)) / 2)
+    assert theory.parallel_with_rollback(c, c) == theory.parallel(c, c)
+    # Accepting independently: the mean over all outcomes of a window.
+    chances = [tau**k * (1 - tau) for k in range(c)] + [tau**c]
+    assert theory.expected_accepted(c, tau) == pytest.approx(sum(k * p for k, p in enumerate(chances)))
+    assert theory.serial_independent(c, c, 1.0) == theory.serial(c, c)
