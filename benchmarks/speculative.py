@@ -6,7 +6,7 @@
     python benchmarks/speculative.py --model PATH --draft-model PATH --video clip.mp4 --question "…"
 
 With the demo model clips of its test split are described shot by shot; --scale repeats the target's layers without
-changing what it says (apbv.demo.scale), so that target and draft differ in cost as real pairs do. All ways go through
+changing what it says (apbv.demo.scale), so that target and draft differ in cost as real pairs do. All ways take
 every clip in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
 attention: a way whose answer differs anywhere is reported without a speed.
 """

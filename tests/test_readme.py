@@ -62,6 +62,6 @@ def test_the_library_examples_run():
 def test_the_benchmark_commands_are_understood(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     commands = re.findall(r"benchmarks/(\w+)\.py(.*?)(?:#.*)?$", blocks("bash benchmarks")[0], re.MULTILINE)
-    assert {name for name, _ in commands} == {"throughput", "scaling", "accuracy"}
+    assert {name for name, _ in commands} == {"throughput", "scaling", "accuracy", "speculative"}
     for name, options in commands:
         importlib.import_module(name).parse_arguments(shlex.split(options))

@@ -1,7 +1,7 @@
 """What speculation should gain: ParallelVLM's Theorems 2 to 6 as functions.
 
-Symbols: gamma tokens are drafted per round; c = T_p / T_q, so many tokens the draft says while the target runs once;
-tau is the share of drafted tokens that are accepted. Where not said otherwise, they return the speed-up over
+gamma tokens are drafted per round; c = T_p / T_q: so many tokens the draft says while the target runs once; tau is
+the share of drafted tokens that are accepted. Where not said otherwise, functions return the speed-up over
 autoregressive decoding.
 """
 
