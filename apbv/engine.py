@@ -23,7 +23,7 @@ from .inputs import ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
-from .speculate import STRATEGIES, Prompt, generate_speculatively, make_observer
+from .speculate import STRATEGIES, Prompt, generate_speculatively, kept_by_frame, make_observer
 from .stats import StageTimer, provenance
 from .video import probe, sample_fps, sample_uniform
 
@@ -38,11 +38,14 @@ class GenerateResult:
         text: the answer, without special tokens.
         token_ids: the generated tokens, the end token included.
         stats: what the request took; the fields of ``launch/infer.py --json``.
+        kept: with a draft that sees some of a video's tokens: bool ``[T, h, w]``, for what the model merges to
+            T frames; else None.
     """
 
     text: str
     token_ids: list[int]
     stats: dict[str, Any]
+    kept: torch.Tensor | None = None
 
 
 class Engine:
@@ -191,16 +194,16 @@ class Engine:
             state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
             with self.hosts.collective_stage("decode"), timer.stage("decode"):
                 tokens = generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token)
-            speculation = None
+            speculation = kept = None
         else:
-            state, tokens, speculation = self._generate_speculatively(inputs, sampling, timer, on_token)
+            state, tokens, speculation, kept = self._generate_speculatively(inputs, sampling, timer, on_token)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return GenerateResult(text, tokens, self._record(state, sampling, tokens, text, speculation))
+        return GenerateResult(text, tokens, self._record(state, sampling, tokens, text, speculation), kept)
 
     def _generate_speculatively(
         self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
-    ) -> tuple[PrefillResult, list[int], dict[str, Any]]:
-        """Prefill, let the draft read the prompt, and decode; also returns the figures of the speculation."""
+    ) -> tuple[PrefillResult, list[int], dict[str, Any], torch.Tensor | None]:
+        """Prefill, let the draft read the prompt, and decode; with the speculation's figures, and what it saw."""
         config, hosts, observers = self.speculative_config, self.hosts, []
         make = make_observer(config, self._parts)
 
@@ -219,14 +222,21 @@ class Engine:
         with hosts.collective_stage("draft"), timer.stage("draft"):
             observer = observers[0] if observers else None
             prompt = Prompt(self._parts, self._draft, inputs, state, observer, hosts, config, sampling)
-            drafter, num_seen = STRATEGIES[config.strategy].build(prompt)
+            draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
             tokens, stats = generate_speculatively(
-                decoder, drafter, *start, sampling, self._parts.eos_token_ids, config.num_draft_tokens, on_token
+                decoder,
+                draft.drafter,
+                *start,
+                sampling,
+                self._parts.eos_token_ids,
+                config.num_draft_tokens,
+                on_token,
             )
-        seen = {"num_visual_tokens_drafted_from": num_seen}
-        return state, tokens, {**asdict(config), **seen, **stats.summary(len(tokens))}
+        seen = {"num_visual_tokens_drafted_from": draft.num_visual}
+        figures = {**asdict(config), **seen, **stats.summary(len(tokens))}
+        return state, tokens, figures, kept_by_frame(self._parts, inputs, draft.kept)
 
     def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
         """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""

@@ -21,16 +21,19 @@ from tqdm import tqdm
 from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, GenerateResult, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
 from apbv.engine import DTYPES
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
+from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
+from apbv.video import probe, read_frames, sample_fps, sample_uniform
 
 EXIT_FAILURE = 1
+MOST_FRAMES_DRAWN = 36
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -63,6 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
     draft.add_argument("--num-draft-tokens", type=int, default=5, help="tokens drafted per round (default 5)")
     draft.add_argument("--keep", default="attention", help=f"which visual tokens: {', '.join(KEEP_POLICIES)}")
+    draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
     draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
 
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
@@ -160,6 +164,32 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             print(_table(answer.stats), file=sys.stderr, flush=True)
             if options.json:
                 append_json_lines(options.json, [answer.stats])
+            if options.save_kept:
+                save_kept(answer, options)
+
+
+def save_kept(answer: GenerateResult, options: argparse.Namespace) -> None:
+    """Draw at most so many frames, evenly chosen, with the visual tokens that the draft saw.
+
+    Raises:
+        ValueError: there is nothing to draw, or the file cannot be written.
+    """
+    if answer.kept is None:
+        raise ValueError(
+            "--save-kept needs a video, and a draft that sees some of its tokens (--speculate specvlm)"
+        )
+    info = probe(options.video)
+    if options.fps is None:
+        sampled = sample_uniform(info, options.frames)
+    else:
+        sampled = sample_fps(info, options.fps, max_frames=options.frames)
+    shown = sample_uniform(len(answer.kept), MOST_FRAMES_DRAWN)
+    per_row = -(-len(sampled) // len(answer.kept))  # frames that the model merges
+    picture = draw_kept(read_frames(info, [sampled[row * per_row] for row in shown]), answer.kept[shown].numpy())
+    try:
+        picture.save(options.save_kept)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot write the picture {options.save_kept}: {error}") from error
 
 
 @contextmanager

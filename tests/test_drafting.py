@@ -1,12 +1,17 @@
 """Every way to draft, through the engine: the answer of decoding without one."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
-from test_engine import QUESTION, clip  # noqa: F401  (a fixture)
+from PIL import Image
+from test_engine import QUESTION, clip, infer  # noqa: F401  (a fixture)
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.speculate import STRATEGIES
 from apbv.speculate.drafters import NgramDrafter
+from apbv.speculate.picture import draw_kept
 
 import families
 
@@ -39,9 +44,11 @@ def ways(kv: str) -> list[dict]:
     return found + [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in keeps]
 
 
-@pytest.mark.parametrize("kv", ["gathered", "sharded"])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+@pytest.mark.parametrize(
+    ("family", "num_hosts", "kv"),
+    [("qwen2_5_vl", hosts, kv) for hosts in (1, 2, 3) for kv in ("gathered", "sharded")]
+    + [("qwen3_vl", 2, "sharded"), ("llava_onevision", 3, "gathered")],
+)
 def test_no_way_to_draft_changes_an_answer(pool, clip, family, num_hosts, kv):  # noqa: F811
     request = {"video": str(clip), "num_frames": 12}
     for host, answers in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *ways(kv)], request, 1)):
@@ -62,8 +69,9 @@ SEES_ALL = [
 ]
 
 
-@pytest.mark.parametrize("num_hosts", [1, 3])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("family", "num_hosts"), [("qwen2_5_vl", 1), ("qwen2_5_vl", 3), ("internvl", 2), ("qwen3_vl", 2)]
+)
 def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip, family, num_hosts):  # noqa: F811
     """The target itself drafts, with the seed it is built with: so its prompt, positions and KV must be right."""
     request = {"video": str(clip), "num_frames": 12, "temperature": 0.0}
@@ -100,6 +108,36 @@ def test_the_demo_pair_drafts_most_of_a_description():
     )
     assert answer.stats["speculation"]["tokens_per_target_forward"] > 3
     assert answer.stats["stages_ms"]["draft"] > 0
+
+
+def test_the_picture_of_what_the_draft_saw(tmp_path):
+    frames = np.full((3, 8, 12, 3), 200, dtype=np.uint8)
+    kept = np.zeros((3, 2, 3), dtype=bool)
+    kept[1, 0, 2] = True
+    pixels = np.asarray(draw_kept(frames, kept, columns=2))
+    assert pixels.shape == (8 + 4 + 8, 12 + 4 + 12, 3)
+    lit = np.argwhere(pixels[..., 0] == 200)
+    assert lit.min(axis=0).tolist() == [0, 16 + 8] and lit.max(axis=0).tolist() == [3, 27] and len(lit) == 4 * 4
+
+
+def test_the_command_line_speculates_and_draws(clip, tmp_path):  # noqa: F811
+    families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
+    families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
+    options = ["--model", tmp_path / "target", "--video", clip, "--frames", 12, "--prompt", QUESTION]
+    options += ["--max-new-tokens", 9]
+    speculating = ["--speculate", "specvlm", "--draft-model", tmp_path / "draft", "--keep", "hippo"]
+    speculating += ["--num-draft-tokens", 3, "--keep-ratio", 0.2, "--save-kept", tmp_path / "kept.png"]
+    plain = infer(*options, "--json", tmp_path / "plain.jsonl")
+    result = infer(*options, *speculating, "--json", tmp_path / "figures.jsonl")
+    assert plain.returncode == 0 and result.returncode == 0, result.stderr
+    assert result.stdout == plain.stdout
+    figures = json.loads((tmp_path / "figures.jsonl").read_text())
+    assert figures["token_ids"] == json.loads((tmp_path / "plain.jsonl").read_text())["token_ids"]
+    assert figures["speculation"]["num_draft_tokens"] == 3 and figures["speculation"]["keep"] == "hippo"
+    # 12 frames are merged in pairs; six pictures in three columns.
+    assert Image.open(tmp_path / "kept.png").size == (3 * 96 + 8, 2 * 64 + 4)
+    wrong = infer(*options, "--speculate", "ngram", "--save-kept", tmp_path / "none.png", hosts=1)
+    assert wrong.returncode == 1 and "--save-kept needs a video, and a draft" in wrong.stderr
 
 
 def test_lookup_takes_the_latest_longest_match():

@@ -165,6 +165,16 @@ def frame_shape(parts: ModelParts, inputs: ModelInputs) -> tuple[int, int]:
     return height, count // height
 
 
+def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
+    """Kept visual tokens as bool ``[frames, h, w]``; None where they are not known, or not of a video."""
+    if kept is None or inputs.visual is None or inputs.visual.kind != "video":
+        return None
+    height, width = frame_shape(parts, inputs)
+    mask = torch.zeros(inputs.num_visual_tokens, dtype=torch.bool)
+    mask[kept] = True
+    return mask[: len(mask) // (height * width) * height * width].view(-1, height, width)
+
+
 def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup) -> Tensor:
     """HIPPO's s_temp and s_spa, standardised within each frame and added: ``[visual tokens]`` on every host.
 

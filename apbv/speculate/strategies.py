@@ -63,17 +63,32 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Who drafts, and from what.
+
+    Attributes:
+        drafter: on host 0; None on the others.
+        num_visual: how many visual tokens it sees.
+        kept: which, by their number among the visual tokens, where all layers and heads see the same.
+    """
+
+    drafter: Drafter | None
+    num_visual: int
+    kept: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Strategy:
     """One way to draft.
 
     Attributes:
-        build: collective; the drafter on host 0 and None elsewhere, and how many visual tokens it sees.
+        build: collective.
         observer: makes what has to watch the target's prefill; None if nothing has to.
         needs_draft_model: a second model drafts.
         needs_gathered_kv: the draft is made of the target's KV on host 0.
     """
 
-    build: Callable[[Prompt], tuple[Drafter | None, int]]
+    build: Callable[[Prompt], Draft]
     observer: Callable[[SpeculativeConfig, ModelParts], Callable | None] = lambda config, parts: None
     needs_draft_model: bool = False
     needs_gathered_kv: bool = False
@@ -110,36 +125,38 @@ def _hippo_scores(prompt: Prompt, rows: Tensor) -> Tensor:
     return torch.cat([relevance, attention.new_zeros(len(attention) - in_frames)]) + semantics
 
 
-def _by_model(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _by_model(prompt: Prompt) -> Draft:
     rows = encode_visual(prompt.draft, prompt.inputs.visual)
     kept = kept_visual_tokens(prompt, rows)
     cache = prefill_draft(prompt.draft, prompt.inputs, kept, prompt.hosts, rows)
-    return prompt.drafter(prompt.draft, cache), len(kept)
+    return Draft(prompt.drafter(prompt.draft, cache), len(kept), kept)
 
 
-def _vanilla(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _vanilla(prompt: Prompt) -> Draft:
     return _by_model(replace(prompt, config=replace(prompt.config, keep="full")))
 
 
-def _text_only(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _text_only(prompt: Prompt) -> Draft:
     nothing = torch.empty(0, dtype=torch.long)
-    return prompt.drafter(prompt.draft, prefill_draft(prompt.draft, prompt.inputs, nothing, prompt.hosts, None)), 0
+    cache = prefill_draft(prompt.draft, prompt.inputs, nothing, prompt.hosts, None)
+    return Draft(prompt.drafter(prompt.draft, cache), 0, nothing)
 
 
-def _std(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _std(prompt: Prompt) -> Draft:
     """The target on its own KV: of each layer and head, all text and the most attended visual tokens."""
     scores = prompt.observer.result() if prompt.num_visual else []
     count = prompt.num_kept
     best = [layer.topk(count, dim=-1).indices for layer in scores]
-    return _on_own_kv(prompt, best), count
+    return Draft(_on_own_kv(prompt, best), count)
 
 
-def _streaming(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _streaming(prompt: Prompt) -> Draft:
     """The target on its own KV of all text and the latest visual tokens."""
     count = prompt.num_kept
     latest = torch.arange(prompt.num_visual - count, prompt.num_visual)
     heads = prompt.target.num_kv_heads
-    return _on_own_kv(prompt, [latest.expand(heads, -1)] * prompt.target.num_layers), count
+    drafter = _on_own_kv(prompt, [latest.expand(heads, -1)] * prompt.target.num_layers)
+    return Draft(drafter, count, latest)
 
 
 def _on_own_kv(prompt: Prompt, visual: list[Tensor]) -> Drafter | None:
@@ -155,16 +172,16 @@ def _on_own_kv(prompt: Prompt, visual: list[Tensor]) -> Drafter | None:
     return prompt.drafter(prompt.target, select_kv(cache, kept))
 
 
-def _layerskip(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _layerskip(prompt: Prompt) -> Draft:
     """The target's first layers and its head, on the KV that they already have."""
     cache = prompt.state.to_dynamic_cache()
     if cache is None:
-        return None, prompt.num_visual
+        return Draft(None, prompt.num_visual)
     num_layers = max(1, round(prompt.config.layer_ratio * prompt.target.num_layers))
     everything = torch.arange(prompt.inputs.num_tokens).expand(prompt.target.num_kv_heads, -1)
     cache.layers = cache.layers[:num_layers]
     shallow = replace(prompt.target, language_model=first_layers(prompt.target.language_model, num_layers))
-    return prompt.drafter(shallow, select_kv(cache, [everything] * num_layers)), prompt.num_visual
+    return Draft(prompt.drafter(shallow, select_kv(cache, [everything] * num_layers)), prompt.num_visual)
 
 
 def first_layers(language_model: nn.Module, count: int) -> nn.Module:
@@ -175,9 +192,9 @@ def first_layers(language_model: nn.Module, count: int) -> nn.Module:
     return shallow
 
 
-def _ngram(prompt: Prompt) -> tuple[Drafter | None, int]:
+def _ngram(prompt: Prompt) -> Draft:
     text = prompt.inputs.input_ids[0, ~prompt.is_visual].tolist()
-    return (NgramDrafter(text) if prompt.hosts.rank == 0 else None), 0
+    return Draft(NgramDrafter(text) if prompt.hosts.rank == 0 else None, 0)
 
 
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | None:
