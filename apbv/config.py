@@ -45,7 +45,7 @@ class PrefillConfig:
     method: str = "apbv"
     anchor_len: int | None = None
     passing_len: int | None = None
-    importance: str = "softmax"
+    importance: str = "peak"
     overlap: bool = True
     fused_query: bool = True
     zigzag: bool = True
@@ -116,6 +116,8 @@ class SpeculativeConfig:
         keep_ratio: the share of visual tokens that the draft sees.
         uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
+        draft_host: the last host of the group drafts while the others, which are the target's, verify.
+        draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
     Raises:
         ValueError: a number is out of range, or a name is unknown. An unknown strategy is refused by the engine.
@@ -128,6 +130,8 @@ class SpeculativeConfig:
     keep_ratio: float = 0.1
     uv_layer: int = 20
     layer_ratio: float = 0.5
+    draft_host: bool = False
+    draft_timeout: float = 60.0
 
     def __post_init__(self):
         if not _is_int(self.num_draft_tokens) or not 1 <= self.num_draft_tokens <= 256:
@@ -136,6 +140,8 @@ class SpeculativeConfig:
             raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
         if not _is_int(self.uv_layer) or self.uv_layer < 1:
             raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
+        if not _is_number(self.draft_timeout) or not self.draft_timeout > 0:
+            raise ValueError(f"draft_timeout must be a positive number of seconds, not {self.draft_timeout!r}")
         for name in ("keep_ratio", "layer_ratio"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:

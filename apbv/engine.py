@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from . import demo
+from .attention import PrefillObserver
 from .config import PrefillConfig, SamplingConfig, SpeculativeConfig
 from .decode import Decoder, GatheredDecoder, ShardedDecoder, generate_tokens
 from .hosts import HostGroup
@@ -23,7 +24,16 @@ from .inputs import ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
-from .speculate import STRATEGIES, Prompt, generate_speculatively, kept_by_frame, make_observer
+from .speculate import (
+    STRATEGIES,
+    Pair,
+    Prompt,
+    draft_request,
+    generate_beside_draft,
+    generate_speculatively,
+    kept_by_frame,
+    make_observer,
+)
 from .stats import StageTimer, provenance
 from .video import probe, sample_fps, sample_uniform
 
@@ -54,13 +64,14 @@ class Engine:
     Every method is collective: it is called on all hosts with the same arguments.
 
     Args:
-        model: an unmodified transformers model in eval mode on ``hosts.device``; the same on every host.
+        model: an unmodified transformers model in eval mode on ``hosts.device``; the same on every host. None on a
+            draft host (``speculate.draft_host``), which needs only ``draft``; the others then need only ``model``.
         processor: its processor; for a text-only model its tokenizer.
         hosts: who takes part.
         prefill: how prompts are prefilled.
         name: what the figures call the model.
         speculate: how answers are decoded speculatively; None: one token at a time.
-        draft: the draft model, for strategies that need one; on every host.
+        draft: the draft model, for strategies that need one; on every host that drafts.
 
     Raises:
         ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model.
@@ -79,13 +90,15 @@ class Engine:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
-        self.hosts = hosts
+        self._pair = Pair.of(hosts, speculate) if speculate is not None and speculate.draft_host else None
+        self.hosts = hosts if self._pair is None else self._pair.hosts
         self.prefill_config = prefill or PrefillConfig()
-        self.name = name or type(model).__name__
+        self.name = name or type(draft if model is None else model).__name__
         self.speculative_config = speculate
-        self._parts = inspect_model(model)
         self.draft_model = draft
         self._draft = None if draft is None else inspect_model(draft)
+        # A draft host need not hold the target: the two read the same prompts.
+        self._parts = inspect_model(draft if model is None else model)
         if speculate is not None:
             _check_speculation(speculate, self._parts, self._draft, self.prefill_config)
 
@@ -116,14 +129,20 @@ class Engine:
         with hosts.local_stage(f"loading {name}"):
             if isinstance(dtype, str) and dtype not in DTYPES:
                 raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-            model, processor = _load(path, dtype, hosts)
+            drafts_here = drafts_only = False
+            if speculate is not None and speculate.draft_host:
+                drafts_only = drafts_here = hosts.rank == hosts.size - 1
+            elif speculate is not None:
+                drafts_here = _strategy(speculate).needs_draft_model
+            model, processor = _load(path, dtype, hosts, with_model=not drafts_only)
         draft = None
         if speculate is not None and _strategy(speculate).needs_draft_model:
             wanted = speculate.draft_model or ("demo" if str(name) == "demo" else None)
             with hosts.local_stage(f"loading the draft model {wanted}"):
                 if wanted is None:
                     raise ValueError(f"speculative decoding by {speculate.strategy} needs a draft model")
-                draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
+                if drafts_here:
+                    draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
         with hosts.local_stage(f"preparing {name}"):
             return cls(model, processor, hosts, prefill, str(name), speculate, draft)
 
@@ -153,6 +172,8 @@ class Engine:
             ValueError: the prompt, the file or a length cannot be handled; the message says why.
             HostError: another host failed.
         """
+        if self.model is None:
+            raise ValueError("a draft host does not prefill; call this on the target's hosts")
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
         inputs = self._prepare(prompt, source, num_frames, fps, timer)
@@ -189,38 +210,52 @@ class Engine:
             )
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
-        inputs = self._prepare(prompt, source, num_frames, fps, timer)
+        if self._pair is not None:
+            with self._pair.beginning(self.speculative_config, self._vocab_size_sampled(sampling)):
+                inputs = self._prepare(prompt, source, num_frames, fps, timer)
+        else:
+            inputs = self._prepare(prompt, source, num_frames, fps, timer)
+        if self.model is None:
+            return self._draft_for_others(inputs, sampling, timer, on_token)
+        kept = speculation = None
         if self.speculative_config is None:
             state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
             with self.hosts.collective_stage("decode"), timer.stage("decode"):
                 tokens = generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token)
-            speculation = kept = None
+        elif self._pair is not None:
+            state, tokens, speculation = self._generate_beside_draft(inputs, sampling, timer, on_token)
         else:
             state, tokens, speculation, kept = self._generate_speculatively(inputs, sampling, timer, on_token)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return GenerateResult(text, tokens, self._record(state, sampling, tokens, text, speculation), kept)
 
-    def _generate_speculatively(
-        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
-    ) -> tuple[PrefillResult, list[int], dict[str, Any], torch.Tensor | None]:
-        """Prefill, let the draft read the prompt, and decode; with the speculation's figures, and what it saw."""
-        config, hosts, observers = self.speculative_config, self.hosts, []
-        make = make_observer(config, self._parts)
+    def _prefill_observed(
+        self, inputs: ModelInputs, timer: StageTimer
+    ) -> tuple[PrefillResult, PrefillObserver | None]:
+        """Prefill; with what watched it, if the strategy asks for that."""
+        make, observers = make_observer(self.speculative_config, self._parts), []
 
-        def observe(*args):
+        def observe(*args) -> PrefillObserver:
             observers.append(make(*args))
             return observers[0]
 
         state = prefill(
             self.model,
             inputs,
-            hosts=hosts,
+            hosts=self.hosts,
             config=self.prefill_config,
             timer=timer,
             observe=observe if make else None,
         )
+        return state, observers[0] if observers else None
+
+    def _generate_speculatively(
+        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
+    ) -> tuple[PrefillResult, list[int], dict[str, Any], torch.Tensor | None]:
+        """Prefill, let the draft read the prompt, and decode; with the speculation's figures, and what it saw."""
+        config, hosts = self.speculative_config, self.hosts
+        state, observer = self._prefill_observed(inputs, timer)
         with hosts.collective_stage("draft"), timer.stage("draft"):
-            observer = observers[0] if observers else None
             prompt = Prompt(self._parts, self._draft, inputs, state, observer, hosts, config, sampling)
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
@@ -237,6 +272,53 @@ class Engine:
         seen = {"num_visual_tokens_drafted_from": draft.num_visual}
         figures = {**asdict(config), **seen, **stats.summary(len(tokens))}
         return state, tokens, figures, kept_by_frame(self._parts, inputs, draft.kept)
+
+    def _generate_beside_draft(
+        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
+    ) -> tuple[PrefillResult, list[int], dict[str, Any]]:
+        """The target hosts' part of drafting on another host."""
+        config, pair = self.speculative_config, self._pair
+        try:
+            state, observer = self._prefill_observed(inputs, timer)
+            with self.hosts.collective_stage("decode"), timer.stage("decode"):
+                if observer is not None and inputs.visual is not None:
+                    pair.send_scores(observer.result())
+                decoder, *start = self._start(state)
+                tokens, stats = generate_beside_draft(
+                    decoder,
+                    pair.open_link,
+                    *start,
+                    sampling,
+                    self._parts.eos_token_ids,
+                    config.num_draft_tokens,
+                    on_token,
+                )
+        except BaseException:
+            pair.fail()
+            raise
+        if stats.lost_draft:
+            pair.link = None
+        return state, tokens, {**asdict(config), **stats.summary(len(tokens))}
+
+    def _draft_for_others(
+        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
+    ) -> GenerateResult:
+        """The draft host's part."""
+        with timer.stage("decode"):
+            tokens, num_drafted, draft = draft_request(
+                self._pair, self._draft, inputs, self.speculative_config, sampling
+            )
+        for token in tokens:
+            if on_token is not None:
+                on_token(token)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        figures = {"role": "draft", "num_drafted": num_drafted, **timer.summary(len(tokens))}
+        kept = kept_by_frame(self._draft, inputs, draft.kept)
+        return GenerateResult(text, tokens, {"token_ids": tokens, "text": text, **figures}, kept)
+
+    def _vocab_size_sampled(self, sampling: SamplingConfig) -> int:
+        """Of the distributions that a draft draws from; 0 where nothing is drawn."""
+        return 0 if self._draft is None or sampling.temperature == 0 else self._draft.vocab_size
 
     def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
         """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""
@@ -322,8 +404,10 @@ class Engine:
         }
 
 
-def _load(path: str | Path, dtype: str | torch.dtype, hosts: HostGroup) -> tuple[PreTrainedModel, Any]:
-    """A model and its processor.
+def _load(
+    path: str | Path, dtype: str | torch.dtype, hosts: HostGroup, with_model: bool = True
+) -> tuple[PreTrainedModel | None, Any]:
+    """A model, where it is wanted, and its processor.
 
     Raises:
         ValueError: there is no such model.
@@ -332,7 +416,7 @@ def _load(path: str | Path, dtype: str | torch.dtype, hosts: HostGroup) -> tuple
         family = AutoConfig.from_pretrained(path).model_type
         is_video = family in VIDEO_FAMILIES
         auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
-        model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
+        model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval() if with_model else None
         return model, (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the model {path}: {error}") from error
@@ -349,10 +433,16 @@ def _check_speculation(
 ) -> None:
     """Refuse what could only fail later."""
     strategy = _strategy(config)
+    if config.draft_host and not strategy.needs_draft_model:
+        raise ValueError(
+            f"{config.strategy} drafts without a second model: there is nothing for a draft host to do"
+        )
     if strategy.needs_gathered_kv and prefill.kv != "gathered":
         raise ValueError(f"{config.strategy} drafts from the KV on host 0: it needs kv='gathered'")
     if not strategy.needs_draft_model:
         return
+    if draft is None and config.draft_host:
+        return  # that is for the draft host to look at
     if draft is None:
         raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
     ours, theirs = (

@@ -35,11 +35,17 @@ class Exchange:
 
     Args:
         finish: blocks until the exchange is complete and returns its result; called once.
+        ended: whether ``finish`` would not block.
     """
 
-    def __init__(self, finish: Callable[[], Any]):
+    def __init__(self, finish: Callable[[], Any], ended: Callable[[], bool] = lambda: True):
         self._finish: Callable[[], Any] | None = finish
+        self._ended = ended
         self._result: Any = None
+
+    def has_ended(self) -> bool:
+        """Whether :meth:`wait` would return, or raise, at once."""
+        return self._finish is None or self._ended()
 
     def wait(self) -> Any:
         """Block until the exchange is complete (on CUDA: until it is ordered before later kernels).
@@ -145,6 +151,43 @@ class HostGroup:
             owns_group=owns_group,
         )
 
+    def subgroup(self, members: Sequence[int], timeout: float | None = None) -> "HostGroup | None":
+        """A group of some of these hosts, which fails by itself; collective over all of them.
+
+        Args:
+            members: ranks in this group, ascending.
+            timeout: seconds to wait for one another; by default as here.
+
+        Returns:
+            The group on its members, None on the others.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        if len(members) > 1:
+            self._level_group_counts()
+        if self.rank not in members:
+            return None
+        if len(members) == 1:
+            return HostGroup.single(self.device)
+        ranks = dist.get_process_group_ranks(self._data_group)
+        group = dist.new_group(
+            [ranks[member] for member in members],
+            backend=dist.get_backend_config(self._data_group),
+            timeout=timedelta(seconds=timeout + 2 * _POLL_SECONDS),
+            use_local_synchronization=True,
+        )
+        return HostGroup.from_process_group(group, self.device, timeout)
+
+    def _level_group_counts(self) -> None:
+        """Let every host have made the same number of groups.
+
+        A group that only its members make is named after its ranks and the number of groups its maker has; where
+        these differ the members would wait for each other under different names.
+        """
+        count = len(dist.distributed_c10d._world.pg_names)
+        counts = [int(others[0]) for others in self.gather_floats([count])]
+        for _ in range(max(counts) - count):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
     def clock(self) -> float:
         """Seconds since some moment; only differences mean anything."""
         return time.perf_counter()
@@ -233,6 +276,22 @@ class HostGroup:
         return tensor
 
     # ---- small integers and statuses ----
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        """Start sending a tensor in host memory from one host to all; shape and dtype are the same everywhere.
+
+        The result is the tensor. Nobody waits for the others' receiving.
+        """
+        work = self._start(
+            lambda: dist.broadcast(tensor, group=self._control_group, group_src=source, async_op=True)
+        )
+
+        def finish() -> Tensor:
+            self._wait(work)
+            self.bytes_received += tensor.nbytes if self.rank != source else 0
+            return tensor
+
+        return Exchange(finish, work.is_completed)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
         """``count`` 64-bit integers from host 0 to everybody; ``values`` matters on host 0 only."""

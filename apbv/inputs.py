@@ -68,6 +68,11 @@ class ModelInputs:
         return self.input_ids.shape[1]
 
     @property
+    def next_position(self) -> int:
+        """The rotary position of the first generated token: one past the last prompt token's."""
+        return int(self.position_ids.flatten()[-1]) + 1
+
+    @property
     def num_visual_tokens(self) -> int:
         return 0 if self.visual is None else max(piece.stop for piece in self.visual.pieces)
 

@@ -53,7 +53,7 @@ class PrefillResult:
     @property
     def next_position(self) -> int:
         """The rotary position of the first generated token: one past the last prompt token's."""
-        return int(self.inputs.position_ids.flatten()[-1]) + 1
+        return self.inputs.next_position
 
     @property
     def shards(self) -> ShardedCache | None:

@@ -17,7 +17,7 @@ PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "l
 KINDS = ("embeddings", "passing", "query_merge", "ring", "all_to_all", "logits")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
-# Scores of the importance are materialised: product, scaling, cast to fp32, softmax, sum, each reading what the
+# Scores of the importance are materialised: product, scaling, cast to fp32, softmax, highest; each reads what the
 # one before wrote. fp32 scores need no cast but are twice as wide in the first two; both come to 24 bytes.
 _BYTES_PER_SCORE = 24
 
@@ -194,7 +194,7 @@ def cost(
         method: a name in :data:`METHODS`; all are full attention on host 0 where the layout has no blocks.
         layout: what the method's ``plan`` returned.
         fused_query: off, the query rides along in the context's pass, seeing the anchor and itself, and then
-            runs alone over everything. ``star`` and ``apb`` always do so. Importance is ``softmax``.
+            runs alone over everything. ``star`` and ``apb`` always do so. Importance is ``peak``.
 
     Raises:
         ValueError: an unknown method, another method's layout, or a video for a shape without vision.

@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="lengths of the context")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--method", default="apbv", choices=sorted(METHODS))
-    parser.add_argument("--importance", default="softmax", choices=sorted(IMPORTANCE))
+    parser.add_argument("--importance", default=PrefillConfig().importance, choices=sorted(IMPORTANCE))
     parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", type=Path, help="append the figures as JSON lines")

@@ -2,20 +2,23 @@
 
     python benchmarks/speculative.py --scale 6
     python benchmarks/speculative.py --strategies specvlm --keep attention hippo random --keep-ratio 0.1 0.3 1.0
+    torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --strategies vanilla --draft-host
     torchrun --nproc-per-node 2 benchmarks/speculative.py --num-draft-tokens 1 3 5 9 --kv sharded
     python benchmarks/speculative.py --model PATH --draft-model PATH --video clip.mp4 --question "…"
 
 With the demo model clips of its test split are described shot by shot; --scale repeats the target's layers without
 changing what it says (apbv.demo.scale), so that target and draft differ in cost as real pairs do. All ways take
 every clip in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
-attention: a way whose answer differs anywhere is reported without a speed.
+attention: a way whose answer differs anywhere is reported without a speed. With --draft-host the last host drafts
+beside the others in some ways, and has no part in the rest.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -23,7 +26,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from tqdm import tqdm
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
 from apbv.demo import clips
@@ -38,11 +41,11 @@ BASELINE = "autoregressive"
 
 @dataclass
 class Way:
-    """One way to decode, and what its runs took."""
+    """One way to decode, and what its runs took; without an engine on a host that has no part in it."""
 
     label: str
     config: SpeculativeConfig | None
-    engine: Engine
+    engine: Engine | None
     stats: list[dict] = field(default_factory=list)
 
     def total(self, name: str) -> float:
@@ -72,22 +75,44 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     """The ways, on one target and one draft."""
     prefill = PrefillConfig(method=options.method, kv=options.kv)
     wanted = list(configurations(options))
-    loading = SpeculativeConfig(strategy="vanilla", draft_model=options.draft_model)
     needs_draft = any(STRATEGIES[config.strategy].needs_draft_model for _, config in wanted)
-    loaded = Engine.from_pretrained(
-        options.model,
-        prefill=prefill,
-        speculate=loading if needs_draft else None,
-        hosts=hosts,
-        dtype=options.dtype,
-    )
-    with hosts.local_stage("building the models"):
-        target = scale_model(loaded.model, options.scale) if options.scale > 1 else loaded.model
-        made = [(BASELINE, None), *wanted]
-        return [
-            Way(label, config, Engine(target, loaded.processor, hosts, prefill, None, config, loaded.draft_model))
-            for label, config in made
-        ]
+    last = hosts.size - 1
+    targets = hosts.subgroup(range(last)) if options.draft_host else hosts
+    model = draft = None
+    with hosts.local_stage("loading the models"):
+        if targets is not None:
+            loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
+            model = scale_model(loaded.model, options.scale) if options.scale > 1 else loaded.model
+        if needs_draft:
+            if options.draft_model is None and options.model != "demo":
+                raise ValueError("these strategies need a --draft-model")
+            path = options.draft_model or demo.draft_path()
+            drafting = Engine.from_pretrained(path, hosts=HostGroup.single(hosts.device), dtype=options.dtype)
+            draft = drafting.model
+        processor = (drafting if targets is None else loaded).processor
+
+    def engine(group: HostGroup | None, config: SpeculativeConfig | None) -> Engine | None:
+        if group is None:
+            return None
+        beside = config is not None and config.draft_host
+        return Engine(
+            model,
+            processor,
+            group,
+            prefill,
+            options.model,
+            config,
+            draft if not beside or hosts.rank == last else None,
+        )
+
+    ways = [Way(BASELINE, None, engine(targets, None))]
+    ways += [Way(label, config, engine(targets, config)) for label, config in wanted]
+    if options.draft_host:
+        for label, config in wanted:
+            if STRATEGIES[config.strategy].needs_draft_model:
+                beside = replace(config, draft_host=True)
+                ways.append(Way(f"{label}, draft host", beside, engine(hosts, beside)))
+    return ways
 
 
 def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[Path, str, int]]:
@@ -114,12 +139,14 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
         for (file, question, frames), counts in rounds:
             for way in ways:
                 bar.set_postfix_str(way.label, refresh=True)
-                answer = way.engine.generate(
-                    question, video=file, num_frames=frames, max_new_tokens=options.max_new_tokens
-                )
+                hosts.barrier()
+                if way.engine is not None:
+                    answer = way.engine.generate(
+                        question, video=file, num_frames=frames, max_new_tokens=options.max_new_tokens
+                    )
+                    if counts:
+                        way.stats.append(answer.stats)
                 bar.update()
-                if counts:
-                    way.stats.append(answer.stats)
     return ways
 
 
@@ -162,7 +189,9 @@ def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
 def speculation(way: Way, target_ms: float, num_tokens: int) -> dict:
     """What was drafted and accepted, the costs on both sides, and what the theory makes of these."""
     drafted, accepted, rounds = (way.total(name) for name in ("num_drafted", "num_accepted", "rounds"))
-    draft_ms = 1e3 * way.total("draft_seconds") / max(1, drafted)
+    beside = way.config.draft_host
+    # What a draft host takes is not seen from here; what is, is how long the target waited for it.
+    draft_ms = None if beside else 1e3 * way.total("draft_seconds") / max(1, drafted)
     verify_ms = 1e3 * way.total("verify_seconds") / max(1, rounds)
     tau, c = accepted / max(1, drafted), target_ms / draft_ms if draft_ms else None
     gamma = drafted / max(1, rounds)  # a lookup may find less than was asked for
@@ -170,8 +199,8 @@ def speculation(way: Way, target_ms: float, num_tokens: int) -> dict:
         **asdict(way.config),
         "acceptance_rate": tau,
         "tokens_per_target_forward": num_tokens / max(1, way.total("num_target_forwards")),
-        "num_visual_tokens_drafted_from": way.stats[0]["speculation"]["num_visual_tokens_drafted_from"],
         "draft_ms_per_token": draft_ms,
+        "target_waited_ms": 1e3 * way.total("draft_seconds") if beside else None,
         "verify_ms_per_round": verify_ms,
         "cost_ratio": c,
         "predicted_decode_speedup": theory.serial(gamma, c, tau) if c else None,
@@ -237,6 +266,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered")
     parser.add_argument("--strategies", nargs="+", choices=sorted(STRATEGIES), help="default: all that fit --kv")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5])
+    parser.add_argument(
+        "--draft-host", action="store_true", help="and once more with the last host drafting beside"
+    )
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["attention"])
     parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1])
     parser.add_argument("--video", type=Path, help="instead of the demo's clips")
@@ -255,6 +287,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--clips, --rounds and --scale must be at least 1")
     if options.video is not None and options.question is None:
         parser.error("--video needs a --question")
+    if options.draft_host and int(os.environ.get("WORLD_SIZE", 1)) < 2:
+        parser.error("--draft-host needs torchrun and 2 processes at least")
     if options.strategies is None:
         fits = options.kv == "gathered"
         options.strategies = [name for name, way in STRATEGIES.items() if fits or not way.needs_gathered_kv]

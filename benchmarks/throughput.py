@@ -326,7 +326,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("prefill")
     how.add_argument("--anchor-len", type=int, nargs="+")
     how.add_argument("--passing-len", type=int, nargs="+")
-    how.add_argument("--importance", choices=sorted(IMPORTANCE), default="softmax")
+    how.add_argument("--importance", choices=sorted(IMPORTANCE), default=PrefillConfig().importance)
     how.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     net = parser.add_argument_group("network of simulated hosts")
     net.add_argument("--bandwidth", type=float, default=200e9, help="bytes per second (default NVLink's: 200e9)")

@@ -51,7 +51,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     prefill.add_argument("--fps", type=float, help="sample at this rate, at most --frames")
     prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
     prefill.add_argument("--passing-len", type=int, help="KV pairs each block passes on (default: likewise)")
-    prefill.add_argument("--importance", default="softmax", help=f"one of {', '.join(sorted(IMPORTANCE))}")
+    prefill.add_argument(
+        "--importance", default=PrefillConfig().importance, help=f"one of {', '.join(sorted(IMPORTANCE))}"
+    )
     prefill.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered", help="where decoding finds the KV")
     prefill.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default auto; demo float32)")
 
@@ -64,6 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft = parser.add_argument_group("speculative decoding")
     draft.add_argument("--speculate", default="off", help=f"off, or one of {', '.join(sorted(STRATEGIES))}")
     draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
+    draft.add_argument("--draft-host", action="store_true", help="the last host drafts while the others verify")
     draft.add_argument("--num-draft-tokens", type=int, default=5, help="tokens drafted per round (default 5)")
     draft.add_argument("--keep", default="attention", help=f"which visual tokens: {', '.join(KEEP_POLICIES)}")
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
@@ -126,6 +129,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 num_draft_tokens=options.num_draft_tokens,
                 keep=options.keep,
                 keep_ratio=options.keep_ratio,
+                draft_host=options.draft_host,
             )
         context = None
         if options.context:
@@ -157,7 +161,8 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             seed=options.seed,
             on_token=show,
         )
-    with hosts.local_stage("writing the figures"):
+    # Of the hosts that answered: a draft host is by itself.
+    with engine.hosts.local_stage("writing the figures"):
         if hosts.rank == 0:
             streamer.end()
             sys.stdout.flush()

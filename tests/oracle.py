@@ -18,7 +18,7 @@ class DenseOracle:
         anchor_len, query_start: where the anchor ends and the query begins.
         num_blocks: virtual hosts.
         passing_len: l_p.
-        importance: ``softmax``, ``dot`` or ``received``.
+        importance: ``peak``, ``softmax``, ``dot`` or ``received``.
         separate_query: the query sees only the anchor and itself here, and runs again afterwards.
         keys, values: what each layer saw, ``[1, Hkv, n, D]``.
     """
@@ -27,7 +27,7 @@ class DenseOracle:
     query_start: int
     num_blocks: int
     passing_len: int
-    importance: str = "softmax"
+    importance: str = "peak"
     separate_query: bool = False
     keys: list = field(default_factory=list)
     values: list = field(default_factory=list)
@@ -45,9 +45,10 @@ class DenseOracle:
         """Importance of the keys of one block for one KV head, ``[l_b]``."""
         heads = range(kv_head * group, (kv_head + 1) * group)
         keys = k[0, kv_head, block]
-        if self.importance == "softmax":
+        if self.importance in ("peak", "softmax"):
             rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
-            return torch.stack([torch.softmax(keys @ row * scale, dim=0) for row in rows]).mean(dim=0)
+            weights = torch.stack([torch.softmax(keys @ row * scale, dim=0) for row in rows])
+            return weights.amax(dim=0) if self.importance == "peak" else weights.mean(dim=0)
         if self.importance == "dot":
             rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
             mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0).float()

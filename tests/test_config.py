@@ -13,7 +13,7 @@ SWITCHES = [field.name for field in dataclasses.fields(PrefillConfig) if field.t
 
 def test_defaults_are_the_method_of_the_paper():
     config = PrefillConfig()
-    assert (config.method, config.importance, config.kv) == ("apbv", "softmax", "gathered")
+    assert (config.method, config.importance, config.kv) == ("apbv", "peak", "gathered")
     assert config.anchor_len is None and config.passing_len is None
     assert {name: getattr(config, name) for name in SWITCHES} == {
         "overlap": True,

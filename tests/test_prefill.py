@@ -167,6 +167,7 @@ VARIANTS = {
     "passing 0": {"passing_len": 0},
     "passing 1": {"passing_len": 1},
     "passing 5": {"passing_len": 5},
+    "softmax": {"importance": "softmax"},
     "dot": {"importance": "dot"},
     "received": {"importance": "received"},
     "no overlap": {"overlap": False},
@@ -242,7 +243,7 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
         query_start=query_start,
         num_blocks=num_hosts * (1 if one_block_a_host else 2),
         passing_len=settings["passing_len"],
-        importance=settings.get("importance", "softmax"),
+        importance=settings.get("importance", "peak"),
         separate_query=method == "apb" or settings.get("fused_query") is False,
     )
 

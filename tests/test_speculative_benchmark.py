@@ -34,6 +34,18 @@ def test_several_hosts_and_sharded_kv(tmp_path):
     assert all(record["identical"] and record["hosts"] == 2 for record in records)
 
 
+def test_a_draft_host_beside_the_targets(tmp_path):
+    options = ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path, "--draft-host"]
+    options += ["--strategies", "vanilla", "ngram"]
+    records, _ = figures_of("speculative", tmp_path / "figures.jsonl", *options, hosts=2)
+    labels = ["autoregressive", "vanilla, γ = 5", "ngram, γ = 5", "vanilla, γ = 5, draft host"]
+    assert [record["label"] for record in records] == labels
+    assert all(record["identical"] and record["hosts"] == 1 for record in records)
+    assert (
+        records[-1]["speculation"]["target_waited_ms"] > 0 and records[1]["speculation"]["draft_ms_per_token"] > 0
+    )
+
+
 def test_a_missing_draft_is_one_line(capsys):
     options = ["--draft-model", "no-such-model", "--clips", 1]
     assert_one_line_error("speculative", options, "cannot load the model no-such-model", capsys)

@@ -33,11 +33,12 @@ class TableModel:
     def take_back(self, count):
         del self.said[len(self.said) - count :]
 
-    def propose(self, tokens, count):
+    def propose(self, tokens, count, index=None):
         drafted, rows = [], []
+        index = len(tokens) if index is None else index
         for place in range(count):
             row = probabilities(self.q_logits[[*tokens, *drafted][-1]], 1.0, self.top_p)
-            number = uniform(self.seed, len(tokens) + place, PURPOSE_DRAFT)
+            number = uniform(self.seed, index + place, PURPOSE_DRAFT)
             drafted.append(int(row.argmax()) if self.greedy_draft else draw(row, number))
             rows.append(row)
         return Proposal(drafted, None if self.greedy_draft or not rows else torch.stack(rows))
@@ -62,7 +63,10 @@ class TableModel:
 
 def surprise(model: TableModel, num_draft_tokens: int = 2) -> float:
     """How many standard deviations the χ² of the joint of three tokens lies above its mean (Wilson-Hilferty)."""
-    counts = Counter(model.generate(seed, num_draft_tokens) for seed in range(NUM_SAMPLES))
+    return surprise_of(Counter(model.generate(seed, num_draft_tokens) for seed in range(NUM_SAMPLES)), model)
+
+
+def surprise_of(counts: Counter, model: TableModel) -> float:
     expected = {sequence: NUM_SAMPLES * chance for sequence, chance in model.exact().items()}
     impossible = [sequence for sequence in counts if not expected[sequence]]
     if impossible:

@@ -259,7 +259,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint folder")
     parser.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
-    parser.add_argument("--importance", default="softmax", help=f"one of {', '.join(sorted(IMPORTANCE))}")
+    parser.add_argument(
+        "--importance", default=PrefillConfig().importance, help=f"one of {', '.join(sorted(IMPORTANCE))}"
+    )
     parser.add_argument("--hosts", type=int, nargs="+", help="numbers of simulated hosts (default: the real ones)")
     parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
     parser.add_argument("--grids", type=int, nargs="+", default=[2], choices=clips.GRIDS)

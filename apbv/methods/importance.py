@@ -18,6 +18,19 @@ _NUM_RECEIVED_QUERIES = 64
 _DOT_POOL = 5
 
 
+def peak(q_query: Tensor, q_block: Tensor, k_block: Tensor, scale: float) -> Tensor:
+    """Attention probability over the block's keys, highest over query tokens and the heads of a group.
+
+    What a single word of the question asks for is passed on, however little the other words care; in the mean of
+    :func:`softmax` it is one voice among many.
+    """
+    highest: Tensor | None = None
+    for chunk in _row_chunks(_group_rows(q_query, k_block), k_block):
+        rows = _scores(chunk, k_block, scale).softmax(dim=-1).amax(dim=2)
+        highest = rows if highest is None else torch.maximum(highest, rows)
+    return highest
+
+
 def softmax(q_query: Tensor, q_block: Tensor, k_block: Tensor, scale: float) -> Tensor:
     """Attention probability over the block's keys, averaged over query tokens and the heads of a group."""
     rows = _group_rows(q_query, k_block)
@@ -55,7 +68,7 @@ def received(q_query: Tensor, q_block: Tensor, k_block: Tensor, scale: float) ->
     return total / rows.shape[2]
 
 
-IMPORTANCE: dict[str, Importance] = {"softmax": softmax, "dot": dot, "received": received}
+IMPORTANCE: dict[str, Importance] = {"peak": peak, "softmax": softmax, "dot": dot, "received": received}
 
 
 def _group_rows(q: Tensor, k: Tensor) -> Tensor:

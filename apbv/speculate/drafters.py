@@ -4,7 +4,8 @@ No drafter is told what became of its proposals: it is given all tokens so far, 
 of them, and drops the rest. So there is no second account of what was accepted that could be wrong.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,24 +58,28 @@ class ModelDrafter:
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
-        drafted: list[int] = []
-        rows: list[Tensor] = []
-        if count:
-            self._keep_common(tokens)
-        while len(drafted) < count:
-            missing = [*tokens, *drafted][len(self._cached) :]
-            logits = run_language_model(
-                self._parts, missing, self._position + len(self._cached), self._cache, last_only=True
-            )[-1]
-            self._cached += missing
-            drafted.append(self._choose(logits, self._prompt_len + len(self._cached), rows))
-        return Proposal(drafted, torch.stack(rows) if rows else None)
+        drafted = list(itertools.islice(self.stream(tokens), count))
+        rows = [row for _, row in drafted if row is not None]
+        return Proposal([token for token, _ in drafted], torch.stack(rows) if rows else None)
 
-    def _choose(self, logits: Tensor, index: int, rows: list[Tensor]) -> int:
+    def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
+        """One token after the other, each with the distribution ``[Vq]`` that it was drawn from, if it was."""
+        self._keep_common(tokens)
+        sequence = list(tokens)
+        while True:
+            missing = sequence[len(self._cached) :]
+            position = self._position + len(self._cached)
+            logits = run_language_model(self._parts, missing, position, self._cache, last_only=True)[-1]
+            self._cached += missing
+            token, row = self._choose(logits, self._prompt_len + len(self._cached))
+            sequence.append(token)
+            yield token, row
+
+    def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
         if self._config.temperature == 0:
-            return int(logits.argmax())
-        rows.append(probabilities(logits, self._config.temperature, self._config.top_p))
-        return draw(rows[-1], uniform(self._config.seed, index, PURPOSE_DRAFT))
+            return int(logits.argmax()), None
+        row = probabilities(logits, self._config.temperature, self._config.top_p)
+        return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
 
     def _keep_common(self, tokens: Sequence[int]) -> None:
         """Forget what was rejected, and at least the last token, whose logits are wanted."""

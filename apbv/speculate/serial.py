@@ -72,7 +72,7 @@ def generate_speculatively(
     chosen = [sample(logits, config, prompt_len)] if hosts.rank == 0 else None
     new = hosts.broadcast_ints(chosen, 1)
     while True:
-        new = _until_the_end(new, eos_token_ids)
+        new = until_the_end(new, eos_token_ids)
         # The target has run the last token and all drafted ones: all new tokens but one are in its KV, no others.
         decoder.take_back(len(drafted) + 1 - len(new))
         for token in new:
@@ -89,7 +89,7 @@ def generate_speculatively(
         stats.draft_seconds += time.perf_counter() - began
         began = time.perf_counter()
         rows = decoder.advance([tokens[-1], *drafted])
-        verdict = _judge(proposal, rows, prompt_len + len(tokens), config) if hosts.rank == 0 else None
+        verdict = judge(proposal, rows, prompt_len + len(tokens), config) if hosts.rank == 0 else None
         accepted, token = hosts.broadcast_ints(verdict and [verdict.num_accepted, verdict.next_token], 2)
         stats.verify_seconds += time.perf_counter() - began
         new = [*drafted[:accepted], token]
@@ -108,8 +108,12 @@ def _share(proposal: Proposal | None, count: int, hosts: HostGroup) -> list[int]
     return tokens[:length]
 
 
-def _judge(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig) -> Verdict:
-    """Verify a window whose first token would be at this index of the sequence."""
+def judge(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig) -> Verdict:
+    """Verify a window whose first token would be at this index of the sequence.
+
+    Args:
+        logits: the target's, ``[γ + 1, V]``, or ``[γ, V]`` for no bonus.
+    """
     if config.temperature == 0:
         return verify_greedy(proposal.tokens, logits)
     p = probabilities(logits, config.temperature, config.top_p)
@@ -118,12 +122,12 @@ def _judge(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfi
         proposal.tokens,
         proposal.q,
         p,
-        [uniform(config.seed, place, PURPOSE_ACCEPT) for place in places[:-1]],
+        [uniform(config.seed, place, PURPOSE_ACCEPT) for place in places],
         [uniform(config.seed, place, PURPOSE_NEXT_TOKEN) for place in places],
     )
 
 
-def _until_the_end(tokens: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
+def until_the_end(tokens: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
     """The tokens up to the first end token, which is included."""
     for number, token in enumerate(tokens, start=1):
         if token in eos_token_ids:

@@ -29,18 +29,21 @@ class Prompt:
     Attributes:
         target, draft: the models; draft is None for strategies without one.
         inputs: the prompt with its pixels.
-        state: what the target's prefill left.
+        state: what the target's prefill left; None on a draft host.
         observer: what watched the prefill, if the strategy asked for it.
+        hosts: who computes: the target's hosts, or a draft host by itself.
+        leave_last: the drafter is to run the prompt's last token itself, whose logits it then has.
     """
 
     target: ModelParts
     draft: ModelParts | None
     inputs: ModelInputs
-    state: PrefillResult
+    state: PrefillResult | None
     observer: PrefillObserver | None
     hosts: HostGroup
     config: SpeculativeConfig
     sampling: SamplingConfig
+    leave_last: bool = False
 
     @property
     def is_visual(self) -> Tensor:
@@ -59,7 +62,11 @@ class Prompt:
         """A model that continues from a cache; None where there is no cache."""
         if cache is None:
             return None
-        return ModelDrafter(parts, cache, self.state.next_position, self.state.num_tokens, self.sampling)
+        left = int(self.leave_last)
+        if left:
+            cache.crop(-left)
+        position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
+        return ModelDrafter(parts, cache, position, length, self.sampling)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ class Verdict:
 
     Attributes:
         num_accepted: so many of them, from the first one, stand.
-        next_token: what follows them: instead of the first rejected one, or, where all stand, a bonus.
+        next_token: what follows them: instead of the first rejected one, or, where all stand, a bonus; None where
+            all stand and the target has not looked further.
     """
 
     num_accepted: int
-    next_token: int
+    next_token: int | None
 
 
 def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
@@ -33,12 +34,13 @@ def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
     Args:
         drafted: γ tokens.
         logits: the target's, ``[γ + 1, V]``: row i is for the place of drafted token i, the last for the bonus.
+            With γ rows there is no bonus.
     """
     best = logits.argmax(dim=-1).tolist()
     accepted = 0
     while accepted < len(drafted) and drafted[accepted] == best[accepted]:
         accepted += 1
-    return Verdict(accepted, best[accepted])
+    return Verdict(accepted, best[accepted] if accepted < len(best) else None)
 
 
 def verify_sampled(
@@ -54,7 +56,8 @@ def verify_sampled(
         drafted: γ tokens.
         q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None where they were not drawn at all
             (a greedy draft, a lookup), which is a one-hot q.
-        p: ``[γ + 1, Vp]``, the target's. Vp and Vq may differ: what one vocabulary lacks has probability 0.
+        p: ``[γ + 1, Vp]``, the target's, or ``[γ, Vp]`` for no bonus. Vp and Vq may differ: what one vocabulary
+            lacks has probability 0.
         accept_draws: γ numbers in [0, 1), each used for this decision and nothing else.
         next_draws: γ + 1 numbers in [0, 1) likewise, of which the one for the next token's place is used.
     """
@@ -74,4 +77,6 @@ def verify_sampled(
         if not left.any():  # p equals q up to rounding
             left = p_row
         return Verdict(place, draw(left, next_draws[place]))
-    return Verdict(len(drafted), draw(p[len(drafted)], next_draws[len(drafted)]))
+    if len(p) == len(drafted):
+        return Verdict(len(drafted), None)
+    return Verdict(len(drafted), draw(p[-1], next_draws[len(drafted)]))

@@ -1,0 +1,161 @@
+"""Target hosts and a draft host: who is who, and how the two sides go through a request together."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import SamplingConfig, SpeculativeConfig
+from ..hosts import HostError, HostGroup
+from ..inputs import ModelInputs
+from ..models import ModelParts
+from .link import FAILED, GO_ON, Link
+from .pipeline import draft_beside
+from .strategies import STRATEGIES, Draft, Prompt
+
+_SCORED = ("attention", "uv_prune", "hippo")  # policies that need the target's scores
+
+
+@dataclass
+class Pair:
+    """This host's part in drafting beside the target.
+
+    Attributes:
+        hosts: who this host computes with: the target's hosts, or the draft host alone.
+        is_draft: which of them it is.
+        link: on host 0 of the target and on the draft host; None on others, and once the other end was lost.
+        takes_part: whether the other end is ready for the request at hand.
+    """
+
+    hosts: HostGroup
+    is_draft: bool
+    link: Link | None
+    takes_part: bool = False
+
+    @property
+    def open_link(self) -> Link | None:
+        """The link, if there is somebody at its other end for this request."""
+        return self.link if self.takes_part else None
+
+    @classmethod
+    def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
+        """The last host drafts, the others are the target's; collective.
+
+        Raises:
+            ValueError: there is one host only.
+        """
+        if hosts.size < 2:
+            raise ValueError(
+                "a draft host needs at least 2 hosts: the last one drafts, the others are the target's"
+            )
+        last = hosts.size - 1
+        is_draft = hosts.rank == last
+        targets = hosts.subgroup(range(last))
+        to_target, to_draft = hosts.subgroup([0, last], config.draft_timeout), hosts.subgroup([0, last])
+        link = None if to_target is None else Link(to_target, to_draft)
+        members = HostGroup.single(hosts.device) if is_draft else targets
+        return cls(members, is_draft, link)
+
+    @contextmanager
+    def beginning(self, config: SpeculativeConfig, vocab_size: int) -> Iterator[None]:
+        """Around reading a request: at its end both sides know whether the other one takes part.
+
+        Args:
+            vocab_size: see :meth:`Link.shake_hands`.
+
+        Raises:
+            HostError: on the draft host, where the target's hosts cannot read the request or are gone.
+        """
+        if self.is_draft and self.link is None:
+            raise HostError("the target's hosts go on without this draft host since an earlier request")
+        try:
+            yield
+        except BaseException:
+            self._shake_hands(False, config, vocab_size)
+            raise
+        if not self._shake_hands(True, config, vocab_size) and self.is_draft:
+            raise HostError("the target's hosts cannot answer this request")
+
+    def _shake_hands(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int) -> bool:
+        if self.link is None:
+            return False
+        try:
+            self.takes_part = self.link.shake_hands(is_ready, config.num_draft_tokens, vocab_size)
+        except HostError as error:
+            self.link, self.takes_part = None, False
+            if not self.is_draft:
+                warnings.warn(f"going on without the draft host: {error}", stacklevel=3)
+        return self.takes_part
+
+    def send_scores(self, scores: Tensor) -> None:
+        """From the target, where the draft waits for it: how much each visual token matters."""
+        if self.open_link is not None:
+            self.link.send_verdict(GO_ON)
+            self.link.send(scores)
+
+    def fail(self) -> None:
+        """The target cannot finish the request: tell the draft."""
+        if self.open_link is not None:
+            with suppress(HostError):
+                self.link.send_verdict(FAILED)
+        self.link = None
+
+
+class ReceivedScores:
+    """Stands for what watched the prefill, on a host that did not prefill."""
+
+    def __init__(self, link: Link, num_visual: int):
+        self._link, self._num_visual = link, num_visual
+
+    def result(self) -> Tensor:
+        """``[visual tokens]``; waits for the target's prefill.
+
+        Raises:
+            HostError: the target's hosts failed.
+        """
+        code, *_ = self._link.expect_verdict().wait().tolist()
+        if code == FAILED:
+            raise HostError("the target's hosts failed")
+        return self._link.receive(self._num_visual, torch.float32)
+
+
+def needs_scores(config: SpeculativeConfig) -> bool:
+    """Whether the draft chooses its visual tokens by what the target's prefill says of them."""
+    return config.strategy == "specvlm" and config.keep in _SCORED
+
+
+def draft_request(
+    pair: Pair,
+    draft: ModelParts,
+    inputs: ModelInputs,
+    config: SpeculativeConfig,
+    sampling: SamplingConfig,
+) -> tuple[list[int], int, Draft]:
+    """The draft host's part of a request that both sides have begun.
+
+    Unless it has to wait for the target's scores, it reads the prompt and drafts while the target prefills.
+
+    Returns:
+        The new tokens, how many were drafted, and what the draft saw.
+    """
+    num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
+    observer = ReceivedScores(pair.link, num_visual) if needs_scores(config) and num_visual else None
+    try:
+        prompt = Prompt(draft, draft, inputs, None, observer, pair.hosts, config, sampling, leave_last=True)
+        made = STRATEGIES[config.strategy].build(prompt)
+    except HostError:
+        pair.link = None
+        raise
+    except Exception:
+        pair.link.send_failure(first=True)
+        pair.link = None
+        raise
+    try:
+        tokens, total = draft_beside(pair.link, made.drafter, int(inputs.input_ids[0, -1]))
+    except Exception:
+        pair.link = None
+        raise
+    return tokens, total, made

@@ -1,0 +1,190 @@
+"""Draft and verify at the same time, on different hosts: PEARL's pipeline, as HIPPO and ParallelVLM use it.
+
+While the target runs over the window that it was given, all of it unverified but the first token (post-verify),
+the draft already writes the next one. A round confirms the old tokens and the first new one. What is rejected is
+corrected, and stops the draft at once; then the target has nothing to run over but the correction, and checks only
+the first token of the next window (pre-verify). The prefill's logits are the first pre-verification.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..config import SamplingConfig
+from ..decode import Decoder
+from ..hosts import HostError, HostGroup
+from .drafters import ModelDrafter, Proposal
+from .link import CORRECTED, DONE, FAILED, GO_ON, Link
+from .serial import SpeculationStats, judge, until_the_end
+
+
+@dataclass
+class PipelineStats(SpeculationStats):
+    """Of the target's side.
+
+    Attributes:
+        num_pre_verify, num_post_verify: rounds by what was to be verified: one token, or a window.
+        lost_draft: why the target had to go on alone, if it had to.
+    """
+
+    num_pre_verify: int = 0
+    num_post_verify: int = 0
+    lost_draft: str | None = None
+
+
+class _Target:
+    """Host 0's side of a request: what is still unverified, and the link to the draft."""
+
+    def __init__(self, link: Link, prompt_len: int, config: SamplingConfig, stats: PipelineStats):
+        self.link: Link | None = link
+        self._prompt_len, self._config, self._stats = prompt_len, config, stats
+        self.pending = Proposal([])
+
+    def decide(self, tokens: list[int], rows: Tensor) -> tuple[list[int], Proposal, int]:
+        """What a round confirms, what it leaves unverified, and the code of the verdict that is due.
+
+        Args:
+            tokens: all that is verified so far.
+            rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one after.
+        """
+        index, stats = self._prompt_len + len(tokens), self._stats
+        pending = self.pending
+        stats.num_drafted += len(pending.tokens)
+        if pending.tokens:
+            verdict = judge(pending, rows[:-1], index, self._config)
+            stats.num_accepted += verdict.num_accepted
+            if verdict.next_token is not None:
+                if self.link:
+                    self.link.skip(first=True)
+                return [*pending.tokens[: verdict.num_accepted], verdict.next_token], Proposal([]), CORRECTED
+        first = self._receive(lambda link: link.receive_first())
+        if first is None:
+            alone = judge(Proposal([]), rows[-1:], index + len(pending.tokens), self._config)
+            return [*pending.tokens, alone.next_token], Proposal([]), GO_ON
+        stats.num_drafted += 1
+        verdict = judge(first, rows[-1:], index + len(pending.tokens), self._config)
+        if verdict.next_token is not None:
+            self.link.skip(first=False)
+            return [*pending.tokens, verdict.next_token], Proposal([]), CORRECTED
+        stats.num_accepted += 1
+        rest = self._receive(lambda link: link.receive_rest()) or Proposal([])
+        return [*pending.tokens, *first.tokens], rest, GO_ON
+
+    def tell(self, code: int, num_standing: int, token: int) -> None:
+        """Send the verdict of a round."""
+        self._receive(lambda link: link.send_verdict(code, num_standing, token))
+
+    def _receive(self, exchange: Callable[[Link], object]):
+        """Use the link; without it, or when it is lost, None."""
+        if self.link is None:
+            return None
+        began = time.perf_counter()
+        try:
+            return exchange(self.link)
+        except HostError as error:
+            self.link, self._stats.lost_draft = None, str(error)
+            warnings.warn(f"going on without the draft host: {error}", stacklevel=2)
+            return None
+        finally:
+            self._stats.draft_seconds += time.perf_counter() - began
+
+
+def generate_beside_draft(
+    decoder: Decoder,
+    link: Link | None,
+    logits: Tensor,
+    prompt_len: int,
+    hosts: HostGroup,
+    config: SamplingConfig,
+    eos_token_ids: tuple[int, ...],
+    num_draft_tokens: int,
+    on_token: Callable[[int], None] | None = None,
+) -> tuple[list[int], PipelineStats]:
+    """The target's side: :func:`apbv.decode.generate_tokens` with :func:`draft_beside` on another host.
+
+    Where the draft host is lost, the target says so once and goes on alone; the tokens are the same.
+
+    Args:
+        link: on host 0; None on the others, and where there is no draft host any more.
+        hosts: the target's.
+        num_draft_tokens: γ; ``stats.draft_seconds`` is the time that host 0 waited for them.
+    """
+    stats = PipelineStats()
+    target = _Target(link, prompt_len, config, stats) if hosts.rank == 0 else None
+    tokens: list[int] = []
+    pending: list[int] = []
+    rows: Tensor | None = logits[None]
+    width = num_draft_tokens
+    while True:
+        plan, code = None, GO_ON
+        if target is not None:
+            new, target.pending, code = target.decide(tokens, rows)
+            plan = [len(new), *new, *[0] * (width + 1 - len(new))]
+            waiting = target.pending.tokens
+            plan += [len(waiting), *waiting, *[0] * (width - len(waiting))]
+        plan = hosts.broadcast_ints(plan, 2 * width + 3)
+        new, waiting = plan[1 : 1 + plan[0]], plan[width + 3 : width + 3 + plan[width + 2]]
+        new = until_the_end(new, eos_token_ids)[: config.max_new_tokens - len(tokens)]
+        # The target has run all verified tokens and the pending ones; of the new ones all but the last are kept.
+        decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
+        tokens += new
+        ended = tokens[-1] in eos_token_ids or len(tokens) == config.max_new_tokens
+        if target is not None:
+            target.tell(DONE if ended else code, len(tokens) - 1, tokens[-1])
+        for token in new:
+            if on_token is not None:
+                on_token(token)
+        if ended:
+            return tokens, stats
+        pending = waiting
+        began = time.perf_counter()
+        rows = decoder.advance([tokens[-1], *pending])
+        stats.verify_seconds += time.perf_counter() - began
+        stats.rounds += 1
+        stats.num_target_forwards += 1
+        stats.num_post_verify += bool(pending)
+        stats.num_pre_verify += not pending
+
+
+def draft_beside(link: Link, drafter: ModelDrafter, last_prompt_token: int) -> tuple[list[int], int]:
+    """The draft's side: write windows until the target is done.
+
+    Args:
+        drafter: its cache holds the prompt but for the last token.
+
+    Returns:
+        The new tokens as the target settled them, and how many were drafted.
+
+    Raises:
+        HostError: the target's hosts failed, or went on without this one.
+    """
+    sequence = [last_prompt_token]  # what is verified, and what is believed
+    total = 0
+    while True:
+        verdict = link.expect_verdict()
+        window: list[int] = []
+        rows: list[Tensor] = []
+        try:
+            for token, row in drafter.stream(sequence):
+                window.append(token)
+                rows += [] if row is None else [row]
+                if len(window) == 1:
+                    link.send_first(token, row)
+                if len(window) == link.most or verdict.has_ended():
+                    break
+        except Exception:
+            link.send_failure(first=not window)
+            raise
+        link.send_rest(window[1:], rows[1:])
+        total += len(window)
+        code, num_standing, token = verdict.wait().tolist()
+        if code == FAILED:
+            raise HostError("the target's hosts failed")
+        sequence += window
+        if code != GO_ON:
+            sequence = [*sequence[: 1 + num_standing], token]
+        if code == DONE:
+            return sequence[1:], total
