@@ -1,6 +1,7 @@
 """Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -26,7 +27,11 @@ class Decoder(Protocol):
 
 
 class GatheredDecoder:
-    """Host 0 decodes alone, with the model's own attention, over a plain DynamicCache."""
+    """Host 0 decodes alone over a plain DynamicCache: on a GPU with the model's own attention.
+
+    On a CPU apbv's is used, because sdpa with a mask, which several tokens at once need, is several times slower
+    there over a long cache than the fused kernel without one.
+    """
 
     def __init__(self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position, self._hosts = parts, cache, next_position, hosts
@@ -34,7 +39,9 @@ class GatheredDecoder:
     def advance(self, tokens: Sequence[int]) -> Tensor | None:
         if self._hosts.rank != 0:
             return None
-        logits = run_language_model(self._parts, tokens, self._position, self._cache)
+        on_cpu = self._parts.device.type == "cpu"
+        with apbv_attention(self._parts.language_model) if on_cpu else nullcontext():
+            logits = run_language_model(self._parts, tokens, self._position, self._cache)
         self._position += len(tokens)
         return logits
 
