@@ -18,11 +18,21 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it took effect: only glibc has these settings (others have allocators of their own to preload).
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _from_libc("mallopt")
     if mallopt is None:
         return False
     # One arena, as the others cannot grow beyond 64 MiB in one piece; nothing mapped or trimmed block by block.
     settings = {_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1}
     return all([mallopt(parameter, value) == 1 for parameter, value in settings.items()])
+
+
+def return_freed_memory() -> None:
+    """Give kept memory back, once: before something whose peak memory is to be measured."""
+    malloc_trim = _from_libc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _from_libc(name: str):
+    """A function of glibc; None where the C library has no such thing."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

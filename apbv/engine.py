@@ -90,17 +90,21 @@ class Engine:
         self.model = model
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.prefill_config = prefill or PrefillConfig()
+        if speculate is not None:
+            _check_strategy(speculate, self.prefill_config)
         self._pair = Pair.of(hosts, speculate) if speculate is not None and speculate.draft_host else None
         self.hosts = hosts if self._pair is None else self._pair.hosts
-        self.prefill_config = prefill or PrefillConfig()
         self.name = name or type(draft if model is None else model).__name__
         self.speculative_config = speculate
         self.draft_model = draft
         self._draft = None if draft is None else inspect_model(draft)
         # A draft host need not hold the target: the two read the same prompts.
         self._parts = inspect_model(draft if model is None else model)
-        if speculate is not None:
-            _check_speculation(speculate, self._parts, self._draft, self.prefill_config)
+        if self._pair is not None:
+            hosts.require_same("the kind of prompts that the model reads", _reads(self._parts).encode())
+        elif speculate is not None and STRATEGIES[speculate.strategy].needs_draft_model:
+            _check_draft(speculate, self._parts, self._draft)
 
     @classmethod
     def from_pretrained(
@@ -202,7 +206,10 @@ class Engine:
             temperature: 0 is greedy.
             top_p: nucleus sampling, where temperature > 0.
             seed: the same seed draws the same tokens.
-            on_token: called on every host with each token as soon as it is chosen.
+            on_token: called on every host with each token as soon as it is chosen; on a draft host at the end.
+
+        Returns:
+            The answer, the same on every host; ``stats`` on a draft host are its own.
         """
         with self.hosts.local_stage("reading the settings"):
             sampling = SamplingConfig(
@@ -211,7 +218,8 @@ class Engine:
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
         if self._pair is not None:
-            with self._pair.beginning(self.speculative_config, self._vocab_size_sampled(sampling)):
+            drawn = sampling.temperature > 0
+            with self._pair.beginning(self.speculative_config, self._parts.vocab_size, drawn):
                 inputs = self._prepare(prompt, source, num_frames, fps, timer)
         else:
             inputs = self._prepare(prompt, source, num_frames, fps, timer)
@@ -256,7 +264,8 @@ class Engine:
         config, hosts = self.speculative_config, self.hosts
         state, observer = self._prefill_observed(inputs, timer)
         with hosts.collective_stage("draft"), timer.stage("draft"):
-            prompt = Prompt(self._parts, self._draft, inputs, state, observer, hosts, config, sampling)
+            vocab_size = self._parts.vocab_size
+            prompt = Prompt(self._parts, self._draft, inputs, state, observer, hosts, config, sampling, vocab_size)
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
@@ -315,10 +324,6 @@ class Engine:
         figures = {"role": "draft", "num_drafted": num_drafted, **timer.summary(len(tokens))}
         kept = kept_by_frame(self._draft, inputs, draft.kept)
         return GenerateResult(text, tokens, {"token_ids": tokens, "text": text, **figures}, kept)
-
-    def _vocab_size_sampled(self, sampling: SamplingConfig) -> int:
-        """Of the distributions that a draft draws from; 0 where nothing is drawn."""
-        return 0 if self._draft is None or sampling.temperature == 0 else self._draft.vocab_size
 
     def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
         """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""
@@ -428,10 +433,8 @@ def _strategy(config: SpeculativeConfig):
     return STRATEGIES[config.strategy]
 
 
-def _check_speculation(
-    config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None, prefill: PrefillConfig
-) -> None:
-    """Refuse what could only fail later."""
+def _check_strategy(config: SpeculativeConfig, prefill: PrefillConfig) -> None:
+    """Refuse settings that do not go together."""
     strategy = _strategy(config)
     if config.draft_host and not strategy.needs_draft_model:
         raise ValueError(
@@ -439,18 +442,17 @@ def _check_speculation(
         )
     if strategy.needs_gathered_kv and prefill.kv != "gathered":
         raise ValueError(f"{config.strategy} drafts from the KV on host 0: it needs kv='gathered'")
-    if not strategy.needs_draft_model:
-        return
-    if draft is None and config.draft_host:
-        return  # that is for the draft host to look at
+
+
+def _check_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
+    """Refuse a draft that is missing, or reads other prompts than the target."""
     if draft is None:
         raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
-    ours, theirs = (
-        (parts.family, parts.video_token_id, parts.image_token_id, parts.num_deepstack_layers)
-        for parts in (target, draft)
-    )
-    if ours != theirs:
-        raise ValueError(
-            f"a {draft.family} draft with placeholders {theirs[1:3]} does not read the prompts of this "
-            f"{target.family} model with placeholders {ours[1:3]}"
-        )
+    if _reads(target) != _reads(draft):
+        raise ValueError(f"the draft does not read the target's prompts: {_reads(draft)}, not {_reads(target)}")
+
+
+def _reads(parts: ModelParts) -> str:
+    """What a model's prompts look like."""
+    placeholders = f"{parts.video_token_id} (video) and {parts.image_token_id} (image)"
+    return f"{parts.family} prompts with placeholders {placeholders}"

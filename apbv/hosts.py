@@ -35,7 +35,7 @@ class Exchange:
 
     Args:
         finish: blocks until the exchange is complete and returns its result; called once.
-        ended: whether ``finish`` would not block.
+        ended: whether ``finish`` would return, or raise, at once.
     """
 
     def __init__(self, finish: Callable[[], Any], ended: Callable[[], bool] = lambda: True):
@@ -156,7 +156,8 @@ class HostGroup:
 
         Args:
             members: ranks in this group, ascending.
-            timeout: seconds to wait for one another; by default as here.
+            timeout: seconds to wait for one another; by default as here. What was begun and is not waited for may
+                take a day.
 
         Returns:
             The group on its members, None on the others.
@@ -172,7 +173,7 @@ class HostGroup:
         group = dist.new_group(
             [ranks[member] for member in members],
             backend=dist.get_backend_config(self._data_group),
-            timeout=timedelta(seconds=timeout + 2 * _POLL_SECONDS),
+            timeout=timedelta(days=1),
             use_local_synchronization=True,
         )
         return HostGroup.from_process_group(group, self.device, timeout)
@@ -215,7 +216,7 @@ class HostGroup:
             self._wait(work, tensor.is_cuda)
             return result
 
-        return Exchange(finish)
+        return Exchange(finish, work.is_completed)
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         """Start sending one tensor to every host and receiving one from every host.
@@ -251,7 +252,7 @@ class HostGroup:
             pieces = received.view(dtype).split(counts)
             return [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
-        return Exchange(finish)
+        return Exchange(finish, work.is_completed)
 
     def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
         """Start sending a tensor to the next host in the ring, and receiving one from the host before.
@@ -264,7 +265,7 @@ class HostGroup:
         parts = [tensor if host == following else nothing for host in range(self.size)]
         shapes = [received_shape if host == before else (0,) for host in range(self.size)]
         exchange = self.all_to_all(parts, shapes)
-        return Exchange(lambda: exchange.wait()[before])
+        return Exchange(lambda: exchange.wait()[before], exchange.has_ended)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """One host's tensor, in place on every host; shape and dtype are the same everywhere."""
@@ -280,7 +281,7 @@ class HostGroup:
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor in host memory from one host to all; shape and dtype are the same everywhere.
 
-        The result is the tensor. Nobody waits for the others' receiving.
+        The result is the tensor. On the source it has ended when everybody takes part.
         """
         work = self._start(
             lambda: dist.broadcast(tensor, group=self._control_group, group_src=source, async_op=True)

@@ -250,6 +250,9 @@ class SimulatedHost(HostGroup):
 
     # ---- failures ----
 
+    def subgroup(self, members: Sequence[int], timeout: float | None = None) -> HostGroup | None:
+        raise ValueError("simulated hosts work together, all of them: there are no groups of some")
+
     def _post_failure(self, name: str, error: BaseException) -> None:
         if self._machine.failure is None:
             self._machine.failure = f"host {self.rank} failed in {name}: {type(error).__name__}: {error}"

@@ -389,6 +389,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(getattr(options, "rounds", 1), getattr(options, "full_rounds", 1)) < 1:
         parser.error("--rounds and --full-rounds must be at least 1")
+    if options.kind != "plan" and min(options.hosts) < 2:
+        parser.error("--hosts must be at least 2: full attention on one host is what they are compared with")
     return options
 
 

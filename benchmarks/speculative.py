@@ -26,7 +26,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from tqdm import tqdm
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
 from apbv.demo import clips
@@ -75,14 +75,14 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     """The ways, on one target and one draft."""
     prefill = PrefillConfig(method=options.method, kv=options.kv)
     wanted = list(configurations(options))
-    needs_draft = any(STRATEGIES[config.strategy].needs_draft_model for _, config in wanted)
+    needs_draft = options.draft_host or any(STRATEGIES[config.strategy].needs_draft_model for _, config in wanted)
     last = hosts.size - 1
     targets = hosts.subgroup(range(last)) if options.draft_host else hosts
     model = draft = None
-    with hosts.local_stage("loading the models"):
-        if targets is not None:
-            loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
-            model = scale_model(loaded.model, options.scale) if options.scale > 1 else loaded.model
+    if targets is not None:
+        loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
+        model = scale_model(loaded.model, options.scale) if options.scale > 1 else loaded.model
+    with hosts.local_stage("loading the draft"):
         if needs_draft:
             if options.draft_model is None and options.model != "demo":
                 raise ValueError("these strategies need a --draft-model")
@@ -205,6 +205,7 @@ def speculation(way: Way, target_ms: float, num_tokens: int) -> dict:
         "cost_ratio": c,
         "predicted_decode_speedup": theory.serial(gamma, c, tau) if c else None,
         "predicted_parallel_speedup": theory.parallel(gamma, c, tau) if c else None,
+        "predicted_parallel_speedup_with_rollback": theory.parallel_with_rollback(gamma, c, tau) if c else None,
     }
 
 
@@ -309,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
                 append_json_lines(options.json, rows)
             if options.plot:
                 plot(rows, options.plot)
-    except ValueError as error:
+    except (ValueError, HostError) as error:
         sys.stderr.write(f"error (host {hosts.rank}): {error}\n")
         hosts.let_others_report()
         return 1

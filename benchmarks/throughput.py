@@ -30,7 +30,7 @@ from tqdm import tqdm
 from workloads import CONFIGS, RESOLUTIONS, build_model, text_prompt, video_prompt
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.allocator import keep_freed_memory
+from apbv.allocator import keep_freed_memory, return_freed_memory
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
@@ -120,6 +120,8 @@ class Bench:
     def run(self, case: Case, job, paces=None) -> dict:
         """One run of a case; the figures, on every host. With ``paces``, see :func:`apbv.simulate.simulate`."""
         config = replace(case.config, kv="sharded")
+        if self.hosts.device.type == "cpu" and not self.simulated:
+            return_freed_memory()  # peak memory is of one run
         if case.hosts == 1:
             return self._run_alone(config, job)
         if not self.simulated:

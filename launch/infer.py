@@ -122,6 +122,10 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             kv=options.kv,
         )
         speculate = None
+        if options.draft_host and options.speculate == "off":
+            raise ValueError("--draft-host needs --speculate")
+        if options.draft_host and options.save_kept:
+            raise ValueError("--save-kept shows what host 0's draft saw: not together with --draft-host")
         if options.speculate != "off":
             speculate = SpeculativeConfig(
                 strategy=options.speculate,

@@ -21,13 +21,34 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+# The bytes by which the resident set shrinks.
+KEEP_AND_RETURN = """
+from pathlib import Path
+import torch
+from apbv.allocator import keep_freed_memory, return_freed_memory
+keep_freed_memory()
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+states = torch.ones(16 * 2**20)
+del states
+before = resident()
+return_freed_memory()
+print(before - resident())
+"""
+
+
+def run_python(code: str, *arguments) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_large_results_are_written_to_pages_that_were_touched_before():
-    def faults(*arguments) -> int:
-        command = [sys.executable, "-c", COUNT_FAULTS, *arguments]
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert int(run_python(COUNT_FAULTS, "keep")) < 100 < int(run_python(COUNT_FAULTS))
 
-    assert faults("keep") < 100 < faults()
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_kept_memory_can_be_returned():
+    assert int(run_python(KEEP_AND_RETURN)) > 40 * 2**20
 
 
 def test_elsewhere_nothing_happens(monkeypatch):

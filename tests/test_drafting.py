@@ -153,7 +153,7 @@ def test_lookup_takes_the_latest_longest_match():
         ({"strategy": "magic"}, "gathered", None, "unknown strategy 'magic'"),
         ({"strategy": "std"}, "sharded", None, "needs kv='gathered'"),
         ({"strategy": "vanilla"}, "gathered", None, "needs a draft model"),
-        ({"strategy": "vanilla"}, "gathered", "qwen3_vl", "does not read the prompts of this qwen2_5_vl model"),
+        ({"strategy": "vanilla"}, "gathered", "qwen3_vl", "does not read the target's prompts: qwen3_vl"),
         ({"keep": "best"}, "gathered", None, "keep must be one of"),
         ({"keep_ratio": 0}, "gathered", None, "keep_ratio must lie in"),
         ({"num_draft_tokens": 0}, "gathered", None, "num_draft_tokens must lie in"),

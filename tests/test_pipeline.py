@@ -78,7 +78,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
             "fail_after": None,
         } | run
         config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=settings["gamma"])
-        with pair.beginning(config, 0):
+        with pair.beginning(config, VOCABULARY, False):
             pass
         if pair.is_draft:
             stream = ScriptedStream(
@@ -164,7 +164,7 @@ def sampled_job(hosts: HostGroup, count: int):
     model = TableModel(tables(4), tables(4, 1))
     counts: Counter = Counter()
     for seed in range(count):
-        with pair.beginning(config, 4 if pair.is_draft else 0):
+        with pair.beginning(config, 4, True):
             pass
         model.seed, model.said = seed, []
         sampling = SamplingConfig(max_new_tokens=3, temperature=1.0, seed=seed)

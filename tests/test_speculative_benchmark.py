@@ -62,4 +62,3 @@ def test_the_theorems():
     # Accepting independently: the mean over all outcomes of a window.
     chances = [tau**k * (1 - tau) for k in range(c)] + [tau**c]
     assert theory.expected_accepted(c, tau) == pytest.approx(sum(k * p for k, p in enumerate(chances)))
-    assert theory.serial_independent(c, c, 1.0) == theory.serial(c, c)

@@ -48,13 +48,21 @@ class ModelDrafter:
         next_position: rotary position of the first new token: a cache slot is not a position.
         prompt_len: n, on which random numbers depend.
         config: how tokens are drawn.
+        vocab_size: only tokens below it are drafted: the target has no others. What it says beyond the draft's own
+            vocabulary the draft reads as token 0, which can make its proposals worse, but not wrong.
     """
 
     def __init__(
-        self, parts: ModelParts, cache: DynamicCache, next_position: int, prompt_len: int, config: SamplingConfig
+        self,
+        parts: ModelParts,
+        cache: DynamicCache,
+        next_position: int,
+        prompt_len: int,
+        config: SamplingConfig,
+        vocab_size: int,
     ):
         self._parts, self._cache, self._position = parts, cache, next_position
-        self._prompt_len, self._config = prompt_len, config
+        self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
@@ -69,9 +77,10 @@ class ModelDrafter:
         while True:
             missing = sequence[len(self._cached) :]
             position = self._position + len(self._cached)
-            logits = run_language_model(self._parts, missing, position, self._cache, last_only=True)[-1]
+            readable = [token if token < self._parts.vocab_size else 0 for token in missing]
+            logits = run_language_model(self._parts, readable, position, self._cache, last_only=True)[-1]
             self._cached += missing
-            token, row = self._choose(logits, self._prompt_len + len(self._cached))
+            token, row = self._choose(logits[: self._vocab_size], self._prompt_len + len(self._cached))
             sequence.append(token)
             yield token, row
 
@@ -92,7 +101,7 @@ class ModelDrafter:
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last few tokens where they occurred before. Costs nothing.
+    """Prompt lookup: what followed the last few tokens where they occurred before. No model runs.
 
     Args:
         prompt: the prompt's token ids.
@@ -101,12 +110,18 @@ class NgramDrafter:
 
     def __init__(self, prompt: Sequence[int], longest: int = 3):
         self._prompt, self._longest = list(prompt), longest
+        self._followed: dict[tuple[int, ...], int] = {}  # where the latest occurrence of a few tokens ended
+        self._indexed = 0
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
         sequence = [*self._prompt, *tokens]
-        for length in range(min(self._longest, len(sequence) - 1), 0, -1):
-            pattern = sequence[-length:]
-            for start in range(len(sequence) - length - 1, -1, -1):  # the latest occurrence first
-                if sequence[start : start + length] == pattern:
-                    return Proposal(sequence[start + length : start + length + count])
+        # Tokens are never taken back: what was indexed stays. The end of the sequence is followed by nothing yet.
+        for end in range(self._indexed + 1, len(sequence)):
+            for length in range(1, min(self._longest, end) + 1):
+                self._followed[tuple(sequence[end - length : end])] = end
+        self._indexed = len(sequence) - 1
+        for length in range(min(self._longest, len(sequence)), 0, -1):
+            end = self._followed.get(tuple(sequence[-length:]))
+            if end is not None:
+                return Proposal(sequence[end : end + count])
         return Proposal([])

@@ -27,28 +27,35 @@ class Link:
 
     def __init__(self, to_target: HostGroup, to_draft: HostGroup):
         self._to_target, self._to_draft = to_target, to_draft
-        self._under_way: list[Exchange] = []
-        self.most, self.vocab_size = 1, 0
+        self._sent: list[Exchange] = []
+        self._skipped: list[Exchange] = []
+        self.most = 1
+        self.shared_vocab = self.drawn_vocab = 0
+        self.is_settled = True
 
-    def shake_hands(self, is_ready: bool, most: int, vocab_size: int) -> bool:
+    def shake_hands(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> bool:
         """Begin a request, or say that it cannot be begun; whether the other end is ready.
 
         Args:
             most: γ, tokens of a window.
-            vocab_size: of the draft where tokens are drawn, so that their distributions travel, too; else 0. The
-                target's end need not know it.
+            vocab_size: of the model at this end.
+            drawn: tokens are drawn, so that the distributions over the shared vocabulary travel, too.
         """
-        mine = torch.tensor([int(is_ready), vocab_size])
         is_draft = self._to_target.rank == DRAFT
-        channels = (self._to_target, self._to_draft)
-        outgoing, incoming = channels if is_draft else channels[::-1]
-        sent = outgoing.start_broadcast(mine, DRAFT if is_draft else TARGET)
-        ready, theirs = (
-            incoming.start_broadcast(torch.zeros_like(mine), TARGET if is_draft else DRAFT).wait().tolist()
-        )
-        sent.wait()
-        self.most, self.vocab_size = most, vocab_size if is_draft else theirs
+        self._send(torch.tensor([int(is_ready), vocab_size]))
+        incoming, source = (self._to_draft, TARGET) if is_draft else (self._to_target, DRAFT)
+        ready, theirs = incoming.start_broadcast(torch.zeros(2, dtype=torch.int64), source).wait().tolist()
+        self.most, self.shared_vocab = most, min(vocab_size, theirs)
+        self.drawn_vocab = self.shared_vocab if drawn else 0
+        self.is_settled = not (is_ready and ready)
         return bool(ready)
+
+    def _send(self, tensor: Tensor) -> None:
+        """To the other end, without waiting for it to listen."""
+        is_draft = self._to_target.rank == DRAFT
+        channel, source = (self._to_target, DRAFT) if is_draft else (self._to_draft, TARGET)
+        self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
+        self._sent.append(channel.start_broadcast(tensor, source))
 
     # ---- the draft's end ----
 
@@ -63,8 +70,12 @@ class Link:
         self._send_rows(rows, self.most - 1)
 
     def send_failure(self, first: bool) -> None:
-        """The draft cannot go on: in place of a window's first token, or of the rest."""
-        self._send(torch.tensor([_BROKEN] if first else [_BROKEN] * self.most))
+        """The draft cannot go on: in place of a window, or of what is missing of it."""
+        if first:
+            self._send(torch.tensor([_BROKEN]))
+            self._send_rows([], 1)
+        self._send(torch.tensor([_BROKEN] * self.most))
+        self._send_rows([], self.most - 1)
 
     def expect_verdict(self) -> Exchange:
         """Ask for a round's verdict: (GO_ON | CORRECTED | DONE | FAILED, new tokens that stand, the next one)."""
@@ -74,14 +85,10 @@ class Link:
         """``count`` numbers that the target sends."""
         return self._to_draft.start_broadcast(torch.zeros(count, dtype=dtype), TARGET).wait()
 
-    def _send(self, tensor: Tensor) -> None:
-        self._under_way = [exchange for exchange in self._under_way if not _finished(exchange)]
-        self._under_way.append(self._to_target.start_broadcast(tensor, DRAFT))
-
     def _send_rows(self, rows: Sequence[Tensor], count: int) -> None:
-        if not self.vocab_size or not count:
+        if not self.drawn_vocab or not count:
             return
-        padded = torch.zeros(count, self.vocab_size, dtype=torch.float64)
+        padded = torch.zeros(count, self.drawn_vocab, dtype=torch.float64)
         for place, row in enumerate(rows):
             padded[place] = row
         self._send(padded)
@@ -94,51 +101,45 @@ class Link:
         Raises:
             HostError: the draft host failed, ended, or did not answer in time.
         """
-        for exchange in self._under_way:
-            exchange.wait()
-        self._under_way = []
-        (token,) = self._expect(torch.zeros(1, dtype=torch.int64)).wait().tolist()
-        if token == _BROKEN:
-            raise HostError("the draft host failed")
+        for exchange in self._skipped:
+            _refuse_failure(exchange.wait())
+        self._skipped = []
+        (token,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
         rows = self._expect_rows(1)
         return Proposal([token], None if rows is None else rows.wait())
 
     def receive_rest(self) -> Proposal:
         """The other tokens of the window."""
-        count, *tokens = self._expect(torch.zeros(self.most, dtype=torch.int64)).wait().tolist()
-        if count == _BROKEN:
-            raise HostError("the draft host failed")
+        count, *tokens = _refuse_failure(self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()).tolist()
         rows = self._expect_rows(self.most - 1)
         return Proposal(tokens[:count], None if rows is None else rows.wait()[:count])
 
     def skip(self, first: bool) -> None:
         """The rest of the window (with its ``first`` token: all of it) is of no use: receive it when it comes."""
-        if first:
-            self._under_way += [self._expect(torch.zeros(1, dtype=torch.int64)), self._expect_rows(1)]
-        self._under_way += [
-            self._expect(torch.zeros(self.most, dtype=torch.int64)),
-            self._expect_rows(self.most - 1),
-        ]
-        self._under_way = [exchange for exchange in self._under_way if exchange is not None]
+        expected = [self._expect(torch.zeros(1, dtype=torch.int64)), self._expect_rows(1)] if first else []
+        expected += [self._expect(torch.zeros(self.most, dtype=torch.int64)), self._expect_rows(self.most - 1)]
+        self._skipped += [exchange for exchange in expected if exchange is not None]
 
     def send_verdict(self, code: int, num_standing: int = 0, token: int = 0) -> None:
-        self.send(torch.tensor([code, num_standing, token]))
+        """What became of a round; nothing follows DONE and FAILED."""
+        self._send(torch.tensor([code, num_standing, token]))
+        self.is_settled = code in (DONE, FAILED)
 
     def send(self, tensor: Tensor) -> None:
         """Numbers for :meth:`receive`."""
-        self._to_draft.start_broadcast(tensor, TARGET).wait()
+        self._send(tensor)
 
     def _expect(self, tensor: Tensor) -> Exchange:
         return self._to_target.start_broadcast(tensor, DRAFT)
 
     def _expect_rows(self, count: int) -> Exchange | None:
-        if not self.vocab_size or not count:
+        if not self.drawn_vocab or not count:
             return None
-        return self._expect(torch.zeros(count, self.vocab_size, dtype=torch.float64))
+        return self._expect(torch.zeros(count, self.drawn_vocab, dtype=torch.float64))
 
 
-def _finished(exchange: Exchange) -> bool:
-    if exchange.has_ended():
-        exchange.wait()
-        return True
-    return False
+def _refuse_failure(received: Tensor) -> Tensor:
+    """What the draft sent, unless that is that it failed."""
+    if received.dtype == torch.int64 and received[0] == _BROKEN:
+        raise HostError("the draft host failed")
+    return received

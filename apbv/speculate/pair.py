@@ -16,8 +16,6 @@ from .link import FAILED, GO_ON, Link
 from .pipeline import draft_beside
 from .strategies import STRATEGIES, Draft, Prompt
 
-_SCORED = ("attention", "uv_prune", "hippo")  # policies that need the target's scores
-
 
 @dataclass
 class Pair:
@@ -54,17 +52,19 @@ class Pair:
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
-        to_target, to_draft = hosts.subgroup([0, last], config.draft_timeout), hosts.subgroup([0, last])
+        to_target = hosts.subgroup([0, last], min(config.draft_timeout, hosts.timeout / 2))
+        # The draft waits while the target prefills; a target's host that ends is noticed at once.
+        to_draft = hosts.subgroup([0, last], 10 * hosts.timeout)
         link = None if to_target is None else Link(to_target, to_draft)
         members = HostGroup.single(hosts.device) if is_draft else targets
         return cls(members, is_draft, link)
 
     @contextmanager
-    def beginning(self, config: SpeculativeConfig, vocab_size: int) -> Iterator[None]:
+    def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
         """Around reading a request: at its end both sides know whether the other one takes part.
 
         Args:
-            vocab_size: see :meth:`Link.shake_hands`.
+            vocab_size, drawn: see :meth:`Link.shake_hands`.
 
         Raises:
             HostError: on the draft host, where the target's hosts cannot read the request or are gone.
@@ -74,16 +74,19 @@ class Pair:
         try:
             yield
         except BaseException:
-            self._shake_hands(False, config, vocab_size)
+            self._shake_hands(False, config, vocab_size, drawn)
             raise
-        if not self._shake_hands(True, config, vocab_size) and self.is_draft:
+        if self._shake_hands(True, config, vocab_size, drawn) or self.link is None:
+            return
+        if self.is_draft:
             raise HostError("the target's hosts cannot answer this request")
+        warnings.warn("answering without the draft host, which cannot read this request", stacklevel=3)
 
-    def _shake_hands(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int) -> bool:
+    def _shake_hands(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> bool:
         if self.link is None:
             return False
         try:
-            self.takes_part = self.link.shake_hands(is_ready, config.num_draft_tokens, vocab_size)
+            self.takes_part = self.link.shake_hands(is_ready, config.num_draft_tokens, vocab_size, drawn)
         except HostError as error:
             self.link, self.takes_part = None, False
             if not self.is_draft:
@@ -98,10 +101,10 @@ class Pair:
 
     def fail(self) -> None:
         """The target cannot finish the request: tell the draft."""
-        if self.open_link is not None:
+        if self.open_link is not None and not self.link.is_settled:
             with suppress(HostError):
                 self.link.send_verdict(FAILED)
-        self.link = None
+            self.link = None
 
 
 class ReceivedScores:
@@ -122,11 +125,6 @@ class ReceivedScores:
         return self._link.receive(self._num_visual, torch.float32)
 
 
-def needs_scores(config: SpeculativeConfig) -> bool:
-    """Whether the draft chooses its visual tokens by what the target's prefill says of them."""
-    return config.strategy == "specvlm" and config.keep in _SCORED
-
-
 def draft_request(
     pair: Pair,
     draft: ModelParts,
@@ -142,9 +140,13 @@ def draft_request(
         The new tokens, how many were drafted, and what the draft saw.
     """
     num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
-    observer = ReceivedScores(pair.link, num_visual) if needs_scores(config) and num_visual else None
+    is_scored = num_visual and STRATEGIES[config.strategy].observer(config, draft) is not None
+    observer = ReceivedScores(pair.link, num_visual) if is_scored else None
     try:
-        prompt = Prompt(draft, draft, inputs, None, observer, pair.hosts, config, sampling, leave_last=True)
+        vocab_size = pair.link.shared_vocab
+        prompt = Prompt(
+            draft, draft, inputs, None, observer, pair.hosts, config, sampling, vocab_size, leave_last=True
+        )
         made = STRATEGIES[config.strategy].build(prompt)
     except HostError:
         pair.link = None

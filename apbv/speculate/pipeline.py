@@ -23,7 +23,7 @@ from .serial import SpeculationStats, judge, until_the_end
 
 @dataclass
 class PipelineStats(SpeculationStats):
-    """Of the target's side.
+    """Of the target's side: what it has judged. Windows that a rejection made useless are not counted.
 
     Attributes:
         num_pre_verify, num_post_verify: rounds by what was to be verified: one token, or a window.
@@ -57,27 +57,26 @@ class _Target:
             verdict = judge(pending, rows[:-1], index, self._config)
             stats.num_accepted += verdict.num_accepted
             if verdict.next_token is not None:
-                if self.link:
-                    self.link.skip(first=True)
+                self._use(lambda link: link.skip(first=True))
                 return [*pending.tokens[: verdict.num_accepted], verdict.next_token], Proposal([]), CORRECTED
-        first = self._receive(lambda link: link.receive_first())
+        first = self._use(lambda link: link.receive_first())
         if first is None:
             alone = judge(Proposal([]), rows[-1:], index + len(pending.tokens), self._config)
             return [*pending.tokens, alone.next_token], Proposal([]), GO_ON
         stats.num_drafted += 1
         verdict = judge(first, rows[-1:], index + len(pending.tokens), self._config)
         if verdict.next_token is not None:
-            self.link.skip(first=False)
+            self._use(lambda link: link.skip(first=False))
             return [*pending.tokens, verdict.next_token], Proposal([]), CORRECTED
         stats.num_accepted += 1
-        rest = self._receive(lambda link: link.receive_rest()) or Proposal([])
+        rest = self._use(lambda link: link.receive_rest()) or Proposal([])
         return [*pending.tokens, *first.tokens], rest, GO_ON
 
     def tell(self, code: int, num_standing: int, token: int) -> None:
         """Send the verdict of a round."""
-        self._receive(lambda link: link.send_verdict(code, num_standing, token))
+        self._use(lambda link: link.send_verdict(code, num_standing, token))
 
-    def _receive(self, exchange: Callable[[Link], object]):
+    def _use(self, exchange: Callable[[Link], object]):
         """Use the link; without it, or when it is lost, None."""
         if self.link is None:
             return None

@@ -32,6 +32,7 @@ class Prompt:
         state: what the target's prefill left; None on a draft host.
         observer: what watched the prefill, if the strategy asked for it.
         hosts: who computes: the target's hosts, or a draft host by itself.
+        vocab_size: of the target; with a smaller draft of that, where it drafts on a host of its own.
         leave_last: the drafter is to run the prompt's last token itself, whose logits it then has.
     """
 
@@ -43,6 +44,7 @@ class Prompt:
     hosts: HostGroup
     config: SpeculativeConfig
     sampling: SamplingConfig
+    vocab_size: int
     leave_last: bool = False
 
     @property
@@ -66,7 +68,7 @@ class Prompt:
         if left:
             cache.crop(-left)
         position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
-        return ModelDrafter(parts, cache, position, length, self.sampling)
+        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,3 @@ def expected_accepted(gamma: float, tau: float) -> float:
 def parallel_with_rollback(gamma: float, c: float, tau: float = 1.0) -> float:
     """Draft while verifying, with the rounds that a rejection costs (Theorem 6)."""
     return c * (1 + tau**gamma) * expected_accepted(gamma, tau) / (2 * max(gamma, c))
-
-
-def serial_independent(gamma: float, c: float, tau: float) -> float:
-    """Draft, then verify, where what follows a rejected token is lost (Leviathan et al., Theorem 3.8).
-
-    Theorem 4 takes tau as the measured share of all drafted tokens; here it is each token's own chance.
-    """
-    return c * (expected_accepted(gamma, tau) + 1) / (gamma + c)
