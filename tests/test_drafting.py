@@ -51,10 +51,12 @@ def ways(kv: str) -> list[dict]:
 )
 def test_no_way_to_draft_changes_an_answer(pool, clip, family, num_hosts, kv):  # noqa: F811
     request = {"video": str(clip), "num_frames": 12}
-    for host, answers in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *ways(kv)], request, 1)):
+    # What differs between families is how the draft's prompt is put together.
+    asked = [way for way in ways(kv) if family == "qwen2_5_vl" or way.get("keep") in ("hippo", "uv_prune")]
+    for host, answers in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *asked], request, 1)):
         plain = answers[0][0]
         assert len(set(plain)) > 3
-        for way, (tokens, figures) in zip(ways(kv), answers[1:], strict=True):
+        for way, (tokens, figures) in zip(asked, answers[1:], strict=True):
             assert tokens == plain, f"host {host}: {way}"
             assert figures["strategy"] == way["strategy"] and figures["num_target_forwards"] >= 1
 
