@@ -47,7 +47,7 @@ def ways(kv: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("family", "num_hosts", "kv"),
     [("qwen2_5_vl", hosts, kv) for hosts in (1, 2, 3) for kv in ("gathered", "sharded")]
-    + [("qwen3_vl", 2, "sharded"), ("llava_onevision", 3, "gathered")],
+    + [("qwen3_vl", 2, "sharded"), ("internvl", 3, "gathered")],
 )
 def test_no_way_to_draft_changes_an_answer(pool, clip, family, num_hosts, kv):  # noqa: F811
     request = {"video": str(clip), "num_frames": 12}
