@@ -335,6 +335,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     net.add_argument("--latency", type=float, default=10e-6, help="seconds")
     run = parser.add_argument_group("measuring")
     run.add_argument("--rounds", type=int, default=3)
+    # The others wait while host 0 runs `full`.
+    run.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for another host")
     run.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
     run.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
     run.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
@@ -415,7 +417,7 @@ def _with_lengths(cases: list[Case], options: argparse.Namespace) -> Iterator[Ca
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    hosts = HostGroup.from_env()
+    hosts = HostGroup.from_env(timeout=options.timeout)
     try:
         with hosts.local_stage("reading the options"):
             workloads, cases = plan(options, hosts)

@@ -9,8 +9,10 @@ from PIL import Image
 from test_engine import QUESTION, clip, infer  # noqa: F401  (a fixture)
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv.config import SamplingConfig
+from apbv.models import inspect_model
 from apbv.speculate import STRATEGIES
-from apbv.speculate.drafters import NgramDrafter
+from apbv.speculate.drafters import ModelDrafter, NgramDrafter
 from apbv.speculate.picture import draw_kept
 
 import families
@@ -177,3 +179,14 @@ def test_frames_of_an_image_cannot_be_kept():
     engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep="hippo"), 1)
     with pytest.raises(ValueError, match="the prompt has no video"):
         engine.generate(QUESTION, images=[families.synthetic_image()])
+
+
+def test_a_draft_says_nothing_that_the_target_cannot_read():
+    """And reads what it has no token for as something else, instead of failing."""
+    model = families.build_model("llama", dtype=torch.float64)
+    parts = inspect_model(model)
+    cache = model(input_ids=torch.arange(20)[None]).past_key_values
+    drafter = ModelDrafter(parts, cache, 20, 20, SamplingConfig(temperature=1.0), vocab_size=12)
+    proposal = drafter.propose([5, parts.vocab_size + 3], 30)
+    assert max(proposal.tokens) < 12 and proposal.q.shape == (30, 12)
+    assert cache.get_seq_length() == 20 + 2 + 29
