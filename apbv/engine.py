@@ -91,20 +91,14 @@ class Engine:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.prefill_config = prefill or PrefillConfig()
-        if speculate is not None:
-            _check_strategy(speculate, self.prefill_config)
-        self._pair = Pair.of(hosts, speculate) if speculate is not None and speculate.draft_host else None
-        self.hosts = hosts if self._pair is None else self._pair.hosts
-        self.name = name or type(draft if model is None else model).__name__
         self.speculative_config = speculate
         self.draft_model = draft
-        self._draft = None if draft is None else inspect_model(draft)
-        # A draft host need not hold the target: the two read the same prompts.
-        self._parts = inspect_model(draft if model is None else model)
+        self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts)
+        self._pair = Pair.of(hosts, speculate) if speculate is not None and speculate.draft_host else None
+        self.hosts = hosts if self._pair is None else self._pair.hosts
+        self.name = name or type(self._parts.model).__name__
         if self._pair is not None:
             hosts.require_same("the kind of prompts that the model reads", _reads(self._parts).encode())
-        elif speculate is not None and STRATEGIES[speculate.strategy].needs_draft_model:
-            _check_draft(speculate, self._parts, self._draft)
 
     @classmethod
     def from_pretrained(
@@ -133,11 +127,8 @@ class Engine:
         with hosts.local_stage(f"loading {name}"):
             if isinstance(dtype, str) and dtype not in DTYPES:
                 raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-            drafts_here = drafts_only = False
-            if speculate is not None and speculate.draft_host:
-                drafts_only = drafts_here = hosts.rank == hosts.size - 1
-            elif speculate is not None:
-                drafts_here = _strategy(speculate).needs_draft_model
+            beside = speculate is not None and speculate.draft_host
+            drafts_only = beside and hosts.rank == hosts.size - 1
             model, processor = _load(path, dtype, hosts, with_model=not drafts_only)
         draft = None
         if speculate is not None and _strategy(speculate).needs_draft_model:
@@ -145,10 +136,11 @@ class Engine:
             with hosts.local_stage(f"loading the draft model {wanted}"):
                 if wanted is None:
                     raise ValueError(f"speculative decoding by {speculate.strategy} needs a draft model")
-                if drafts_here:
+                if drafts_only or not beside:
                     draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
         with hosts.local_stage(f"preparing {name}"):
-            return cls(model, processor, hosts, prefill, str(name), speculate, draft)
+            _take_apart(model, draft, prefill or PrefillConfig(), speculate, hosts)
+        return cls(model, processor, hosts, prefill, str(name), speculate, draft)
 
     def prefill(
         self,
@@ -433,15 +425,37 @@ def _strategy(config: SpeculativeConfig):
     return STRATEGIES[config.strategy]
 
 
-def _check_strategy(config: SpeculativeConfig, prefill: PrefillConfig) -> None:
-    """Refuse settings that do not go together."""
-    strategy = _strategy(config)
-    if config.draft_host and not strategy.needs_draft_model:
-        raise ValueError(
-            f"{config.strategy} drafts without a second model: there is nothing for a draft host to do"
-        )
-    if strategy.needs_gathered_kv and prefill.kv != "gathered":
-        raise ValueError(f"{config.strategy} drafts from the KV on host 0: it needs kv='gathered'")
+def _take_apart(
+    model: PreTrainedModel | None,
+    draft: PreTrainedModel | None,
+    prefill: PrefillConfig,
+    speculate: SpeculativeConfig | None,
+    hosts: HostGroup,
+) -> tuple[ModelParts, ModelParts | None]:
+    """The parts of this host's model and of its draft. A draft host has its draft only: both read alike.
+
+    Raises:
+        ValueError: the model is not supported, or settings or models do not go together.
+    """
+    if speculate is not None:
+        strategy = _strategy(speculate)
+        if speculate.draft_host and hosts.size < 2:
+            raise ValueError(
+                "a draft host needs at least 2 hosts: the last one drafts, the others are the target's"
+            )
+        if speculate.draft_host and not strategy.needs_draft_model:
+            raise ValueError(
+                f"{speculate.strategy} drafts without a second model: there is nothing for a draft host to do"
+            )
+        if strategy.needs_gathered_kv and prefill.kv != "gathered":
+            raise ValueError(f"{speculate.strategy} drafts from the KV on host 0: it needs kv='gathered'")
+    if model is None and draft is None:
+        raise ValueError("there is neither a model nor a draft model")
+    parts = inspect_model(draft if model is None else model)
+    draft_parts = None if draft is None else inspect_model(draft)
+    if speculate is not None and strategy.needs_draft_model and not speculate.draft_host:
+        _check_draft(speculate, parts, draft_parts)
+    return parts, draft_parts
 
 
 def _check_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:

@@ -11,6 +11,7 @@ that dies closes its connections, which wakes the others too.
 import hashlib
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -467,6 +468,27 @@ class HostGroup:
                 return failure
             time.sleep(0.05)
         return HostError(f"another host ended, or did not answer in time (seen by host {self.rank}): {error}")
+
+
+def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0) -> int:
+    """Run a script's body on this host of those that torchrun started; the exit status.
+
+    An error that the user can mend is one line on every host, not a traceback.
+    """
+    hosts = None
+    try:
+        hosts = HostGroup.from_env(timeout=timeout)
+        body(hosts)
+    except (ValueError, HostError) as error:
+        host = "" if hosts is None else f" (host {hosts.rank})"
+        sys.stderr.write(f"error{host}: {error}\n")  # one write: hosts share the terminal
+        if hosts is not None:
+            hosts.let_others_report()
+        return 1
+    finally:
+        if hosts is not None:
+            hosts.close()
+    return 0
 
 
 def _described(error: BaseException) -> str:

@@ -26,6 +26,7 @@ import torch
 from apbv import Engine, HostGroup, PrefillConfig
 from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder, score_on, wilson
+from apbv.hosts import run_on_hosts
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.simulate import share_weights, simulate
@@ -190,10 +191,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.table:
         print(markdown([json.loads(line) for path in options.table for line in path.read_text().splitlines()]))
         return 0
-    hosts = HostGroup.from_env()
+    return run_on_hosts(lambda hosts: run(options, hosts))
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    """Score, and print or write what came of it."""
+    made = ruler_records if options.preset == "ruler" else clip_records
+    records = []
     try:
-        made = ruler_records if options.preset == "ruler" else clip_records
-        records = []
         for record in made(options, hosts):
             stamp = {"benchmark": "accuracy", "preset": options.preset, "model": options.model}
             if options.preset == "ruler":
@@ -201,17 +206,11 @@ def main(arguments: list[str] | None = None) -> int:
             records.append({**stamp, **record, "command": _command(), **provenance()})
             if hosts.rank == 0 and options.json:
                 append_json_lines(options.json, records[-1:])
-        if hosts.rank == 0:
-            print(markdown(records))
     except ImportError as error:
         print(f"skipped: {error}")
-    except ValueError as error:
-        sys.stderr.write(f"error (host {hosts.rank}): {error}\n")
-        hosts.let_others_report()
-        return 1
-    finally:
-        hosts.close()
-    return 0
+        return
+    if hosts.rank == 0:
+        print(markdown(records))
 
 
 def _command() -> str:

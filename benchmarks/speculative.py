@@ -26,12 +26,13 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from tqdm import tqdm
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
 from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder
 from apbv.demo.scale import scale_model
+from apbv.hosts import run_on_hosts
 from apbv.speculate import STRATEGIES, theory
 from apbv.stats import append_json_lines, markdown_table, provenance
 from apbv.video import probe
@@ -130,7 +131,7 @@ def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[P
         yield file, options.question or clips.DESCRIBE_QUESTION, options.frames or probe(file).num_frames
 
 
-def run(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
+def measure(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     """All ways on every question, in turn; the first question once more before, to warm up."""
     ways = build_ways(options, hosts)
     asked = list(questions(options, hosts))
@@ -298,25 +299,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    hosts = HostGroup.from_env()
+    return run_on_hosts(lambda hosts: run(options, hosts))
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    """Measure, and print or write what came of it."""
     if hosts.device.type == "cpu":
         keep_freed_memory()
-    try:
-        ways = run(options, hosts)
-        if hosts.rank == 0:
-            rows = list(records(options, ways))
-            print(table(rows))
-            if options.json:
-                append_json_lines(options.json, rows)
-            if options.plot:
-                plot(rows, options.plot)
-    except (ValueError, HostError) as error:
-        sys.stderr.write(f"error (host {hosts.rank}): {error}\n")
-        hosts.let_others_report()
-        return 1
-    finally:
-        hosts.close()
-    return 0
+    ways = measure(options, hosts)
+    if hosts.rank == 0:
+        rows = list(records(options, ways))
+        print(table(rows))
+        if options.json:
+            append_json_lines(options.json, rows)
+        if options.plot:
+            plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from workloads import CONFIGS, RESOLUTIONS, build_model, text_prompt, video_prom
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
+from apbv.hosts import run_on_hosts
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
@@ -417,31 +418,27 @@ def _with_lengths(cases: list[Case], options: argparse.Namespace) -> Iterator[Ca
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    hosts = HostGroup.from_env(timeout=options.timeout)
-    try:
-        with hosts.local_stage("reading the options"):
-            workloads, cases = plan(options, hosts)
-        bench = Bench(options, hosts)
-        rows = []
-        runs = len(workloads) * len(cases) * (options.warmup + options.rounds)
-        with tqdm(total=runs, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
-            for workload in workloads:
-                measured = measure(bench, workload, cases, bar)
-                if hosts.rank == 0:
-                    rows += records(bench, measured)
-        if hosts.rank == 0:
-            print(table(rows))
-            if options.json:
-                append_json_lines(options.json, rows)
-            if options.plot:
-                plot(rows, options.plot)
-    except ValueError as error:
-        sys.stderr.write(f"error (host {hosts.rank}): {error}\n")
-        hosts.let_others_report()
-        return 1
-    finally:
-        hosts.close()
-    return 0
+    return run_on_hosts(lambda hosts: run(options, hosts), options.timeout)
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    """Measure, and print or write what came of it."""
+    with hosts.local_stage("reading the options"):
+        workloads, cases = plan(options, hosts)
+    bench = Bench(options, hosts)
+    rows = []
+    runs = len(workloads) * len(cases) * (options.warmup + options.rounds)
+    with tqdm(total=runs, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
+        for workload in workloads:
+            measured = measure(bench, workload, cases, bar)
+            if hosts.rank == 0:
+                rows += records(bench, measured)
+    if hosts.rank == 0:
+        print(table(rows))
+        if options.json:
+            append_json_lines(options.json, rows)
+        if options.plot:
+            plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from tqdm import tqdm
 from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from apbv import Engine, GenerateResult, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, GenerateResult, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
 from apbv.engine import DTYPES
+from apbv.hosts import run_on_hosts
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
@@ -32,7 +33,6 @@ from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.video import probe, read_frames, sample_fps, sample_uniform
 
-EXIT_FAILURE = 1
 MOST_FRAMES_DRAWN = 36
 
 
@@ -93,23 +93,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    hosts = None
-    try:
-        hosts = HostGroup.from_env(timeout=options.timeout)
+
+    def answer(hosts: HostGroup) -> None:
         if hosts.device.type == "cpu":
             keep_freed_memory()
         _quieten(hosts)
         run(options, hosts)
-    except (ValueError, HostError) as error:
-        host = "" if hosts is None else f" (host {hosts.rank})"
-        sys.stderr.write(f"error{host}: {error}\n")  # one write: hosts share the terminal
-        if hosts is not None:
-            hosts.let_others_report()
-        return EXIT_FAILURE
-    finally:
-        if hosts is not None:
-            hosts.close()
-    return 0
+
+    return run_on_hosts(answer, options.timeout)
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> None:

@@ -32,6 +32,17 @@ class Proposal:
     q: Tensor | None = None
 
 
+def packed(tokens: Sequence[int], most: int) -> list[int]:
+    """At most so many tokens as ``1 + most`` numbers, which is how they travel: their count, they, and zeros."""
+    return [len(tokens), *tokens, *[0] * (most - len(tokens))]
+
+
+def unpacked(numbers: Sequence[int]) -> list[int]:
+    """The tokens out of what :func:`packed` made."""
+    count, *tokens = numbers
+    return tokens[:count]
+
+
 class Drafter(Protocol):
     """Proposes how a sequence goes on."""
 

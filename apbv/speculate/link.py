@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..hosts import Exchange, HostError, HostGroup
-from .drafters import Proposal
+from .drafters import Proposal, packed, unpacked
 
 TARGET, DRAFT = 0, 1  # ranks within both channels
 GO_ON, CORRECTED, DONE, FAILED = range(4)
@@ -66,7 +66,7 @@ class Link:
 
     def send_rest(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
         """The others; fewer than agreed on where the draft was stopped."""
-        self._send(torch.tensor([len(tokens), *tokens, *[0] * (self.most - 1 - len(tokens))]))
+        self._send(torch.tensor(packed(tokens, self.most - 1)))
         self._send_rows(rows, self.most - 1)
 
     def send_failure(self, first: bool) -> None:
@@ -110,9 +110,9 @@ class Link:
 
     def receive_rest(self) -> Proposal:
         """The other tokens of the window."""
-        count, *tokens = _refuse_failure(self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()).tolist()
+        tokens = unpacked(_refuse_failure(self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()).tolist())
         rows = self._expect_rows(self.most - 1)
-        return Proposal(tokens[:count], None if rows is None else rows.wait()[:count])
+        return Proposal(tokens, None if rows is None else rows.wait()[: len(tokens)])
 
     def skip(self, first: bool) -> None:
         """The rest of the window (with its ``first`` token: all of it) is of no use: receive it when it comes."""

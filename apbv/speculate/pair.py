@@ -40,15 +40,7 @@ class Pair:
 
     @classmethod
     def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
-        """The last host drafts, the others are the target's; collective.
-
-        Raises:
-            ValueError: there is one host only.
-        """
-        if hosts.size < 2:
-            raise ValueError(
-                "a draft host needs at least 2 hosts: the last one drafts, the others are the target's"
-            )
+        """The last of at least 2 hosts drafts, the others are the target's; collective."""
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
@@ -142,20 +134,18 @@ def draft_request(
     num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
     is_scored = num_visual and STRATEGIES[config.strategy].observer(config, draft) is not None
     observer = ReceivedScores(pair.link, num_visual) if is_scored else None
+    vocab_size = pair.link.shared_vocab
+    prompt = Prompt(
+        draft, draft, inputs, None, observer, pair.hosts, config, sampling, vocab_size, leave_last=True
+    )
     try:
-        vocab_size = pair.link.shared_vocab
-        prompt = Prompt(
-            draft, draft, inputs, None, observer, pair.hosts, config, sampling, vocab_size, leave_last=True
-        )
-        made = STRATEGIES[config.strategy].build(prompt)
-    except HostError:
-        pair.link = None
-        raise
-    except Exception:
-        pair.link.send_failure(first=True)
-        pair.link = None
-        raise
-    try:
+        try:
+            made = STRATEGIES[config.strategy].build(prompt)
+        except HostError:  # the target's: it need not be told
+            raise
+        except Exception:
+            pair.link.send_failure(first=True)
+            raise
         tokens, total = draft_beside(pair.link, made.drafter, int(inputs.input_ids[0, -1]))
     except Exception:
         pair.link = None

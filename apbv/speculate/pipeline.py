@@ -16,7 +16,7 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..decode import Decoder
 from ..hosts import HostError, HostGroup
-from .drafters import ModelDrafter, Proposal
+from .drafters import ModelDrafter, Proposal, packed, unpacked
 from .link import CORRECTED, DONE, FAILED, GO_ON, Link
 from .serial import SpeculationStats, judge, until_the_end
 
@@ -121,11 +121,9 @@ def generate_beside_draft(
         plan, code = None, GO_ON
         if target is not None:
             new, target.pending, code = target.decide(tokens, rows)
-            plan = [len(new), *new, *[0] * (width + 1 - len(new))]
-            waiting = target.pending.tokens
-            plan += [len(waiting), *waiting, *[0] * (width - len(waiting))]
-        plan = hosts.broadcast_ints(plan, 2 * width + 3)
-        new, waiting = plan[1 : 1 + plan[0]], plan[width + 3 : width + 3 + plan[width + 2]]
+            plan = [*packed(new, width), *packed(target.pending.tokens, width)]
+        plan = hosts.broadcast_ints(plan, 2 * (1 + width))
+        new, waiting = unpacked(plan[: 1 + width]), unpacked(plan[1 + width :])
         new = until_the_end(new, eos_token_ids)[: config.max_new_tokens - len(tokens)]
         # The target has run all verified tokens and the pending ones; of the new ones all but the last are kept.
         decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)

@@ -34,10 +34,7 @@ class _VisualObserver:
         for host in range(hosts.size):
             tokens = self._tokens(host)
             self._owned.append(numbers[tokens[is_visual[tokens]]])
-        mine = self._tokens(hosts.rank)
-        self._visual_rows = is_visual[mine].nonzero().flatten()
-        # [query tokens, mine]: a question's token sees none that come after it.
-        self._hidden = mine > torch.arange(query_start, len(is_visual))[:, None]
+        self._visual_rows = is_visual[self._tokens(hosts.rank)].nonzero().flatten()
 
     def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
         """Not interested in attention."""
@@ -77,8 +74,10 @@ class AttentionScores(_VisualObserver):
 class HeadAttention(_VisualObserver):
     """STD's scores (Section 3.2): per layer and KV head, the question's attention, summed over its query heads."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, is_visual: Tensor, query_start: int, layout: ContextLayout, hosts: HostGroup):
+        super().__init__(is_visual, query_start, layout, hosts)
+        # [query tokens, this host's]: a question's token sees none that come after it.
+        self._hidden = self._tokens(hosts.rank) > torch.arange(query_start, len(is_visual))[:, None]
         self._layers: list[Tensor] = []
 
     def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
@@ -92,13 +91,9 @@ class HeadAttention(_VisualObserver):
 
     def result(self) -> list[Tensor]:
         """``[Hkv, visual tokens]`` of every layer, on every host; collective, after the prefill."""
-        mine = torch.cat(self._layers).float() if self._layers else None
-        shape = self._hosts.broadcast_ints(None if mine is None else [len(self._layers), len(mine)], 2)
-        num_layers, num_rows = shape
-        rows = [
-            gather_scores(None if mine is None else mine[i], self._owned, self._hosts) for i in range(num_rows)
-        ]
-        return list(torch.stack(rows).unflatten(0, (num_layers, -1)).unbind())
+        mine = torch.stack(self._layers).float() if self._layers else None
+        shape = self._hosts.broadcast_ints(None if mine is None else mine.shape[:2], 2)
+        return list(gather_scores(mine, self._owned, self._hosts, shape).unbind())
 
 
 class SimilarityChange(_VisualObserver):
@@ -133,24 +128,26 @@ class SimilarityChange(_VisualObserver):
         return gather_scores(mine, self._owned, self._hosts)
 
 
-def gather_scores(mine: Tensor | None, owned: Sequence[Tensor], hosts: HostGroup) -> Tensor:
-    """Put together what every host has of one list of scores; collective.
+def gather_scores(
+    mine: Tensor | None, owned: Sequence[Tensor], hosts: HostGroup, lead: Sequence[int] = ()
+) -> Tensor:
+    """Put together what every host has of lists of scores; collective.
 
     Args:
-        mine: this host's, fp32; None where it has none.
+        mine: this host's, ``[*lead, T]`` in fp32; None where it has none.
         owned: for every host, which places its scores belong to.
+        lead: how many lists there are.
 
     Returns:
-        All of them, on the CPU of every host.
+        All of them, ``[*lead, all places]``, on the CPU of every host.
     """
-    longest = max(map(len, owned))
-    padded = torch.zeros(longest, device=hosts.device)
+    padded = torch.zeros(*lead, max(map(len, owned)), device=hosts.device)
     if mine is not None:
-        padded[: len(mine)] = mine
+        padded[..., : mine.shape[-1]] = mine
     gathered = hosts.all_gather(padded).wait().cpu()
-    scores = torch.empty(sum(map(len, owned)))
+    scores = torch.empty(*lead, sum(map(len, owned)))
     for places, values in zip(owned, gathered, strict=True):
-        scores[places] = values[: len(places)]
+        scores[..., places] = values[..., : len(places)]
     return scores
 
 

@@ -10,7 +10,7 @@ from ..config import SamplingConfig
 from ..decode import Decoder
 from ..hosts import HostGroup
 from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
-from .drafters import Drafter, Proposal
+from .drafters import Drafter, Proposal, packed, unpacked
 from .verify import Verdict, verify_greedy, verify_sampled
 
 
@@ -103,9 +103,7 @@ def _share(proposal: Proposal | None, count: int, hosts: HostGroup) -> list[int]
     """The drafted tokens, on every host."""
     if not count:
         return []
-    padded = proposal and [len(proposal.tokens), *proposal.tokens, *[0] * (count - len(proposal.tokens))]
-    length, *tokens = hosts.broadcast_ints(padded, count + 1)
-    return tokens[:length]
+    return unpacked(hosts.broadcast_ints(proposal and packed(proposal.tokens, count), count + 1))
 
 
 def judge(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig) -> Verdict:

@@ -187,10 +187,9 @@ def _layerskip(prompt: Prompt) -> Draft:
     if cache is None:
         return Draft(None, prompt.num_visual)
     num_layers = max(1, round(prompt.config.layer_ratio * prompt.target.num_layers))
-    everything = torch.arange(prompt.inputs.num_tokens).expand(prompt.target.num_kv_heads, -1)
     cache.layers = cache.layers[:num_layers]
     shallow = replace(prompt.target, language_model=first_layers(prompt.target.language_model, num_layers))
-    return Draft(prompt.drafter(shallow, select_kv(cache, [everything] * num_layers)), prompt.num_visual)
+    return Draft(prompt.drafter(shallow, cache), prompt.num_visual)
 
 
 def first_layers(language_model: nn.Module, count: int) -> nn.Module:
