@@ -88,9 +88,11 @@ class PrefillObserver(Protocol):
 
     Attributes:
         hidden_layers: which decoder layers' inputs it wants to see (0: the embeddings); possibly none.
+        wants_passed: whether it wants to be told what is passed on.
     """
 
     hidden_layers: tuple[int, ...]
+    wants_passed: bool
 
     def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
         """One layer's attention: the query's states, and the keys of what this host keeps.
@@ -107,6 +109,9 @@ class PrefillObserver(Protocol):
             query: ``[n_q, d]``
             kept: ``[T_i, d]`` for each of the layout's ``cache_spans`` of this host.
         """
+
+    def observe_passed(self, block: int, chosen: Tensor) -> None:
+        """One layer's selection of a block's KV; see :attr:`apbv.methods.PrefillMethod.on_passed`."""
 
 
 class ObservedAttention:

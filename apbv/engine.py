@@ -22,19 +22,24 @@ from .decode import Decoder, GatheredDecoder, ShardedDecoder, generate_tokens
 from .hosts import HostGroup
 from .inputs import ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
-from .prefill import PrefillResult, prefill
+from .prefill import PrefillResult, passes_blocks_on, prefill
 from .prompt import RenderedPrompt, render_prompt
 from .speculate import (
     STRATEGIES,
+    Draft,
     Pair,
+    PipelineStats,
     Prompt,
+    SpeculationStats,
     draft_request,
     generate_beside_draft,
     generate_speculatively,
+    keep_policy,
     kept_by_frame,
     make_observer,
 )
-from .stats import StageTimer, provenance
+from .stats import StageTimer, gather_spans, provenance
+from .timeline import Span
 from .video import probe, sample_fps, sample_uniform
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -50,12 +55,15 @@ class GenerateResult:
         stats: what the request took; the fields of ``launch/infer.py --json``.
         kept: with a draft that sees some of a video's tokens: bool ``[T, h, w]``, for what the model merges to
             T frames; else None.
+        timeline: if asked for, every host's spans by its name, for :func:`apbv.timeline.write_timeline`; a draft
+            host's are known to host 0 only.
     """
 
     text: str
     token_ids: list[int]
     stats: dict[str, Any]
     kept: torch.Tensor | None = None
+    timeline: dict[str, list[Span]] | None = None
 
 
 class Engine:
@@ -190,6 +198,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
+        timeline: bool = False,
     ) -> GenerateResult:
         """Answer a question; the arguments up to ``fps`` are those of :meth:`prefill`.
 
@@ -199,6 +208,7 @@ class Engine:
             top_p: nucleus sampling, where temperature > 0.
             seed: the same seed draws the same tokens.
             on_token: called on every host with each token as soon as it is chosen; on a draft host at the end.
+            timeline: collect what happened when on every host.
 
         Returns:
             The answer, the same on every host; ``stats`` on a draft host are its own.
@@ -217,17 +227,30 @@ class Engine:
             inputs = self._prepare(prompt, source, num_frames, fps, timer)
         if self.model is None:
             return self._draft_for_others(inputs, sampling, timer, on_token)
-        kept = speculation = None
+        stats = draft = None
         if self.speculative_config is None:
             state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
             with self.hosts.collective_stage("decode"), timer.stage("decode"):
                 tokens = generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token)
         elif self._pair is not None:
-            state, tokens, speculation = self._generate_beside_draft(inputs, sampling, timer, on_token)
+            state, tokens, stats = self._generate_beside_draft(inputs, sampling, timer, on_token)
         else:
-            state, tokens, speculation, kept = self._generate_speculatively(inputs, sampling, timer, on_token)
+            state, tokens, stats, draft = self._generate_speculatively(inputs, sampling, timer, on_token)
+        speculation = None if stats is None else {**asdict(self.speculative_config), **stats.summary(len(tokens))}
+        kept = None
+        if draft is not None:
+            speculation["num_visual_tokens_drafted_from"] = draft.num_visual
+            kept = kept_by_frame(self._parts, inputs, draft.kept)
+        spans = self._collect_timeline(timer, stats) if timeline else None
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return GenerateResult(text, tokens, self._record(state, sampling, tokens, text, speculation), kept)
+        record = self._record(state, sampling, tokens, text, speculation)
+        return GenerateResult(text, tokens, record, kept, spans)
+
+    def _collect_timeline(self, timer: StageTimer, stats: SpeculationStats | None) -> dict[str, list[Span]]:
+        mine = timer.stages.spans + ([] if stats is None else stats.record.spans)
+        hosts = {f"host {host}": spans for host, spans in enumerate(gather_spans(mine, self.hosts))}
+        of_draft = getattr(stats, "of_draft", None)
+        return hosts if of_draft is None else {**hosts, "draft host": of_draft.spans}
 
     def _prefill_observed(
         self, inputs: ModelInputs, timer: StageTimer
@@ -251,8 +274,8 @@ class Engine:
 
     def _generate_speculatively(
         self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
-    ) -> tuple[PrefillResult, list[int], dict[str, Any], torch.Tensor | None]:
-        """Prefill, let the draft read the prompt, and decode; with the speculation's figures, and what it saw."""
+    ) -> tuple[PrefillResult, list[int], SpeculationStats, Draft]:
+        """Prefill, let the draft read the prompt, and decode."""
         config, hosts = self.speculative_config, self.hosts
         state, observer = self._prefill_observed(inputs, timer)
         with hosts.collective_stage("draft"), timer.stage("draft"):
@@ -270,13 +293,11 @@ class Engine:
                 config.num_draft_tokens,
                 on_token,
             )
-        seen = {"num_visual_tokens_drafted_from": draft.num_visual}
-        figures = {**asdict(config), **seen, **stats.summary(len(tokens))}
-        return state, tokens, figures, kept_by_frame(self._parts, inputs, draft.kept)
+        return state, tokens, stats, draft
 
     def _generate_beside_draft(
         self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
-    ) -> tuple[PrefillResult, list[int], dict[str, Any]]:
+    ) -> tuple[PrefillResult, list[int], PipelineStats]:
         """The target hosts' part of drafting on another host."""
         config, pair = self.speculative_config, self._pair
         try:
@@ -291,7 +312,7 @@ class Engine:
                     *start,
                     sampling,
                     self._parts.eos_token_ids,
-                    config.num_draft_tokens,
+                    config.most_draft_tokens,
                     on_token,
                 )
         except BaseException:
@@ -299,21 +320,19 @@ class Engine:
             raise
         if stats.lost_draft:
             pair.link = None
-        return state, tokens, {**asdict(config), **stats.summary(len(tokens))}
+        return state, tokens, stats
 
     def _draft_for_others(
         self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
     ) -> GenerateResult:
         """The draft host's part."""
-        with timer.stage("decode"):
-            tokens, num_drafted, draft = draft_request(
-                self._pair, self._draft, inputs, self.speculative_config, sampling
-            )
+        config = self.speculative_config
+        tokens, report, draft = draft_request(self._pair, self._draft, inputs, config, sampling, timer)
         for token in tokens:
             if on_token is not None:
                 on_token(token)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        figures = {"role": "draft", "num_drafted": num_drafted, **timer.summary(len(tokens))}
+        figures = {"role": "draft", "num_drafted": report.num_drafted, **timer.summary(len(tokens))}
         kept = kept_by_frame(self._draft, inputs, draft.kept)
         return GenerateResult(text, tokens, {"token_ids": tokens, "text": text, **figures}, kept)
 
@@ -447,8 +466,16 @@ def _take_apart(
             raise ValueError(
                 f"{speculate.strategy} drafts without a second model: there is nothing for a draft host to do"
             )
-        if strategy.needs_gathered_kv and prefill.kv != "gathered":
-            raise ValueError(f"{speculate.strategy} drafts from the KV on host 0: it needs kv='gathered'")
+        if speculate.keep not in (None, strategy.keep) and strategy.keep in (None, "full"):
+            raise ValueError(f"{speculate.strategy} does not choose among visual tokens: keep does not apply")
+        needs_terms = speculate.draft_host and speculate.startup == "vision" and keep_policy(speculate) == "hippo"
+        if needs_terms and set(speculate.hippo_terms) == {"attention"}:
+            raise ValueError("startup='vision' needs hippo_terms of vision: time, space or both")
+        if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
+            raise ValueError(
+                f"{speculate.strategy} drafts on what the prefill passes on between hosts, and this one passes "
+                "nothing: it needs method apbv or apb, 2 hosts at least, and a passing_len"
+            )
     if model is None and draft is None:
         raise ValueError("there is neither a model nor a draft model")
     parts = inspect_model(draft if model is None else model)

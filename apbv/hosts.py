@@ -9,6 +9,7 @@ that dies closes its connections, which wakes the others too.
 """
 
 import hashlib
+import json
 import math
 import os
 import sys
@@ -308,6 +309,10 @@ class HostGroup:
         """The same number of floats from every host, on every host: one list per host."""
         return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
 
+    def gather_json(self, value: Any) -> list[Any]:
+        """JSON-ready values of any size, from every host; collective."""
+        return [json.loads(encoded) for encoded in self._gather_bytes(json.dumps(value).encode())]
+
     def barrier(self) -> None:
         """Wait until every host is here and its device is idle."""
         if self.device.type == "cuda":
@@ -388,20 +393,24 @@ class HostGroup:
         self._wait(self._start(lambda: dist.all_gather(parts, tensor, group=self._control_group, async_op=True)))
         return torch.stack(parts)
 
-    def _agree(self, name: str, error: Exception | None) -> None:
-        message = b"" if error is None else _described(error).encode()[:4096]
-        lengths = self._gather_control(torch.tensor([len(message) if error is None else len(message) + 1]))
-        lengths = lengths.flatten().tolist()
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
         if not any(lengths):
-            return
+            return [b""] * self.size
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
-        messages = self._gather_control(padded)
+        if mine:
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = self._gather_control(padded)
+        return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _agree(self, name: str, error: Exception | None) -> None:
+        # Also an error without words is not the same as none.
+        messages = self._gather_bytes(b"" if error is None else b"!" + _described(error).encode()[:4096])
         if error is not None:
             raise error
-        failed = next(host for host, length in enumerate(lengths) if length)
-        text = bytes(messages[failed, : lengths[failed] - 1].tolist()).decode(errors="replace")
-        raise HostError(f"host {failed} failed in {name}: {text}")
+        for host, message in enumerate(messages):
+            if message:
+                raise HostError(f"host {host} failed in {name}: {message[1:].decode(errors='replace')}")
 
     def _start(self, call):
         if self._broken:

@@ -166,6 +166,8 @@ def prefill(
                     "the hosts share out the question, too"
                 )
             observer = observe(model_inputs, layout, hosts)
+            if observer.wants_passed:
+                method.on_passed = observer.observe_passed
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {model.config}".encode())
 
@@ -207,6 +209,11 @@ def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMetho
     if hosts.size == 1 and not config.on_single_host:
         return METHODS["full"]
     return METHODS[config.method]
+
+
+def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
+    """Whether hosts tell each other some of their context's KV, where a prompt is long enough to be split."""
+    return resolve_method(config, hosts).passes_on and config.passing_len != 0
 
 
 def _forward(

@@ -6,6 +6,7 @@ import resource
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .hosts import HostGroup
+from .timeline import Recorder, Span
 
 STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
 
@@ -22,23 +24,25 @@ class StageTimer:
     """Wall-clock seconds per stage on this host, and since the request began.
 
     On CUDA a stage ends when its kernels have.
+
+    Attributes:
+        stages: a span for each time that a stage ran.
     """
 
     def __init__(self, hosts: HostGroup):
         self._hosts = hosts
-        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self.stages = Recorder("stages", hosts.clock)
         self._began = self._hosts.clock()
         self._first_token = 0.0
         self._bytes_before = hosts.bytes_received
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        began = self._hosts.clock()
-        try:
-            yield
-        finally:
-            self._synchronize()
-            self._seconds[name] += self._hosts.clock() - began
+        with self.stages.span(name):
+            try:
+                yield
+            finally:
+                self._synchronize()
 
     def mark_first_token(self) -> None:
         """The logits of the first new token exist: TTFT ends here."""
@@ -55,7 +59,7 @@ class StageTimer:
 
         Times are the slowest host's, in milliseconds; ``comm_bytes`` and ``peak_memory_bytes`` are per host.
         """
-        mine = [*self._seconds.values(), self._first_token, self._hosts.clock() - self._began]
+        mine = [*map(self.stages.seconds, STAGES), self._first_token, self._hosts.clock() - self._began]
         everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
         slowest = [max(column) for column in zip(*everybody, strict=True)]
         ttft, total = slowest[len(STAGES)], slowest[len(STAGES) + 1]
@@ -74,6 +78,11 @@ class StageTimer:
     def _synchronize(self) -> None:
         if self._hosts.device.type == "cuda":
             torch.cuda.synchronize(self._hosts.device)
+
+
+def gather_spans(spans: Sequence[Span], hosts: HostGroup) -> list[list[Span]]:
+    """Every host's spans, on every host; collective."""
+    return [[Span(**fields) for fields in theirs] for theirs in hosts.gather_json([asdict(s) for s in spans])]
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, GenerateResult, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
-from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
+from apbv.config import HIPPO_TERMS, KEEP_POLICIES, KV_PLACEMENTS, STARTUPS
 from apbv.engine import DTYPES
 from apbv.hosts import run_on_hosts
 from apbv.methods import METHODS
@@ -31,6 +31,7 @@ from apbv.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
+from apbv.timeline import write_timeline
 from apbv.video import probe, read_frames, sample_fps, sample_uniform
 
 MOST_FRAMES_DRAWN = 36
@@ -67,12 +68,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft.add_argument("--speculate", default="off", help=f"off, or one of {', '.join(sorted(STRATEGIES))}")
     draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
     draft.add_argument("--draft-host", action="store_true", help="the last host drafts while the others verify")
-    draft.add_argument("--num-draft-tokens", type=int, default=5, help="tokens drafted per round (default 5)")
-    draft.add_argument("--keep", default="attention", help=f"which visual tokens: {', '.join(KEEP_POLICIES)}")
+    draft.add_argument(
+        "--startup", choices=STARTUPS, default=SpeculativeConfig().startup, help="until it is known what to keep"
+    )
+    draft.add_argument(
+        "--num-draft-tokens", type=draft_tokens, default=5, metavar="N|auto", help="per round (default 5)"
+    )
+    draft.add_argument("--keep", help=f"which visual tokens (default: the strategy's): {', '.join(KEEP_POLICIES)}")
+    draft.add_argument("--hippo-terms", nargs="+", choices=HIPPO_TERMS, default=HIPPO_TERMS, help="of its scores")
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
     draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
 
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
+    parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
     options = parser.parse_args(arguments)
     defaults = {"frames": 64, "dtype": "auto", "max_new_tokens": 128}
@@ -89,6 +97,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.prompt is None:
         parser.error("--prompt is required")
     return options
+
+
+def draft_tokens(text: str) -> int | str:
+    """A number, or ``auto``."""
+    return text if text == "auto" else int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -124,7 +137,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 num_draft_tokens=options.num_draft_tokens,
                 keep=options.keep,
                 keep_ratio=options.keep_ratio,
+                hippo_terms=tuple(options.hippo_terms),
                 draft_host=options.draft_host,
+                startup=options.startup,
             )
         context = None
         if options.context:
@@ -155,6 +170,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             top_p=options.top_p,
             seed=options.seed,
             on_token=show,
+            timeline=options.timeline is not None,
         )
     # Of the hosts that answered: a draft host is by itself.
     with engine.hosts.local_stage("writing the figures"):
@@ -166,6 +182,8 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 append_json_lines(options.json, [answer.stats])
             if options.save_kept:
                 save_kept(answer, options)
+            if options.timeline:
+                write_timeline(options.timeline, answer.timeline)
 
 
 def save_kept(answer: GenerateResult, options: argparse.Namespace) -> None:

@@ -39,11 +39,13 @@ def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dic
     return answers
 
 
-def ways(kv: str) -> list[dict]:
+def ways(num_hosts: int) -> list[dict]:
     """Every strategy, and every way to choose what its draft sees."""
-    found = [{"strategy": name} for name, s in STRATEGIES.items() if kv == "gathered" or not s.needs_gathered_kv]
+    found = [{"strategy": name} for name, way in STRATEGIES.items() if num_hosts > 1 or not way.needs_passing]
+    found += [{"strategy": "hippo", "hippo_terms": (term,)} for term in ("time", "attention")]
     keeps = ("hippo", "uv_prune", "random", "uniform_frames", "full")
-    return found + [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in keeps]
+    found += [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in keeps]
+    return [{**way, "num_draft_tokens": "auto" if number % 3 == 0 else 5} for number, way in enumerate(found)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def ways(kv: str) -> list[dict]:
 def test_no_way_to_draft_changes_an_answer(pool, clip, family, num_hosts, kv):  # noqa: F811
     request = {"video": str(clip), "num_frames": 12}
     # What differs between families is how the draft's prompt is put together.
-    asked = [way for way in ways(kv) if family == "qwen2_5_vl" or way.get("keep") in ("hippo", "uv_prune")]
+    asked = [way for way in ways(num_hosts) if family == "qwen2_5_vl" or way.get("keep") in ("hippo", "uv_prune")]
     for host, answers in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *asked], request, 1)):
         plain = answers[0][0]
         assert len(set(plain)) > 3
@@ -155,12 +157,15 @@ def test_lookup_takes_the_latest_longest_match():
     ("settings", "kv", "draft", "message"),
     [
         ({"strategy": "magic"}, "gathered", None, "unknown strategy 'magic'"),
-        ({"strategy": "std"}, "sharded", None, "needs kv='gathered'"),
+        ({"strategy": "std_apbv"}, "sharded", None, "this one passes nothing"),
+        ({"strategy": "std", "keep": "random"}, "gathered", None, "keep does not apply"),
+        ({"hippo_terms": ("time", "weight")}, "gathered", None, "hippo_terms must be some of"),
+        ({"startup": "soon"}, "gathered", None, "startup must be one of"),
         ({"strategy": "vanilla"}, "gathered", None, "needs a draft model"),
         ({"strategy": "vanilla"}, "gathered", "qwen3_vl", "does not read the target's prompts: qwen3_vl"),
         ({"keep": "best"}, "gathered", None, "keep must be one of"),
         ({"keep_ratio": 0}, "gathered", None, "keep_ratio must lie in"),
-        ({"num_draft_tokens": 0}, "gathered", None, "num_draft_tokens must lie in"),
+        ({"num_draft_tokens": 0}, "gathered", None, "num_draft_tokens must lie in 1 .. 256 or be 'auto'"),
     ],
 )
 def test_what_cannot_work_is_refused(settings, kv, draft, message):

@@ -19,10 +19,11 @@ from test_speculate import PATTERNS, STEPS, VOCABULARY, decoders
 from test_verify import NUM_SAMPLES, TableModel, surprise_of, tables
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.config import SamplingConfig
+from apbv.config import STARTUPS, SamplingConfig
 from apbv.decode import generate_tokens
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
+from apbv.speculate.strategies import Draft
 
 import families
 
@@ -85,7 +86,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
                 plain, PATTERNS[settings["pattern"]], settings["delays"][0], settings["fail_after"]
             )
             try:
-                results.append(draft_beside(pair.link, stream, 0)[0])
+                results.append(draft_beside(pair.link, Draft(stream, 0), 0)[0])
             except (HostError, RuntimeError) as error:
                 results.append(str(error))
                 pair.link = None
@@ -169,7 +170,7 @@ def sampled_job(hosts: HostGroup, count: int):
         model.seed, model.said = seed, []
         sampling = SamplingConfig(max_new_tokens=3, temperature=1.0, seed=seed)
         if pair.is_draft:
-            tokens, _ = draft_beside(pair.link, TableStream(model), 0)
+            tokens, *_ = draft_beside(pair.link, Draft(TableStream(model), 0), 0)
         else:
             tokens, _ = generate_beside_draft(
                 model, pair.open_link, model.p_logits[0], 0, pair.hosts, sampling, (), 2
@@ -228,6 +229,7 @@ def test_no_draft_host_changes_an_answer(pool, clip, num_hosts, kv):  # noqa: F8
     keeps = ["attention", "uv_prune", "hippo", "random", "uniform_frames", "full"]
     ways = [{"strategy": "vanilla"}, {"strategy": "text_only"}]
     ways += [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in keeps]
+    ways += [{"strategy": "hippo", "startup": startup, "num_draft_tokens": "auto"} for startup in STARTUPS]
     single = Engine(
         families.build_model("qwen2_5_vl", dtype=torch.float64),
         families.build_processor("qwen2_5_vl"),
@@ -241,7 +243,8 @@ def test_no_draft_host_changes_an_answer(pool, clip, num_hosts, kv):  # noqa: F8
 
 def test_a_draft_that_is_the_target_is_always_right(pool, clip):  # noqa: F811
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
-    ways = [{"strategy": "vanilla"}, {"strategy": "specvlm", "keep": "hippo", "keep_ratio": 1.0}]
+    ways = [{"strategy": "vanilla"}]
+    ways += [{"strategy": "hippo", "keep_ratio": 1.0, "startup": startup} for startup in STARTUPS]
     target, draft = pool.run(2, engine_job, "gathered", ways, str(clip), 0)
     for _, stats in target:
         figures = stats["speculation"]

@@ -176,7 +176,8 @@ def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, frame_parallel=frame_parallel)
     rows = encode_visual(parts, inputs.visual)
-    return preserve.local_semantics(parts, inputs, rows, hosts), preserve.frame_shape(parts, inputs), rows
+    scores = preserve.local_semantics(parts, inputs, rows, hosts, ("time", "space"))
+    return scores, preserve.frame_shape(parts, inputs), rows
 
 
 @pytest.mark.parametrize(("num_hosts", "frame_parallel"), [(1, True), (3, True), (2, False)])

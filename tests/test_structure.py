@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. A module may import from lower layers only; a package named here stands for the modules
 # in it that are not named themselves, and these may also import one another.
 LAYERS = (
-    ("apbv.torchvision_guard", "apbv.allocator", "apbv.config", "apbv.layout", "apbv.video", "apbv.kernels"),
+    (
+        "apbv.torchvision_guard",
+        "apbv.allocator",
+        "apbv.config",
+        "apbv.layout",
+        "apbv.timeline",
+        "apbv.video",
+        "apbv.kernels",
+    ),
     ("apbv.hosts", "apbv.demo"),
     ("apbv.attention", "apbv.cache", "apbv.models", "apbv.sampling", "apbv.simulate", "apbv.stats"),
     ("apbv.methods", "apbv.inputs"),

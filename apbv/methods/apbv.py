@@ -20,6 +20,7 @@ class ApbvMethod(PrefillMethod):
     """Blocks see the anchor, the best KV pairs of all earlier blocks, and themselves; the query sees all."""
 
     name = "apbv"
+    passes_on = True
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         super().__init__(layout, hosts, config)
@@ -64,17 +65,21 @@ class ApbvMethod(PrefillMethod):
         if self.layout.max_passed == 0:
             return None
         buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
-        if block != len(self.layout.blocks) - 1:  # nobody comes after the last block: its buffer stays a dummy
-            rows = self._blocks[block]
-            k_block, v_block, count = _rows(k, rows), _rows(v, rows), self.layout.num_passed(block)
+        rows, count = self._blocks[block], self.layout.num_passed(block)
+        is_last = block == len(self.layout.blocks) - 1  # nobody comes after it: its buffer stays a dummy
+        if not is_last or self.on_passed is not None:
+            k_block, v_block = _rows(k, rows), _rows(v, rows)
+            chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
             if count < len(rows):
                 scores = self._importance(q_query, _rows(q, rows), k_block, scale)
                 # In token order, so that neither the order of equal scores nor top-k's own shows.
                 chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+            if self.on_passed is not None:
+                self.on_passed(block, chosen)
+            if not is_last:
                 chosen = chosen[..., None].expand(-1, -1, -1, k.shape[3])
-                k_block, v_block = k_block.gather(2, chosen), v_block.gather(2, chosen)
-            buffer[0, :, :, :count] = k_block
-            buffer[1, :, :, :count] = v_block
+                buffer[0, :, :, :count] = k_block.gather(2, chosen)
+                buffer[1, :, :, :count] = v_block.gather(2, chosen)
         exchange = self.hosts.all_gather(buffer)
         if not self.config.overlap:
             exchange.wait()

@@ -1,6 +1,7 @@
 """What a prefill method provides."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -16,10 +17,16 @@ class PrefillMethod(ABC):
     Attributes:
         name: what callers write.
         separate_query: the query runs in a forward pass of its own after the context's.
+        passes_on: some of a context block's KV goes to other hosts.
+        on_passed: told in every layer of each of this host's blocks, by its number, which of its rows are passed
+            on, ``[1, Hkv, k_v]`` ascending; of the last block, which passes nothing on, which would be. Not
+            called by methods that pass nothing on.
     """
 
     name: ClassVar[str]
+    passes_on: ClassVar[bool] = False
     separate_query: bool = False
+    on_passed: Callable[[int, Tensor], None] | None = None
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         self.layout = layout

@@ -9,6 +9,7 @@ class StarMethod(ApbMethod):
     """Blocks see the first block and themselves; the query sees all."""
 
     name = "star"
+    passes_on = False
 
     @staticmethod
     def plan(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..cache import ShardedCache
 from ..encode import LocalVisual
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
@@ -68,10 +69,43 @@ def select_kv(cache: DynamicCache, kept: Sequence[Tensor]) -> DynamicCache:
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer.
-        kept: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads.
+        kept: per layer ``[Hkv, T]``, ascending token numbers, which may differ between KV heads; of fewer layers
+            for a cache of only these.
     """
     chosen = DynamicCache()
-    for index, (layer, tokens) in enumerate(zip(cache.layers, kept, strict=True)):
+    for index, (layer, tokens) in enumerate(zip(cache.layers, kept, strict=False)):
         rows = tokens.to(layer.keys.device)[None, :, :, None].expand(-1, -1, -1, layer.keys.shape[3])
         chosen.update(layer.keys.gather(2, rows), layer.values.gather(2, rows), index)
     return chosen
+
+
+def collect_kv(shards: ShardedCache, kept: Sequence[Tensor], hosts: HostGroup) -> DynamicCache | None:
+    """:func:`select_kv` of KV that is spread over the hosts, on host 0; collective. Only what is kept travels.
+
+    Args:
+        kept: as there; the same on every host.
+
+    Returns:
+        The chosen KV on host 0, None elsewhere.
+    """
+    length = shards.get_seq_length()
+    owner, row = torch.empty(length, dtype=torch.long), torch.empty(length, dtype=torch.long)
+    for host in range(hosts.size):
+        tokens = torch.cat([torch.arange(span.start, span.stop) for span in shards.owned_spans(host)])
+        owner[tokens], row[tokens] = host, torch.arange(len(tokens))
+    chosen = DynamicCache()
+    for index, (layer, tokens) in enumerate(zip(shards.layers, kept, strict=False)):
+        heads, places = (owner[tokens] == hosts.rank).nonzero(as_tuple=True)
+        rows = row[tokens[heads, places]]
+        share = torch.stack([states[0, heads, rows] for states in (layer.keys, layer.values)])
+        dim = share.shape[2]
+        counts = [int((owner[tokens] == host).sum()) for host in range(hosts.size)]
+        parts = [share if host == 0 else share.new_empty(0) for host in range(hosts.size)]
+        shapes = [(2, count, dim) if hosts.rank == 0 else (0,) for count in counts]
+        received = hosts.all_to_all(parts, shapes).wait()
+        if hosts.rank == 0:
+            states = share.new_empty(2, *tokens.shape, dim)
+            for host, theirs in enumerate(received):
+                states[:, owner[tokens] == host] = theirs
+            chosen.update(*states[:, None], index)
+    return chosen if hosts.rank == 0 else None

@@ -17,6 +17,7 @@ from ..config import SamplingConfig
 from ..decode import run_language_model
 from ..models import ModelParts
 from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from .draft_prompt import select_kv
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,12 @@ class ModelDrafter:
             token, row = self._choose(logits[: self._vocab_size], self._prompt_len + len(self._cached))
             sequence.append(token)
             yield token, row
+
+    def forget_prompt(self, kept: Tensor) -> None:
+        """Keep of the prompt's KV only these rows, ``[T]``, ascending; new tokens' stay."""
+        length = self._cache.get_seq_length()
+        rows = torch.cat([kept, torch.arange(length - len(self._cached), length)])
+        self._cache = select_kv(self._cache, [rows.expand(self._parts.num_kv_heads, -1)] * self._parts.num_layers)
 
     def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
         if self._config.temperature == 0:

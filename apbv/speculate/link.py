@@ -5,7 +5,9 @@ may come at any time and makes the draft stop. Channels are groups of their own,
 nothing else.
 """
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +87,12 @@ class Link:
         """``count`` numbers that the target sends."""
         return self._to_draft.start_broadcast(torch.zeros(count, dtype=dtype), TARGET).wait()
 
+    def send_json(self, value: Any) -> None:
+        """Something of any size for :meth:`receive_json`."""
+        encoded = json.dumps(value).encode()
+        self._send(torch.tensor([len(encoded)]))
+        self._send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+
     def _send_rows(self, rows: Sequence[Tensor], count: int) -> None:
         if not self.drawn_vocab or not count:
             return
@@ -113,6 +121,11 @@ class Link:
         tokens = unpacked(_refuse_failure(self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()).tolist())
         rows = self._expect_rows(self.most - 1)
         return Proposal(tokens, None if rows is None else rows.wait()[: len(tokens)])
+
+    def receive_json(self) -> Any:
+        """What :meth:`send_json` sent."""
+        (length,) = self._expect(torch.zeros(1, dtype=torch.int64)).wait().tolist()
+        return json.loads(bytes(self._expect(torch.zeros(length, dtype=torch.uint8)).wait().tolist()))
 
     def skip(self, first: bool) -> None:
         """The rest of the window (with its ``first`` token: all of it) is of no use: receive it when it comes."""

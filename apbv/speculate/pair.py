@@ -12,8 +12,9 @@ from ..config import SamplingConfig, SpeculativeConfig
 from ..hosts import HostError, HostGroup
 from ..inputs import ModelInputs
 from ..models import ModelParts
+from ..stats import StageTimer
 from .link import FAILED, GO_ON, Link
-from .pipeline import draft_beside
+from .pipeline import DraftReport, draft_beside
 from .strategies import STRATEGIES, Draft, Prompt
 
 
@@ -78,7 +79,7 @@ class Pair:
         if self.link is None:
             return False
         try:
-            self.takes_part = self.link.shake_hands(is_ready, config.num_draft_tokens, vocab_size, drawn)
+            self.takes_part = self.link.shake_hands(is_ready, config.most_draft_tokens, vocab_size, drawn)
         except HostError as error:
             self.link, self.takes_part = None, False
             if not self.is_draft:
@@ -104,6 +105,11 @@ class ReceivedScores:
 
     def __init__(self, link: Link, num_visual: int):
         self._link, self._num_visual = link, num_visual
+        self._announcement = link.expect_verdict()
+
+    def have_come(self) -> bool:
+        """Whether :meth:`result` need not wait."""
+        return self._announcement.has_ended()
 
     def result(self) -> Tensor:
         """``[visual tokens]``; waits for the target's prefill.
@@ -111,7 +117,7 @@ class ReceivedScores:
         Raises:
             HostError: the target's hosts failed.
         """
-        code, *_ = self._link.expect_verdict().wait().tolist()
+        code, *_ = self._announcement.wait().tolist()
         if code == FAILED:
             raise HostError("the target's hosts failed")
         return self._link.receive(self._num_visual, torch.float32)
@@ -123,13 +129,15 @@ def draft_request(
     inputs: ModelInputs,
     config: SpeculativeConfig,
     sampling: SamplingConfig,
-) -> tuple[list[int], int, Draft]:
+    timer: StageTimer,
+) -> tuple[list[int], DraftReport, Draft]:
     """The draft host's part of a request that both sides have begun.
 
-    Unless it has to wait for the target's scores, it reads the prompt and drafts while the target prefills.
+    It reads the prompt and drafts while the target prefills; where the target's scores say what it is to read,
+    what it does until they come is ``config.startup``.
 
     Returns:
-        The new tokens, how many were drafted, and what the draft saw.
+        The new tokens, what was done, and what the draft saw.
     """
     num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
     is_scored = num_visual and STRATEGIES[config.strategy].observer(config, draft) is not None
@@ -140,14 +148,15 @@ def draft_request(
     )
     try:
         try:
-            made = STRATEGIES[config.strategy].build(prompt)
+            with timer.stage("draft"):
+                made = STRATEGIES[config.strategy].build(prompt)
         except HostError:  # the target's: it need not be told
             raise
         except Exception:
             pair.link.send_failure(first=True)
             raise
-        tokens, total = draft_beside(pair.link, made.drafter, int(inputs.input_ids[0, -1]))
+        with timer.stage("decode"):
+            return draft_beside(pair.link, made, int(inputs.input_ids[0, -1]), timer.stages.spans)
     except Exception:
         pair.link = None
         raise
-    return tokens, total, made

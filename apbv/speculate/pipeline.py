@@ -6,19 +6,45 @@ corrected, and stops the draft at once; then the target has nothing to run over 
 the first token of the next window (pre-verify). The prefill's logits are the first pre-verification.
 """
 
-import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor
 
 from ..config import SamplingConfig
 from ..decode import Decoder
 from ..hosts import HostError, HostGroup
-from .drafters import ModelDrafter, Proposal, packed, unpacked
+from ..timeline import Recorder, Span
+from .drafters import Proposal, packed, unpacked
 from .link import CORRECTED, DONE, FAILED, GO_ON, Link
 from .serial import SpeculationStats, judge, until_the_end
+from .strategies import Draft
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What the draft's side did for a request.
+
+    Attributes:
+        num_drafted: tokens, those included that nobody asked for any more.
+        spans: its stages and its rounds.
+    """
+
+    num_drafted: int
+    spans: list[Span]
+
+    def seconds(self, name: str) -> float:
+        """The time of all spans of a name."""
+        return sum(span.seconds for span in self.spans if span.name == name)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "DraftReport":
+        return cls(fields["num_drafted"], [Span(**span) for span in fields["spans"]])
 
 
 @dataclass
@@ -28,11 +54,25 @@ class PipelineStats(SpeculationStats):
     Attributes:
         num_pre_verify, num_post_verify: rounds by what was to be verified: one token, or a window.
         lost_draft: why the target had to go on alone, if it had to.
+        of_draft: the draft's own account; None where it was lost, and on all hosts but 0.
     """
 
     num_pre_verify: int = 0
     num_post_verify: int = 0
     lost_draft: str | None = None
+    of_draft: DraftReport | None = None
+
+    @property
+    def draft_seconds(self) -> float | None:
+        return self.of_draft and self.of_draft.seconds("draft")
+
+    @property
+    def target_idle_seconds(self) -> float:
+        return self.record.seconds("wait for draft")
+
+    @property
+    def draft_idle_seconds(self) -> float | None:
+        return self.of_draft and self.of_draft.seconds("wait for verdict")
 
 
 class _Target:
@@ -52,43 +92,46 @@ class _Target:
         """
         index, stats = self._prompt_len + len(tokens), self._stats
         pending = self.pending
-        stats.num_drafted += len(pending.tokens)
         if pending.tokens:
             verdict = judge(pending, rows[:-1], index, self._config)
-            stats.num_accepted += verdict.num_accepted
+            stats.count(len(pending.tokens), verdict.num_accepted)
             if verdict.next_token is not None:
                 self._use(lambda link: link.skip(first=True))
                 return [*pending.tokens[: verdict.num_accepted], verdict.next_token], Proposal([]), CORRECTED
-        first = self._use(lambda link: link.receive_first())
+        first = self._await(lambda link: link.receive_first())
         if first is None:
             alone = judge(Proposal([]), rows[-1:], index + len(pending.tokens), self._config)
             return [*pending.tokens, alone.next_token], Proposal([]), GO_ON
-        stats.num_drafted += 1
         verdict = judge(first, rows[-1:], index + len(pending.tokens), self._config)
+        stats.count(1, verdict.num_accepted)
         if verdict.next_token is not None:
             self._use(lambda link: link.skip(first=False))
             return [*pending.tokens, verdict.next_token], Proposal([]), CORRECTED
-        stats.num_accepted += 1
-        rest = self._use(lambda link: link.receive_rest()) or Proposal([])
+        rest = self._await(lambda link: link.receive_rest()) or Proposal([])
         return [*pending.tokens, *first.tokens], rest, GO_ON
 
     def tell(self, code: int, num_standing: int, token: int) -> None:
         """Send the verdict of a round."""
         self._use(lambda link: link.send_verdict(code, num_standing, token))
+        if code == DONE:
+            report = self._await(lambda link: link.receive_json())
+            self._stats.of_draft = report and DraftReport.from_json(report)
+
+    def _await(self, exchange: Callable[[Link], object]):
+        """:meth:`_use`, where the target has nothing else to do."""
+        with self._stats.record.span("wait for draft"):
+            return self._use(exchange)
 
     def _use(self, exchange: Callable[[Link], object]):
         """Use the link; without it, or when it is lost, None."""
         if self.link is None:
             return None
-        began = time.perf_counter()
         try:
             return exchange(self.link)
         except HostError as error:
             self.link, self._stats.lost_draft = None, str(error)
             warnings.warn(f"going on without the draft host: {error}", stacklevel=2)
             return None
-        finally:
-            self._stats.draft_seconds += time.perf_counter() - began
 
 
 def generate_beside_draft(
@@ -109,7 +152,7 @@ def generate_beside_draft(
     Args:
         link: on host 0; None on the others, and where there is no draft host any more.
         hosts: the target's.
-        num_draft_tokens: γ; ``stats.draft_seconds`` is the time that host 0 waited for them.
+        num_draft_tokens: γ, the longest window.
     """
     stats = PipelineStats()
     target = _Target(link, prompt_len, config, stats) if hosts.rank == 0 else None
@@ -137,51 +180,76 @@ def generate_beside_draft(
         if ended:
             return tokens, stats
         pending = waiting
-        began = time.perf_counter()
-        rows = decoder.advance([tokens[-1], *pending])
-        stats.verify_seconds += time.perf_counter() - began
+        with stats.record.span("verify", tokens=1 + len(pending), mode="post" if pending else "pre"):
+            rows = decoder.advance([tokens[-1], *pending])
         stats.rounds += 1
         stats.num_target_forwards += 1
         stats.num_post_verify += bool(pending)
         stats.num_pre_verify += not pending
 
 
-def draft_beside(link: Link, drafter: ModelDrafter, last_prompt_token: int) -> tuple[list[int], int]:
+def draft_beside(
+    link: Link, draft: Draft, last_prompt_token: int, earlier: Sequence[Span] = ()
+) -> tuple[list[int], DraftReport, Draft]:
     """The draft's side: write windows until the target is done.
 
     Args:
-        drafter: its cache holds the prompt but for the last token.
+        draft: its drafter is a :class:`ModelDrafter`, whose cache holds the prompt but for the last token. Where
+            it is provisional, the first window is its last.
+        earlier: what this host did for the request before.
 
     Returns:
-        The new tokens as the target settled them, and how many were drafted.
+        The new tokens as the target settled them, what was done, and the draft that drafted last.
 
     Raises:
         HostError: the target's hosts failed, or went on without this one.
     """
     sequence = [last_prompt_token]  # what is verified, and what is believed
-    total = 0
+    record, total = Recorder("decoding"), 0
     while True:
-        verdict = link.expect_verdict()
+        provisional = draft.successor is not None
+        verdict = None if provisional else link.expect_verdict()
+        has_to_stop = draft.successor.is_due if provisional else verdict.has_ended
         window: list[int] = []
         rows: list[Tensor] = []
-        try:
-            for token, row in drafter.stream(sequence):
-                window.append(token)
-                rows += [] if row is None else [row]
-                if len(window) == 1:
-                    link.send_first(token, row)
-                if len(window) == link.most or verdict.has_ended():
-                    break
-        except Exception:
-            link.send_failure(first=not window)
-            raise
+        with record.span("draft") as details:
+            try:
+                for token, row in draft.drafter.stream(sequence):
+                    window.append(token)
+                    rows += [] if row is None else [row]
+                    if len(window) == 1:
+                        link.send_first(token, row)
+                    if len(window) == link.most or has_to_stop():
+                        break
+            except Exception:
+                link.send_failure(first=not window)
+                raise
+            details["tokens"] = len(window)
         link.send_rest(window[1:], rows[1:])
         total += len(window)
-        code, num_standing, token = verdict.wait().tolist()
+        if provisional:
+            with record.span("prune"):
+                draft = _succeed(draft, link)
+            verdict = link.expect_verdict()
+        with record.span("wait for verdict"):
+            code, num_standing, token = verdict.wait().tolist()
         if code == FAILED:
             raise HostError("the target's hosts failed")
         sequence += window
         if code != GO_ON:
             sequence = [*sequence[: 1 + num_standing], token]
         if code == DONE:
-            return sequence[1:], total
+            report = DraftReport(total, [*earlier, *record.spans])
+            link.send_json(report.as_json())
+            return sequence[1:], report, draft
+
+
+def _succeed(draft: Draft, link: Link) -> Draft:
+    """What a provisional draft was for; where it cannot be built, the target is told instead of given a window."""
+    try:
+        return draft.successor.build()
+    except HostError:  # the target's: it need not be told
+        raise
+    except Exception:
+        link.send_failure(first=True)
+        raise

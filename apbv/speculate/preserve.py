@@ -3,7 +3,7 @@
 Only scores travel. Kept tokens keep their positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class _VisualObserver:
     """
 
     hidden_layers: tuple[int, ...] = ()
+    wants_passed = False
 
     def __init__(self, is_visual: Tensor, query_start: int, layout: ContextLayout, hosts: HostGroup):
         self._layout, self._hosts = layout, hosts
@@ -41,6 +42,9 @@ class _VisualObserver:
 
     def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
         """Not interested in hidden states."""
+
+    def observe_passed(self, block: int, chosen: Tensor) -> None:
+        """Not interested in what is passed on."""
 
     def _tokens(self, host: int) -> Tensor:
         spans = [torch.arange(span.start, span.stop) for span in self._layout.cache_spans(host)]
@@ -94,6 +98,29 @@ class HeadAttention(_VisualObserver):
         mine = torch.stack(self._layers).float() if self._layers else None
         shape = self._hosts.broadcast_ints(None if mine is None else mine.shape[:2], 2)
         return list(gather_scores(mine, self._owned, self._hosts, shape).unbind())
+
+
+class PassedOn(_VisualObserver):
+    """What APB-V's prefill chose to pass on anyway, per layer and KV head. Of the anchor it chooses nothing."""
+
+    wants_passed = True
+
+    def __init__(self, is_visual: Tensor, query_start: int, layout: ContextLayout, hosts: HostGroup):
+        super().__init__(is_visual, query_start, layout, hosts)
+        self._num_tokens = len(is_visual)
+        self._mine = self._tokens(hosts.rank)[self._visual_rows]
+        self._layers: list[Tensor] = []  # which tokens, [Hkv, n] per layer
+
+    def observe_passed(self, block: int, chosen: Tensor) -> None:
+        if block == min(self._layout.virtual_hosts(self._hosts.rank)):
+            self._layers.append(torch.zeros(chosen.shape[1], self._num_tokens, dtype=torch.bool))
+        self._layers[-1].scatter_(1, self._layout.blocks[block].start + chosen[0].cpu(), True)
+
+    def result(self) -> list[Tensor]:
+        """bool ``[Hkv, visual tokens]`` of every layer, on every host; collective. Empty if nothing was chosen."""
+        shape = self._hosts.broadcast_ints([len(self._layers), len(self._layers and self._layers[0])], 2)
+        mine = torch.stack(self._layers)[:, :, self._mine].float() if self._layers else None
+        return list(gather_scores(mine, self._owned, self._hosts, shape).bool().unbind())
 
 
 class SimilarityChange(_VisualObserver):
@@ -172,13 +199,16 @@ def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -
     return mask[: len(mask) // (height * width) * height * width].view(-1, height, width)
 
 
-def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup) -> Tensor:
+def local_semantics(
+    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, terms: Collection[str]
+) -> Tensor:
     """HIPPO's s_temp and s_spa, standardised within each frame and added: ``[visual tokens]`` on every host.
 
     Every host scores the frames that it encoded; of its neighbours it needs one frame each. Collective.
 
     Args:
         rows: ``[rows of this host's piece, d]``, what the vision tower made of it.
+        terms: ``"time"`` for s_temp, ``"space"`` for s_spa.
     """
     height, width = frame_shape(parts, inputs)
     visual, size = inputs.visual, inputs.visual.rows_per_unit
@@ -192,8 +222,11 @@ def local_semantics(parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts:
         place = with_frames.index(hosts.rank)
         before = everybodys[with_frames[place - 1], 1] if place else None
         after = everybodys[with_frames[place + 1], 0] if place + 1 < len(with_frames) else None
-    scores = standardised(temporal_change(frames, before, after))
-    scores = scores + standardised(spatial_variety(frames, height, width))
+    scores = torch.zeros(frames.shape[:2], device=frames.device)
+    if "time" in terms:
+        scores = scores + standardised(temporal_change(frames, before, after))
+    if "space" in terms:
+        scores = scores + standardised(spatial_variety(frames, height, width))
     # A row that belongs to no frame (a separator at the video's end) is never pruned.
     scores = torch.cat([scores.flatten(), scores.new_full((len(rows) - scores.numel(),), float("inf"))])
     pieces = [

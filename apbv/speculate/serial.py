@@ -1,17 +1,19 @@
 """Draft, then verify, in turn: vanilla speculative decoding, and whatever differs from it in the draft only."""
 
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from ..config import SamplingConfig
+from ..config import MOST_AUTO_DRAFT_TOKENS, SamplingConfig
 from ..decode import Decoder
 from ..hosts import HostGroup
 from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
+from ..timeline import Recorder
 from .drafters import Drafter, Proposal, packed, unpacked
 from .verify import Verdict, verify_greedy, verify_sampled
+
+FIRST_AUTO_DRAFT_TOKENS = 4  # before anything is measured
 
 
 @dataclass
@@ -22,24 +24,80 @@ class SpeculationStats:
         rounds: windows verified.
         num_target_forwards: forward passes of the target after the prefill.
         num_drafted, num_accepted: tokens.
-        draft_seconds, verify_seconds: of waiting for each.
+        num_rejections: of a token, after which the rest of its window is void.
+        record: when the draft drafted and the target verified.
     """
 
     rounds: int = 0
     num_target_forwards: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
+    num_rejections: int = 0
+    record: Recorder = field(default_factory=lambda: Recorder("decoding"), repr=False)
+
+    @property
+    def draft_seconds(self) -> float | None:
+        """Of drafting."""
+        return self.record.seconds("draft")
+
+    @property
+    def verify_seconds(self) -> float:
+        """Of the target's forward passes."""
+        return self.record.seconds("verify")
+
+    @property
+    def target_idle_seconds(self) -> float:
+        """How long the target had nothing to do: in turn, while the draft drafts."""
+        return self.draft_seconds
+
+    @property
+    def draft_idle_seconds(self) -> float | None:
+        """How long the draft had nothing to do."""
+        return self.verify_seconds
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Of a window, or of a part of it that is judged by itself."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_rejections += num_accepted < num_drafted
 
     def summary(self, num_new_tokens: int) -> dict:
-        """For JSON; the first token comes out of the prefill and is not counted as speculation's."""
+        """For JSON; the first token comes out of the prefill and is not counted as speculation's.
+
+        ``mean_accepted_tokens`` is PEARL's and HIPPO's MAT: how many tokens are accepted in a row between two
+        rejections, in however many rounds.
+        """
         forwards, drafted = self.num_target_forwards, self.num_drafted
+        counted = [counter.name for counter in fields(self) if counter.name != "record"]
+        times = ("draft_seconds", "verify_seconds", "target_idle_seconds", "draft_idle_seconds")
         return {
-            **asdict(self),
+            **{name: getattr(self, name) for name in (*counted, *times)},
             "tokens_per_target_forward": (num_new_tokens - 1) / forwards if forwards else None,
             "acceptance_rate": self.num_accepted / drafted if drafted else None,
+            "mean_accepted_tokens": self.num_accepted / (self.num_rejections + 1) if drafted else None,
         }
+
+
+class WindowLength:
+    """γ: how many tokens to draft before they are verified. Fixed, or as many as the draft says in one pass of
+    the target, round(T_p / T_q), by what has been measured so far.
+
+    Args:
+        wanted: γ, or ``"auto"``.
+    """
+
+    def __init__(self, wanted: int | str, stats: SpeculationStats):
+        self._wanted, self._stats = wanted, stats
+        self.most = MOST_AUTO_DRAFT_TOKENS if wanted == "auto" else wanted
+
+    def __call__(self) -> int:
+        stats = self._stats
+        if self._wanted != "auto":
+            return self._wanted
+        if not stats.num_drafted:
+            return FIRST_AUTO_DRAFT_TOKENS
+        per_round, per_token = stats.verify_seconds / stats.rounds, stats.draft_seconds / stats.num_drafted
+        return min(self.most, max(1, round(per_round / per_token)))
 
 
 def generate_speculatively(
@@ -50,7 +108,7 @@ def generate_speculatively(
     hosts: HostGroup,
     config: SamplingConfig,
     eos_token_ids: tuple[int, ...],
-    num_draft_tokens: int,
+    num_draft_tokens: int | str,
     on_token: Callable[[int], None] | None = None,
 ) -> tuple[list[int], SpeculationStats]:
     """:func:`apbv.decode.generate_tokens`, with several tokens per forward pass of the target.
@@ -60,13 +118,14 @@ def generate_speculatively(
 
     Args:
         drafter: on host 0; None on the others.
-        num_draft_tokens: γ.
+        num_draft_tokens: γ, or ``"auto"`` (:class:`WindowLength`).
         on_token: as there; several calls after each round.
 
     Returns:
         The new tokens, and the statistics, which only host 0 has counted times in.
     """
     stats = SpeculationStats()
+    window_length = WindowLength(num_draft_tokens, stats)
     tokens: list[int] = []
     drafted: list[int] = []
     chosen = [sample(logits, config, prompt_len)] if hosts.rank == 0 else None
@@ -81,29 +140,31 @@ def generate_speculatively(
                 on_token(token)
         if tokens[-1] in eos_token_ids or len(tokens) >= config.max_new_tokens:
             return tokens, stats
-        began = time.perf_counter()
         # The target adds one token to those that it accepts.
-        count = min(num_draft_tokens, config.max_new_tokens - len(tokens) - 1)
-        proposal = drafter.propose(tokens, count) if hosts.rank == 0 else None
-        drafted = _share(proposal, count, hosts)
-        stats.draft_seconds += time.perf_counter() - began
-        began = time.perf_counter()
-        rows = decoder.advance([tokens[-1], *drafted])
-        verdict = judge(proposal, rows, prompt_len + len(tokens), config) if hosts.rank == 0 else None
-        accepted, token = hosts.broadcast_ints(verdict and [verdict.num_accepted, verdict.next_token], 2)
-        stats.verify_seconds += time.perf_counter() - began
+        room = config.max_new_tokens - len(tokens) - 1
+        proposal = verdict = None
+        with stats.record.span("draft") as details:
+            if hosts.rank == 0:
+                proposal = drafter.propose(tokens, min(window_length(), room))
+            drafted = _share(proposal, min(window_length.most, room), hosts)
+            details["tokens"] = len(drafted)
+        with stats.record.span("verify", tokens=len(drafted) + 1) as details:
+            rows = decoder.advance([tokens[-1], *drafted])
+            if hosts.rank == 0:
+                verdict = judge(proposal, rows, prompt_len + len(tokens), config)
+            accepted, token = hosts.broadcast_ints(verdict and [verdict.num_accepted, verdict.next_token], 2)
+            details["accepted"] = accepted
         new = [*drafted[:accepted], token]
         stats.rounds += 1
         stats.num_target_forwards += 1
-        stats.num_drafted += len(drafted)
-        stats.num_accepted += accepted
+        stats.count(len(drafted), accepted)
 
 
-def _share(proposal: Proposal | None, count: int, hosts: HostGroup) -> list[int]:
-    """The drafted tokens, on every host."""
-    if not count:
+def _share(proposal: Proposal | None, most: int, hosts: HostGroup) -> list[int]:
+    """The drafted tokens, at most so many, on every host."""
+    if not most:
         return []
-    return unpacked(hosts.broadcast_ints(proposal and packed(proposal.tokens, count), count + 1))
+    return unpacked(hosts.broadcast_ints(proposal and packed(proposal.tokens, most), most + 1))
 
 
 def judge(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig) -> Verdict:

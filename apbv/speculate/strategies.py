@@ -1,12 +1,13 @@
 """The ways to draft, by name: what each of them makes of a prefilled prompt."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from ..attention import PrefillObserver
 from ..config import SamplingConfig, SpeculativeConfig
@@ -17,7 +18,7 @@ from ..layout import ContextLayout
 from ..models import ModelParts
 from ..prefill import PrefillResult
 from . import preserve
-from .draft_prompt import prefill_draft, select_kv
+from .draft_prompt import collect_kv, prefill_draft, select_kv
 from .drafters import Drafter, ModelDrafter, NgramDrafter
 from .scores import standardised
 
@@ -79,11 +80,26 @@ class Draft:
         drafter: on host 0; None on the others.
         num_visual: how many visual tokens it sees.
         kept: which, by their number among the visual tokens, where all layers and heads see the same.
+        successor: of a provisional draft, which writes while the target still prefills.
     """
 
     drafter: Drafter | None
     num_visual: int
     kept: Tensor | None = None
+    successor: "Successor | None" = None
+
+
+@dataclass(frozen=True)
+class Successor:
+    """A draft that needs the target's scores.
+
+    Attributes:
+        is_due: whether they have come.
+        build: waits for them.
+    """
+
+    is_due: Callable[[], bool]
+    build: Callable[[], Draft]
 
 
 @dataclass(frozen=True)
@@ -94,55 +110,87 @@ class Strategy:
         build: collective.
         observer: makes what has to watch the target's prefill; None if nothing has to.
         needs_draft_model: a second model drafts.
-        needs_gathered_kv: the draft is made of the target's KV on host 0.
+        needs_passing: the prefill has to pass blocks on between hosts.
+        keep: which visual tokens the draft sees unless the configuration says otherwise; None where it has no say.
     """
 
     build: Callable[[Prompt], Draft]
     observer: Callable[[SpeculativeConfig, ModelParts], Callable | None] = lambda config, parts: None
     needs_draft_model: bool = False
-    needs_gathered_kv: bool = False
+    needs_passing: bool = False
+    keep: str | None = None
+
+
+def keep_policy(config: SpeculativeConfig) -> str | None:
+    """How the visual tokens that the draft sees are chosen."""
+    return config.keep or STRATEGIES[config.strategy].keep
 
 
 def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
-    """The visual tokens that ``config.keep`` preserves, ascending; the same on every host. Collective.
+    """The visual tokens that the policy preserves, ascending; the same on every host. Collective.
 
     Args:
         rows: the draft's embeddings of the frames that this host encoded.
     """
-    config, count, total = prompt.config, prompt.num_kept, prompt.num_visual
-    if not total or config.keep == "full":
+    keep, count, total = keep_policy(prompt.config), prompt.num_kept, prompt.num_visual
+    if not total or keep == "full":
         return torch.arange(total)
-    if config.keep in ("attention", "uv_prune"):
+    if keep in ("attention", "uv_prune"):
         return preserve.keep_best(prompt.observer.result(), count)
-    if config.keep == "random":
+    if keep == "random":
         return preserve.keep_random(total, count, prompt.sampling.seed)
     if prompt.inputs.visual.kind != "video":
-        raise ValueError(f"keep={config.keep!r} chooses among frames, and the prompt has no video")
-    if config.keep == "uniform_frames":
+        raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
+    if keep == "uniform_frames":
         return preserve.keep_uniform_frames(total, prompt.inputs.visual.rows_per_unit, count)
-    return preserve.keep_best(_hippo_scores(prompt, rows), count)
+    return preserve.keep_best(_hippo_scores(prompt, rows, prompt.config.hippo_terms), count)
 
 
-def _hippo_scores(prompt: Prompt, rows: Tensor) -> Tensor:
+def _hippo_scores(prompt: Prompt, rows: Tensor, terms: Collection[str]) -> Tensor:
     """HIPPO's Eq. 7: attention, change over time and variety in space, each standardised within its frame."""
+    scores = preserve.local_semantics(prompt.draft, prompt.inputs, rows, prompt.hosts, terms)
+    if "attention" not in terms:
+        return scores
     per_frame = prompt.inputs.visual.rows_per_unit
     attention = prompt.observer.result()
-    semantics = preserve.local_semantics(prompt.draft, prompt.inputs, rows, prompt.hosts)
     in_frames = len(attention) // per_frame * per_frame
     relevance = standardised(attention[:in_frames].view(-1, per_frame)).flatten()
     # Rows behind the last frame have no neighbours in time or space.
-    return torch.cat([relevance, attention.new_zeros(len(attention) - in_frames)]) + semantics
+    return torch.cat([relevance, attention.new_zeros(len(attention) - in_frames)]) + scores
 
 
 def _by_model(prompt: Prompt) -> Draft:
     rows = encode_visual(prompt.draft, prompt.inputs.visual)
-    kept = kept_visual_tokens(prompt, rows)
+    if prompt.leave_last and prompt.observer is not None and prompt.config.startup != "wait":
+        return _provisional(prompt, rows)
+    return _on_tokens(prompt, rows, kept_visual_tokens(prompt, rows))
+
+
+def _on_tokens(prompt: Prompt, rows: Tensor, kept: Tensor) -> Draft:
+    """The draft model on all text and these visual tokens."""
     cache = prefill_draft(prompt.draft, prompt.inputs, kept, prompt.hosts, rows)
     return Draft(prompt.drafter(prompt.draft, cache), len(kept), kept)
 
 
-def _vanilla(prompt: Prompt) -> Draft:
-    return _by_model(replace(prompt, config=replace(prompt.config, keep="full")))
+def _provisional(prompt: Prompt, rows: Tensor) -> Draft:
+    """On a draft host: what writes until the target's scores have come, and then what they say."""
+
+    def pruned() -> Draft:
+        kept = kept_visual_tokens(prompt, rows)
+        visual, text = prompt.is_visual.nonzero().flatten()[kept], (~prompt.is_visual).nonzero().flatten()
+        first.drafter.forget_prompt(torch.cat([text[:-1], visual]).sort().values)
+        return Draft(first.drafter, len(kept), kept)
+
+    def read_again() -> Draft:
+        return _on_tokens(prompt, rows, kept_visual_tokens(prompt, rows))
+
+    if prompt.config.startup == "full":
+        first, successor = _on_tokens(prompt, rows, torch.arange(prompt.num_visual)), pruned
+    else:
+        terms = set(prompt.config.hippo_terms) - {"attention"}
+        kept = preserve.keep_best(_hippo_scores(prompt, rows, terms), prompt.num_kept)
+        first, successor = _on_tokens(prompt, rows, kept), read_again
+    return replace(first, successor=Successor(prompt.observer.have_come, successor))
 
 
 def _text_only(prompt: Prompt) -> Draft:
@@ -154,8 +202,24 @@ def _text_only(prompt: Prompt) -> Draft:
 def _std(prompt: Prompt) -> Draft:
     """The target on its own KV: of each layer and head, all text and the most attended visual tokens."""
     scores = prompt.observer.result() if prompt.num_visual else []
-    count = prompt.num_kept
-    best = [layer.topk(count, dim=-1).indices for layer in scores]
+    return _on_best_kv(prompt, scores, prompt.num_kept)
+
+
+def _std_apbv(prompt: Prompt) -> Draft:
+    """The same with what the prefill chose to pass on between hosts: no scores need be computed.
+
+    Where a head chose fewer visual tokens than another (text can be chosen, too), it sees the latest besides.
+    """
+    passed = prompt.observer.result() if prompt.num_visual else []
+    count = max((int(layer.sum(dim=1).max()) for layer in passed), default=0)
+    recency = torch.linspace(0, 0.5, prompt.num_visual)
+    return _on_best_kv(prompt, [layer + recency for layer in passed], count)
+
+
+def _on_best_kv(prompt: Prompt, scores: list[Tensor], count: int) -> Draft:
+    """The target on all text and the visual tokens of the highest scores, ``[Hkv, visual tokens]`` per layer."""
+    nothing = torch.empty(prompt.target.num_kv_heads, 0, dtype=torch.long)
+    best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * prompt.target.num_layers
     return Draft(_on_own_kv(prompt, best), count)
 
 
@@ -169,26 +233,30 @@ def _streaming(prompt: Prompt) -> Draft:
 
 
 def _on_own_kv(prompt: Prompt, visual: list[Tensor]) -> Drafter | None:
-    cache = prompt.state.to_dynamic_cache()
-    if cache is None:
-        return None
+    """The target on all text and, per layer and head, some visual tokens."""
     visual_tokens, text = prompt.is_visual.nonzero().flatten(), (~prompt.is_visual).nonzero().flatten()
-    heads = prompt.target.num_kv_heads
-    visual = visual or [torch.empty(heads, 0, dtype=torch.long)] * prompt.target.num_layers
-    kept = [
-        torch.cat([text.expand(heads, -1), visual_tokens[chosen]], dim=1).sort(dim=1).values for chosen in visual
-    ]
-    return prompt.drafter(prompt.target, select_kv(cache, kept))
+    text = text.expand(prompt.target.num_kv_heads, -1)
+    kept = [torch.cat([text, visual_tokens[chosen]], dim=1).sort(dim=1).values for chosen in visual]
+    return prompt.drafter(prompt.target, _own_kv(prompt, kept))
+
+
+def _own_kv(prompt: Prompt, kept: list[Tensor]) -> DynamicCache | None:
+    """A copy of these tokens' KV of the first layers, on host 0; collective."""
+    if prompt.state.shards is not None:
+        return collect_kv(prompt.state.shards, kept, prompt.hosts)
+    cache = prompt.state.to_dynamic_cache()
+    return None if cache is None else select_kv(cache, kept)
 
 
 def _layerskip(prompt: Prompt) -> Draft:
     """The target's first layers and its head, on the KV that they already have."""
-    cache = prompt.state.to_dynamic_cache()
-    if cache is None:
-        return Draft(None, prompt.num_visual)
     num_layers = max(1, round(prompt.config.layer_ratio * prompt.target.num_layers))
-    cache.layers = cache.layers[:num_layers]
     shallow = replace(prompt.target, language_model=first_layers(prompt.target.language_model, num_layers))
+    if prompt.state.shards is not None:
+        everything = torch.arange(prompt.inputs.num_tokens).expand(prompt.target.num_kv_heads, -1)
+        cache = _own_kv(prompt, [everything] * num_layers)
+    elif (cache := prompt.state.to_dynamic_cache()) is not None:
+        cache.layers = cache.layers[:num_layers]
     return Draft(prompt.drafter(shallow, cache), prompt.num_visual)
 
 
@@ -206,19 +274,24 @@ def _ngram(prompt: Prompt) -> Draft:
 
 
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | None:
-    if config.keep == "uv_prune":
+    keep = keep_policy(config)
+    if keep == "uv_prune":
         last = min(config.uv_layer, parts.num_layers - 1)
         return partial(preserve.SimilarityChange, last_layer=last)
-    return preserve.AttentionScores if config.keep in ("attention", "hippo") else None
+    needs_attention = keep == "attention" or (keep == "hippo" and "attention" in config.hippo_terms)
+    return preserve.AttentionScores if needs_attention else None
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "vanilla": Strategy(_vanilla, needs_draft_model=True),
-    "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True),
+    "vanilla": Strategy(_by_model, needs_draft_model=True, keep="full"),
+    "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="attention"),
+    "hippo": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="hippo"),
+    "parallelvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="uv_prune"),
     "text_only": Strategy(_text_only, needs_draft_model=True),
-    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention, needs_gathered_kv=True),
-    "streaming": Strategy(_streaming, needs_gathered_kv=True),
-    "layerskip": Strategy(_layerskip, needs_gathered_kv=True),
+    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention),
+    "std_apbv": Strategy(_std_apbv, lambda config, parts: preserve.PassedOn, needs_passing=True),
+    "streaming": Strategy(_streaming),
+    "layerskip": Strategy(_layerskip),
     "ngram": Strategy(_ngram),
 }
 
