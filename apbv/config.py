@@ -5,7 +5,7 @@ from dataclasses import dataclass
 MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")
 HIPPO_TERMS = ("attention", "time", "space")
-STARTUPS = ("wait", "full", "vision")
+PRUNINGS = ("kv", "prompt")
 KEEP_POLICIES = ("attention", "uv_prune", "hippo", "random", "uniform_frames", "full")
 
 
@@ -109,23 +109,26 @@ class SpeculativeConfig:
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"specvlm"``, ``"hippo"`` and ``"parallelvlm"`` (on some, by ``keep``), and
-            ``"text_only"``; the target itself in ``"std"`` (on the most attended visual KV), ``"std_apbv"`` (on what the prefill
-            passed on between hosts), ``"streaming"`` (on the latest) and ``"layerskip"`` (its first layers);
-            ``"ngram"`` looks up what followed the last tokens before.
+            ``"text_only"``; the target itself in ``"std"`` (on the most attended visual KV), ``"std_apbv"`` (on
+            what the prefill passed on between hosts), ``"streaming"`` (the latest) and ``"layerskip"`` (its first
+            layers); ``"ngram"`` looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the packaged one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: as many as the draft says while the target runs
             once, at most 16 (a draft host drafts until the target has run; else both are measured).
         keep: how the visual tokens that a pruned draft sees are chosen: ``"attention"`` (SpecVLM's),
             ``"uv_prune"`` (ParallelVLM's: what comes closer to the question in the target's first layers),
-            ``"hippo"`` (see ``hippo_terms``), ``"random"``, ``"uniform_frames"``, ``"full"``; None: as the strategy's paper does.
+            ``"hippo"`` (see ``hippo_terms``), ``"random"``, ``"uniform_frames"``, ``"full"``; None: as the
+            strategy's paper does.
         keep_ratio: the share of visual tokens that a pruned draft sees.
         hippo_terms: what HIPPO's scores consist of: attention, change over time, variety in space.
+        prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and the KV of
+            what is not kept is dropped; it sees more, and its prefill costs more. A draft host need not wait then for
+            what the target's prefill says: until it comes it drafts on everything.
+        vision_first: until then, a draft host that reads kept tokens only drafts on what is best by HIPPO's terms
+            of vision, and then reads the prompt again.
         uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
         draft_host: the last host of the group drafts while the others, which are the target's, verify.
-        startup: what a draft host does while the target's prefill has yet to say which tokens to keep: ``"wait"``,
-            draft on the ``"full"`` prompt and prune its KV afterwards, or draft on what looks best by HIPPO's
-            terms of ``"vision"`` alone and read the prompt again.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
     Raises:
@@ -138,10 +141,11 @@ class SpeculativeConfig:
     keep: str | None = None
     keep_ratio: float = 0.1
     hippo_terms: tuple[str, ...] = HIPPO_TERMS
+    prune: str = "prompt"
+    vision_first: bool = False
     uv_layer: int = 20
     layer_ratio: float = 0.5
     draft_host: bool = False
-    startup: str = "full"
     draft_timeout: float = 60.0
 
     def __post_init__(self):
@@ -152,8 +156,8 @@ class SpeculativeConfig:
             raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
         if not self.hippo_terms or not set(self.hippo_terms) <= set(HIPPO_TERMS):
             raise ValueError(f"hippo_terms must be some of {', '.join(HIPPO_TERMS)}, not {self.hippo_terms!r}")
-        if self.startup not in STARTUPS:
-            raise ValueError(f"startup must be one of {', '.join(STARTUPS)}, not {self.startup!r}")
+        if self.prune not in PRUNINGS:
+            raise ValueError(f"prune must be one of {', '.join(PRUNINGS)}, not {self.prune!r}")
         if not _is_int(self.uv_layer) or self.uv_layer < 1:
             raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
         if not _is_number(self.draft_timeout) or not self.draft_timeout > 0:

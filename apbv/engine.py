@@ -468,9 +468,12 @@ def _take_apart(
             )
         if speculate.keep not in (None, strategy.keep) and strategy.keep in (None, "full"):
             raise ValueError(f"{speculate.strategy} does not choose among visual tokens: keep does not apply")
-        needs_terms = speculate.draft_host and speculate.startup == "vision" and keep_policy(speculate) == "hippo"
-        if needs_terms and set(speculate.hippo_terms) == {"attention"}:
-            raise ValueError("startup='vision' needs hippo_terms of vision: time, space or both")
+        by_vision = keep_policy(speculate) == "hippo" and set(speculate.hippo_terms) > {"attention"}
+        if speculate.vision_first and not (by_vision and speculate.draft_host and speculate.prune == "prompt"):
+            raise ValueError(
+                "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt' and a draft "
+                "host"
+            )
         if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
             raise ValueError(
                 f"{speculate.strategy} drafts on what the prefill passes on between hosts, and this one passes "

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, GenerateResult, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
-from apbv.config import HIPPO_TERMS, KEEP_POLICIES, KV_PLACEMENTS, STARTUPS
+from apbv.config import HIPPO_TERMS, KEEP_POLICIES, KV_PLACEMENTS, PRUNINGS
 from apbv.engine import DTYPES
 from apbv.hosts import run_on_hosts
 from apbv.methods import METHODS
@@ -69,13 +69,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
     draft.add_argument("--draft-host", action="store_true", help="the last host drafts while the others verify")
     draft.add_argument(
-        "--startup", choices=STARTUPS, default=SpeculativeConfig().startup, help="until it is known what to keep"
-    )
-    draft.add_argument(
         "--num-draft-tokens", type=draft_tokens, default=5, metavar="N|auto", help="per round (default 5)"
     )
     draft.add_argument("--keep", help=f"which visual tokens (default: the strategy's): {', '.join(KEEP_POLICIES)}")
     draft.add_argument("--hippo-terms", nargs="+", choices=HIPPO_TERMS, default=HIPPO_TERMS, help="of its scores")
+    draft.add_argument(
+        "--prune",
+        choices=PRUNINGS,
+        default=SpeculativeConfig().prune,
+        help="what the draft reads or keeps",
+    )
+    draft.add_argument("--vision-first", action="store_true", help="a draft host begins before attention is known")
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
     draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
 
@@ -138,8 +142,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 keep=options.keep,
                 keep_ratio=options.keep_ratio,
                 hippo_terms=tuple(options.hippo_terms),
+                prune=options.prune,
+                vision_first=options.vision_first,
                 draft_host=options.draft_host,
-                startup=options.startup,
             )
         context = None
         if options.context:

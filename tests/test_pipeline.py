@@ -1,5 +1,6 @@
 """Drafting on another host: the tokens of decoding without, whatever the timing and whoever is lost."""
 
+import json
 import os
 import random
 import socket
@@ -13,13 +14,13 @@ from collections import Counter
 import pytest
 import torch
 from test_drafting import QUESTION
-from test_engine import clip  # noqa: F401  (a fixture)
+from test_engine import clip, infer  # noqa: F401  (a fixture)
 from test_prefill import build, text_batch
 from test_speculate import PATTERNS, STEPS, VOCABULARY, decoders
 from test_verify import NUM_SAMPLES, TableModel, surprise_of, tables
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.config import STARTUPS, SamplingConfig
+from apbv.config import SamplingConfig
 from apbv.decode import generate_tokens
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
@@ -200,6 +201,8 @@ def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own(pool):
 
 # ---- through the engine ----
 
+BEGINNINGS = [{"prune": "prompt"}, {"prune": "prompt", "vision_first": True}, {"prune": "kv"}]
+
 
 def engine_job(hosts: HostGroup, kv: str, ways: list[dict], path: str, draft_seed: int):
     family, answers = "qwen2_5_vl", []
@@ -229,7 +232,7 @@ def test_no_draft_host_changes_an_answer(pool, clip, num_hosts, kv):  # noqa: F8
     keeps = ["attention", "uv_prune", "hippo", "random", "uniform_frames", "full"]
     ways = [{"strategy": "vanilla"}, {"strategy": "text_only"}]
     ways += [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in keeps]
-    ways += [{"strategy": "hippo", "startup": startup, "num_draft_tokens": "auto"} for startup in STARTUPS]
+    ways += [{"strategy": "hippo", "num_draft_tokens": "auto", **begin} for begin in BEGINNINGS]
     single = Engine(
         families.build_model("qwen2_5_vl", dtype=torch.float64),
         families.build_processor("qwen2_5_vl"),
@@ -244,12 +247,14 @@ def test_no_draft_host_changes_an_answer(pool, clip, num_hosts, kv):  # noqa: F8
 def test_a_draft_that_is_the_target_is_always_right(pool, clip):  # noqa: F811
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
     ways = [{"strategy": "vanilla"}]
-    ways += [{"strategy": "hippo", "keep_ratio": 1.0, "startup": startup} for startup in STARTUPS]
+    ways += [{"strategy": "hippo", "keep_ratio": 1.0, **begin} for begin in BEGINNINGS]
     target, draft = pool.run(2, engine_job, "gathered", ways, str(clip), 0)
     for _, stats in target:
         figures = stats["speculation"]
-        assert figures["num_accepted"] == figures["num_drafted"] and figures["num_target_forwards"] == 4
-        assert figures["num_pre_verify"] == 0
+        assert figures["num_accepted"] == figures["num_drafted"] and figures["num_pre_verify"] == 0
+        # The first window ends when the scores come.
+        assert figures["num_target_forwards"] <= 4 + (figures["strategy"] == "hippo")
+        assert figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
     assert all(stats["role"] == "draft" and stats["num_drafted"] >= 20 for _, stats in draft)
 
 
@@ -316,3 +321,24 @@ def test_a_lost_draft_host_costs_nothing_but_time(tmp_path, how):
     ).text
     answers, warned = output.splitlines()[-2:]
     assert answers.split("|") == [text, text] and warned == "1"
+
+
+def test_the_timeline_shows_both_sides_at_work_at_once(tmp_path):
+    asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 80]
+    drafting = ["--speculate", "hippo", "--prune", "kv", "--keep-ratio", 0.5, "--draft-host"]
+    result = infer(*asked, *drafting, "--num-draft-tokens", "auto", "--timeline", tmp_path / "trace.json")
+    assert result.returncode == 0, result.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert set(names.values()) == {"host 0", "draft host"}
+
+    def spans(host: str, name: str) -> list[tuple[float, float]]:
+        found = [e for e in events if e["ph"] == "X" and names[e["pid"]] == host and e["name"] == name]
+        return [(e["ts"], e["ts"] + e["dur"]) for e in found]
+
+    verified, drafted = spans("host 0", "verify"), spans("draft host", "draft")
+    assert len(spans("host 0", "prefill")) == 1 and len(drafted) >= len(verified) > 2
+    assert any(begin < stop and start < end for start, stop in verified for begin, end in drafted)
+    # Rounds lie within the stage that they are part of.
+    ((began, ended),) = spans("host 0", "decode")
+    assert all(began <= start and stop <= ended for start, stop in verified)

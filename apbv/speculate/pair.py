@@ -133,8 +133,7 @@ def draft_request(
 ) -> tuple[list[int], DraftReport, Draft]:
     """The draft host's part of a request that both sides have begun.
 
-    It reads the prompt and drafts while the target prefills; where the target's scores say what it is to read,
-    what it does until they come is ``config.startup``.
+    It reads the prompt and drafts while the target prefills, unless it cannot begin before the target's scores.
 
     Returns:
         The new tokens, what was done, and what the draft saw.

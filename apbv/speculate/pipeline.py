@@ -8,7 +8,7 @@ the first token of the next window (pre-verify). The prefill's logits are the fi
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -60,7 +60,7 @@ class PipelineStats(SpeculationStats):
     num_pre_verify: int = 0
     num_post_verify: int = 0
     lost_draft: str | None = None
-    of_draft: DraftReport | None = None
+    of_draft: DraftReport | None = field(default=None, repr=False)
 
     @property
     def draft_seconds(self) -> float | None:

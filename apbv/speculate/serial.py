@@ -68,7 +68,7 @@ class SpeculationStats:
         rejections, in however many rounds.
         """
         forwards, drafted = self.num_target_forwards, self.num_drafted
-        counted = [counter.name for counter in fields(self) if counter.name != "record"]
+        counted = [counter.name for counter in fields(self) if counter.repr]  # the others are no figures
         times = ("draft_seconds", "verify_seconds", "target_idle_seconds", "draft_idle_seconds")
         return {
             **{name: getattr(self, name) for name in (*counted, *times)},

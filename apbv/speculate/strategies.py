@@ -161,8 +161,23 @@ def _hippo_scores(prompt: Prompt, rows: Tensor, terms: Collection[str]) -> Tenso
 
 def _by_model(prompt: Prompt) -> Draft:
     rows = encode_visual(prompt.draft, prompt.inputs.visual)
-    if prompt.leave_last and prompt.observer is not None and prompt.config.startup != "wait":
-        return _provisional(prompt, rows)
+    if not prompt.num_visual or keep_policy(prompt.config) == "full":
+        return _on_tokens(prompt, rows, torch.arange(prompt.num_visual))
+    # On a draft host, what the target's prefill says comes late.
+    scores_are_due = prompt.leave_last and prompt.observer is not None
+    if prompt.config.prune == "kv":
+        first = _on_tokens(prompt, rows, torch.arange(prompt.num_visual))
+        rest = partial(_pruned, prompt, rows, first)
+    elif scores_are_due and prompt.config.vision_first:
+        terms = set(prompt.config.hippo_terms) - {"attention"}
+        first = _on_tokens(prompt, rows, preserve.keep_best(_hippo_scores(prompt, rows, terms), prompt.num_kept))
+        rest = partial(_on_kept_tokens, prompt, rows)
+    else:
+        return _on_kept_tokens(prompt, rows)
+    return replace(first, successor=Successor(prompt.observer.have_come, rest)) if scores_are_due else rest()
+
+
+def _on_kept_tokens(prompt: Prompt, rows: Tensor) -> Draft:
     return _on_tokens(prompt, rows, kept_visual_tokens(prompt, rows))
 
 
@@ -172,25 +187,14 @@ def _on_tokens(prompt: Prompt, rows: Tensor, kept: Tensor) -> Draft:
     return Draft(prompt.drafter(prompt.draft, cache), len(kept), kept)
 
 
-def _provisional(prompt: Prompt, rows: Tensor) -> Draft:
-    """On a draft host: what writes until the target's scores have come, and then what they say."""
-
-    def pruned() -> Draft:
-        kept = kept_visual_tokens(prompt, rows)
+def _pruned(prompt: Prompt, rows: Tensor, draft: Draft) -> Draft:
+    """A draft that has read everything, without the KV of what is not kept."""
+    kept = kept_visual_tokens(prompt, rows)
+    if draft.drafter is not None:
         visual, text = prompt.is_visual.nonzero().flatten()[kept], (~prompt.is_visual).nonzero().flatten()
-        first.drafter.forget_prompt(torch.cat([text[:-1], visual]).sort().values)
-        return Draft(first.drafter, len(kept), kept)
-
-    def read_again() -> Draft:
-        return _on_tokens(prompt, rows, kept_visual_tokens(prompt, rows))
-
-    if prompt.config.startup == "full":
-        first, successor = _on_tokens(prompt, rows, torch.arange(prompt.num_visual)), pruned
-    else:
-        terms = set(prompt.config.hippo_terms) - {"attention"}
-        kept = preserve.keep_best(_hippo_scores(prompt, rows, terms), prompt.num_kept)
-        first, successor = _on_tokens(prompt, rows, kept), read_again
-    return replace(first, successor=Successor(prompt.observer.have_come, successor))
+        text = text[: len(text) - prompt.leave_last]
+        draft.drafter.forget_prompt(torch.cat([text, visual]).sort().values)
+    return Draft(draft.drafter, len(kept), kept)
 
 
 def _text_only(prompt: Prompt) -> Draft:
