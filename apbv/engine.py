@@ -471,8 +471,8 @@ def _take_apart(
         by_vision = keep_policy(speculate) == "hippo" and set(speculate.hippo_terms) > {"attention"}
         if speculate.vision_first and not (by_vision and speculate.draft_host and speculate.prune == "prompt"):
             raise ValueError(
-                "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt' and a draft "
-                "host"
+                "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt', "
+                "and a draft host"
             )
         if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
             raise ValueError(

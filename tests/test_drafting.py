@@ -208,7 +208,7 @@ def test_a_draft_says_nothing_that_the_target_cannot_read():
 
 @pytest.mark.parametrize("strategy", ["vanilla", "std"])
 def test_in_half_precision_every_token_is_the_targets_choice_or_as_good(clip, strategy):  # noqa: F811
-    """In bf16 a window's logits are not those of one token at a time: they differ by the rounding of one forward."""
+    """In bf16 a window's logits are not those of one token at a time: they differ by the rounding of a forward."""
     family, request = "qwen2_5_vl", {"video": str(clip), "num_frames": 12}
     model, processor = families.build_model(family, dtype=torch.bfloat16), families.build_processor(family)
     draft = families.build_model(family, dtype=torch.bfloat16) if strategy == "vanilla" else None
