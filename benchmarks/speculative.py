@@ -1,16 +1,18 @@
 """Speculative against autoregressive decoding: the same answers, side by side in one run.
 
     python benchmarks/speculative.py --scale 6
-    python benchmarks/speculative.py --strategies specvlm --keep attention hippo random --keep-ratio 0.1 0.3 1.0
+    python benchmarks/speculative.py --strategies specvlm hippo --keep-ratio 0.1 0.3 --num-draft-tokens 3 5 auto
     torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --strategies vanilla --draft-host
-    torchrun --nproc-per-node 2 benchmarks/speculative.py --num-draft-tokens 1 3 5 9 --kv sharded
+    torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --preset hippo1 --tasks describe ordering
+    torchrun --nproc-per-node 2 benchmarks/speculative.py --kv sharded --json figures.jsonl --plot speed.png
     python benchmarks/speculative.py --model PATH --draft-model PATH --video clip.mp4 --question "…"
 
-With the demo model clips of its test split are described shot by shot; --scale repeats the target's layers without
+With the demo model questions about clips of its test split are asked; --scale repeats the target's layers without
 changing what it says (apbv.demo.scale), so that target and draft differ in cost as real pairs do. All ways take
-every clip in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
+every question in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
 attention: a way whose answer differs anywhere is reported without a speed. With --draft-host the last host drafts
-beside the others in some ways, and has no part in the rest.
+beside the others in some ways, and has no part in the rest. A preset is a paper's table (speculative_presets.py),
+at the first of --keep-ratio.
 """
 
 import argparse
@@ -24,15 +26,17 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from speculative_presets import PRESETS
 from tqdm import tqdm
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, GenerateResult, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
-from apbv.config import KEEP_POLICIES, KV_PLACEMENTS
+from apbv.config import KEEP_POLICIES, KV_PLACEMENTS, PRUNINGS
 from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder
 from apbv.demo.scale import scale_model
 from apbv.hosts import run_on_hosts
+from apbv.launch.infer import draft_tokens
 from apbv.speculate import STRATEGIES, theory
 from apbv.stats import append_json_lines, markdown_table, provenance
 from apbv.video import probe
@@ -42,16 +46,33 @@ BASELINE = "autoregressive"
 
 @dataclass
 class Way:
-    """One way to decode, and what its runs took; without an engine on a host that has no part in it."""
+    """One way to decode, and what its answers of each task took; without an engine on a host that has no part."""
 
     label: str
     config: SpeculativeConfig | None
     engine: Engine | None
-    stats: list[dict] = field(default_factory=list)
+    answers: dict[str, list[GenerateResult]] = field(default_factory=dict)
 
-    def total(self, name: str) -> float:
-        """A figure of the speculation, summed over all runs."""
-        return sum(stats["speculation"][name] for stats in self.stats)
+
+@dataclass
+class Runs:
+    """The answers of one way to the questions of one task."""
+
+    way: Way
+    task: str
+
+    @property
+    def answers(self) -> list[GenerateResult]:
+        return self.way.answers[self.task]
+
+    @property
+    def stats(self) -> list[dict]:
+        return [answer.stats for answer in self.answers]
+
+    def total(self, name: str) -> float | None:
+        """A figure of the speculation, summed over all runs; None where one has none."""
+        values = [stats["speculation"][name] for stats in self.stats]
+        return None if None in values else sum(values)
 
     def milliseconds(self, name: str) -> float:
         """Of a stage, or of the whole request (``total``), summed over all runs."""
@@ -60,22 +81,29 @@ class Way:
 
 def configurations(options: argparse.Namespace) -> Iterator[tuple[str, SpeculativeConfig]]:
     """What was asked for, without what would be the same twice."""
+    if options.preset is not None:
+        yield from PRESETS[options.preset](options.keep_ratio[0])
+        return
     for strategy in options.strategies:
-        keeps = options.keep if strategy == "specvlm" else [None]
-        for keep in keeps:
-            prunes = strategy in ("std", "streaming") or keep not in (None, "full")
+        chooses = STRATEGIES[strategy].keep not in (None, "full")
+        for keep in options.keep if strategy == "specvlm" else [None]:
+            prunes = (chooses and keep != "full") or strategy in ("std", "streaming")
             for ratio in options.keep_ratio if prunes else [None]:
-                for gamma in options.num_draft_tokens:
-                    chosen = {"keep": keep, "keep_ratio": ratio}
-                    chosen = {name: value for name, value in chosen.items() if value is not None}
-                    parts = [strategy, *(str(value) for value in chosen.values()), f"γ = {gamma}"]
-                    yield ", ".join(parts), SpeculativeConfig(strategy=strategy, num_draft_tokens=gamma, **chosen)
+                for prune in options.prune if chooses and keep != "full" else [None]:
+                    for gamma in options.num_draft_tokens:
+                        chosen = {"keep": keep, "keep_ratio": ratio, "prune": prune}
+                        chosen = {name: value for name, value in chosen.items() if value is not None}
+                        kinds = [strategy, *(str(value) for value in chosen.values() if value != "prompt")]
+                        config = SpeculativeConfig(strategy=strategy, num_draft_tokens=gamma, **chosen)
+                        yield ", ".join([*kinds, f"γ = {gamma}"]), config
 
 
 def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     """The ways, on one target and one draft."""
     prefill = PrefillConfig(method=options.method, kv=options.kv)
     wanted = list(configurations(options))
+    if options.draft_host and options.preset is None:
+        wanted += [(f"{label}, draft host", replace(c, draft_host=True)) for label, c in wanted if may_move_out(c)]
     needs_draft = options.draft_host or any(STRATEGIES[config.strategy].needs_draft_model for _, config in wanted)
     last = hosts.size - 1
     targets = hosts.subgroup(range(last)) if options.draft_host else hosts
@@ -107,28 +135,38 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
         )
 
     ways = [Way(BASELINE, None, engine(targets, None))]
-    ways += [Way(label, config, engine(targets, config)) for label, config in wanted]
-    if options.draft_host:
-        for label, config in wanted:
-            if STRATEGIES[config.strategy].needs_draft_model:
-                beside = replace(config, draft_host=True)
-                ways.append(Way(f"{label}, draft host", beside, engine(hosts, beside)))
-    return ways
+    return ways + [Way(label, c, engine(hosts if c.draft_host else targets, c)) for label, c in wanted]
 
 
-def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[Path, str, int]]:
-    """(file, question, frames)"""
+def may_move_out(config: SpeculativeConfig) -> bool:
+    """Whether its draft can work on a host of its own."""
+    strategy = STRATEGIES[config.strategy]
+    return strategy.needs_draft_model
+
+
+@dataclass(frozen=True)
+class Question:
+    task: str
+    file: Path
+    text: str
+    num_frames: int
+
+
+def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[Question]:
+    """What is asked; of tasks with several questions about a clip the first."""
     if options.video is not None:
-        yield options.video, options.question, options.frames or 64
+        yield Question("video", options.video, options.question, options.frames or 64)
         return
-    exam = Exam(options.grid, options.shots, options.clips, ("describe",))
+    exam = Exam(options.grid, options.shots, options.clips, tuple(options.tasks))
     folder = clips_folder(options.folder)
     for seed in range(options.clips):
         with hosts.local_stage("rendering a clip"):
             if hosts.rank == 0:
                 exam.file(seed, folder)
         file = exam.file(seed, folder)
-        yield file, options.question or clips.DESCRIBE_QUESTION, options.frames or probe(file).num_frames
+        asked = dict(reversed([(task, question) for task, question, _ in exam.questions(seed)]))
+        for task in options.tasks:
+            yield Question(task, file, options.question or asked[task], options.frames or probe(file).num_frames)
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
@@ -137,72 +175,106 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     asked = list(questions(options, hosts))
     rounds = [(asked[0], False), *((question, True) for _ in range(options.rounds) for question in asked)]
     with tqdm(total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True) as bar:
-        for (file, question, frames), counts in rounds:
+        for question, counts in rounds:
             for way in ways:
                 bar.set_postfix_str(way.label, refresh=True)
                 hosts.barrier()
                 if way.engine is not None:
                     answer = way.engine.generate(
-                        question, video=file, num_frames=frames, max_new_tokens=options.max_new_tokens
+                        question.text,
+                        video=question.file,
+                        num_frames=question.num_frames,
+                        max_new_tokens=options.max_new_tokens,
+                        timeline=True,
                     )
                     if counts:
-                        way.stats.append(answer.stats)
+                        way.answers.setdefault(question.task, []).append(answer)
                 bar.update()
     return ways
 
 
 def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
-    """One JSON-ready record per way; speed-ups are ratios of sums over the same questions of the same run."""
-    alone = ways[0]
-    new_tokens = sum(len(stats["token_ids"]) for stats in alone.stats)
-    forwards = new_tokens - len(alone.stats)  # the first token of every answer comes out of the prefill
-    target_ms = alone.milliseconds("decode") / max(1, forwards)
-    for way in ways:
-        first = way.stats[0]
-        identical = all(a["token_ids"] == b["token_ids"] for a, b in zip(way.stats, alone.stats, strict=True))
-        record = {
-            "benchmark": "speculative",
-            "label": way.label,
-            "model": options.model,
-            "scale": options.scale,
-            "hosts": first["hosts"],
-            "kv": options.kv,
-            "method": first["method"],
-            "num_input_tokens": statistics.mean(stats["num_input_tokens"] for stats in way.stats),
-            "answers": len(way.stats),
-            "new_tokens": new_tokens,
-            "identical": identical,
-            "decode_ms": [stats["stages_ms"]["decode"] for stats in way.stats],
-            "draft_prefill_ms": [stats["stages_ms"]["draft"] for stats in way.stats],
-            "total_ms": [stats["total_ms"] for stats in way.stats],
-            "target_ms_per_token": target_ms,
-            "decode_speedup": alone.milliseconds("decode") / way.milliseconds("decode") if identical else None,
-            "end_to_end_speedup": alone.milliseconds("total") / way.milliseconds("total") if identical else None,
-            "speculation": None if way.config is None else speculation(way, target_ms, forwards),
-            "device": first["device"],
-            "dtype": first["dtype"],
-            "command": " ".join(["benchmarks/speculative.py", *sys.argv[1:]]),
-            **provenance(),
-        }
-        yield record
+    """One JSON-ready record per task and way; speed-ups are ratios of sums over the same questions of one run."""
+    for task in ways[0].answers:
+        alone = Runs(ways[0], task)
+        new_tokens = sum(len(stats["token_ids"]) for stats in alone.stats)
+        forwards = new_tokens - len(alone.stats)  # the first token of every answer comes out of the prefill
+        target_ms = alone.milliseconds("decode") / max(1, forwards)
+        for way in ways:
+            runs = Runs(way, task)
+            first = runs.stats[0]
+            identical = all(a["token_ids"] == b["token_ids"] for a, b in zip(runs.stats, alone.stats, strict=True))
+            decode, total = (alone.milliseconds(name) / runs.milliseconds(name) for name in ("decode", "total"))
+            yield {
+                "benchmark": "speculative",
+                "preset": options.preset,
+                "label": way.label,
+                "task": task,
+                "model": options.model,
+                "scale": options.scale,
+                "hosts": first["hosts"],
+                "kv": options.kv,
+                "method": first["method"],
+                "num_input_tokens": statistics.mean(stats["num_input_tokens"] for stats in runs.stats),
+                "answers": len(runs.stats),
+                "new_tokens": new_tokens,
+                "identical": identical,
+                "decode_ms": [stats["stages_ms"]["decode"] for stats in runs.stats],
+                "draft_prefill_ms": [stats["stages_ms"]["draft"] for stats in runs.stats],
+                "total_ms": [stats["total_ms"] for stats in runs.stats],
+                "breakdown_ms": breakdown(runs),
+                "target_ms_per_token": target_ms,
+                "decode_speedup": decode if identical else None,
+                "end_to_end_speedup": total if identical else None,
+                "speculation": None if way.config is None else speculation(runs, target_ms, forwards),
+                "device": first["device"],
+                "dtype": first["dtype"],
+                "command": " ".join(["benchmarks/speculative.py", *sys.argv[1:]]),
+                **provenance(),
+            }
 
 
-def speculation(way: Way, target_ms: float, num_tokens: int) -> dict:
+def breakdown(runs: Runs) -> dict[str, float | None]:
+    """HIPPO's Table 2: what an answer took on either side, on average; a draft host's overlaps the target's."""
+    timelines = [answer.timeline for answer in runs.answers]
+    config = runs.way.config
+    drafting = "draft host" if config is not None and config.draft_host else "host 0"
+
+    def mean(host: str, track: str, *names: str) -> float | None:
+        if (config is None and names[0] in ("draft", "prune")) or not all(host in line for line in timelines):
+            return None
+        spans = [span for line in timelines for span in line[host] if span.track == track and span.name in names]
+        return 1e3 * sum(span.seconds for span in spans) / len(timelines)
+
+    return {
+        "target prefill": mean("host 0", "stages", "encode", "exchange", "prefill", "handoff"),
+        "target decoding": mean("host 0", "stages", "decode"),
+        "draft prefill": mean(drafting, "stages", "draft"),
+        "draft decoding": mean(drafting, "decoding", "draft"),
+        "pruning": mean(drafting, "decoding", "prune"),
+    }
+
+
+def speculation(runs: Runs, target_ms: float, num_tokens: int) -> dict:
     """What was drafted and accepted, the costs on both sides, and what the theory makes of these."""
-    drafted, accepted, rounds = (way.total(name) for name in ("num_drafted", "num_accepted", "rounds"))
-    beside = way.config.draft_host
-    # What a draft host takes is not seen from here; what is, is how long the target waited for it.
-    draft_ms = None if beside else 1e3 * way.total("draft_seconds") / max(1, drafted)
-    verify_ms = 1e3 * way.total("verify_seconds") / max(1, rounds)
+    drafted, accepted, rounds = (runs.total(name) for name in ("num_drafted", "num_accepted", "rounds"))
+    config = runs.way.config
+    # A draft host writes more than is ever looked at.
+    written = runs.total("num_written") if config.draft_host else drafted
+    seconds = runs.total("draft_seconds")
+    draft_ms = 1e3 * seconds / max(1, written) if seconds is not None else None
     tau, c = accepted / max(1, drafted), target_ms / draft_ms if draft_ms else None
     gamma = drafted / max(1, rounds)  # a lookup may find less than was asked for
+    idle = {f"{side}_idle_ms": runs.total(f"{side}_idle_seconds") for side in ("target", "draft")}
     return {
-        **asdict(way.config),
+        "config": asdict(config),
         "acceptance_rate": tau,
-        "tokens_per_target_forward": num_tokens / max(1, way.total("num_target_forwards")),
+        "tokens_per_target_forward": num_tokens / max(1, runs.total("num_target_forwards")),
+        "mean_accepted_tokens": accepted / (runs.total("num_rejections") + len(runs.stats)),
         "draft_ms_per_token": draft_ms,
-        "target_waited_ms": 1e3 * way.total("draft_seconds") if beside else None,
-        "verify_ms_per_round": verify_ms,
+        "verify_ms_per_round": 1e3 * runs.total("verify_seconds") / max(1, rounds),
+        **{name: None if value is None else 1e3 * value for name, value in idle.items()},
+        "kept_near_border": kept_near_border(runs.answers),
         "cost_ratio": c,
         "predicted_decode_speedup": theory.serial(gamma, c, tau) if c else None,
         "predicted_parallel_speedup": theory.parallel(gamma, c, tau) if c else None,
@@ -210,27 +282,49 @@ def speculation(way: Way, target_ms: float, num_tokens: int) -> dict:
     }
 
 
+def kept_near_border(answers: list[GenerateResult]) -> float | None:
+    """How much denser kept tokens lie at the frames' borders than anywhere: 1 where it makes no difference."""
+    masks = [answer.kept for answer in answers]
+    if any(mask is None or min(mask.shape[1:]) < 3 for mask in masks):
+        return None
+    kept, size = sum(mask.sum().item() for mask in masks), sum(mask.numel() for mask in masks)
+    inside = [mask[:, 1:-1, 1:-1] for mask in masks]
+    at_border = kept - sum(mask.sum().item() for mask in inside)
+    return at_border / (size - sum(mask.numel() for mask in inside)) / (kept / size)
+
+
 def table(rows: list[dict]) -> str:
     """The figures for people, as Markdown."""
-    header = ["way", "accepted", "tokens / target pass", "T_p / T_q", "draft prefill ms", "decode ms"]
-    header += ["decode speed-up", "by Theorem 4", "end to end"]
+    header = ["task", "way", "accepted", "MAT", "tokens / target pass", "T_p / T_q", "draft prefill ms"]
+    header += ["decode ms", "decode speed-up", "by theory", "end to end"]
+    return markdown_table(header, [_cells(row) for row in rows])
+
+
+def _cells(row: dict) -> list[str]:
+    figures = row["speculation"]
+    times = [f"{statistics.mean(row[name]):.1f}" for name in ("draft_prefill_ms", "decode_ms")]
+    shares, predicted = ["–", "–", "1.00", "–"], None
+    if figures:
+        names = ("acceptance_rate", "mean_accepted_tokens", "tokens_per_target_forward", "cost_ratio")
+        shares = ["–" if figures[name] is None else f"{figures[name]:.2f}" for name in names]
+        predicted = figures[predictor(figures)]
+    speeds = [row["decode_speedup"], predicted, row["end_to_end_speedup"]]
+    return [row["task"], row["label"], *shares, *times, *("–" if s is None else f"{s:.2f} ×" for s in speeds)]
+
+
+def predictor(figures: dict) -> str:
+    """Which of ParallelVLM's theorems is about this way: 4 in turn, 6 beside each other."""
+    beside = figures["config"]["draft_host"]
+    return "predicted_parallel_speedup_with_rollback" if beside else "predicted_decode_speedup"
+
+
+def breakdown_table(rows: list[dict]) -> str:
+    """Milliseconds of an answer on both sides, as Markdown."""
     lines = []
-    for row in rows:
-        figures = row["speculation"]
-        times = [f"{statistics.mean(row[name]):.1f}" for name in ("draft_prefill_ms", "decode_ms")]
-        speeds = [
-            row["decode_speedup"],
-            figures and figures["predicted_decode_speedup"],
-            row["end_to_end_speedup"],
-        ]
-        shares = ["–", "1.00", "–"]
-        if figures:
-            ratio = figures["cost_ratio"]
-            shares = [f"{figures['acceptance_rate']:.2f}", f"{figures['tokens_per_target_forward']:.2f}"]
-            shares.append("–" if ratio is None else f"{ratio:.1f}")
-        speeds = ["–" if speed is None else f"{speed:.2f} ×" for speed in speeds]
-        lines.append([row["label"], *shares, *times, *speeds])
-    return markdown_table(header, lines)
+    for operation in rows[0]["breakdown_ms"]:
+        taken = [row["breakdown_ms"][operation] for row in rows]
+        lines.append([operation, *("–" if ms is None else f"{ms:.1f}" for ms in taken)])
+    return markdown_table(["ms", *(f"{row['label']} ({row['task']})" for row in rows)], lines)
 
 
 def plot(rows: list[dict], path: Path) -> None:
@@ -244,9 +338,10 @@ def plot(rows: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(shown)))
     places = range(len(shown))
     axes.barh(places, [row["decode_speedup"] for row in shown], height=0.6, label="measured")
-    predicted = [row["speculation"]["predicted_decode_speedup"] for row in shown]
-    axes.plot([p or float("nan") for p in predicted], places, "k|", markersize=14, label="ParallelVLM's Theorem 4")
-    axes.set_yticks(places, [row["label"] for row in shown])
+    predicted = [row["speculation"][predictor(row["speculation"])] for row in shown]
+    theorems = "ParallelVLM's Theorems 4 and 6"
+    axes.plot([p or float("nan") for p in predicted], places, "k|", markersize=14, label=theorems)
+    axes.set_yticks(places, [f"{row['task']}: {row['label']}" for row in shown])
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_xlabel("decode speed-up over autoregressive")
@@ -266,13 +361,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--method", default="apbv", help="how prompts are prefilled")
     parser.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered")
-    parser.add_argument("--strategies", nargs="+", choices=sorted(STRATEGIES), help="default: all that fit --kv")
-    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[5])
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="a paper's table, instead of --strategies")
+    parser.add_argument("--strategies", nargs="+", choices=sorted(STRATEGIES), help="default: all that fit")
+    parser.add_argument("--num-draft-tokens", type=draft_tokens, nargs="+", default=[5], metavar="N|auto")
     parser.add_argument(
         "--draft-host", action="store_true", help="and once more with the last host drafting beside"
     )
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["attention"])
     parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1])
+    parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
+    parser.add_argument(
+        "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="of the demo's clips"
+    )
     parser.add_argument("--video", type=Path, help="instead of the demo's clips")
     parser.add_argument("--question", help="instead of a description shot by shot")
     parser.add_argument("--frames", type=int, help="sampled from a clip (default: all of the demo's, else 64)")
@@ -289,11 +389,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--clips, --rounds and --scale must be at least 1")
     if options.video is not None and options.question is None:
         parser.error("--video needs a --question")
-    if options.draft_host and int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        parser.error("--draft-host needs torchrun and 2 processes at least")
+    if options.preset is not None:
+        options.draft_host = any(config.draft_host for _, config in configurations(options))
+    alone = int(os.environ.get("WORLD_SIZE", 1)) < 2
+    if options.draft_host and alone:
+        parser.error("a draft host needs torchrun and 2 processes at least")
     if options.strategies is None:
-        fits = options.kv == "gathered"
-        options.strategies = [name for name, way in STRATEGIES.items() if fits or not way.needs_gathered_kv]
+        options.strategies = [name for name, way in STRATEGIES.items() if not (way.needs_passing and alone)]
     return options
 
 
@@ -310,6 +412,8 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
     if hosts.rank == 0:
         rows = list(records(options, ways))
         print(table(rows))
+        if options.preset == "hippo2":
+            print(breakdown_table(rows))
         if options.json:
             append_json_lines(options.json, rows)
         if options.plot:

@@ -1,10 +1,12 @@
 """The benchmark of speculative decoding at toy size, and the theory it compares with."""
 
+import importlib
+
 import pytest
 
-from apbv.speculate import theory
+from apbv.speculate import STRATEGIES, theory
 
-from scripts import assert_one_line_error, figures_of
+from scripts import BENCHMARKS, assert_one_line_error, figures_of
 
 
 def test_every_way_beside_autoregressive_decoding(tmp_path):
@@ -15,6 +17,7 @@ def test_every_way_beside_autoregressive_decoding(tmp_path):
     labels = [record["label"] for record in records]
     assert labels[:3] == ["autoregressive", "vanilla, γ = 2", "vanilla, γ = 4"]
     assert labels[3:7:2] == ["specvlm, attention, 0.1, γ = 2", "specvlm, full, γ = 2"]
+    assert labels[7] == "hippo, 0.1, γ = 2"
     assert len(output.strip().splitlines()) == 2 + len(records) and plot.read_bytes().startswith(b"\x89PNG")
     alone = records[0]
     assert alone["speculation"] is None and alone["new_tokens"] == 30
@@ -24,13 +27,13 @@ def test_every_way_beside_autoregressive_decoding(tmp_path):
         assert record["end_to_end_speedup"] == pytest.approx(alone["total_ms"][0] / record["total_ms"][0])
     for record in records[1:]:
         figures = record["speculation"]
-        assert figures["tokens_per_target_forward"] <= figures["num_draft_tokens"] + 1
+        assert figures["tokens_per_target_forward"] <= figures["config"]["num_draft_tokens"] + 1
 
 
 def test_several_hosts_and_sharded_kv(tmp_path):
     options = ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path, "--kv", "sharded"]
     records, _ = figures_of("speculative", tmp_path / "figures.jsonl", *options, hosts=2)
-    assert [r["label"].split(",")[0] for r in records[1:]] == ["vanilla", "specvlm", "text_only", "ngram"]
+    assert [record["label"].split(",")[0] for record in records[1:]] == list(STRATEGIES)
     assert all(record["identical"] and record["hosts"] == 2 for record in records)
 
 
@@ -41,9 +44,31 @@ def test_a_draft_host_beside_the_targets(tmp_path):
     labels = ["autoregressive", "vanilla, γ = 5", "ngram, γ = 5", "vanilla, γ = 5, draft host"]
     assert [record["label"] for record in records] == labels
     assert all(record["identical"] and record["hosts"] == 1 for record in records)
-    assert (
-        records[-1]["speculation"]["target_waited_ms"] > 0 and records[1]["speculation"]["draft_ms_per_token"] > 0
+    for record in (records[1], records[-1]):
+        figures = record["speculation"]
+        assert figures["draft_ms_per_token"] > 0 and figures["target_idle_ms"] > 0 and figures["draft_idle_ms"] > 0
+        assert 0 < record["breakdown_ms"]["draft prefill"] < record["total_ms"][0]
+
+
+def test_every_preset_is_a_table_of_ways(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    presets = importlib.import_module("speculative_presets").PRESETS
+    for name, ways in presets.items():
+        labels, configs = zip(*ways(0.3), strict=True)
+        assert len(set(labels)) == len(labels) > 1, name
+        assert all(config.strategy in STRATEGIES for config in configs), name
+
+
+def test_a_papers_table(tmp_path):
+    options = ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path, "--preset", "hippo2"]
+    records, output = figures_of(
+        "speculative", tmp_path / "figures.jsonl", *options, "--tasks", "describe", "counting", hosts=2
     )
+    assert [record["task"] for record in records] == ["describe"] * 3 + ["counting"] * 3
+    assert all(record["identical"] and record["preset"] == "hippo2" for record in records)
+    assert "| pruning |" in output
+    pruning = [record["breakdown_ms"]["pruning"] for record in records]
+    assert pruning[0] is None and all(ms > 0 for ms in pruning[1:3])
 
 
 def test_a_missing_draft_is_one_line(capsys):

@@ -74,6 +74,11 @@ class PipelineStats(SpeculationStats):
     def draft_idle_seconds(self) -> float | None:
         return self.of_draft and self.of_draft.seconds("wait for verdict")
 
+    def summary(self, num_new_tokens: int) -> dict:
+        """And ``num_written``: all that the draft host drafted, useless windows included."""
+        written = self.of_draft and self.of_draft.num_drafted
+        return {**super().summary(num_new_tokens), "num_written": written}
+
 
 class _Target:
     """Host 0's side of a request: what is still unverified, and the link to the draft."""
