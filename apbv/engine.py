@@ -308,7 +308,7 @@ class Engine:
                 decoder, *start = self._start(state)
                 tokens, stats = generate_beside_draft(
                     decoder,
-                    pair.open_link,
+                    pair.open_link(),
                     *start,
                     sampling,
                     self._parts.eos_token_ids,

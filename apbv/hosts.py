@@ -156,6 +156,9 @@ class HostGroup:
     def subgroup(self, members: Sequence[int], timeout: float | None = None) -> "HostGroup | None":
         """A group of some of these hosts, which fails by itself; collective over all of them.
 
+        It lives as long as this process's groups do: torch gives a destroyed group's name to the next one, which
+        then finds the old one's addresses.
+
         Args:
             members: ranks in this group, ascending.
             timeout: seconds to wait for one another; by default as here. What was begun and is not waited for may

@@ -98,7 +98,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
             warnings.simplefilter("always")
             tokens, stats = generate_beside_draft(
                 SlowDecoder(decoder, settings["delays"][1]),
-                pair.open_link,
+                pair.open_link(),
                 state.logits[0],
                 60,
                 pair.hosts,
@@ -174,7 +174,7 @@ def sampled_job(hosts: HostGroup, count: int):
             tokens, *_ = draft_beside(pair.link, Draft(TableStream(model), 0), 0)
         else:
             tokens, _ = generate_beside_draft(
-                model, pair.open_link, model.p_logits[0], 0, pair.hosts, sampling, (), 2
+                model, pair.open_link(), model.p_logits[0], 0, pair.hosts, sampling, (), 2
             )
         counts[tuple(tokens)] += 1
     return counts
@@ -251,9 +251,10 @@ def test_a_draft_that_is_the_target_is_always_right(pool, clip):  # noqa: F811
     target, draft = pool.run(2, engine_job, "gathered", ways, str(clip), 0)
     for _, stats in target:
         figures = stats["speculation"]
-        assert figures["num_accepted"] == figures["num_drafted"] and figures["num_pre_verify"] == 0
-        # The first window ends when the scores come.
-        assert figures["num_target_forwards"] <= 4 + (figures["strategy"] == "hippo")
+        assert figures["num_accepted"] == figures["num_drafted"]
+        # Where scores are awaited the first window ends when they come.
+        shortened = int(figures["strategy"] == "hippo")
+        assert figures["num_pre_verify"] <= shortened and figures["num_target_forwards"] <= 4 + shortened
         assert figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
     assert all(stats["role"] == "draft" and stats["num_drafted"] >= 20 for _, stats in draft)
 

@@ -34,9 +34,10 @@ class Link:
         self.most = 1
         self.shared_vocab = self.drawn_vocab = 0
         self.is_settled = True
+        self._bytes_before = 0
 
-    def shake_hands(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> bool:
-        """Begin a request, or say that it cannot be begun; whether the other end is ready.
+    def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> None:
+        """Begin a request, or say that it cannot be begun; whether the other end can is :meth:`other_is_ready`.
 
         Args:
             most: γ, tokens of a window.
@@ -44,13 +45,28 @@ class Link:
             drawn: tokens are drawn, so that the distributions over the shared vocabulary travel, too.
         """
         is_draft = self._to_target.rank == DRAFT
+        self._bytes_before = self._bytes_received()
         self._send(torch.tensor([int(is_ready), vocab_size]))
         incoming, source = (self._to_draft, TARGET) if is_draft else (self._to_target, DRAFT)
-        ready, theirs = incoming.start_broadcast(torch.zeros(2, dtype=torch.int64), source).wait().tolist()
+        self._answer = incoming.start_broadcast(torch.zeros(2, dtype=torch.int64), source)
+        self._begun = is_ready, most, vocab_size, drawn
+
+    def other_is_ready(self) -> bool:
+        """Whether the other end has begun the request, too; waits until it has said."""
+        is_ready, most, vocab_size, drawn = self._begun
+        ready, theirs = self._answer.wait().tolist()
         self.most, self.shared_vocab = most, min(vocab_size, theirs)
         self.drawn_vocab = self.shared_vocab if drawn else 0
         self.is_settled = not (is_ready and ready)
         return bool(ready)
+
+    @property
+    def request_bytes(self) -> int:
+        """What the other end sent here since the request began."""
+        return self._bytes_received() - self._bytes_before
+
+    def _bytes_received(self) -> int:
+        return self._to_target.bytes_received + self._to_draft.bytes_received
 
     def _send(self, tensor: Tensor) -> None:
         """To the other end, without waiting for it to listen."""

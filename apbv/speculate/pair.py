@@ -1,9 +1,9 @@
 """Target hosts and a draft host: who is who, and how the two sides go through a request together."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,18 +26,20 @@ class Pair:
         hosts: who this host computes with: the target's hosts, or the draft host alone.
         is_draft: which of them it is.
         link: on host 0 of the target and on the draft host; None on others, and once the other end was lost.
-        takes_part: whether the other end is ready for the request at hand.
     """
 
     hosts: HostGroup
     is_draft: bool
     link: Link | None
-    takes_part: bool = False
+    _takes_part: bool | None = field(default=False, init=False)  # None: it has not been heard yet
 
-    @property
     def open_link(self) -> Link | None:
-        """The link, if there is somebody at its other end for this request."""
-        return self.link if self.takes_part else None
+        """The link, if there is somebody at its other end for this request; waits until that is known."""
+        if self._takes_part is None:
+            self._takes_part = self._hear()
+            if not self._takes_part and self.link is not None and not self.is_draft:
+                warnings.warn("answering without the draft host, which cannot read this request", stacklevel=3)
+        return self.link if self._takes_part else None
 
     @classmethod
     def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
@@ -54,10 +56,12 @@ class Pair:
 
     @contextmanager
     def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
-        """Around reading a request: at its end both sides know whether the other one takes part.
+        """Around reading a request: at its end each side tells the other whether it takes part.
+
+        The draft then waits for the target's word; the target hears the draft's when it needs it.
 
         Args:
-            vocab_size, drawn: see :meth:`Link.shake_hands`.
+            vocab_size, drawn: see :meth:`Link.begin`.
 
         Raises:
             HostError: on the draft host, where the target's hosts cannot read the request or are gone.
@@ -67,36 +71,45 @@ class Pair:
         try:
             yield
         except BaseException:
-            self._shake_hands(False, config, vocab_size, drawn)
+            self._tell(False, config, vocab_size, drawn)
+            self._hear()
             raise
-        if self._shake_hands(True, config, vocab_size, drawn) or self.link is None:
-            return
-        if self.is_draft:
+        self._tell(True, config, vocab_size, drawn)
+        if self.is_draft and self.open_link() is None:
             raise HostError("the target's hosts cannot answer this request")
-        warnings.warn("answering without the draft host, which cannot read this request", stacklevel=3)
 
-    def _shake_hands(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> bool:
+    def _tell(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> None:
+        self._takes_part = None if is_ready else False
+        self._use(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
+
+    def _hear(self) -> bool:
+        return bool(self._use(lambda link: link.other_is_ready()))
+
+    def _use(self, exchange: Callable[[Link], object]):
+        """Use the link; None where there is none, and where it is lost, which the target says once."""
         if self.link is None:
-            return False
+            return None
         try:
-            self.takes_part = self.link.shake_hands(is_ready, config.most_draft_tokens, vocab_size, drawn)
+            return exchange(self.link)
         except HostError as error:
-            self.link, self.takes_part = None, False
+            self.link = None
             if not self.is_draft:
-                warnings.warn(f"going on without the draft host: {error}", stacklevel=3)
-        return self.takes_part
+                warnings.warn(f"going on without the draft host: {error}", stacklevel=4)
+            return None
 
     def send_scores(self, scores: Tensor) -> None:
         """From the target, where the draft waits for it: how much each visual token matters."""
-        if self.open_link is not None:
-            self.link.send_verdict(GO_ON)
-            self.link.send(scores)
+        link = self.open_link()
+        if link is not None:
+            link.send_verdict(GO_ON)
+            link.send(scores)
 
     def fail(self) -> None:
         """The target cannot finish the request: tell the draft."""
-        if self.open_link is not None and not self.link.is_settled:
+        link = self.open_link()
+        if link is not None and not link.is_settled:
             with suppress(HostError):
-                self.link.send_verdict(FAILED)
+                link.send_verdict(FAILED)
             self.link = None
 
 

@@ -29,10 +29,12 @@ class DraftReport:
 
     Attributes:
         num_drafted: tokens, those included that nobody asked for any more.
+        bytes_received: from the target.
         spans: its stages and its rounds.
     """
 
     num_drafted: int
+    bytes_received: int
     spans: list[Span]
 
     def seconds(self, name: str) -> float:
@@ -44,7 +46,7 @@ class DraftReport:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "DraftReport":
-        return cls(fields["num_drafted"], [Span(**span) for span in fields["spans"]])
+        return cls(**{**fields, "spans": [Span(**span) for span in fields["spans"]]})
 
 
 @dataclass
@@ -54,12 +56,14 @@ class PipelineStats(SpeculationStats):
     Attributes:
         num_pre_verify, num_post_verify: rounds by what was to be verified: one token, or a window.
         lost_draft: why the target had to go on alone, if it had to.
+        link_bytes: what the two sides sent each other; None where the draft was lost.
         of_draft: the draft's own account; None where it was lost, and on all hosts but 0.
     """
 
     num_pre_verify: int = 0
     num_post_verify: int = 0
     lost_draft: str | None = None
+    link_bytes: int | None = None
     of_draft: DraftReport | None = field(default=None, repr=False)
 
     @property
@@ -120,7 +124,9 @@ class _Target:
         self._use(lambda link: link.send_verdict(code, num_standing, token))
         if code == DONE:
             report = self._await(lambda link: link.receive_json())
-            self._stats.of_draft = report and DraftReport.from_json(report)
+            if report is not None:
+                self._stats.of_draft = DraftReport.from_json(report)
+                self._stats.link_bytes = self.link.request_bytes + self._stats.of_draft.bytes_received
 
     def _await(self, exchange: Callable[[Link], object]):
         """:meth:`_use`, where the target has nothing else to do."""
@@ -244,7 +250,7 @@ def draft_beside(
         if code != GO_ON:
             sequence = [*sequence[: 1 + num_standing], token]
         if code == DONE:
-            report = DraftReport(total, [*earlier, *record.spans])
+            report = DraftReport(total, link.request_bytes, [*earlier, *record.spans])
             link.send_json(report.as_json())
             return sequence[1:], report, draft
 
