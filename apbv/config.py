@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 KV_PLACEMENTS = ("gathered", "sharded")
 KEEP_POLICIES = ("attention", "uv_prune", "hippo", "random", "uniform_frames", "full")
+ENSEMBLES = ("MT", "MT*", "MTCP", "MTCP*")
 
 
 def _is_int(value) -> bool:
@@ -105,9 +106,10 @@ class SpeculativeConfig:
 
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"specvlm"`` (on the
-            visual tokens that ``keep`` preserves), ``"vanilla"`` (on all of them) and ``"text_only"``; the target
-            itself in ``"std"`` (on the most attended visual KV), ``"streaming"`` (on the latest) and
-            ``"layerskip"`` (its first layers); ``"ngram"`` looks up what followed the last tokens before.
+            visual tokens that ``keep`` preserves), ``"vanilla"`` (on all of them), ``"text_only"`` and ``"tabed"``
+            (reading the prompt in several ways, see ``ensemble``); the target itself in ``"std"`` (on the most
+            attended visual KV), ``"streaming"`` (on the latest) and ``"layerskip"`` (its first layers);
+            ``"ngram"`` looks up what followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the packaged one.
         num_draft_tokens: γ, tokens drafted per round.
         keep: how the visual tokens that the draft sees are chosen: ``"attention"`` (SpecVLM), ``"uv_prune"``
@@ -116,6 +118,9 @@ class SpeculativeConfig:
         keep_ratio: the share of visual tokens that the draft sees.
         uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
+        ensemble: what ``"tabed"`` drafts from (TABED): the prompt with the visual tokens that ``keep`` preserves
+            (M; in the paper ``"full"``), with line breaks instead (T), a caption (C), and pooled ones (P); ``*``:
+            weighted by how each has done so far in this answer, instead of equally. MTCP needs a captioner.
         draft_host: the last host of the group drafts while the others, which are the target's, verify.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
@@ -130,6 +135,7 @@ class SpeculativeConfig:
     keep_ratio: float = 0.1
     uv_layer: int = 20
     layer_ratio: float = 0.5
+    ensemble: str = "MT*"
     draft_host: bool = False
     draft_timeout: float = 60.0
 
@@ -138,6 +144,8 @@ class SpeculativeConfig:
             raise ValueError(f"num_draft_tokens must lie in 1 .. 256, not {self.num_draft_tokens!r}")
         if self.keep not in KEEP_POLICIES:
             raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
+        if self.ensemble not in ENSEMBLES:
+            raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, not {self.ensemble!r}")
         if not _is_int(self.uv_layer) or self.uv_layer < 1:
             raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
         if not _is_number(self.draft_timeout) or not self.draft_timeout > 0:
@@ -146,3 +154,8 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], not {value!r}")
+
+    @property
+    def needs_caption(self) -> bool:
+        """Whether the draft reads a caption in place of what is seen."""
+        return self.strategy == "tabed" and "C" in self.ensemble

@@ -61,7 +61,7 @@ class Way:
 def configurations(options: argparse.Namespace) -> Iterator[tuple[str, SpeculativeConfig]]:
     """What was asked for, without what would be the same twice."""
     for strategy in options.strategies:
-        keeps = options.keep if strategy == "specvlm" else [None]
+        keeps = options.keep if strategy in ("specvlm", "tabed") else [None]
         for keep in keeps:
             prunes = strategy in ("std", "streaming") or keep not in (None, "full")
             for ratio in options.keep_ratio if prunes else [None]:
@@ -110,7 +110,8 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     ways += [Way(label, config, engine(targets, config)) for label, config in wanted]
     if options.draft_host:
         for label, config in wanted:
-            if STRATEGIES[config.strategy].needs_draft_model:
+            strategy = STRATEGIES[config.strategy]
+            if strategy.needs_draft_model and not strategy.needs_verdicts:
                 beside = replace(config, draft_host=True)
                 ways.append(Way(f"{label}, draft host", beside, engine(hosts, beside)))
     return ways

@@ -10,7 +10,7 @@ from ..config import SamplingConfig
 from ..decode import Decoder
 from ..hosts import HostGroup
 from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
-from .drafters import Drafter, Proposal, packed, unpacked
+from .drafters import Drafter, Learner, Proposal, packed, unpacked
 from .verify import Verdict, verify_greedy, verify_sampled
 
 
@@ -93,6 +93,8 @@ def generate_speculatively(
         accepted, token = hosts.broadcast_ints(verdict and [verdict.num_accepted, verdict.next_token], 2)
         stats.verify_seconds += time.perf_counter() - began
         new = [*drafted[:accepted], token]
+        if isinstance(drafter, Learner):
+            drafter.learn(new, rows[: len(new)])
         stats.rounds += 1
         stats.num_target_forwards += 1
         stats.num_drafted += len(drafted)
