@@ -43,7 +43,7 @@ def caption(prompt) -> str:
 # ---- one batch of contexts, and each alone ----
 
 
-def video_prompt(family: str) -> tuple[dict, ModelInputs]:
+def video_prompt(family: str, hosts: HostGroup | None = None) -> tuple[dict, ModelInputs]:
     """Frames of 3 x 5 tokens for M-RoPE families, so that 2 x 2 cells are ragged."""
     processor = families.build_processor(family)
     content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
@@ -57,7 +57,7 @@ def video_prompt(family: str) -> tuple[dict, ModelInputs]:
         return_tensors="pt",
     )
     parts = inspect_model(families.build_model(family, dtype=torch.float64))
-    return dict(batch), ModelInputs.from_processor(parts, batch, HostGroup.single())
+    return dict(batch), ModelInputs.from_processor(parts, batch, hosts or HostGroup.single())
 
 
 def tokenizer_of(family: str):
@@ -146,6 +146,24 @@ def test_rows_of_the_batch_say_what_each_context_says_alone(family):
         for row, context in zip(rows, alone, strict=True):
             expected = said_alone(model, *context, tokens)[-len(part) :]
             torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
+
+
+def contexts_job(hosts: HostGroup, family: str):
+    _, inputs = video_prompt(family, hosts)
+    parts = inspect_model(families.build_model(family, dtype=torch.float64))
+    rows, kept = encode_visual(parts, inputs.visual), torch.arange(0, inputs.num_visual_tokens, 3)
+    contexts = read_contexts("MTCP", parts, inputs, kept, rows, hosts, tokenizer_of(family), CAPTION)
+    return contexts and [(c.next_position, c.cache.layers[-1].keys) for c in contexts]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_contexts_are_the_same_however_many_hosts_encoded_the_frames(pool, family):
+    expected = contexts_job(HostGroup.single(), family)
+    read, *others = pool.run(3, contexts_job, family)
+    assert others == [None, None]
+    for (position, keys), (expected_position, expected_keys) in zip(read, expected, strict=True):
+        assert position == expected_position
+        torch.testing.assert_close(keys, expected_keys, rtol=1e-9, atol=1e-9)
 
 
 # ---- weights ----
