@@ -7,6 +7,7 @@ KV_PLACEMENTS = ("gathered", "sharded")
 HIPPO_TERMS = ("attention", "time", "space")
 PRUNINGS = ("kv", "prompt")
 KEEP_POLICIES = ("attention", "uv_prune", "hippo", "random", "uniform_frames", "full")
+CONTEXTS = "MTCP"
 
 
 def _is_int(value) -> bool:
@@ -108,10 +109,11 @@ class SpeculativeConfig:
 
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
-            visual tokens), ``"specvlm"``, ``"hippo"`` and ``"parallelvlm"`` (on some, by ``keep``), and
-            ``"text_only"``; the target itself in ``"std"`` (on the most attended visual KV), ``"std_apbv"`` (on
-            what the prefill passed on between hosts), ``"streaming"`` (the latest) and ``"layerskip"`` (its first
-            layers); ``"ngram"`` looks up what followed the last tokens before.
+            visual tokens), ``"specvlm"``, ``"hippo"``, ``"parallelvlm"`` (on some, by ``keep``), ``"text_only"``
+            and ``"tabed"`` (reading the prompt in several ways, see ``ensemble``); the target itself in ``"std"``
+            (on the most attended visual KV), ``"std_apbv"`` (on what the prefill passed on between hosts),
+            ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what followed
+            the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the packaged one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: as many as the draft says while the target runs
             once, at most 16 (a draft host drafts until the target has run; else both are measured).
@@ -128,6 +130,10 @@ class SpeculativeConfig:
             of vision, and then reads the prompt again.
         uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
+        ensemble: what ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep`` preserves (M), with
+            line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by how each has done so
+            far in this answer, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C
+            needs a captioner.
         draft_host: the last host of the group drafts while the others, which are the target's, verify.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
@@ -145,6 +151,7 @@ class SpeculativeConfig:
     vision_first: bool = False
     uv_layer: int = 20
     layer_ratio: float = 0.5
+    ensemble: str = "MT*"
     draft_host: bool = False
     draft_timeout: float = 60.0
 
@@ -158,6 +165,12 @@ class SpeculativeConfig:
             raise ValueError(f"hippo_terms must be some of {', '.join(HIPPO_TERMS)}, not {self.hippo_terms!r}")
         if self.prune not in PRUNINGS:
             raise ValueError(f"prune must be one of {', '.join(PRUNINGS)}, not {self.prune!r}")
+        letters = self.ensemble.removesuffix("*")
+        if not set(letters) <= set(CONTEXTS) or len(set(letters)) < max(len(letters), 1 + ("*" in self.ensemble)):
+            raise ValueError(
+                f"ensemble must be different letters of {CONTEXTS}, with a * behind two at least to adapt their "
+                f"weights, not {self.ensemble!r}"
+            )
         if not _is_int(self.uv_layer) or self.uv_layer < 1:
             raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
         if not _is_number(self.draft_timeout) or not self.draft_timeout > 0:
@@ -171,3 +184,8 @@ class SpeculativeConfig:
     def most_draft_tokens(self) -> int:
         """The longest window."""
         return MOST_AUTO_DRAFT_TOKENS if self.num_draft_tokens == "auto" else self.num_draft_tokens
+
+    @property
+    def needs_caption(self) -> bool:
+        """Whether the draft reads a caption in place of what is seen."""
+        return self.strategy == "tabed" and "C" in self.ensemble

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ from .stats import StageTimer, gather_spans, provenance
 from .timeline import Span
 from .video import probe, sample_fps, sample_uniform
 
+# Says on host 0 in words what a prompt's video or images show: for drafts that read it.
+Captioner = Callable[[RenderedPrompt], str]
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -80,6 +84,7 @@ class Engine:
         name: what the figures call the model.
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
+        captioner: says what a prompt's video or images show, for drafts that read a caption; called on host 0.
 
     Raises:
         ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model.
@@ -94,6 +99,7 @@ class Engine:
         name: str | None = None,
         speculate: SpeculativeConfig | None = None,
         draft: PreTrainedModel | None = None,
+        captioner: Captioner | None = None,
     ):
         self.model = model
         self.processor = processor
@@ -101,7 +107,8 @@ class Engine:
         self.prefill_config = prefill or PrefillConfig()
         self.speculative_config = speculate
         self.draft_model = draft
-        self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts)
+        self._captioner = captioner
+        self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts, captioner)
         self._pair = Pair.of(hosts, speculate) if speculate is not None and speculate.draft_host else None
         self.hosts = hosts if self._pair is None else self._pair.hosts
         self.name = name or type(self._parts.model).__name__
@@ -117,6 +124,7 @@ class Engine:
         speculate: SpeculativeConfig | None = None,
         hosts: HostGroup | None = None,
         dtype: str | torch.dtype = "auto",
+        captioner: Captioner | None = None,
     ) -> "Engine":
         """Load a model and its processor on every host; collective.
 
@@ -125,6 +133,7 @@ class Engine:
             speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs no name.
             hosts: by default those that torchrun started, or this process alone.
             dtype: of the weights; ``"auto"`` takes the checkpoint's.
+            captioner: see :class:`Engine`.
 
         Raises:
             ValueError: there is no such model, or it is not supported.
@@ -147,8 +156,8 @@ class Engine:
                 if drafts_only or not beside:
                     draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
         with hosts.local_stage(f"preparing {name}"):
-            _take_apart(model, draft, prefill or PrefillConfig(), speculate, hosts)
-        return cls(model, processor, hosts, prefill, str(name), speculate, draft)
+            _take_apart(model, draft, prefill or PrefillConfig(), speculate, hosts, captioner)
+        return cls(model, processor, hosts, prefill, str(name), speculate, draft, captioner)
 
     def prefill(
         self,
@@ -235,7 +244,8 @@ class Engine:
         elif self._pair is not None:
             state, tokens, stats = self._generate_beside_draft(inputs, sampling, timer, on_token)
         else:
-            state, tokens, stats, draft = self._generate_speculatively(inputs, sampling, timer, on_token)
+            asked = {"prompt": prompt, **source}
+            state, tokens, stats, draft = self._generate_speculatively(inputs, asked, sampling, timer, on_token)
         speculation = None if stats is None else {**asdict(self.speculative_config), **stats.summary(len(tokens))}
         kept = None
         if draft is not None:
@@ -273,14 +283,33 @@ class Engine:
         return state, observers[0] if observers else None
 
     def _generate_speculatively(
-        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
+        self,
+        inputs: ModelInputs,
+        asked: dict[str, Any],
+        sampling: SamplingConfig,
+        timer: StageTimer,
+        on_token,
     ) -> tuple[PrefillResult, list[int], SpeculationStats, Draft]:
         """Prefill, let the draft read the prompt, and decode."""
         config, hosts = self.speculative_config, self.hosts
         state, observer = self._prefill_observed(inputs, timer)
+        caption = None
+        if config.needs_caption and inputs.visual is not None:
+            caption = self._caption(asked, timer)
         with hosts.collective_stage("draft"), timer.stage("draft"):
-            vocab_size = self._parts.vocab_size
-            prompt = Prompt(self._parts, self._draft, inputs, state, observer, hosts, config, sampling, vocab_size)
+            prompt = Prompt(
+                target=self._parts,
+                draft=self._draft,
+                inputs=inputs,
+                state=state,
+                observer=observer,
+                hosts=hosts,
+                config=config,
+                sampling=sampling,
+                vocab_size=self._parts.vocab_size,
+                tokenize=partial(self.tokenizer.encode, add_special_tokens=False),
+                caption=caption,
+            )
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
@@ -294,6 +323,19 @@ class Engine:
                 on_token,
             )
         return state, tokens, stats, draft
+
+    def _caption(self, asked: dict[str, Any], timer: StageTimer) -> str | None:
+        """What the captioner says, on host 0; None elsewhere."""
+        with self.hosts.local_stage("captioning"), timer.stage("draft"):
+            if self.hosts.rank != 0:
+                return None
+            try:
+                caption = self._captioner(render_prompt(self._parts, self.processor, **asked))
+            except Exception as error:
+                raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+            if not isinstance(caption, str) or not caption.strip():
+                raise ValueError(f"the captioner returned {caption!r} instead of a caption")
+            return caption.strip()
 
     def _generate_beside_draft(
         self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
@@ -450,6 +492,7 @@ def _take_apart(
     prefill: PrefillConfig,
     speculate: SpeculativeConfig | None,
     hosts: HostGroup,
+    captioner: Captioner | None,
 ) -> tuple[ModelParts, ModelParts | None]:
     """The parts of this host's model and of its draft. A draft host has its draft only: both read alike.
 
@@ -466,7 +509,7 @@ def _take_apart(
             raise ValueError(
                 f"{speculate.strategy} drafts without a second model: there is nothing for a draft host to do"
             )
-        if speculate.keep not in (None, strategy.keep) and strategy.keep in (None, "full"):
+        if speculate.keep is not None and strategy.keep is None:
             raise ValueError(f"{speculate.strategy} does not choose among visual tokens: keep does not apply")
         by_vision = keep_policy(speculate) == "hippo" and set(speculate.hippo_terms) > {"attention"}
         if speculate.vision_first and not (by_vision and speculate.draft_host and speculate.prune == "prompt"):
@@ -479,6 +522,12 @@ def _take_apart(
                 f"{speculate.strategy} drafts on what the prefill passes on between hosts, and this one passes "
                 "nothing: it needs method apbv or apb, 2 hosts at least, and a passing_len"
             )
+        if speculate.draft_host and strategy.needs_verdicts:
+            raise ValueError(
+                f"{speculate.strategy} learns from every verification before it drafts on: not on a draft host"
+            )
+        if speculate.needs_caption and captioner is None:
+            raise ValueError(f"the ensemble {speculate.ensemble} drafts from a caption: it needs a captioner")
     if model is None and draft is None:
         raise ValueError("there is neither a model nor a draft model")
     parts = inspect_model(draft if model is None else model)

@@ -141,7 +141,7 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
 def may_move_out(config: SpeculativeConfig) -> bool:
     """Whether its draft can work on a host of its own."""
     strategy = STRATEGIES[config.strategy]
-    return strategy.needs_draft_model
+    return strategy.needs_draft_model and not strategy.needs_verdicts
 
 
 @dataclass(frozen=True)

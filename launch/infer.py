@@ -7,10 +7,11 @@
 """
 
 import argparse
+import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -83,6 +84,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
     draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
 
+    draft.add_argument("--ensemble", default="MT*", help="what tabed drafts from: MT, MT*, MTCP, MTCP*, …")
+    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="gets the prompt, says what it shows")
+
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
@@ -144,8 +148,10 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 hippo_terms=tuple(options.hippo_terms),
                 prune=options.prune,
                 vision_first=options.vision_first,
+                ensemble=options.ensemble,
                 draft_host=options.draft_host,
             )
+        captioner = load_function(options.captioner) if options.captioner else None
         context = None
         if options.context:
             try:
@@ -154,7 +160,12 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"cannot read the context {options.context}: {error}") from error
     engine = Engine.from_pretrained(
-        options.model, prefill=config, speculate=speculate, hosts=hosts, dtype=options.dtype
+        options.model,
+        prefill=config,
+        speculate=speculate,
+        hosts=hosts,
+        dtype=options.dtype,
+        captioner=captioner,
     )
     streamer = TextStreamer(engine.tokenizer, skip_special_tokens=True) if hosts.rank == 0 else None
 
@@ -189,6 +200,19 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 save_kept(answer, options)
             if options.timeline:
                 write_timeline(options.timeline, answer.timeline)
+
+
+def load_function(name: str) -> Callable:
+    """A function by its name, ``package.module:function``, of an importable module.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"cannot load {name}, which should be MODULE:FUNCTION: {error}") from error
 
 
 def save_kept(answer: GenerateResult, options: argparse.Namespace) -> None:

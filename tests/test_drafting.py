@@ -21,13 +21,16 @@ import families
 STEPS = 24
 
 
-def build_engine(hosts: HostGroup, family: str, kv: str, speculate: SpeculativeConfig | None, draft_seed: int):
+def build_engine(
+    hosts: HostGroup, family: str, kv: str, speculate: SpeculativeConfig | None, draft_seed: int, captioner=None
+):
     model = families.build_model(family, dtype=torch.float64)
     draft = None
     if speculate and STRATEGIES[speculate.strategy].needs_draft_model:
         draft = families.build_model(family, dtype=torch.float64, seed=draft_seed)
     processor = families.build_processor(family)
-    return Engine(model, processor, hosts, PrefillConfig(kv=kv), speculate=speculate, draft=draft)
+    prefill = PrefillConfig(kv=kv)
+    return Engine(model, processor, hosts, prefill, speculate=speculate, draft=draft, captioner=captioner)
 
 
 def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dict, draft_seed: int):

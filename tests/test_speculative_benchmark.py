@@ -79,6 +79,7 @@ def test_a_missing_draft_is_one_line(capsys):
 def test_the_theorems():
     assert theory.serial(5, 5) == 5 * 6 / 10
     assert theory.serial(5, 5, 0.4) == 5 * 3 / 10
+    assert theory.by_block_efficiency(3, 5, 5) == pytest.approx(theory.serial(5, 5, 0.4))
     assert theory.parallel(8, 8) == 8 and theory.parallel(4, 8) == 4 and theory.parallel(16, 8, 0.5) == 4
     # With the window as long as the cost ratio, Theorem 6 is half the sum of τ^k over 2c tokens.
     c, tau = 6, 0.7

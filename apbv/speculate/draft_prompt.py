@@ -36,12 +36,17 @@ def prefill_draft(
     rows = _collect_rows(rows, inputs, kept_visual, hosts) if len(kept_visual) else None
     if hosts.rank != 0:
         return None
-    input_ids = inputs.input_ids[:, kept].to(parts.device)
-    embeds, extra = LocalVisual(rows).merge_into(parts, input_ids)
+    return run_prompt(parts, inputs.input_ids[:, kept], inputs.position_ids[..., kept], rows)
+
+
+@torch.no_grad()
+def run_prompt(parts: ModelParts, input_ids: Tensor, position_ids: Tensor, rows: Tensor | None) -> DynamicCache:
+    """The KV of a prompt ``[1, n]`` whose visual tokens, if there are any, are these rows."""
+    embeds, extra = LocalVisual(rows).merge_into(parts, input_ids.to(parts.device))
     cache = DynamicCache()
     parts.language_model(
         inputs_embeds=embeds,
-        position_ids=inputs.position_ids[..., kept].to(parts.device),
+        position_ids=position_ids.to(parts.device),
         past_key_values=cache,
         use_cache=True,
         **extra,

@@ -1,13 +1,14 @@
 """Who proposes tokens for the target to verify. A drafter lives on host 0.
 
 No drafter is told what became of its proposals: it is given all tokens so far, keeps what it has already computed
-of them, and drops the rest. So there is no second account of what was accepted that could be wrong.
+of them, and drops the rest. So there is no second account of what was accepted that could be wrong. A
+:class:`Learner` is told besides what the target thought of the tokens that stand.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ class Drafter(Protocol):
         """At most ``count`` tokens to follow all the new ``tokens`` (at least one) since the prompt."""
 
 
+@runtime_checkable
+class Learner(Drafter, Protocol):
+    """A drafter that adapts to the target while it drafts; only where both take turns."""
+
+    def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
+        """What a round of verification has added to the sequence, and the target's logits for each, ``[S, V]``.
+
+        The first new token, which the prefill chose, is not among them.
+        """
+
+
 class ModelDrafter:
     """A language model, autoregressively, from a cache that holds the prompt as this drafter sees it.
 
@@ -88,11 +100,9 @@ class ModelDrafter:
         sequence = list(tokens)
         while True:
             missing = sequence[len(self._cached) :]
-            position = self._position + len(self._cached)
-            readable = [token if token < self._parts.vocab_size else 0 for token in missing]
-            logits = run_language_model(self._parts, readable, position, self._cache, last_only=True)[-1]
+            logits = self._run([token if token < self._parts.vocab_size else 0 for token in missing])
             self._cached += missing
-            token, row = self._choose(logits[: self._vocab_size], self._prompt_len + len(self._cached))
+            token, row = self._choose(logits, self._prompt_len + len(self._cached))
             sequence.append(token)
             yield token, row
 
@@ -101,6 +111,12 @@ class ModelDrafter:
         length = self._cache.get_seq_length()
         rows = torch.cat([kept, torch.arange(length - len(self._cached), length)])
         self._cache = select_kv(self._cache, [rows.expand(self._parts.num_kv_heads, -1)] * self._parts.num_layers)
+
+    def _run(self, tokens: Sequence[int]) -> Tensor:
+        """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""
+        position = self._position + len(self._cached)
+        logits = run_language_model(self._parts, tokens, position, self._cache, last_only=True)
+        return logits[-1, : self._vocab_size]
 
     def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
         if self._config.temperature == 0:

@@ -10,7 +10,7 @@ from ..decode import Decoder
 from ..hosts import HostGroup
 from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
 from ..timeline import Recorder
-from .drafters import Drafter, Proposal, packed, unpacked
+from .drafters import Drafter, Learner, Proposal, packed, unpacked
 from .verify import Verdict, verify_greedy, verify_sampled
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # before anything is measured
@@ -155,6 +155,8 @@ def generate_speculatively(
             accepted, token = hosts.broadcast_ints(verdict and [verdict.num_accepted, verdict.next_token], 2)
             details["accepted"] = accepted
         new = [*drafted[:accepted], token]
+        if isinstance(drafter, Learner):
+            drafter.learn(new, rows[: len(new)])
         stats.rounds += 1
         stats.num_target_forwards += 1
         stats.count(len(drafted), accepted)

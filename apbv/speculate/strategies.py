@@ -20,6 +20,7 @@ from ..prefill import PrefillResult
 from . import preserve
 from .draft_prompt import collect_kv, prefill_draft, select_kv
 from .drafters import Drafter, ModelDrafter, NgramDrafter
+from .ensemble import EnsembleDrafter, make_weights, read_contexts
 from .scores import standardised
 
 
@@ -35,6 +36,8 @@ class Prompt:
         hosts: who computes: the target's hosts, or a draft host by itself.
         vocab_size: of the target; with a smaller draft of that, where it drafts on a host of its own.
         leave_last: the drafter is to run the prompt's last token itself, whose logits it then has.
+        tokenize: text to token ids, without special tokens, for drafts that read other text than the prompt's.
+        caption: what is to be seen, in words; on host 0, where the strategy asks for it.
     """
 
     target: ModelParts
@@ -47,6 +50,8 @@ class Prompt:
     sampling: SamplingConfig
     vocab_size: int
     leave_last: bool = False
+    tokenize: Callable[[str], list[int]] | None = None
+    caption: str | None = None
 
     @property
     def is_visual(self) -> Tensor:
@@ -111,6 +116,7 @@ class Strategy:
         observer: makes what has to watch the target's prefill; None if nothing has to.
         needs_draft_model: a second model drafts.
         needs_passing: the prefill has to pass blocks on between hosts.
+        needs_verdicts: the draft learns from every verification before it goes on: it takes turns with the target.
         keep: which visual tokens the draft sees unless the configuration says otherwise; None where it has no say.
     """
 
@@ -118,6 +124,7 @@ class Strategy:
     observer: Callable[[SpeculativeConfig, ModelParts], Callable | None] = lambda config, parts: None
     needs_draft_model: bool = False
     needs_passing: bool = False
+    needs_verdicts: bool = False
     keep: str | None = None
 
 
@@ -201,6 +208,34 @@ def _text_only(prompt: Prompt) -> Draft:
     nothing = torch.empty(0, dtype=torch.long)
     cache = prefill_draft(prompt.draft, prompt.inputs, nothing, prompt.hosts, None)
     return Draft(prompt.drafter(prompt.draft, cache), 0, nothing)
+
+
+def _tabed(prompt: Prompt) -> Draft:
+    """One draft on several views of the prompt; on a text prompt, of which there is only one, as ``vanilla``."""
+    if not prompt.num_visual:
+        return _by_model(prompt)
+    ensemble = prompt.config.ensemble
+    rows = encode_visual(prompt.draft, prompt.inputs.visual)
+    kept = kept_visual_tokens(prompt, rows)
+    contexts = read_contexts(
+        ensemble.rstrip("*"),
+        prompt.draft,
+        prompt.inputs,
+        kept,
+        rows,
+        prompt.hosts,
+        prompt.tokenize,
+        prompt.caption,
+    )
+    drafter = contexts and EnsembleDrafter(
+        prompt.draft,
+        contexts,
+        make_weights(ensemble),
+        prompt.inputs.num_tokens,
+        prompt.sampling,
+        prompt.vocab_size,
+    )
+    return Draft(drafter, len(kept), kept)
 
 
 def _std(prompt: Prompt) -> Draft:
@@ -287,11 +322,12 @@ def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | Non
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "vanilla": Strategy(_by_model, needs_draft_model=True, keep="full"),
+    "vanilla": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="full"),
     "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="attention"),
     "hippo": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="hippo"),
     "parallelvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="uv_prune"),
     "text_only": Strategy(_text_only, needs_draft_model=True),
+    "tabed": Strategy(_tabed, _for_keeping, needs_draft_model=True, needs_verdicts=True, keep="full"),
     "std": Strategy(_std, lambda config, parts: preserve.HeadAttention),
     "std_apbv": Strategy(_std_apbv, lambda config, parts: preserve.PassedOn, needs_passing=True),
     "streaming": Strategy(_streaming),

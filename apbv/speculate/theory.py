@@ -1,4 +1,4 @@
-"""What speculation should gain: ParallelVLM's Theorems 2 to 6 as functions.
+"""What speculation should gain: ParallelVLM's Theorems 2 to 6, and TABED's Eq. 1, as functions.
 
 gamma tokens are drafted per round; c = T_p / T_q: so many tokens the draft says while the target runs once; tau is
 the share of drafted tokens that are accepted. Where not said otherwise, functions return the speed-up over
@@ -9,6 +9,11 @@ autoregressive decoding.
 def serial(gamma: float, c: float, tau: float = 1.0) -> float:
     """Draft, then verify (Theorem 4; Theorem 2 where tau is 1)."""
     return c * (tau * gamma + 1) / (gamma + c)
+
+
+def by_block_efficiency(tokens_per_block: float, gamma: float, c: float) -> float:
+    """Draft, then verify, by the tokens of a round (TABED's Eq. 1); Theorem 4 where these are tau gamma + 1."""
+    return tokens_per_block / (gamma / c + 1)
 
 
 def parallel(gamma: float, c: float, tau: float = 1.0) -> float:

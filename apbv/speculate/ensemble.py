@@ -1,0 +1,330 @@
+"""TABED: one draft model reads the prompt in several ways at once, and drafts from the mixture of what it says.
+
+The ways, called contexts: M, the prompt as it is; T, a line break in place of every run of visual tokens; C, a
+caption in their place; P, visual tokens pooled 2 x 2. They are the rows of one batch: a drafted token takes one
+forward pass all the same (Algorithm 1). How well each would have said the tokens verified so far is how far it is
+trusted with the next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+from ..config import SamplingConfig
+from ..hosts import HostGroup
+from ..inputs import ModelInputs
+from ..models import ModelParts
+from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from .draft_prompt import prefill_draft, run_prompt
+from .drafters import ModelDrafter
+from .preserve import frame_shape
+
+GRID_STEPS = 10  # n of Appendix B.2
+LINE_BREAK = "\n"
+ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
+
+
+# ---- weights (Section 5.1, Appendix B) ----
+
+
+class Weights(Protocol):
+    """Weights of the contexts, from how they did on all tokens verified so far (the paper's window)."""
+
+    def learn(self, token: int, p: Tensor, q: Tensor) -> None:
+        """A verified token, what the target said of it, ``p [V]``, and the contexts, ``q [m, V]``."""
+
+    def choose(self) -> Tensor:
+        """``[m]``, summing to 1; after at least one token."""
+
+
+class GridWeights:
+    """Of two contexts (MT*): of ``[1 - j/10, j/10]`` those whose mixture had the verified token on top most often,
+    and of equally good ones those of the smallest KL divergence from the target, summed over the tokens."""
+
+    def __init__(self) -> None:
+        second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
+        self._candidates = torch.stack([1 - second, second], dim=1)
+        self._matches = torch.zeros(GRID_STEPS + 1, dtype=torch.long)
+        self._errors = torch.zeros(GRID_STEPS + 1, dtype=torch.float64)
+
+    def learn(self, token: int, p: Tensor, q: Tensor) -> None:
+        mixed = self._candidates.to(q) @ q
+        self._matches += (mixed.argmax(dim=-1) == token).cpu()
+        self._errors += kl_divergence(p, mixed).cpu()
+
+    def choose(self) -> Tensor:
+        best = (self._matches == self._matches.max()).nonzero().flatten()
+        return self._candidates[best[self._errors[best].argmin()]]
+
+
+class ErrorWeights:
+    """Of more (MTCP*): softmax(1 / e) of the contexts' KL divergences e from the target, summed over tokens."""
+
+    def __init__(self, num_contexts: int):
+        self._errors = torch.zeros(num_contexts, dtype=torch.float64)
+
+    def learn(self, token: int, p: Tensor, q: Tensor) -> None:
+        self._errors += kl_divergence(p, q).cpu()
+
+    def choose(self) -> Tensor:
+        return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
+
+
+def make_weights(ensemble: str) -> Weights | None:
+    """What adapts the weights of this ensemble; None where they stay equal."""
+    if not ensemble.endswith("*"):
+        return None
+    return GridWeights() if len(ensemble) == 3 else ErrorWeights(len(ensemble) - 1)
+
+
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) over the last dimension in nats, summed where p > 0; infinite where q lacks what p has."""
+    return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(dim=-1)
+
+
+# ---- contexts ----
+
+
+@dataclass(frozen=True)
+class Context:
+    """The prompt as the draft has read it in one way.
+
+    Attributes:
+        cache: its KV, ``[1, Hkv, n, D]`` per layer.
+        next_position: rotary position of the first new token.
+    """
+
+    cache: DynamicCache
+    next_position: int
+
+
+def read_contexts(
+    letters: str,
+    parts: ModelParts,
+    inputs: ModelInputs,
+    kept_visual: Tensor,
+    rows: Tensor,
+    hosts: HostGroup,
+    tokenize: Callable[[str], list[int]],
+    caption: str | None,
+) -> list[Context] | None:
+    """Let the draft read the prompt in each of these ways, one after the other, on host 0; collective.
+
+    M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of their own.
+
+    Args:
+        letters: of M, T, C and P.
+        kept_visual, rows: of M; see :func:`apbv.speculate.draft_prompt.prefill_draft`.
+        caption: on host 0, for C.
+
+    Returns:
+        The contexts on host 0, None elsewhere.
+    """
+
+    def multimodal(kept: Tensor, rows: Tensor) -> Context | None:
+        cache = prefill_draft(parts, inputs, kept, hosts, rows)
+        return None if cache is None else Context(cache, inputs.next_position)
+
+    def pooled() -> Context | None:
+        cells, piece = pooling_cells(parts, inputs), inputs.visual.pieces[hosts.rank]
+        return multimodal(cells.unique(), pool_rows(rows, cells[piece.start : piece.stop] - piece.start))
+
+    def text(instead: str) -> Context | None:
+        if hosts.rank != 0:
+            return None
+        prompt = inputs.input_ids[0]
+        others = tokenize(LINE_BREAK)
+        first = others if instead == LINE_BREAK else tokenize(instead)
+        ids = torch.tensor([as_text(prompt.tolist(), parts.is_visual(prompt).tolist(), first, others)])
+        positions = torch.arange(ids.shape[1])[None]
+        positions = positions.expand(3, 1, -1) if parts.uses_mrope else positions
+        return Context(run_prompt(parts, ids, positions, None), ids.shape[1])
+
+    read = {
+        "M": lambda: multimodal(kept_visual, rows),
+        "T": lambda: text(LINE_BREAK),
+        "C": lambda: text(f"image: {caption}"),
+        "P": pooled,
+    }
+    contexts = [read[letter]() for letter in letters]
+    return contexts if hosts.rank == 0 else None
+
+
+def as_text(input_ids: Sequence[int], is_visual: Sequence[bool], first: list[int], others: list[int]) -> list[int]:
+    """A prompt without visual tokens: ``first`` for their first run, ``others`` for every further one.
+
+    The paper's prompts have one placeholder an image, which becomes one "\\n" (Appendix I.2); here a run of
+    placeholders that the processor expanded it to.
+    """
+    said, replacement = [], first
+    for visual, run in groupby(zip(input_ids, is_visual, strict=True), key=lambda pair: pair[1]):
+        if visual:
+            said += replacement
+            replacement = others
+        else:
+            said += [token for token, _ in run]
+    return said
+
+
+def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
+    """For each visual token the number of the top left one of its 2 x 2 cell, within its frame or image.
+
+    A token that is in no grid, such as a separator at the video's end, is a cell of its own; and so are those of
+    LLaVA-OneVision's images, which are laid out in tiles of varying sizes.
+    """
+    total = inputs.num_visual_tokens
+    if inputs.visual.kind == "video":
+        height, width = frame_shape(parts, inputs)
+        grids = [(height, width)] * (total // (height * width))
+    elif parts.uses_mrope:
+        grids = _image_grids(parts, inputs)
+    else:
+        grids = []
+    cells, start = [], 0
+    for height, width in grids:
+        row, column = torch.arange(height)[:, None] // 2 * 2, torch.arange(width) // 2 * 2
+        cells.append(start + (row * width + column).flatten())
+        start += height * width
+    return torch.cat([*cells, torch.arange(start, total)])
+
+
+def _image_grids(parts: ModelParts, inputs: ModelInputs) -> list[tuple[int, int]]:
+    """(rows, columns) of every image of a prompt with M-RoPE, each of which is one run of placeholders."""
+    is_visual = parts.is_visual(inputs.input_ids[0])
+    lengths = [sum(1 for _ in run) for visual, run in groupby(is_visual.tolist()) if visual]
+    heights = inputs.position_ids[1, 0, is_visual].split(lengths)
+    grids = [(len(height.unique()), len(height)) for height in heights]
+    return [(height, length // height) for height, length in grids]
+
+
+def pool_rows(rows: Tensor, cells: Tensor) -> Tensor:
+    """Every cell's mean, in the row of its top left token; ragged cells' over what is there.
+
+    Merged embeddings are pooled, where the paper pools before the projector: what comes out of a projector, and
+    how, is all that unmodified models of every family have in common.
+
+    Args:
+        rows: ``[rows, d]`` of whole frames.
+        cells: ``[rows]``, numbers among these rows.
+
+    Returns:
+        ``[rows, d]``; rows that are no cell's first are zero.
+    """
+    cells = cells.to(rows.device)
+    total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
+    total.index_add_(0, cells, rows.to(total.dtype))
+    return (total / cells.bincount(minlength=len(rows)).clamp(min=1)[:, None]).to(rows.dtype)
+
+
+def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """One cache with a row for each of these, padded with zeros in front: all rows end, and grow, together."""
+    longest = max(cache.get_seq_length() for cache in caches)
+    stacked = DynamicCache()
+    for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+        keys, values = (
+            torch.cat([functional.pad(kv, (0, 0, longest - kv.shape[2], 0)) for kv in side])
+            for side in zip(*((layer.keys, layer.values) for layer in layers), strict=True)
+        )
+        stacked.update(keys, values, index)
+    return stacked
+
+
+# ---- drafting ----
+
+
+class EnsembleDrafter(ModelDrafter):
+    """A language model in several contexts; what it drafts is drawn from the mixture of its distributions.
+
+    Each context's distribution is at the sampling temperature (1 where decoding is greedy), and top-p cuts the
+    mixture. Weights are equal in the first block, and stay as they are within one.
+
+    Args:
+        contexts: one batch row each.
+        weights: what adapts the weights; None: they stay equal.
+        parts, prompt_len, config, vocab_size: as for :class:`ModelDrafter`.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        contexts: Sequence[Context],
+        weights: Weights | None,
+        prompt_len: int,
+        config: SamplingConfig,
+        vocab_size: int,
+    ):
+        cache = stack_left_padded([context.cache for context in contexts])
+        super().__init__(parts, cache, 0, prompt_len, config, vocab_size)
+        positions = [context.next_position for context in contexts]
+        lengths = [context.cache.get_seq_length() for context in contexts]
+        self._positions = torch.tensor(positions, device=parts.device)[:, None]
+        padding = max(lengths) - torch.tensor(lengths, device=parts.device)[:, None]
+        self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
+        self._policy = weights
+        self._weights = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
+        # [m, Vq] each: what the contexts say next after every token in the cache that is not learnt from yet.
+        self._said: list[Tensor] = []
+        self._verified: list[tuple[int, Tensor]] = []
+
+    @property
+    def weights(self) -> list[float]:
+        """Those of the latest block."""
+        return self._weights.tolist()
+
+    def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
+        """See :class:`apbv.speculate.drafters.Learner`."""
+        if self._policy is not None:
+            self._verified += zip(tokens, logits, strict=True)
+
+    def _run(self, tokens: Sequence[int]) -> Tensor:
+        """The mixture ``[Vq]`` of what follows."""
+        said = torch.softmax(self._run_contexts(tokens).double() / (self._config.temperature or 1.0), dim=-1)
+        if self._policy is not None:
+            self._said += said.unbind(dim=1)
+            self._adapt()
+        return self._weights.to(said) @ said[:, -1]
+
+    def _choose(self, distribution: Tensor, index: int) -> tuple[int, Tensor | None]:
+        if self._config.temperature == 0:
+            return int(distribution.argmax()), None
+        row = probabilities(distribution.log(), 1.0, self._config.top_p)
+        return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
+
+    def _adapt(self) -> None:
+        """Learn from the tokens verified since the last block, if it is over, and weigh the next one."""
+        if not self._verified:
+            return
+        temperature = self._config.temperature or 1.0
+        for (token, logits), q in zip(self._verified, self._said, strict=False):
+            p = torch.softmax(logits.to(q) / temperature, dim=-1)
+            self._policy.learn(token, p[: q.shape[-1]], q)
+        del self._said[: len(self._verified)]
+        self._verified.clear()
+        self._weights = self._policy.choose()
+
+    def _keep_common(self, tokens: Sequence[int]) -> None:
+        before = len(self._cached)
+        super()._keep_common(tokens)
+        if self._policy is not None and (forgotten := before - len(self._cached)):
+            del self._said[-forgotten:]
+
+    @torch.no_grad()
+    def _run_contexts(self, tokens: Sequence[int]) -> Tensor:
+        """Logits ``[m, S, Vq]`` after each of S tokens, which go into the cache."""
+        parts, count = self._parts, len(tokens)
+        input_ids = torch.tensor([list(tokens)], device=parts.device).expand(len(self._positions), -1)
+        position_ids = self._positions + len(self._cached) + torch.arange(count, device=parts.device)
+        hidden = parts.language_model(
+            inputs_embeds=parts.embed_tokens(input_ids),
+            attention_mask=functional.pad(self._is_prompt, (0, len(self._cached) + count), value=True).long(),
+            position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        return parts.logits(hidden)[..., : self._vocab_size]
