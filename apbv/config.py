@@ -116,6 +116,8 @@ class SpeculativeConfig:
         keep_ratio: the share of visual tokens that the draft sees.
         uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
+        num_tree_nodes: draft a tree of so many tokens per round, at most γ deep, instead of a chain of γ. None: a
+            chain, or what the strategy says: ``"sd_tree"`` is ``"vanilla"`` with 25.
         draft_host: the last host of the group drafts while the others, which are the target's, verify.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
@@ -130,12 +132,17 @@ class SpeculativeConfig:
     keep_ratio: float = 0.1
     uv_layer: int = 20
     layer_ratio: float = 0.5
+    num_tree_nodes: int | None = None
     draft_host: bool = False
     draft_timeout: float = 60.0
 
     def __post_init__(self):
         if not _is_int(self.num_draft_tokens) or not 1 <= self.num_draft_tokens <= 256:
             raise ValueError(f"num_draft_tokens must lie in 1 .. 256, not {self.num_draft_tokens!r}")
+        if self.num_tree_nodes is not None and (
+            not _is_int(self.num_tree_nodes) or not 1 <= self.num_tree_nodes <= 256
+        ):
+            raise ValueError(f"num_tree_nodes must lie in 1 .. 256, not {self.num_tree_nodes!r}")
         if self.keep not in KEEP_POLICIES:
             raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
         if not _is_int(self.uv_layer) or self.uv_layer < 1:

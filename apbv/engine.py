@@ -29,7 +29,9 @@ from .speculate import (
     Pair,
     Prompt,
     draft_request,
+    draft_tree,
     generate_beside_draft,
+    generate_by_tree,
     generate_speculatively,
     kept_by_frame,
     make_observer,
@@ -261,16 +263,18 @@ class Engine:
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
-            tokens, stats = generate_speculatively(
+            tree = draft_tree(config)
+            generate = generate_by_tree if tree else generate_speculatively
+            tokens, stats = generate(
                 decoder,
                 draft.drafter,
                 *start,
                 sampling,
                 self._parts.eos_token_ids,
-                config.num_draft_tokens,
+                tree or config.num_draft_tokens,
                 on_token,
             )
-        seen = {"num_visual_tokens_drafted_from": draft.num_visual}
+        seen = {"num_visual_tokens_drafted_from": draft.num_visual, "num_tree_nodes": tree and tree.num_drafted}
         figures = {**asdict(config), **seen, **stats.summary(len(tokens))}
         return state, tokens, figures, kept_by_frame(self._parts, inputs, draft.kept)
 
@@ -447,6 +451,10 @@ def _take_apart(
             raise ValueError(
                 f"{speculate.strategy} drafts without a second model: there is nothing for a draft host to do"
             )
+        if draft_tree(speculate) is not None and not strategy.drafts_trees:
+            raise ValueError(f"{speculate.strategy} drafts a chain of tokens: it cannot draft a tree")
+        if draft_tree(speculate) is not None and speculate.draft_host:
+            raise ValueError("a draft host drafts a chain of tokens: it cannot draft a tree")
         if strategy.needs_gathered_kv and prefill.kv != "gathered":
             raise ValueError(f"{speculate.strategy} drafts from the KV on host 0: it needs kv='gathered'")
     if model is None and draft is None:

@@ -198,6 +198,7 @@ def speculation(way: Way, target_ms: float, num_tokens: int) -> dict:
     gamma = drafted / max(1, rounds)  # a lookup may find less than was asked for
     return {
         **asdict(way.config),
+        "num_tree_nodes": way.stats[0]["speculation"]["num_tree_nodes"],
         "acceptance_rate": tau,
         "tokens_per_target_forward": num_tokens / max(1, way.total("num_target_forwards")),
         "draft_ms_per_token": draft_ms,

@@ -68,6 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
     draft.add_argument("--draft-host", action="store_true", help="the last host drafts while the others verify")
     draft.add_argument("--num-draft-tokens", type=int, default=5, help="tokens drafted per round (default 5)")
+    draft.add_argument("--num-tree-nodes", type=int, help="draft a tree of so many, as deep at most (sd_tree: 25)")
     draft.add_argument("--keep", default="attention", help=f"which visual tokens: {', '.join(KEEP_POLICIES)}")
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
     draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
@@ -122,6 +123,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 strategy=options.speculate,
                 draft_model=options.draft_model,
                 num_draft_tokens=options.num_draft_tokens,
+                num_tree_nodes=options.num_tree_nodes,
                 keep=options.keep,
                 keep_ratio=options.keep_ratio,
                 draft_host=options.draft_host,

@@ -4,7 +4,8 @@ from .pair import Pair, draft_request
 from .pipeline import generate_beside_draft
 from .preserve import kept_by_frame
 from .serial import SpeculationStats, generate_speculatively
-from .strategies import STRATEGIES, Prompt, make_observer
+from .strategies import STRATEGIES, Prompt, draft_tree, make_observer
+from .tree import generate_by_tree
 
 __all__ = [
     "STRATEGIES",
@@ -12,7 +13,9 @@ __all__ = [
     "Prompt",
     "SpeculationStats",
     "draft_request",
+    "draft_tree",
     "generate_beside_draft",
+    "generate_by_tree",
     "generate_speculatively",
     "kept_by_frame",
     "make_observer",

@@ -20,6 +20,7 @@ from . import preserve
 from .draft_prompt import prefill_draft, select_kv
 from .drafters import Drafter, ModelDrafter, NgramDrafter
 from .scores import standardised
+from .tree import Tree, TreeDrafter
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Prompt:
         """How many visual tokens the draft may see."""
         return min(self.num_visual, max(1, round(self.config.keep_ratio * self.num_visual)))
 
-    def drafter(self, parts: ModelParts, cache) -> Drafter | None:
+    def drafter(self, parts: ModelParts, cache) -> Drafter | TreeDrafter | None:
         """A model that continues from a cache; None where there is no cache."""
         if cache is None:
             return None
@@ -68,6 +69,8 @@ class Prompt:
         if left:
             cache.crop(-left)
         position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
+        if draft_tree(self.config) is not None:
+            return TreeDrafter(parts, cache, position, self.vocab_size)
         return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size)
 
 
@@ -81,7 +84,7 @@ class Draft:
         kept: which, by their number among the visual tokens, where all layers and heads see the same.
     """
 
-    drafter: Drafter | None
+    drafter: Drafter | TreeDrafter | None
     num_visual: int
     kept: Tensor | None = None
 
@@ -95,12 +98,16 @@ class Strategy:
         observer: makes what has to watch the target's prefill; None if nothing has to.
         needs_draft_model: a second model drafts.
         needs_gathered_kv: the draft is made of the target's KV on host 0.
+        drafts_trees: its drafter is :meth:`Prompt.drafter`'s, which can fill a tree, too.
+        num_tree_nodes: of the tree that is drafted where the config does not say; None: a chain.
     """
 
     build: Callable[[Prompt], Draft]
     observer: Callable[[SpeculativeConfig, ModelParts], Callable | None] = lambda config, parts: None
     needs_draft_model: bool = False
     needs_gathered_kv: bool = False
+    drafts_trees: bool = True
+    num_tree_nodes: int | None = None
 
 
 def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
@@ -219,8 +226,15 @@ STRATEGIES: dict[str, Strategy] = {
     "std": Strategy(_std, lambda config, parts: preserve.HeadAttention, needs_gathered_kv=True),
     "streaming": Strategy(_streaming, needs_gathered_kv=True),
     "layerskip": Strategy(_layerskip, needs_gathered_kv=True),
-    "ngram": Strategy(_ngram),
+    "ngram": Strategy(_ngram, drafts_trees=False),
+    "sd_tree": Strategy(_vanilla, needs_draft_model=True, num_tree_nodes=25),
 }
+
+
+def draft_tree(config: SpeculativeConfig) -> Tree | None:
+    """The shape of what is drafted per round; None for a chain."""
+    num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
+    return None if num_nodes is None else Tree.likeliest(num_nodes, config.num_draft_tokens)
 
 
 def make_observer(
