@@ -22,7 +22,7 @@ import families
 
 STEPS = 24
 VOCABULARY = 250
-TREE = Tree.likeliest(25, 5)
+TREE = Tree.of(25, 5)
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
 
 # Which child of a node on the right path is the right one; None: no child is. By the place in the answer.
@@ -44,8 +44,8 @@ def ancestors(tree: Tree, node: int) -> set[int]:
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (7, 1), (25, 5), (40, 3), (256, 256)])
 def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
-    tree = Tree.likeliest(nodes, depth)
-    assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth <= depth
+    tree = Tree.of(nodes, depth)
+    assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth == min(nodes, depth)
     assert list(tree.parents[1:]) == sorted(tree.parents[1:]) and list(tree.depths) == sorted(tree.depths)
     for node in range(len(tree)):
         assert tree.visible[node].nonzero().flatten().tolist() == sorted(ancestors(tree, node))
@@ -62,7 +62,7 @@ def test_the_default_tree_is_five_deep_and_wide_at_the_top():
     assert [TREE.depths.count(depth) for depth in range(6)] == [1, 4, 6, 9, 5, 1]
     # No node outside is likelier than one inside.
     inside = {ranks(TREE, node) for node in range(1, len(TREE))}
-    largest = ranks_of_tree(Tree.likeliest(256, 5)) - inside
+    largest = ranks_of_tree(Tree.of(256, 5)) - inside
     assert min(len(r) + sum(r) for r in largest) >= max(len(r) + sum(r) for r in inside)
 
 
@@ -123,7 +123,7 @@ def test_verification_goes_down_the_right_branch_only():
 
 
 def test_a_drawn_token_is_accepted_as_often_as_the_children_are_likely():
-    tree, p = Tree.likeliest(3, 1), torch.tensor([0.4, 0.1, 0.2, 0.05, 0.25], dtype=torch.float64)
+    tree, p = Tree.of(3, 1), torch.tensor([0.4, 0.1, 0.2, 0.05, 0.25], dtype=torch.float64)
     config = SamplingConfig(temperature=1.0, seed=1)
     logits, counts, accepted, count = p.log().expand(4, -1), torch.zeros(5), 0, 2000
     for index in range(count):
@@ -179,7 +179,7 @@ def decode_job(hosts: HostGroup, family: str, batch: dict, query_start, kv: str)
         for pattern in PATTERNS:
             tokens, stats[pattern], kv_states = speculate(pattern)
             assert tokens == plain[:STEPS], pattern
-        assert speculate("alternating", Tree.likeliest(6, 3))[0] == plain[:STEPS]
+        assert speculate("alternating", Tree.of(6, 3))[0] == plain[:STEPS]
         assert stats["the first"].num_target_forwards == -(-(STEPS - 1) // 6)
         assert stats["the second"].num_target_forwards < STEPS / 2
         assert stats["no child"].num_target_forwards == STEPS - 1 and stats["no child"].num_accepted == 0

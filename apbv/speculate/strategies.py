@@ -234,7 +234,7 @@ STRATEGIES: dict[str, Strategy] = {
 def draft_tree(config: SpeculativeConfig) -> Tree | None:
     """The shape of what is drafted per round; None for a chain."""
     num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
-    return None if num_nodes is None else Tree.likeliest(num_nodes, config.num_draft_tokens)
+    return None if num_nodes is None else Tree.of(num_nodes, config.num_draft_tokens)
 
 
 def make_observer(

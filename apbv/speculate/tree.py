@@ -39,21 +39,24 @@ class Tree:
     parents: tuple[int, ...]
 
     @classmethod
-    def likeliest(cls, num_drafted: int, max_depth: int) -> "Tree":
-        """The nodes most likely to be right where every guess for a place is half as likely as the one before it.
+    def of(cls, num_drafted: int, max_depth: int) -> "Tree":
+        """The chain of first guesses, and about it the nodes that are most likely to be right.
 
-        The child of rank r (from 0) then follows with probability 2^-(r + 1), and a node is on the path that the
-        target takes with 2^-(depth + sum of ranks). Of equals the deeper one is taken: it can gain more.
+        That is, where every guess for a place is right half as often as the one before it: the child of rank r
+        (from 0) with probability 2^-(r + 1), and a whole path with 2^-(depth + sum of ranks). Of equals the deeper
+        one is taken: it can gain more. 25 nodes on 5 levels come close to EAGLE's tree.
 
         Args:
             num_drafted: N >= 1.
-            max_depth: levels below the root, at most; 25 nodes on 5 levels are about EAGLE's tree.
+            max_depth: levels below the root, at most. The chain has as many, if there are as many nodes.
         """
-        heap, paths = [(1, -1, (0,))], []  # (depth + ranks, -depth, ranks from the root on)
+        paths = [(0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)]  # ranks, from the root on
+        heap = [(1, -1, (0,))]  # (depth + sum of ranks, -depth, path)
         while len(paths) < num_drafted:
             cost, _, path = heappop(heap)
-            paths.append(path)
             *above, rank = path
+            if any(path):
+                paths.append(path)
             heappush(heap, (cost + 1, -len(path), (*above, rank + 1)))
             if len(path) < max_depth:
                 heappush(heap, (cost + 1, -len(path) - 1, (*path, 0)))
