@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from .hosts import HostGroup
-from .kernels import merge_states, segmented_attention
+from .kernels import merge_states, segmented_attention, tree_attention
 
 _NAME = "apbv"
 
@@ -81,6 +81,24 @@ class ShardedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out, lse = segmented_attention(q, [(k, v)], scale, causal_last=self._hosts.rank == 0)
         return gather_and_merge(out, lse, self._hosts)()
+
+
+class TreeAttention:
+    """Attention of new tokens that form a tree, behind a KV that all of them see.
+
+    Args:
+        visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the new ones see.
+        hosts: over whom the KV is spread, of which host 0's share ends with the new tokens; None: it is all here.
+    """
+
+    def __init__(self, visible: Tensor, hosts: HostGroup | None = None):
+        self._visible, self._hosts = visible, hosts
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if self._hosts is None:
+            return tree_attention(q, k, v, self._visible, scale)[0]
+        visible = self._visible if self._hosts.rank == 0 else self._visible[:, :0]
+        return gather_and_merge(*tree_attention(q, k, v, visible, scale), self._hosts)()
 
 
 class PrefillObserver(Protocol):

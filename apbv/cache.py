@@ -3,7 +3,7 @@
 Keys and values are ``[B, Hkv, T, D]``, post-RoPE. Within a host, rows are in token order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,12 @@ class ShardedLayer(DynamicLayer):
         if self._appends and tokens_to_remove:
             self.keys = self.keys[:, :, :tokens_to_remove]
             self.values = self.values[:, :, :tokens_to_remove]
+
+    def keep_of_last(self, count: int, kept: Sequence[int]) -> None:
+        """Of the last ``count`` tokens keep these, and drop the others; see :func:`keep_of_last`."""
+        if self._appends:
+            _move_to_front(self, count, kept)
+        self.crop(len(kept) - count)
 
     def _keep(self, states: Tensor) -> Tensor:
         rows = [states[:, :, run.start : run.stop] for run in self._kept_rows]
@@ -158,6 +164,32 @@ class ShardedCache(Cache):
         runs = [rows for _, rows in sorted(runs, key=lambda run: run[0]) if rows.shape[3]]
         keys, values = zip(*runs, strict=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+def keep_of_last(cache: Cache, count: int, kept: Sequence[int]) -> None:
+    """Of a cache's last ``count`` tokens, which a forward pass has just appended, keep some and drop the others.
+
+    Only these rows are touched: a branch of a tree becomes the sequence without a copy of what lies before it.
+
+    Args:
+        cache: a ShardedCache, or a plain transformers DynamicCache.
+        kept: ascending numbers in 0 .. count - 1.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, ShardedLayer):
+            layer.keep_of_last(count, kept)
+        else:
+            _move_to_front(layer, count, kept)
+            layer.crop(len(kept) - count)
+
+
+def _move_to_front(layer: DynamicLayer, count: int, kept: Sequence[int]) -> None:
+    """Within a layer's last ``count`` rows."""
+    if list(kept) == list(range(len(kept))):
+        return
+    for states in (layer.keys, layer.values):
+        tail = states[:, :, states.shape[2] - count :]
+        tail[:, :, : len(kept)] = tail[:, :, list(kept)]
 
 
 def _grown(states: Tensor, rows: int) -> Tensor:

@@ -134,6 +134,8 @@ class SpeculativeConfig:
             line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by how each has done so
             far in this answer, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C
             needs a captioner.
+        num_tree_nodes: draft a tree of so many tokens per round, at most γ deep, instead of a chain of γ. None: a
+            chain, or what the strategy says: ``"sd_tree"`` is ``"vanilla"`` with 25.
         draft_host: the last host of the group drafts while the others, which are the target's, verify.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
@@ -152,6 +154,7 @@ class SpeculativeConfig:
     uv_layer: int = 20
     layer_ratio: float = 0.5
     ensemble: str = "MT*"
+    num_tree_nodes: int | None = None
     draft_host: bool = False
     draft_timeout: float = 60.0
 
@@ -159,6 +162,9 @@ class SpeculativeConfig:
         gamma = self.num_draft_tokens
         if gamma != "auto" and (not _is_int(gamma) or not 1 <= gamma <= 256):
             raise ValueError(f"num_draft_tokens must lie in 1 .. 256 or be 'auto', not {gamma!r}")
+        nodes = self.num_tree_nodes
+        if nodes is not None and (not _is_int(nodes) or not 1 <= nodes <= 256):
+            raise ValueError(f"num_tree_nodes must lie in 1 .. 256, not {nodes!r}")
         if self.keep is not None and self.keep not in KEEP_POLICIES:
             raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
         if not self.hippo_terms or not set(self.hippo_terms) <= set(HIPPO_TERMS):

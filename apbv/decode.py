@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .attention import ShardedAttention, apbv_attention
-from .cache import ShardedCache
+from .attention import ShardedAttention, TreeAttention, apbv_attention
+from .cache import ShardedCache, keep_of_last
 from .config import SamplingConfig
 from .hosts import HostGroup
 from .models import ModelParts
@@ -24,6 +24,17 @@ class Decoder(Protocol):
 
     def take_back(self, count: int) -> None:
         """Forget the last ``count`` tokens."""
+
+    def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
+        """:meth:`advance` by S tokens that form a tree; :meth:`keep_path` has to follow.
+
+        Args:
+            depths: of each token, 0 for the first, which follows the sequence.
+            visible: bool ``[S, S]``, which of them each one sees: its ancestors and itself.
+        """
+
+    def keep_path(self, count: int, path: Sequence[int]) -> None:
+        """Of the ``count`` tokens of a tree keep those of a path from its root, and forget the others."""
 
 
 class GatheredDecoder:
@@ -50,13 +61,25 @@ class GatheredDecoder:
             self._cache.crop(-count)
             self._position -= count
 
+    def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
+        if self._hosts.rank != 0:
+            return None
+        attention = TreeAttention(visible.to(self._parts.device))
+        with apbv_attention(self._parts.language_model):
+            return run_language_model(self._parts, tokens, self._position, self._cache, depths, apbv=attention)
+
+    def keep_path(self, count: int, path: Sequence[int]) -> None:
+        if self._hosts.rank == 0:
+            keep_of_last(self._cache, count, path)
+            self._position += len(path)
+
 
 class ShardedDecoder:
     """Every host runs the new tokens against its own share of the KV; host 0 keeps the new tokens' KV."""
 
     def __init__(self, parts: ModelParts, cache: ShardedCache, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position = parts, cache, next_position
-        self._attention = ShardedAttention(hosts)
+        self._attention, self._hosts = ShardedAttention(hosts), hosts
 
     def advance(self, tokens: Sequence[int]) -> Tensor | None:
         with apbv_attention(self._parts.language_model):
@@ -68,17 +91,36 @@ class ShardedDecoder:
         self._cache.crop(-count)
         self._position -= count
 
+    def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
+        attention = TreeAttention(visible.to(self._parts.device), self._hosts)
+        with apbv_attention(self._parts.language_model):
+            return run_language_model(self._parts, tokens, self._position, self._cache, depths, apbv=attention)
+
+    def keep_path(self, count: int, path: Sequence[int]) -> None:
+        keep_of_last(self._cache, count, path)
+        self._position += len(path)
+
 
 @torch.no_grad()
 def run_language_model(
-    parts: ModelParts, tokens: Sequence[int], position: int, cache, last_only: bool = False, **kwargs
+    parts: ModelParts,
+    tokens: Sequence[int],
+    position: int,
+    cache,
+    depths: Sequence[int] | None = None,
+    last_only: bool = False,
+    **kwargs,
 ) -> Tensor:
-    """Logits ``[S, V]`` after each of S consecutive text tokens, or ``[1, V]``; their KV goes into the cache.
+    """Logits ``[S, V]`` after each of S text tokens, or ``[1, V]``; their KV goes into the cache.
 
     Text continues one position at a time; for M-RoPE models time, height and width advance together.
+
+    Args:
+        depths: how far behind ``position`` each token stands; None: they are consecutive.
     """
     input_ids = torch.tensor([list(tokens)], device=parts.device)
-    position_ids = torch.arange(position, position + len(tokens), device=parts.device)[None]
+    depths = range(len(tokens)) if depths is None else depths
+    position_ids = torch.tensor([[position + depth for depth in depths]], device=parts.device)
     if parts.uses_mrope:
         position_ids = position_ids.expand(3, -1, -1)
     hidden = parts.language_model(

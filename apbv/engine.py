@@ -33,7 +33,9 @@ from .speculate import (
     Prompt,
     SpeculationStats,
     draft_request,
+    draft_tree,
     generate_beside_draft,
+    generate_by_tree,
     generate_speculatively,
     keep_policy,
     kept_by_frame,
@@ -249,6 +251,8 @@ class Engine:
         speculation = None if stats is None else {**asdict(self.speculative_config), **stats.summary(len(tokens))}
         kept = None
         if draft is not None:
+            tree = draft_tree(self.speculative_config)
+            speculation["num_tree_nodes"] = tree and tree.num_drafted
             speculation["num_visual_tokens_drafted_from"] = draft.num_visual
             kept = kept_by_frame(self._parts, inputs, draft.kept)
         spans = self._collect_timeline(timer, stats) if timeline else None
@@ -313,13 +317,15 @@ class Engine:
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
-            tokens, stats = generate_speculatively(
+            tree = draft_tree(config)
+            generate = generate_by_tree if tree else generate_speculatively
+            tokens, stats = generate(
                 decoder,
                 draft.drafter,
                 *start,
                 sampling,
                 self._parts.eos_token_ids,
-                config.num_draft_tokens,
+                tree or config.num_draft_tokens,
                 on_token,
             )
         return state, tokens, stats, draft
@@ -528,6 +534,10 @@ def _take_apart(
             )
         if speculate.needs_caption and captioner is None:
             raise ValueError(f"the ensemble {speculate.ensemble} drafts from a caption: it needs a captioner")
+        if draft_tree(speculate) is not None and not strategy.drafts_trees:
+            raise ValueError(f"{speculate.strategy} drafts a chain of tokens: it cannot draft a tree")
+        if draft_tree(speculate) is not None and speculate.draft_host:
+            raise ValueError("a draft host drafts a chain of tokens: it cannot draft a tree")
     if model is None and draft is None:
         raise ValueError("there is neither a model nor a draft model")
     parts = inspect_model(draft if model is None else model)

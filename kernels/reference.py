@@ -35,6 +35,18 @@ def segmented_attention(
     return (weights @ v).to(q.dtype), lse.to(_lse_dtype(q))
 
 
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of tokens that form a tree, by definition, in fp64. See :func:`apbv.kernels.tree_attention`."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (states.double().repeat_interleave(groups, dim=1) for states in (k, v))
+    past = visible.new_ones(len(visible), k.shape[2] - visible.shape[1])
+    scores = q.double() @ k.transpose(-1, -2) * scale
+    scores = scores.masked_fill(~torch.cat([past, visible], dim=1), float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return (weights @ v).to(q.dtype), lse.to(_lse_dtype(q))
+
+
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention results over disjoint keys, in fp64. See :func:`apbv.kernels.merge_states`."""
     lses = lses.double().masked_fill(lses == float("inf"), float("-inf"))

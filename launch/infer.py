@@ -72,6 +72,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft.add_argument(
         "--num-draft-tokens", type=draft_tokens, default=5, metavar="N|auto", help="per round (default 5)"
     )
+    draft.add_argument("--num-tree-nodes", type=int, help="draft a tree of so many, as deep at most (sd_tree: 25)")
     draft.add_argument("--keep", help=f"which visual tokens (default: the strategy's): {', '.join(KEEP_POLICIES)}")
     draft.add_argument("--hippo-terms", nargs="+", choices=HIPPO_TERMS, default=HIPPO_TERMS, help="of its scores")
     draft.add_argument(
@@ -143,6 +144,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 strategy=options.speculate,
                 draft_model=options.draft_model,
                 num_draft_tokens=options.num_draft_tokens,
+                num_tree_nodes=options.num_tree_nodes,
                 keep=options.keep,
                 keep_ratio=options.keep_ratio,
                 hippo_terms=tuple(options.hippo_terms),

@@ -16,8 +16,8 @@ def test_every_way_beside_autoregressive_decoding(tmp_path):
     records, output = figures_of("speculative", tmp_path / "figures.jsonl", *options)
     labels = [record["label"] for record in records]
     assert labels[:3] == ["autoregressive", "vanilla, γ = 2", "vanilla, γ = 4"]
-    assert labels[3:7:2] == ["specvlm, attention, 0.1, γ = 2", "specvlm, full, γ = 2"]
-    assert labels[7] == "hippo, 0.1, γ = 2"
+    assert labels[5:9:2] == ["specvlm, attention, 0.1, γ = 2", "specvlm, full, γ = 2"]
+    assert labels[9] == "hippo, 0.1, γ = 2"
     assert len(output.strip().splitlines()) == 2 + len(records) and plot.read_bytes().startswith(b"\x89PNG")
     alone = records[0]
     assert alone["speculation"] is None and alone["new_tokens"] == 30

@@ -4,7 +4,8 @@ from .pair import Pair, draft_request
 from .pipeline import PipelineStats, generate_beside_draft
 from .preserve import kept_by_frame
 from .serial import SpeculationStats, generate_speculatively
-from .strategies import STRATEGIES, Draft, Prompt, keep_policy, make_observer
+from .strategies import STRATEGIES, Draft, Prompt, draft_tree, keep_policy, make_observer
+from .tree import generate_by_tree
 
 __all__ = [
     "STRATEGIES",
@@ -14,7 +15,9 @@ __all__ = [
     "Prompt",
     "SpeculationStats",
     "draft_request",
+    "draft_tree",
     "generate_beside_draft",
+    "generate_by_tree",
     "generate_speculatively",
     "keep_policy",
     "kept_by_frame",

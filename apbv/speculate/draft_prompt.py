@@ -84,6 +84,13 @@ def select_kv(cache: DynamicCache, kept: Sequence[Tensor]) -> DynamicCache:
     return chosen
 
 
+def forget_prompt(cache: DynamicCache, kept: Tensor, num_new: int) -> DynamicCache:
+    """A copy with these rows of the prompt, ``[T]`` ascending, and all of the ``num_new`` tokens behind it."""
+    length, heads = cache.get_seq_length(), cache.layers[0].keys.shape[1]
+    rows = torch.cat([kept, torch.arange(length - num_new, length)])
+    return select_kv(cache, [rows.expand(heads, -1)] * len(cache.layers))
+
+
 def collect_kv(shards: ShardedCache, kept: Sequence[Tensor], hosts: HostGroup) -> DynamicCache | None:
     """:func:`select_kv` of KV that is spread over the hosts, on host 0; collective. Only what is kept travels.
 

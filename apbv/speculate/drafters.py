@@ -18,7 +18,7 @@ from ..config import SamplingConfig
 from ..decode import run_language_model
 from ..models import ModelParts
 from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
-from .draft_prompt import select_kv
+from .draft_prompt import forget_prompt
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ class ModelDrafter:
 
     def forget_prompt(self, kept: Tensor) -> None:
         """Keep of the prompt's KV only these rows, ``[T]``, ascending; new tokens' stay."""
-        length = self._cache.get_seq_length()
-        rows = torch.cat([kept, torch.arange(length - len(self._cached), length)])
-        self._cache = select_kv(self._cache, [rows.expand(self._parts.num_kv_heads, -1)] * self._parts.num_layers)
+        self._cache = forget_prompt(self._cache, kept, len(self._cached))
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""

@@ -22,6 +22,7 @@ from .draft_prompt import collect_kv, prefill_draft, select_kv
 from .drafters import Drafter, ModelDrafter, NgramDrafter
 from .ensemble import EnsembleDrafter, make_weights, read_contexts
 from .scores import standardised
+from .tree import Tree, TreeDrafter
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Prompt:
         """How many visual tokens the draft may see."""
         return min(self.num_visual, max(1, round(self.config.keep_ratio * self.num_visual)))
 
-    def drafter(self, parts: ModelParts, cache) -> Drafter | None:
+    def drafter(self, parts: ModelParts, cache) -> Drafter | TreeDrafter | None:
         """A model that continues from a cache; None where there is no cache."""
         if cache is None:
             return None
@@ -74,6 +75,8 @@ class Prompt:
         if left:
             cache.crop(-left)
         position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
+        if draft_tree(self.config) is not None:
+            return TreeDrafter(parts, cache, position, self.vocab_size)
         return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size)
 
 
@@ -88,7 +91,7 @@ class Draft:
         successor: of a provisional draft, which writes while the target still prefills.
     """
 
-    drafter: Drafter | None
+    drafter: Drafter | TreeDrafter | None
     num_visual: int
     kept: Tensor | None = None
     successor: "Successor | None" = None
@@ -118,6 +121,8 @@ class Strategy:
         needs_passing: the prefill has to pass blocks on between hosts.
         needs_verdicts: the draft learns from every verification before it goes on: it takes turns with the target.
         keep: which visual tokens the draft sees unless the configuration says otherwise; None where it has no say.
+        drafts_trees: its drafter is :meth:`Prompt.drafter`'s, which can fill a tree, too.
+        num_tree_nodes: of the tree that is drafted where the config does not say; None: a chain.
     """
 
     build: Callable[[Prompt], Draft]
@@ -126,6 +131,8 @@ class Strategy:
     needs_passing: bool = False
     needs_verdicts: bool = False
     keep: str | None = None
+    drafts_trees: bool = True
+    num_tree_nodes: int | None = None
 
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
@@ -323,17 +330,26 @@ def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | Non
 
 STRATEGIES: dict[str, Strategy] = {
     "vanilla": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="full"),
+    "sd_tree": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="full", num_tree_nodes=25),
     "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="attention"),
     "hippo": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="hippo"),
     "parallelvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="uv_prune"),
     "text_only": Strategy(_text_only, needs_draft_model=True),
-    "tabed": Strategy(_tabed, _for_keeping, needs_draft_model=True, needs_verdicts=True, keep="full"),
+    "tabed": Strategy(
+        _tabed, _for_keeping, needs_draft_model=True, needs_verdicts=True, keep="full", drafts_trees=False
+    ),
     "std": Strategy(_std, lambda config, parts: preserve.HeadAttention),
     "std_apbv": Strategy(_std_apbv, lambda config, parts: preserve.PassedOn, needs_passing=True),
     "streaming": Strategy(_streaming),
     "layerskip": Strategy(_layerskip),
-    "ngram": Strategy(_ngram),
+    "ngram": Strategy(_ngram, drafts_trees=False),
 }
+
+
+def draft_tree(config: SpeculativeConfig) -> Tree | None:
+    """The shape of what is drafted per round; None for a chain."""
+    num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
+    return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens)
 
 
 def make_observer(

@@ -1,0 +1,279 @@
+"""A tree of drafted tokens, verified in one forward pass: several guesses for every place instead of one.
+
+The shape is static, as in the first EAGLE (Li et al., 2024). The draft runs once per level and the target once per
+tree, both with tree attention (SpecInfer, Miao et al., 2023): a token sees the sequence so far and its ancestors.
+HIPPO and ParallelVLM compare with this under the name SD-Tree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..attention import TreeAttention, apbv_attention
+from ..cache import keep_of_last
+from ..config import SamplingConfig
+from ..decode import Decoder, run_language_model
+from ..hosts import HostGroup
+from ..models import ModelParts
+from ..sampling import sample
+from .draft_prompt import forget_prompt
+from .drafters import packed, unpacked
+from .serial import SpeculationStats, until_the_end
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a tree of N + 1 tokens: node 0, the root, is the last token said, the others are drafted.
+
+    Attributes:
+        parents: of each node, -1 for the root. Nodes are numbered level by level, and the children of a node one
+            after the other, the likeliest first.
+    """
+
+    parents: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_drafted: int, max_depth: int) -> "Tree":
+        """The chain of first guesses, and about it the nodes that are most likely to be right.
+
+        That is, where every guess for a place is right half as often as the one before it: the child of rank r
+        (from 0) with probability 2^-(r + 1), and a whole path with 2^-(depth + sum of ranks). Of equals the deeper
+        one is taken: it can gain more. 25 nodes on 5 levels come close to EAGLE's tree.
+
+        Args:
+            num_drafted: N >= 1.
+            max_depth: levels below the root, at most. The chain has as many, if there are as many nodes.
+        """
+        paths = [(0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)]  # ranks, from the root on
+        heap = [(1, -1, (0,))]  # (depth + sum of ranks, -depth, path)
+        while len(paths) < num_drafted:
+            cost, _, path = heappop(heap)
+            *above, rank = path
+            if any(path):
+                paths.append(path)
+            heappush(heap, (cost + 1, -len(path), (*above, rank + 1)))
+            if len(path) < max_depth:
+                heappush(heap, (cost + 1, -len(path) - 1, (*path, 0)))
+        paths = [(), *sorted(paths, key=lambda path: (len(path), path))]
+        return cls(tuple(paths.index(path[:-1]) if path else -1 for path in paths))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.parents) - 1
+
+    @property
+    def depth(self) -> int:
+        """Levels below the root."""
+        return self.depths[-1]
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each node; 0 for the root."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        nodes = range(len(self))
+        return tuple(tuple(child for child in nodes if self.parents[child] == node) for node in nodes)
+
+    @cached_property
+    def inner_levels(self) -> tuple[tuple[int, ...], ...]:
+        """For each depth the nodes that have children."""
+        return tuple(
+            tuple(n for n, children in enumerate(self.children) if children and self.depths[n] == depth)
+            for depth in range(self.depth)
+        )
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """bool ``[N + 1, N + 1]``: row i is what node i sees, itself and its ancestors."""
+        visible = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            visible[node] |= visible[parent]
+        return visible
+
+    def is_leaf(self, node: int) -> bool:
+        return not self.children[node]
+
+    def cut(self, depth: int) -> "Tree":
+        """Its first levels."""
+        return self if depth >= self.depth else Tree(self.parents[: sum(d <= depth for d in self.depths)])
+
+    def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:
+        """Which child of a node says this token, where node i says ``tokens[i]``; None: no one."""
+        return next((child for child in self.children[node] if tokens[child] == token), None)
+
+
+def verify_tree(
+    tree: Tree, tokens: Sequence[int], logits: Tensor, index: int, config: SamplingConfig
+) -> tuple[list[int], int]:
+    """Walk down the tree for as long as it has what the target says.
+
+    At each node the target's next token is chosen as autoregressive decoding chooses it: the argmax, or a draw
+    with the random number of that place in the sequence. If a child says it, the walk goes on there; else it ends,
+    and the token follows the path. So the output is autoregressive decoding's, token for token, at every
+    temperature: what was drafted decides only how many of these tokens come out of one forward pass.
+
+    Of the ways to verify the same candidates without loss, none accepts more often. Whatever it accepts at a node,
+    or says instead, has to be distributed as the target's p; so it is one of the children with probability
+    p(children) at most, and here it is one exactly that often. (The children are the draft's most probable tokens,
+    not draws from q: there is no ratio p / q to accept by.)
+
+    Args:
+        tokens: of the nodes.
+        logits: the target's, ``[N + 1, V]``: row i is for what follows node i.
+        index: of the first drafted place in the sequence.
+
+    Returns:
+        The nodes that stand, the root first, and the token behind the last of them.
+    """
+    path = [0]
+    while True:
+        token = sample(logits[path[-1]], config, index + len(path) - 1)
+        child = tree.child(tokens, path[-1], token)
+        if child is None:
+            return path, token
+        path.append(child)
+
+
+class TreeProposer(Protocol):
+    """Fills a tree with guesses of how a sequence goes on."""
+
+    def propose(self, tokens: Sequence[int], tree: Tree) -> list[int]:
+        """What the nodes 1 .. N say, where the root is the last of all the new ``tokens`` (at least one)."""
+
+
+class TreeDrafter:
+    """A language model: the children of a node are the tokens that it finds most probable there.
+
+    Its arguments are those of :class:`~apbv.speculate.drafters.ModelDrafter`. Like that it is told nothing but the
+    tokens so far, and finds out by itself along which of its branches they went.
+    """
+
+    def __init__(self, parts: ModelParts, cache: DynamicCache, next_position: int, vocab_size: int):
+        self._parts, self._cache, self._position, self._vocab_size = parts, cache, next_position, vocab_size
+        self._cached: list[int] = []  # the new tokens whose KV the cache holds, up to the root of the last tree
+        self._tree, self._drafted = Tree((-1,)), [-1]
+        self._behind: list[int] = []  # the nodes whose KV lies behind these
+
+    def propose(self, tokens: Sequence[int], tree: Tree) -> list[int]:
+        self._keep_common(tokens)
+        missing = list(tokens[len(self._cached) :])
+        in_order = torch.ones(len(missing), len(missing), dtype=torch.bool).tril()
+        logits = self._advance(missing, range(len(missing)), in_order)[-1:]
+        self._cached += missing
+        self._tree, self._drafted = tree, [tokens[-1]]
+        for depth, nodes in enumerate(tree.inner_levels):
+            if depth:
+                self._behind += nodes
+                level = [self._drafted[node] for node in nodes]
+                logits = self._advance(level, [depth - 1] * len(nodes), tree.visible[list(nodes)][:, self._behind])
+            counts = [len(tree.children[node]) for node in nodes]
+            best = logits[:, : self._vocab_size].topk(max(counts), dim=-1).indices.tolist()
+            for row, count in zip(best, counts, strict=True):
+                self._drafted += row[:count]
+        return self._drafted[1:]
+
+    def forget_prompt(self, kept: Tensor) -> None:
+        """Keep of the prompt's KV only these rows, ``[T]``, ascending; before anything is proposed."""
+        self._cache = forget_prompt(self._cache, kept, len(self._cached))
+
+    def _advance(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor:
+        """Logits after tokens that stand so far behind the cached ones, of the last of which they see some."""
+        readable = [token if token < self._parts.vocab_size else 0 for token in tokens]
+        position, attention = self._position + len(self._cached), TreeAttention(visible.to(self._parts.device))
+        with apbv_attention(self._parts.language_model):
+            return run_language_model(self._parts, readable, position, self._cache, depths, apbv=attention)
+
+    def _keep_common(self, tokens: Sequence[int]) -> None:
+        """Forget what was rejected, and at least the last token, whose logits are wanted."""
+        known = tokens[:-1]
+        common = 0
+        while common < min(len(self._cached), len(known)) and self._cached[common] == known[common]:
+            common += 1
+        node, path = 0, []
+        for token in known[common:] if common == len(self._cached) else ():
+            node = self._tree.child(self._drafted, node, token)
+            if node not in self._behind:
+                break
+            path.append(node)
+        keep_of_last(self._cache, len(self._behind), [self._behind.index(node) for node in path])
+        self._cache.crop(common - len(self._cached))
+        self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
+        self._behind = []
+
+
+def generate_by_tree(
+    decoder: Decoder,
+    drafter: TreeProposer | None,
+    logits: Tensor,
+    prompt_len: int,
+    hosts: HostGroup,
+    config: SamplingConfig,
+    eos_token_ids: tuple[int, ...],
+    tree: Tree,
+    on_token: Callable[[int], None] | None = None,
+) -> tuple[list[int], SpeculationStats]:
+    """:func:`apbv.speculate.serial.generate_speculatively` with a tree per round in place of a window.
+
+    The tokens are :func:`apbv.decode.generate_tokens`'s own, also where they are sampled; see :func:`verify_tree`.
+
+    Args:
+        drafter: on host 0; None on the others.
+        tree: what is drafted per round, on every host.
+
+    Returns:
+        The new tokens, and the statistics, in which a node of a tree is a drafted token.
+    """
+    stats = SpeculationStats()
+    tokens: list[int] = []
+    chosen = [sample(logits, config, prompt_len)] if hosts.rank == 0 else None
+    new = until_the_end(hosts.broadcast_ints(chosen, 1), eos_token_ids)
+    while True:
+        for token in new:
+            tokens.append(token)
+            if on_token is not None:
+                on_token(token)
+        if tokens[-1] in eos_token_ids or len(tokens) >= config.max_new_tokens:
+            return tokens, stats
+        # The target adds one token to those that it accepts.
+        shape = tree.cut(config.max_new_tokens - len(tokens) - 1)
+        with stats.record.span("draft", tokens=shape.num_drafted):
+            drafted = _fill(shape, drafter, tokens, hosts)
+        verdict = None
+        with stats.record.span("verify", tokens=len(shape)) as details:
+            rows = decoder.advance_tree(drafted, shape.depths, shape.visible)
+            if hosts.rank == 0:
+                path, token = verify_tree(shape, drafted, rows, prompt_len + len(tokens), config)
+                verdict = [token, *packed(path, shape.depth + 1)]
+            token, *path = hosts.broadcast_ints(verdict, shape.depth + 3)
+            path = unpacked(path)
+            new = until_the_end([*(drafted[node] for node in path[1:]), token], eos_token_ids)
+            # All new tokens but the last are in the KV then, and no others.
+            decoder.keep_path(len(shape), path[: len(new)])
+            details["accepted"] = len(path) - 1
+        stats.rounds += 1
+        stats.num_target_forwards += 1
+        stats.num_drafted += shape.num_drafted
+        stats.num_accepted += len(path) - 1
+        stats.num_rejections += not shape.is_leaf(path[-1])
+
+
+def _fill(tree: Tree, drafter: TreeProposer | None, tokens: list[int], hosts: HostGroup) -> list[int]:
+    """What every node says, the root included, on every host."""
+    if not tree.num_drafted:
+        return tokens[-1:]
+    proposed = drafter.propose(tokens, tree) if hosts.rank == 0 else None
+    return [tokens[-1], *hosts.broadcast_ints(proposed, tree.num_drafted)]
