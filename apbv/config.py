@@ -136,7 +136,8 @@ class SpeculativeConfig:
             needs a captioner.
         num_tree_nodes: draft a tree of so many tokens per round, at most γ deep, instead of a chain of γ. None: a
             chain, or what the strategy says: ``"sd_tree"`` is ``"vanilla"`` with 25.
-        draft_host: the last host of the group drafts while the others, which are the target's, verify.
+        draft_host: the last host of the group drafts while the others, which are the target's, verify; on a single
+            host a thread does, on a CUDA stream of its own.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
 
     Raises:

@@ -28,6 +28,7 @@ from .prompt import RenderedPrompt, render_prompt
 from .speculate import (
     STRATEGIES,
     Draft,
+    DraftThread,
     Pair,
     PipelineStats,
     Prompt,
@@ -111,7 +112,12 @@ class Engine:
         self.draft_model = draft
         self._captioner = captioner
         self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts, captioner)
-        self._pair = Pair.of(hosts, speculate) if speculate is not None and speculate.draft_host else None
+        self._pair, self._draft_thread = None, None
+        if speculate is not None and speculate.draft_host and hosts.size == 1:
+            self._draft_thread = DraftThread(self._draft, hosts, speculate)
+            self._pair = self._draft_thread.pair
+        elif speculate is not None and speculate.draft_host:
+            self._pair = Pair.of(hosts, speculate)
         self.hosts = hosts if self._pair is None else self._pair.hosts
         self.name = name or type(self._parts.model).__name__
         if self._pair is not None:
@@ -146,7 +152,7 @@ class Engine:
         with hosts.local_stage(f"loading {name}"):
             if isinstance(dtype, str) and dtype not in DTYPES:
                 raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-            beside = speculate is not None and speculate.draft_host
+            beside = speculate is not None and speculate.draft_host and hosts.size > 1
             drafts_only = beside and hosts.rank == hosts.size - 1
             model, processor = _load(path, dtype, hosts, with_model=not drafts_only)
         draft = None
@@ -230,12 +236,7 @@ class Engine:
             )
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
-        if self._pair is not None:
-            drawn = sampling.temperature > 0
-            with self._pair.beginning(self.speculative_config, self._parts.vocab_size, drawn):
-                inputs = self._prepare(prompt, source, num_frames, fps, timer)
-        else:
-            inputs = self._prepare(prompt, source, num_frames, fps, timer)
+        inputs = self._begin(sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer))
         if self.model is None:
             return self._draft_for_others(inputs, sampling, timer, on_token)
         stats = draft = None
@@ -259,6 +260,19 @@ class Engine:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         record = self._record(state, sampling, tokens, text, speculation)
         return GenerateResult(text, tokens, record, kept, spans)
+
+    def _begin(self, sampling: SamplingConfig, read: Callable[[], ModelInputs]) -> ModelInputs:
+        """Read a request; where somebody drafts beside the target, both sides tell each other."""
+        if self._pair is None:
+            return read()
+        agreed = self.speculative_config, self._parts.vocab_size, sampling.temperature > 0
+        if self._draft_thread is None:
+            with self._pair.beginning(*agreed):
+                return read()
+        inputs = read()
+        self._draft_thread.start(inputs, sampling)
+        with self._pair.beginning(*agreed):
+            return inputs
 
     def _collect_timeline(self, timer: StageTimer, stats: SpeculationStats | None) -> dict[str, list[Span]]:
         mine = timer.stages.spans + ([] if stats is None else stats.record.spans)
@@ -368,6 +382,8 @@ class Engine:
             raise
         if stats.lost_draft:
             pair.link = None
+        if self._draft_thread is not None:
+            self._draft_thread.finish()
         return state, tokens, stats
 
     def _draft_for_others(
@@ -507,10 +523,6 @@ def _take_apart(
     """
     if speculate is not None:
         strategy = _strategy(speculate)
-        if speculate.draft_host and hosts.size < 2:
-            raise ValueError(
-                "a draft host needs at least 2 hosts: the last one drafts, the others are the target's"
-            )
         if speculate.draft_host and not strategy.needs_draft_model:
             raise ValueError(
                 f"{speculate.strategy} drafts without a second model: there is nothing for a draft host to do"
@@ -542,7 +554,8 @@ def _take_apart(
         raise ValueError("there is neither a model nor a draft model")
     parts = inspect_model(draft if model is None else model)
     draft_parts = None if draft is None else inspect_model(draft)
-    if speculate is not None and strategy.needs_draft_model and not speculate.draft_host:
+    beside = speculate is not None and speculate.draft_host and hosts.size > 1
+    if speculate is not None and strategy.needs_draft_model and not beside:
         _check_draft(speculate, parts, draft_parts)
     return parts, draft_parts
 

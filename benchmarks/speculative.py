@@ -11,8 +11,8 @@ With the demo model questions about clips of its test split are asked; --scale r
 changing what it says (apbv.demo.scale), so that target and draft differ in cost as real pairs do. All ways take
 every question in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
 attention: a way whose answer differs anywhere is reported without a speed. With --draft-host the last host drafts
-beside the others in some ways, and has no part in the rest. A preset is a paper's table (speculative_presets.py),
-at the first of --keep-ratio.
+beside the others in some ways, and has no part in the rest; on a single host a thread does. A preset is a paper's
+table (speculative_presets.py), at the first of --keep-ratio.
 """
 
 import argparse
@@ -106,7 +106,8 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
         wanted += [(f"{label}, draft host", replace(c, draft_host=True)) for label, c in wanted if may_move_out(c)]
     needs_draft = options.draft_host or any(STRATEGIES[config.strategy].needs_draft_model for _, config in wanted)
     last = hosts.size - 1
-    targets = hosts.subgroup(range(last)) if options.draft_host else hosts
+    moves_out = options.draft_host and hosts.size > 1  # else a thread drafts
+    targets = hosts.subgroup(range(last)) if moves_out else hosts
     model = draft = None
     if targets is not None:
         loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
@@ -123,7 +124,7 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     def engine(group: HostGroup | None, config: SpeculativeConfig | None) -> Engine | None:
         if group is None:
             return None
-        beside = config is not None and config.draft_host
+        beside = config is not None and config.draft_host and hosts.size > 1
         return Engine(
             model,
             processor,
@@ -392,8 +393,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.preset is not None:
         options.draft_host = any(config.draft_host for _, config in configurations(options))
     alone = int(os.environ.get("WORLD_SIZE", 1)) < 2
-    if options.draft_host and alone:
-        parser.error("a draft host needs torchrun and 2 processes at least")
     if options.strategies is None:
         options.strategies = [name for name, way in STRATEGIES.items() if not (way.needs_passing and alone)]
     return options

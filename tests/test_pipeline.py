@@ -22,6 +22,7 @@ from test_verify import NUM_SAMPLES, TableModel, surprise_of, tables
 from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.config import SamplingConfig
 from apbv.decode import generate_tokens
+from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
 from apbv.speculate.strategies import Draft
@@ -259,9 +260,46 @@ def test_a_draft_that_is_the_target_is_always_right(pool, clip):  # noqa: F811
     assert all(stats["role"] == "draft" and stats["num_drafted"] >= 20 for _, stats in draft)
 
 
-def test_one_host_cannot_be_two():
-    with pytest.raises(ValueError, match="at least 2 hosts"):
-        Engine(None, None, HostGroup.single(), speculate=SpeculativeConfig(strategy="vanilla", draft_host=True))
+def in_one_process(clip, way: dict, draft_seed: int = 1):  # noqa: F811
+    family = "qwen2_5_vl"
+    return Engine(
+        families.build_model(family, dtype=torch.float64),
+        families.build_processor(family),
+        HostGroup.single(),
+        speculate=SpeculativeConfig(draft_host=True, **way),
+        draft=families.build_model(family, dtype=torch.float64, seed=draft_seed),
+    )
+
+
+def test_a_thread_can_stand_for_the_draft_host(clip, monkeypatch):  # noqa: F811
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 20}
+    plain = Engine(
+        families.build_model("qwen2_5_vl", dtype=torch.float64),
+        families.build_processor("qwen2_5_vl"),
+        HostGroup.single(),
+    )
+    expected = plain.generate(QUESTION, **request).token_ids
+    ways = [{"strategy": "vanilla"}, {"strategy": "text_only", "num_draft_tokens": "auto"}]
+    ways += [{"strategy": "hippo", "keep_ratio": 0.3, **begin} for begin in BEGINNINGS]
+    for way in ways:
+        engine = in_one_process(clip, way)
+        assert engine.generate(QUESTION, **request).token_ids == expected, way
+        answer = engine.generate(QUESTION, **request, timeline=True)
+        assert answer.token_ids == expected and set(answer.timeline) == {"host 0", "draft host"}
+        with pytest.raises(ValueError, match="no-such"):
+            engine.generate(QUESTION, video="no-such.mp4")
+        assert engine.generate(QUESTION, **request).token_ids == expected
+    right = in_one_process(clip, {"strategy": "vanilla"}, draft_seed=0)
+    assert right.generate(QUESTION, **request).stats["speculation"]["acceptance_rate"] == 1
+
+    def fails(self, tokens):
+        raise RuntimeError("out of memory")
+        yield
+
+    monkeypatch.setattr(ModelDrafter, "stream", fails)
+    with pytest.warns(UserWarning, match="out of memory|the draft host failed"):
+        assert right.generate(QUESTION, **request).token_ids == expected
+    assert right.generate(QUESTION, **request).token_ids == expected
 
 
 LOST = """

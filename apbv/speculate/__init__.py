@@ -5,11 +5,13 @@ from .pipeline import PipelineStats, generate_beside_draft
 from .preserve import kept_by_frame
 from .serial import SpeculationStats, generate_speculatively
 from .strategies import STRATEGIES, Draft, Prompt, draft_tree, keep_policy, make_observer
+from .threads import DraftThread
 from .tree import generate_by_tree
 
 __all__ = [
     "STRATEGIES",
     "Draft",
+    "DraftThread",
     "Pair",
     "PipelineStats",
     "Prompt",

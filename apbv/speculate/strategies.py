@@ -153,15 +153,20 @@ def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
         return preserve.keep_best(prompt.observer.result(), count)
     if keep == "random":
         return preserve.keep_random(total, count, prompt.sampling.seed)
-    if prompt.inputs.visual.kind != "video":
-        raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
     if keep == "uniform_frames":
+        _require_video(prompt)
         return preserve.keep_uniform_frames(total, prompt.inputs.visual.rows_per_unit, count)
     return preserve.keep_best(_hippo_scores(prompt, rows, prompt.config.hippo_terms), count)
 
 
+def _require_video(prompt: Prompt) -> None:
+    if prompt.inputs.visual.kind != "video":
+        raise ValueError(f"keep={keep_policy(prompt.config)!r} chooses among frames, and the prompt has no video")
+
+
 def _hippo_scores(prompt: Prompt, rows: Tensor, terms: Collection[str]) -> Tensor:
     """HIPPO's Eq. 7: attention, change over time and variety in space, each standardised within its frame."""
+    _require_video(prompt)
     scores = preserve.local_semantics(prompt.draft, prompt.inputs, rows, prompt.hosts, terms)
     if "attention" not in terms:
         return scores

@@ -1,0 +1,113 @@
+"""Target and draft in one process: the pipeline of :mod:`.pipeline`, with a thread in place of a draft host.
+
+On a GPU each has a CUDA stream of its own and they share the device; on a CPU they share its cores, and Python's
+lock. Whether that is faster than taking turns is a matter of measurement (benchmarks/speculative.py).
+"""
+
+import queue
+import threading
+import warnings
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ..config import SamplingConfig, SpeculativeConfig
+from ..hosts import Exchange, HostError, HostGroup
+from ..inputs import ModelInputs
+from ..models import ModelParts
+from ..stats import StageTimer
+from .link import DRAFT, TARGET, Link
+from .pair import Pair, draft_request
+
+
+class LocalChannel:
+    """One end of a one-way channel between two threads; what :class:`Link` needs of a group of two hosts.
+
+    Args:
+        rank: of this end.
+        messages: what both ends share.
+        timeout: seconds to wait for a message.
+    """
+
+    def __init__(self, rank: int, messages: queue.Queue, timeout: float):
+        self.rank, self.bytes_received = rank, 0
+        self._messages, self._timeout = messages, timeout
+        self._come: dict[int, Tensor] = {}
+        self._num_asked = self._num_come = 0
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        """As of :class:`HostGroup`: the nth that is asked for is the nth that is sent."""
+        if self.rank == source:
+            self._messages.put(tensor.clone())
+            return Exchange(lambda: tensor)
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+
+        def finish() -> Tensor:
+            if not self._fetch(number, self._timeout):
+                raise HostError(f"the other thread did not answer within {self._timeout:g} s")
+            self.bytes_received += tensor.nbytes
+            return self._come.pop(number)
+
+        return Exchange(finish, lambda: self._fetch(number, 0.0))
+
+    def _fetch(self, number: int, timeout: float) -> bool:
+        """Whether this message has come, or comes in time."""
+        while self._num_come <= number:
+            try:
+                self._come[self._num_come] = self._messages.get(timeout > 0, timeout or None)
+            except queue.Empty:
+                return False
+            self._num_come += 1
+        return True
+
+
+class DraftThread:
+    """A draft beside the target in the same process.
+
+    Attributes:
+        pair: the target's end.
+    """
+
+    def __init__(self, draft: ModelParts, hosts: HostGroup, config: SpeculativeConfig):
+        self._draft, self._hosts, self._config = draft, hosts, config
+        self._thread: threading.Thread | None = None
+        to_target, to_draft = queue.Queue(), queue.Queue()
+
+        def link(rank: int) -> Link:
+            # The draft waits while the target prefills, however long that takes.
+            patience = threading.TIMEOUT_MAX
+            return Link(
+                LocalChannel(rank, to_target, config.draft_timeout), LocalChannel(rank, to_draft, patience)
+            )
+
+        self.pair = Pair(hosts, is_draft=False, link=link(TARGET))
+        self._pair = Pair(hosts, is_draft=True, link=link(DRAFT))
+
+    def start(self, inputs: ModelInputs, sampling: SamplingConfig) -> None:
+        """Draft for a request that the target's end is about to begin, too."""
+        if self.pair.link is not None:
+            self._thread = threading.Thread(target=self._run, args=(inputs, sampling), daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the thread has ended, unless the target has given it up."""
+        if self._thread is not None and self.pair.link is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _run(self, inputs: ModelInputs, sampling: SamplingConfig) -> None:
+        config, device = self._config, self._hosts.device
+        stream = nullcontext()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            stream = torch.cuda.stream(torch.cuda.Stream(device))
+        try:
+            with stream:
+                with self._pair.beginning(config, self._draft.vocab_size, sampling.temperature > 0):
+                    pass
+                draft_request(self._pair, self._draft, inputs, config, sampling, StageTimer(self._hosts))
+        except HostError:  # the target has given up on it, or on the request
+            pass
+        except Exception as error:  # the target has been told that there will be no draft
+            warnings.warn(f"the draft failed: {type(error).__name__}: {error}", stacklevel=2)
