@@ -323,7 +323,6 @@ def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dic
         ("qwen2_5_vl", 3, "gathered"),
         ("qwen3_vl", 3, "sharded"),
         ("internvl", 2, "gathered"),
-        ("llava_onevision", 2, "gathered"),
     ],
 )
 def test_no_ensemble_changes_an_answer(pool, clip, family, num_hosts, kv):  # noqa: F811
