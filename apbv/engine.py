@@ -23,7 +23,7 @@ from .decode import Decoder, GatheredDecoder, ShardedDecoder, generate_tokens
 from .hosts import HostGroup
 from .inputs import ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
-from .prefill import PrefillResult, passes_blocks_on, prefill
+from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
 from .speculate import (
     STRATEGIES,
@@ -35,12 +35,16 @@ from .speculate import (
     SpeculationStats,
     draft_request,
     draft_tree,
+    drafts_elsewhere,
     generate_beside_draft,
     generate_by_tree,
     generate_speculatively,
-    keep_policy,
     kept_by_frame,
     make_observer,
+    reads,
+    require_consistent,
+    require_fitting_draft,
+    strategy_of,
 )
 from .stats import StageTimer, gather_spans, provenance
 from .timeline import Span
@@ -113,15 +117,15 @@ class Engine:
         self._captioner = captioner
         self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts, captioner)
         self._pair, self._draft_thread = None, None
-        if speculate is not None and speculate.draft_host and hosts.size == 1:
+        if drafts_elsewhere(speculate, hosts):
+            self._pair = Pair.of(hosts, speculate)
+        elif speculate is not None and speculate.draft_host:
             self._draft_thread = DraftThread(self._draft, hosts, speculate)
             self._pair = self._draft_thread.pair
-        elif speculate is not None and speculate.draft_host:
-            self._pair = Pair.of(hosts, speculate)
         self.hosts = hosts if self._pair is None else self._pair.hosts
         self.name = name or type(self._parts.model).__name__
         if self._pair is not None:
-            hosts.require_same("the kind of prompts that the model reads", _reads(self._parts).encode())
+            hosts.require_same("the kind of prompts that the model reads", reads(self._parts).encode())
 
     @classmethod
     def from_pretrained(
@@ -152,11 +156,11 @@ class Engine:
         with hosts.local_stage(f"loading {name}"):
             if isinstance(dtype, str) and dtype not in DTYPES:
                 raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-            beside = speculate is not None and speculate.draft_host and hosts.size > 1
+            beside = drafts_elsewhere(speculate, hosts)
             drafts_only = beside and hosts.rank == hosts.size - 1
             model, processor = _load(path, dtype, hosts, with_model=not drafts_only)
         draft = None
-        if speculate is not None and _strategy(speculate).needs_draft_model:
+        if speculate is not None and strategy_of(speculate).needs_draft_model:
             wanted = speculate.draft_model or ("demo" if str(name) == "demo" else None)
             with hosts.local_stage(f"loading the draft model {wanted}"):
                 if wanted is None:
@@ -325,6 +329,7 @@ class Engine:
                 config=config,
                 sampling=sampling,
                 vocab_size=self._parts.vocab_size,
+                drafts_tree=draft_tree(config) is not None,
                 tokenize=partial(self.tokenizer.encode, add_special_tokens=False),
                 caption=caption,
             )
@@ -502,12 +507,6 @@ def _load(
         raise ValueError(f"cannot load the model {path}: {error}") from error
 
 
-def _strategy(config: SpeculativeConfig):
-    if config.strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {config.strategy!r}; known are {', '.join(sorted(STRATEGIES))}")
-    return STRATEGIES[config.strategy]
-
-
 def _take_apart(
     model: PreTrainedModel | None,
     draft: PreTrainedModel | None,
@@ -522,53 +521,12 @@ def _take_apart(
         ValueError: the model is not supported, or settings or models do not go together.
     """
     if speculate is not None:
-        strategy = _strategy(speculate)
-        if speculate.draft_host and not strategy.needs_draft_model:
-            raise ValueError(
-                f"{speculate.strategy} drafts without a second model: there is nothing for a draft host to do"
-            )
-        if speculate.keep is not None and strategy.keep is None:
-            raise ValueError(f"{speculate.strategy} does not choose among visual tokens: keep does not apply")
-        by_vision = keep_policy(speculate) == "hippo" and set(speculate.hippo_terms) > {"attention"}
-        if speculate.vision_first and not (by_vision and speculate.draft_host and speculate.prune == "prompt"):
-            raise ValueError(
-                "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt', "
-                "and a draft host"
-            )
-        if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
-            raise ValueError(
-                f"{speculate.strategy} drafts on what the prefill passes on between hosts, and this one passes "
-                "nothing: it needs method apbv or apb, 2 hosts at least, and a passing_len"
-            )
-        if speculate.draft_host and strategy.needs_verdicts:
-            raise ValueError(
-                f"{speculate.strategy} learns from every verification before it drafts on: not on a draft host"
-            )
-        if speculate.needs_caption and captioner is None:
-            raise ValueError(f"the ensemble {speculate.ensemble} drafts from a caption: it needs a captioner")
-        if draft_tree(speculate) is not None and not strategy.drafts_trees:
-            raise ValueError(f"{speculate.strategy} drafts a chain of tokens: it cannot draft a tree")
-        if draft_tree(speculate) is not None and speculate.draft_host:
-            raise ValueError("a draft host drafts a chain of tokens: it cannot draft a tree")
+        require_consistent(speculate, prefill, hosts, captioner is not None)
     if model is None and draft is None:
         raise ValueError("there is neither a model nor a draft model")
     parts = inspect_model(draft if model is None else model)
     draft_parts = None if draft is None else inspect_model(draft)
-    beside = speculate is not None and speculate.draft_host and hosts.size > 1
-    if speculate is not None and strategy.needs_draft_model and not beside:
-        _check_draft(speculate, parts, draft_parts)
+    needs_draft = speculate is not None and strategy_of(speculate).needs_draft_model
+    if needs_draft and not drafts_elsewhere(speculate, hosts):
+        require_fitting_draft(speculate, parts, draft_parts)
     return parts, draft_parts
-
-
-def _check_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
-    """Refuse a draft that is missing, or reads other prompts than the target."""
-    if draft is None:
-        raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
-    if _reads(target) != _reads(draft):
-        raise ValueError(f"the draft does not read the target's prompts: {_reads(draft)}, not {_reads(target)}")
-
-
-def _reads(parts: ModelParts) -> str:
-    """What a model's prompts look like."""
-    placeholders = f"{parts.video_token_id} (video) and {parts.image_token_id} (image)"
-    return f"{parts.family} prompts with placeholders {placeholders}"

@@ -25,7 +25,7 @@ from apbv.decode import generate_tokens
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
-from apbv.speculate.strategies import Draft
+from apbv.speculate.prompt import Draft
 
 import families
 

@@ -3,8 +3,10 @@
 from .pair import Pair, draft_request
 from .pipeline import PipelineStats, generate_beside_draft
 from .preserve import kept_by_frame
+from .prompt import Draft, Prompt
 from .serial import SpeculationStats, generate_speculatively
-from .strategies import STRATEGIES, Draft, Prompt, draft_tree, keep_policy, make_observer
+from .settings import drafts_elsewhere, reads, require_consistent, require_fitting_draft, strategy_of
+from .strategies import STRATEGIES, draft_tree, make_observer
 from .threads import DraftThread
 from .tree import generate_by_tree
 
@@ -18,10 +20,14 @@ __all__ = [
     "SpeculationStats",
     "draft_request",
     "draft_tree",
+    "drafts_elsewhere",
     "generate_beside_draft",
     "generate_by_tree",
     "generate_speculatively",
-    "keep_policy",
     "kept_by_frame",
     "make_observer",
+    "reads",
+    "require_consistent",
+    "require_fitting_draft",
+    "strategy_of",
 ]

@@ -15,7 +15,8 @@ from ..models import ModelParts
 from ..stats import StageTimer
 from .link import FAILED, GO_ON, Link
 from .pipeline import DraftReport, draft_beside
-from .strategies import STRATEGIES, Draft, Prompt
+from .prompt import Draft, Prompt
+from .strategies import STRATEGIES
 
 
 @dataclass

@@ -19,8 +19,8 @@ from ..hosts import HostError, HostGroup
 from ..timeline import Recorder, Span
 from .drafters import Proposal, packed, unpacked
 from .link import CORRECTED, DONE, FAILED, GO_ON, Link
+from .prompt import Draft
 from .serial import SpeculationStats, judge, until_the_end
-from .strategies import Draft
 
 
 @dataclass(frozen=True)

@@ -10,104 +10,19 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..attention import PrefillObserver
-from ..config import SamplingConfig, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..encode import encode_visual
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
 from ..layout import ContextLayout
 from ..models import ModelParts
-from ..prefill import PrefillResult
 from . import preserve
 from .draft_prompt import collect_kv, prefill_draft, select_kv
-from .drafters import Drafter, ModelDrafter, NgramDrafter
+from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, make_weights, read_contexts
+from .prompt import Draft, Prompt, Successor
 from .scores import standardised
-from .tree import Tree, TreeDrafter
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prefilled prompt, and what a draft may be made of.
-
-    Attributes:
-        target, draft: the models; draft is None for strategies without one.
-        inputs: the prompt with its pixels.
-        state: what the target's prefill left; None on a draft host.
-        observer: what watched the prefill, if the strategy asked for it.
-        hosts: who computes: the target's hosts, or a draft host by itself.
-        vocab_size: of the target; with a smaller draft of that, where it drafts on a host of its own.
-        leave_last: the drafter is to run the prompt's last token itself, whose logits it then has.
-        tokenize: text to token ids, without special tokens, for drafts that read other text than the prompt's.
-        caption: what is to be seen, in words; on host 0, where the strategy asks for it.
-    """
-
-    target: ModelParts
-    draft: ModelParts | None
-    inputs: ModelInputs
-    state: PrefillResult | None
-    observer: PrefillObserver | None
-    hosts: HostGroup
-    config: SpeculativeConfig
-    sampling: SamplingConfig
-    vocab_size: int
-    leave_last: bool = False
-    tokenize: Callable[[str], list[int]] | None = None
-    caption: str | None = None
-
-    @property
-    def is_visual(self) -> Tensor:
-        return self.target.is_visual(self.inputs.input_ids[0])
-
-    @property
-    def num_visual(self) -> int:
-        return int(self.is_visual.sum())
-
-    @property
-    def num_kept(self) -> int:
-        """How many visual tokens the draft may see."""
-        return min(self.num_visual, max(1, round(self.config.keep_ratio * self.num_visual)))
-
-    def drafter(self, parts: ModelParts, cache) -> Drafter | TreeDrafter | None:
-        """A model that continues from a cache; None where there is no cache."""
-        if cache is None:
-            return None
-        left = int(self.leave_last)
-        if left:
-            cache.crop(-left)
-        position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
-        if draft_tree(self.config) is not None:
-            return TreeDrafter(parts, cache, position, self.vocab_size)
-        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size)
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Who drafts, and from what.
-
-    Attributes:
-        drafter: on host 0; None on the others.
-        num_visual: how many visual tokens it sees.
-        kept: which, by their number among the visual tokens, where all layers and heads see the same.
-        successor: of a provisional draft, which writes while the target still prefills.
-    """
-
-    drafter: Drafter | TreeDrafter | None
-    num_visual: int
-    kept: Tensor | None = None
-    successor: "Successor | None" = None
-
-
-@dataclass(frozen=True)
-class Successor:
-    """A draft that needs the target's scores.
-
-    Attributes:
-        is_due: whether they have come.
-        build: waits for them.
-    """
-
-    is_due: Callable[[], bool]
-    build: Callable[[], Draft]
+from .tree import Tree
 
 
 @dataclass(frozen=True)
