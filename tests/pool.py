@@ -1,11 +1,12 @@
-"""A pool of host processes that stay up for the whole test session, with one gloo group for every H.
+"""Processes for tests: forked from a server that has imported everything, and a pool of them that stays up.
 
 Starting a process that imports transformers takes seconds; running a job on a tiny model takes
-milliseconds. So eight processes are forked once from a server that has imported everything, and a job
-runs on the first H of them.
+milliseconds. So eight processes are forked once, with one gloo group for every H, and a job runs on the
+first H of them.
 """
 
 import multiprocessing as mp
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,20 +18,38 @@ MAX_HOSTS = max(GROUP_SIZES)
 _JOB_TIMEOUT = 240.0
 
 
+def start(target: Callable, *args) -> mp.Process:
+    """A process forked from the server that has imported everything."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["apbv", "families"])
+    process = context.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def exit_statuses(processes: list[mp.Process], seconds: float = 60.0) -> list[int]:
+    """How the processes ended; none may outlive the limit."""
+    deadline = time.monotonic() + seconds
+    try:
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"host {rank} did not end"
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 class HostPool:
     """Runs ``job(hosts, *args)`` on H gloo processes."""
 
     def __init__(self, rendezvous_file: str):
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["apbv", "families"])
         self._pipes, self._processes = [], []
         for rank in range(MAX_HOSTS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, rendezvous_file, theirs), daemon=True)
-            process.start()
+            ours, theirs = mp.Pipe()
+            self._processes.append(start(_serve, rank, rendezvous_file, theirs))
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, num_hosts: int, job: Callable, *args) -> list[Any]:
         """Run a module-level function on ``num_hosts`` hosts; returns what each host returned.

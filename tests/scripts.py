@@ -1,26 +1,91 @@
-"""Benchmarks run as a user runs them, and their figures checked against their schemas."""
+"""Scripts run as a user runs them, and benchmarks' figures checked against their schemas."""
 
 import importlib
 import json
 import os
-import subprocess
+import runpy
 import sys
+import tempfile
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import jsonschema
+import torch.distributed as dist
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from pool import exit_statuses, start
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+INFER = ROOT / "launch" / "infer.py"
 
 
-def run_benchmark(name: str, *options, hosts: int = 1) -> subprocess.CompletedProcess:
-    """The script of that name, under torchrun where there are several hosts."""
-    launcher = [sys.executable]
-    if hosts > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(hosts)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [*launcher, str(BENCHMARKS / f"{name}.py"), *map(str, options)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+def run_hosts(
+    script: Path, *options, hosts: int = 1, folders: list[Path] | None = None, timeout: float = 240.0
+) -> list[CompletedProcess]:
+    """What became of a script on so many hosts, started as torchrun starts it; each in a folder of its own.
+
+    In processes forked from the server: torchrun and each process of its own would take seconds to import
+    everything. What torchrun itself does, such as ending all hosts when one fails, is for the tests that run it.
+    """
+    arguments = [str(option) for option in options]
+    # What torchrun's agent holds for its processes.
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False) if hosts > 1 else None
+    with tempfile.TemporaryDirectory() as outputs:
+        processes = []
+        for rank in range(hosts):
+            folder = folders[rank] if folders else ROOT
+            place = (rank, hosts, store.port) if store else None
+            processes.append(start(_script_job, script, arguments, place, folder, Path(outputs, str(rank))))
+        statuses = exit_statuses(processes, timeout)
+        return [
+            CompletedProcess(
+                [str(script), *arguments],
+                status,
+                *(Path(outputs, f"{rank}.{name}").read_text(errors="replace") for name in ("stdout", "stderr")),
+            )
+            for rank, status in enumerate(statuses)
+        ]
+
+
+def run_script(script: Path, *options, hosts: int = 1, timeout: float = 240.0) -> CompletedProcess:
+    """``run_hosts`` as one: the output of all hosts, one after the other, and the first status that is not 0."""
+    results = run_hosts(script, *options, hosts=hosts, timeout=timeout)
+    return CompletedProcess(
+        results[0].args,
+        next((result.returncode for result in results if result.returncode), 0),
+        "".join(result.stdout for result in results),
+        "".join(result.stderr for result in results),
+    )
+
+
+def as_torchrun_starts(rank: int, size: int, port: int) -> None:
+    """The environment that torchrun's agent gives to its processes."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+
+
+def _script_job(script: Path, arguments: list[str], place: tuple | None, folder: Path, output: Path) -> None:
+    """The script's main process, with an output of its own."""
+    if place is not None:
+        as_torchrun_starts(*place)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(output.with_suffix(f".{name}"), os.O_WRONLY | os.O_CREAT), number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False))
+    os.chdir(folder)
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_benchmark(name: str, *options, hosts: int = 1) -> CompletedProcess:
+    return run_script(BENCHMARKS / f"{name}.py", *options, hosts=hosts)
 
 
 def figures_of(name: str, path: Path, *options, hosts: int = 1) -> tuple[list[dict], str]:

@@ -21,20 +21,21 @@ def folder(tmp_path_factory) -> Path:
 
 def right(records: list[dict], label: str, hosts: int) -> int:
     chosen = [r for r in records if (r["label"], r["hosts"]) == (label, hosts) and r["task"] != "retrieval"]
-    assert sum(r["total"] for r in chosen) == 8  # 4 clips, ordering and counting
+    assert sum(r["total"] for r in chosen) == 4  # 2 clips, ordering and counting
     return sum(r["right"] for r in chosen)
 
 
 def test_methods_differ_where_they_should(folder):
-    records = measured(folder, "--preset", "methods", "--clips", 4, "--shots", 64, "--hosts", 1, 8)
+    records = measured(folder, "--preset", "methods", "--clips", 2, "--shots", 64, "--hosts", 1, 8)
     labels = {r["label"] for r in records}
     assert labels == {*METHODS, "apbv, default lengths"}
     assert {r["needles"] for r in records} == {"edited", "inserted"}
     full = right(records, "full", 1)
-    assert full >= 6
+    assert full >= 3
     # Exact methods answer as full attention does; without passing blocks these tasks cannot be solved.
     assert right(records, "zigzag_ring", 8) == right(records, "ulysses", 8) == right(records, "full", 8) == full
-    assert right(records, "star", 8) <= full - 3
+    assert right(records, "apbv", 8) >= full - 1
+    assert right(records, "star", 8) <= full - 2
     table = run_benchmark("accuracy", "--table", folder / "figures.jsonl").stdout.splitlines()
     assert len(table) == 2 + 1 + len(labels)
 

@@ -1,58 +1,73 @@
 """Freed memory stays with the process."""
 
+import multiprocessing as mp
 import platform
-import subprocess
+import resource
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-
-COUNT_FAULTS = """
-import resource, sys
 import torch
-from apbv.allocator import keep_freed_memory
-if "keep" in sys.argv:
-    assert keep_freed_memory()
-states = torch.ones(16 * 2**20)  # 64 MiB: more than the C library ever keeps by itself
-for round in range(6):
-    if round == 3:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    del [0 for _ in [states * 2]][:]
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
 
-
-# The bytes by which the resident set shrinks.
-KEEP_AND_RETURN = """
-from pathlib import Path
-import torch
 from apbv.allocator import keep_freed_memory, return_freed_memory
-keep_freed_memory()
-resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-states = torch.ones(16 * 2**20)
-del states
-before = resident()
-return_freed_memory()
-print(before - resident())
-"""
+
+from pool import start
+
+with_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+NUMBERS = 16 * 2**20  # 64 MiB of fp32: more than the C library ever keeps by itself
 
 
-def run_python(code: str, *arguments) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def page_faults(keep: bool) -> int:
+    """Of products that are each freed before the next, once those before have touched what they need."""
+    if keep:
+        assert keep_freed_memory()
+    states = torch.ones(NUMBERS)
+    for turn in range(6):
+        if turn == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        del [0 for _ in [states * 2]][:]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def bytes_returned() -> int:
+    """By which the resident set shrinks."""
+    keep_freed_memory()
+    states = torch.ones(NUMBERS)
+    del states
+    before = resident_bytes()
+    return_freed_memory()
+    return before - resident_bytes()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def in_a_process_of_its_own(job: Callable, *args) -> int:
+    """Memory that is kept once is kept for good."""
+    ours, theirs = mp.Pipe(duplex=False)
+    process = start(send_result, theirs, job, args)
+    theirs.close()
+    result = ours.recv()
+    process.join()
+    return result
+
+
+def send_result(pipe, job: Callable, args: tuple) -> None:
+    pipe.send(job(*args))
+
+
+@with_glibc
 def test_large_results_are_written_to_pages_that_were_touched_before():
-    assert int(run_python(COUNT_FAULTS, "keep")) < 100 < int(run_python(COUNT_FAULTS))
+    assert in_a_process_of_its_own(page_faults, True) < 100 < in_a_process_of_its_own(page_faults, False)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+@with_glibc
 def test_kept_memory_can_be_returned():
-    assert int(run_python(KEEP_AND_RETURN)) > 40 * 2**20
+    assert in_a_process_of_its_own(bytes_returned) > 40 * 2**20
 
 
 def test_elsewhere_nothing_happens(monkeypatch):
-    from apbv import allocator
-
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not allocator.keep_freed_memory()
+    assert not keep_freed_memory()

@@ -59,7 +59,8 @@ CASES = {
     "no zigzag": {"zigzag": False},
     "too short": {"anchor_len": QUERY_START - 1},
 }
-RUNS = [(num_hosts, case, torch.float32) for num_hosts in (1, 2, 3, 8) for case in CASES]
+RUNS = [(num_hosts, case, torch.float32) for num_hosts in (1, 2, 3) for case in CASES]
+RUNS += [(8, case, torch.float32) for case in ("full", "zigzag ring", "ulysses", "star", "apb", "apbv")]
 RUNS += [(3, case, dtype) for case in ("apbv", "apb", "ulysses") for dtype in (torch.bfloat16, torch.float64)]
 
 

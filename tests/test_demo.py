@@ -1,7 +1,9 @@
 """The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts with APB-V."""
 
+import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def score_job(hosts: HostGroup, exam: Exam, configs: list[PrefillConfig], folder
 
 @pytest.mark.parametrize("grid, num_shots", [(2, 48), (6, 16)])
 def test_held_out_clips_are_answered_right(pool, tmp_path, grid, num_shots):
-    exam = Exam(grid, num_shots, num_clips=8, split="validation")
+    exam = Exam(grid, num_shots, num_clips=6, split="validation")
     records, others = pool.run(2, score_job, exam, [PrefillConfig()], tmp_path)
     assert records == others
     assert {record["task"] for record in records} == {"retrieval", "ordering", "counting", "describe"}
@@ -64,7 +66,7 @@ def test_held_out_clips_are_answered_right(pool, tmp_path, grid, num_shots):
 
 def test_without_passing_blocks_the_same_clips_lose_ordering(pool, tmp_path):
     """What the paper says of Star Attention; and a scorer that calls everything right would be seen."""
-    exam = Exam(2, 48, 12, ("ordering",), "validation")
+    exam = Exam(2, 48, 8, ("ordering",), "validation")
     configs = [PrefillConfig(passing_len=length, anchor_len=8) for length in (0, 48)]
     records = pool.run(4, score_job, exam, configs, tmp_path)[0]
     right = {length: sum(r["right"] for r in records if r["passing_len_asked"] == length) for length in (0, 48)}
@@ -149,11 +151,16 @@ def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
         scale.scale_model(target, 0)
 
 
+@pytest.fixture(scope="module")
+def shot_pool():
+    """As few shots as a pool may hold."""
+    return data.ShotPool(seed=9, size=1024, grid=2)
+
+
 @pytest.mark.parametrize("grid", clips.GRIDS)
 def test_training_sequences_equal_what_the_processor_makes(target, processor, grid):
     """A packed training row holds, per question, the tokens and positions that inference would see."""
-    shot_pool = data.ShotPool(seed=7, size=1024, grid=grid)
-    maker = data.BatchMaker({grid: shot_pool}, seed=7)
+    maker = data.BatchMaker({}, seed=7)
     clip = clips.make_clip(0, 10, "train", grid)
     frames = clips.render(clip)
     pixels = processor.video_processor(videos=[frames], return_tensors="pt")
@@ -181,9 +188,8 @@ def test_training_sequences_equal_what_the_processor_makes(target, processor, gr
         torch.testing.assert_close(row.positions[:, chosen], positions[:, 0])
 
 
-def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target):
+def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target, shot_pool):
     """The shared sequence hides every question from the others."""
-    shot_pool = data.ShotPool(seed=9, size=1024, grid=2)
     maker = data.BatchMaker({2: shot_pool}, seed=9)
     places = shot_pool.draw_clip(12, maker.rng)
     clip = clips.ClipSpec(tuple(shot_pool.shots[place] for place in places))
@@ -215,9 +221,9 @@ def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target):
             torch.testing.assert_close(together[row.segments == number], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_questions_of_a_drawn_batch_do_not_see_each_other():
+def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
     """Other words in the first question change its own logits, and no other question's."""
-    maker = data.BatchMaker({2: data.ShotPool(seed=9, size=1024, grid=2)}, seed=9)
+    maker = data.BatchMaker({2: shot_pool}, seed=9)
     model = load(demo.model_path())
     model.set_attn_implementation(train.ATTENTION)
     batch = maker.draw(num_clips=2, num_shots=12, grid=2)
@@ -234,8 +240,7 @@ def test_questions_of_a_drawn_batch_do_not_see_each_other():
     assert not torch.equal(before[tasks == retrieval], after[tasks == retrieval])
 
 
-def test_drawn_clips_follow_the_rules_of_the_train_split():
-    shot_pool = data.ShotPool(seed=3, size=1024, grid=2)
+def test_drawn_clips_follow_the_rules_of_the_train_split(shot_pool):
     shot_pool.renew()
     rng = data.BatchMaker({2: shot_pool}, seed=3).rng
     for num_shots in (8, 40, 300):
@@ -265,12 +270,13 @@ def test_token_labels_lie_where_the_needle_is():
         assert scenes == ({-100} if needle.kind == "inserted" else {-100, data.SCENE_IDS["still disc"]})
 
 
-def test_a_draft_learns_from_the_target(tmp_path, monkeypatch):
+def test_a_draft_learns_from_the_target(tmp_path, monkeypatch, shot_pool):
     """A few steps of distilling, on all and on a part of the visual tokens, with both vision towers frozen."""
     monkeypatch.setattr(train, "CURRICULUM", {"draft": ((0.0, {2: 8}),)})
     monkeypatch.setattr(train, "GRID_SHARES", {2: 1.0})
     monkeypatch.setattr(train, "FREEZING_BEGINS", 0.0)
-    batches = data.BatchMaker({2: data.ShotPool(5, 1024, 2)}, 5)
+    monkeypatch.setattr(train, "VISUAL_TOKENS_PER_STEP", 384)
+    batches = data.BatchMaker({2: shot_pool}, 5)
     trainer = train.Trainer("draft", tmp_path, minutes=10, seed=0, teacher=demo.model_path())
     assert trainer.model.num_parameters() <= 1_000_000
     for group in trainer.optimiser.param_groups:
@@ -290,11 +296,17 @@ def test_a_draft_learns_from_the_target(tmp_path, monkeypatch):
     assert all(parameter.grad is None for parameter in trainer.teacher.parameters())
 
 
-def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch):
-    """A few seconds of the real thing: the loss falls, and a resumed run goes on where the first one stopped."""
-    monkeypatch.setattr(train, "POOL_SIZES", {2: 1024})
+def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_pool):
+    """A few steps of the real thing: the loss falls, and a resumed run goes on where the first one stopped."""
+    monkeypatch.setattr(train, "ShotPool", lambda *_: shot_pool)
     monkeypatch.setattr(train, "GRID_SHARES", {2: 1.0})
+    monkeypatch.setattr(train, "POOL_SIZES", {2: 1024})
+    monkeypatch.setattr(train, "WARMUP_STEPS", 5)
     monkeypatch.setattr(train, "LOG_SECONDS", 1)
+    for name in ("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"):
+        monkeypatch.setattr(train, name, 384)
+    # Every step takes half a second by this clock: as many steps on every machine.
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=itertools.count(step=0.5).__next__))
     command = ["train", "target", "--out", str(tmp_path), "--threads", "1"]
     monkeypatch.setattr("sys.argv", [*command, "--minutes", "0.1"])
     train.main()
@@ -302,7 +314,7 @@ def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", [*command, "--minutes", "0.2", "--resume"])
     train.main()
     resumed = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert resumed["step"] > state["step"] > 0 and resumed["history"][0] == state["history"][0]
+    assert (state["step"], resumed["step"]) == (12, 24) and resumed["history"][0] == state["history"][0]
     losses = [row["dense"] for row in resumed["history"]]
     assert losses[-1] < losses[0]
     assert (tmp_path / "curves.png").stat().st_size > 1000

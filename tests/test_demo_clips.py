@@ -1,7 +1,6 @@
 """The demo's clip generator and its questions."""
 
-import subprocess
-import sys
+import runpy
 from collections import Counter
 from itertools import pairwise
 
@@ -134,19 +133,28 @@ def test_answers_follow_from_the_clip():
         assert [tuple(part.split()) for part in parts if part not in clips.SCENES] == list(letters.items())
 
 
-def test_the_render_command_writes_what_it_says(tmp_path):
-    path = tmp_path / "clip.mp4"
-    command = [sys.executable, "-m", "apbv.demo.render", "--seed", "7", "--shots", "10", "--grid", "6"]
-    result = subprocess.run([*command, "--out", path], capture_output=True, text=True, timeout=60, check=True)
+@pytest.fixture
+def render_command(tmp_path, monkeypatch):
+    """``python -m apbv.demo.render`` with these options, in this process."""
+
+    def run(*options: str) -> None:
+        monkeypatch.setattr("sys.argv", ["render", "--out", str(tmp_path / "clip.mp4"), *options])
+        runpy.run_module("apbv.demo.render", run_name="__main__")
+
+    return run
+
+
+def test_the_render_command_writes_what_it_says(render_command, tmp_path, capsys):
+    render_command("--seed", "7", "--shots", "10", "--grid", "6")
     clip = clips.make_clip(7, 10, "test", 6)
-    assert clips.read_mp4(path).shape == (20, 168, 168, 3)
-    said = [line.strip() for line in result.stdout.splitlines()[1:]]
+    assert clips.read_mp4(tmp_path / "clip.mp4").shape == (20, 168, 168, 3)
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert said == [line for _, question, answer in clips.questions(clip) for line in (question, answer)]
 
 
 @pytest.mark.parametrize("wrong", [["--shots", "2"], ["--seed", "-1"], ["--grid", "5"]])
-def test_the_render_command_refuses_nonsense(tmp_path, wrong):
-    command = [sys.executable, "-m", "apbv.demo.render", "--out", tmp_path / "clip.mp4", *wrong]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and wrong[0] in result.stderr
+def test_the_render_command_refuses_nonsense(render_command, tmp_path, capsys, wrong):
+    with pytest.raises(SystemExit) as ended:
+        render_command(*wrong)
+    assert ended.value.code == 2 and wrong[0] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

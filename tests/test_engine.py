@@ -1,11 +1,9 @@
-"""The engine and launch/infer.py, from real H.264 files to text, under torchrun."""
+"""The engine and launch/infer.py, from real H.264 files to text."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -18,8 +16,8 @@ from apbv.video import VideoError
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from scripts import INFER, run_script
 
-INFER = Path(__file__).parents[1] / "launch" / "infer.py"
 QUESTION = "What happens here?"
 
 
@@ -56,15 +54,8 @@ def write_clip(path: Path, frames: torch.Tensor) -> None:
         container.mux(stream.encode())
 
 
-def infer(*options, hosts: int = 2, timeout: float = 120) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(INFER), *map(str, options)]
-    if hosts > 1:
-        run = ["-m", "torch.distributed.run", "--nproc-per-node", str(hosts), "--master-port", "0"]
-        command = [sys.executable, *run, "--standalone", *command[1:]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, errors="replace"
-    )
+def infer(*options, hosts: int = 2) -> CompletedProcess:
+    return run_script(INFER, *options, hosts=hosts)
 
 
 def answers_job(hosts: HostGroup, path: str, settings: dict, request: dict):

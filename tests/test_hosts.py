@@ -7,7 +7,6 @@ below the groups' own timeouts, unless the timeout is what is tested.
 import multiprocessing as mp
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
@@ -26,8 +25,9 @@ import apbv.hosts
 from apbv import HostGroup
 
 import families
+from pool import exit_statuses, start
+from scripts import INFER, as_torchrun_starts, run_hosts
 
-INFER = Path(__file__).parents[1] / "launch" / "infer.py"
 SIZES = (1, 2, 3, 8)
 HANGING = 15.0
 UNICODE = "no such clip: Übersicht_映像.mp4"
@@ -389,28 +389,6 @@ def serve_fresh(pipe, rank: int, size: int, store: Store, timeout: float, job: C
         hosts.close()
 
 
-def start(target: Callable, *args) -> mp.Process:
-    """A process forked from the server that has imported everything."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["apbv", "families"])
-    process = context.Process(target=target, args=args, daemon=True)
-    process.start()
-    return process
-
-
-def exit_statuses(processes: list[mp.Process], seconds: float = 60.0) -> list[int]:
-    """How the processes ended; none may outlive the limit."""
-    deadline = time.monotonic() + seconds
-    try:
-        for rank, process in enumerate(processes):
-            process.join(max(0.0, deadline - time.monotonic()))
-            assert process.exitcode is not None, f"host {rank} did not end"
-        return [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
 def run_fresh(store: Store, size: int, job: Callable, *args, timeout: float = 60.0) -> list[Outcome]:
     """Run ``job(hosts, *args)`` on a group of new processes, as a program would that lets its errors out."""
     pipes, processes = [], []
@@ -588,18 +566,6 @@ def agent_store():
     return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
-def as_torchrun_starts(rank: int, size: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
-
-
 def from_env_job(pipe, rank: int, port: int, done: Path) -> None:
     as_torchrun_starts(rank, 2, port)
     hosts = HostGroup.from_env("cpu", timeout=2.5)
@@ -640,50 +606,25 @@ def test_hosts_that_do_not_meet(agent_store):
     assert ours.recv().startswith("HostError: the hosts did not meet within 1 s: ")
 
 
-def infer_job(folder: str, rank: int, size: int, port: int, arguments: list[str]) -> None:
-    """What torchrun does with ``launch/infer.py``, with a folder and an output of its own for each host."""
-    as_torchrun_starts(rank, size, port)
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    output = os.open("stderr", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")
-    sys.argv = [str(INFER), *arguments]
-    runpy.run_path(str(INFER), run_name="__main__")
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
     return str(families.save_checkpoint("llama", tmp_path_factory.mktemp("checkpoints") / "llama"))
 
 
 @pytest.fixture
-def infer(agent_store, tmp_path, checkpoint):
-    """Runs ``launch/infer.py`` on two hosts; returns what each printed to stderr."""
+def infer(tmp_path, checkpoint):
+    """Runs ``launch/infer.py`` on two hosts, each in a folder of its own; returns what each printed to stderr."""
     folders = [tmp_path / f"host{rank}" for rank in range(2)]
     for folder in folders:
         folder.mkdir()
 
     def run(*options: str) -> list[str]:
-        arguments = [
-            "--model",
-            checkpoint,
-            "--prompt",
-            "Why?",
-            "--max-new-tokens",
-            "2",
-            "--timeout",
-            "60",
-            *options,
-        ]
+        asked = ["--model", checkpoint, "--prompt", "Why?", "--max-new-tokens", 2, "--timeout", 60, *options]
         began = time.monotonic()
-        processes = [
-            start(infer_job, str(folder), rank, 2, agent_store.port, arguments)
-            for rank, folder in enumerate(folders)
-        ]
-        assert exit_statuses(processes) == [1, 1]
+        results = run_hosts(INFER, *asked, hosts=2, folders=folders)
+        assert [result.returncode for result in results] == [1, 1]
         assert time.monotonic() - began < 2 * HANGING
-        return [(folder / "stderr").read_text() for folder in folders]
+        return [result.stderr for result in results]
 
     run.folders = folders
     return run

@@ -111,9 +111,16 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     assert data <= names
 
 
-@pytest.mark.parametrize("place", ["wheel", "environment", "environment, in the repository"])
+def test_the_environment_does_not_show_kernels(tmp_path):
+    seen = python(
+        "-c", "import importlib.util; print(importlib.util.find_spec('kernels') is not None)", cwd=tmp_path
+    )
+    assert seen.strip() == str(has_hugging_face_kernels())
+
+
+@pytest.mark.parametrize("place", ["wheel", "environment, in the repository"])
 def test_an_import_neither_shows_nor_hides_kernels(request, tmp_path, place):
-    """From the wheel; as installed here; and that with the folder ``kernels`` in the working directory."""
+    """From the wheel; and as installed here, with the folder ``kernels`` in the working directory."""
     target = request.getfixturevalue("installed") if place == "wheel" else None
     cwd = ROOT if place.endswith("repository") else tmp_path
     seen = json.loads(python("-c", PROBE, cwd=cwd, path=target))

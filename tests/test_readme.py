@@ -13,16 +13,23 @@ import pytest
 from apbv import demo
 from apbv.demo.clips import make_clip, questions
 
-ROOT = Path(__file__).parents[1]
+from scripts import ROOT, run_script
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def run(command: str, shell: bool) -> str:
+def run(command: str) -> str:
+    """As it stands, by the shell."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    arguments = command if shell else [sys.executable, "-c", command]
     result = subprocess.run(
-        arguments, shell=shell, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def run_quickly(script: Path, *options, hosts: int = 1) -> str:
+    result = run_script(script, *options, hosts=hosts)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -42,21 +49,28 @@ def test_the_first_command_answers_right():
     assert second == 'pip install -c constraints.txt -e ".[test]" && pytest'
     expected = answer_to(demo.DEMO_QUESTION)
     assert f"(`{expected}`)" in README
-    assert run(job, shell=True).strip() == expected
+    assert run(job).strip() == expected
 
 
 @pytest.mark.parametrize("option", ["--passing-len 16", "--kv sharded"])
 def test_further_demo_commands_answer_right(option):
     line = next(line for line in blocks("bash")[0].splitlines() if line.endswith(option))
-    assert run(line, shell=True).strip() == answer_to(re.search('--prompt "(.*?)"', line).group(1))
+    torchrun, per_node, hosts, script, *options = shlex.split(line)
+    assert (torchrun, per_node) == ("torchrun", "--nproc-per-node")
+    said = run_quickly(ROOT / script, *options, hosts=int(hosts))
+    assert said.strip() == answer_to(options[options.index("--prompt") + 1])
 
 
-def test_the_library_examples_run():
-    first, second = blocks("python")
-    lines = run(first, shell=False).splitlines()
+def test_the_library_examples_run(tmp_path):
+    said = []
+    for number, example in enumerate(blocks("python")):
+        script = tmp_path / f"example{number}.py"
+        script.write_text(example)
+        said.append(run_quickly(script))
+    lines = said[0].splitlines()
     assert lines[0].startswith(answer_to("name the letters in order"))
     assert lines[1].strip() == answer_to("how many letters are shown")
-    assert "torch.Size([1, " in run(second, shell=False)
+    assert "torch.Size([1, " in said[1]
 
 
 def test_the_benchmark_commands_are_understood(monkeypatch):

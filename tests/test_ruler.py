@@ -139,8 +139,8 @@ def test_a_pretrained_model_finds_the_needle():
     except ImportError as error:
         pytest.skip(str(error))
     model, tokenizer = ruler.load_smollm2("float32")
-    made = make_task("single", 0, 512, tokenizer)
-    assert 0.97 * 512 <= len(tokenizer(made.context).input_ids) <= 512
+    made = make_task("single", 0, 256, tokenizer)
+    assert 0.97 * 256 <= len(tokenizer(made.context).input_ids) <= 256
     config = PrefillConfig(method="full")
-    (record,) = score_ruler(model, tokenizer, HostGroup.single("cpu"), [config], "single", 512, num_samples=5)
-    assert record["right"] >= 0.8 * record["total"], record
+    (record,) = score_ruler(model, tokenizer, HostGroup.single("cpu"), [config], "single", 256, num_samples=3)
+    assert record["right"] == record["total"] == 3

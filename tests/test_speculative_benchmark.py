@@ -11,7 +11,7 @@ from scripts import BENCHMARKS, assert_one_line_error, figures_of
 
 def test_every_way_beside_autoregressive_decoding(tmp_path):
     plot = tmp_path / "speed.png"
-    options = ["--scale", 2, "--clips", 1, "--shots", 16, "--max-new-tokens", 30, "--folder", tmp_path]
+    options = ["--scale", 2, "--clips", 1, "--shots", 16, "--max-new-tokens", 15, "--folder", tmp_path]
     options += ["--keep", "attention", "full", "--num-draft-tokens", 2, 4, "--plot", plot]
     records, output = figures_of("speculative", tmp_path / "figures.jsonl", *options)
     labels = [record["label"] for record in records]
@@ -20,7 +20,7 @@ def test_every_way_beside_autoregressive_decoding(tmp_path):
     assert labels[9] == "hippo, 0.1, γ = 2"
     assert len(output.strip().splitlines()) == 2 + len(records) and plot.read_bytes().startswith(b"\x89PNG")
     alone = records[0]
-    assert alone["speculation"] is None and alone["new_tokens"] == 30
+    assert alone["speculation"] is None and alone["new_tokens"] == 15
     for record in records:
         assert record["identical"]
         assert record["decode_speedup"] == pytest.approx(alone["decode_ms"][0] / record["decode_ms"][0])

@@ -153,6 +153,14 @@ def test_no_module_rebinds_its_globals():
     assert rebinding <= {"apbv.torchvision_guard"}
 
 
+def test_scripts_import_apbv_before_transformers():
+    """Which may fail otherwise (see apbv.torchvision_guard), but not in these tests, where apbv comes first."""
+    for module, path in modules({"launch": "launch", "benchmarks": "benchmarks"}).items():
+        names = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
+        tops = [name.split(".")[0] for name, _ in names]
+        assert [top for top in tops if top in ("apbv", "transformers")][:1] in ([], ["apbv"]), module
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
