@@ -196,7 +196,7 @@ class TableStream:
 
 
 def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own(pool):
-    for counts in pool.run(2, sampled_job, NUM_SAMPLES):
+    for counts in pool.run(2, sampled_job, NUM_SAMPLES // 3):
         assert surprise_of(counts, TableModel(tables(4), tables(4, 1))) < 4
 
 

@@ -45,7 +45,8 @@ def require_consistent(
     by_vision = keep_policy(config) == "hippo" and set(config.hippo_terms) > {"attention"}
     if config.vision_first and not (by_vision and config.draft_host and config.prune == "prompt"):
         raise ValueError(
-            "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt', and a draft host"
+            "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt', and a draft "
+            "host"
         )
     if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
         raise ValueError(
