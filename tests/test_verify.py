@@ -67,7 +67,7 @@ def surprise(model: TableModel, num_draft_tokens: int = 2) -> float:
 
 
 def surprise_of(counts: Counter, model: TableModel) -> float:
-    expected = {sequence: NUM_SAMPLES * chance for sequence, chance in model.exact().items()}
+    expected = {sequence: counts.total() * chance for sequence, chance in model.exact().items()}
     impossible = [sequence for sequence in counts if not expected[sequence]]
     if impossible:
         return float("inf")
