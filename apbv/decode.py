@@ -1,7 +1,7 @@
 """Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -38,11 +38,7 @@ class Decoder(Protocol):
 
 
 class GatheredDecoder:
-    """Host 0 decodes alone over a plain DynamicCache: on a GPU with the model's own attention.
-
-    On a CPU apbv's is used, because sdpa with a mask, which several tokens at once need, is several times slower
-    there over a long cache than the fused kernel without one.
-    """
+    """Host 0 decodes alone over a plain DynamicCache."""
 
     def __init__(self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position, self._hosts = parts, cache, next_position, hosts
@@ -50,8 +46,7 @@ class GatheredDecoder:
     def advance(self, tokens: Sequence[int]) -> Tensor | None:
         if self._hosts.rank != 0:
             return None
-        on_cpu = self._parts.device.type == "cpu"
-        with apbv_attention(self._parts.language_model) if on_cpu else nullcontext():
+        with decoding_attention(self._parts):
             logits = run_language_model(self._parts, tokens, self._position, self._cache)
         self._position += len(tokens)
         return logits
@@ -99,6 +94,15 @@ class ShardedDecoder:
     def keep_path(self, count: int, path: Sequence[int]) -> None:
         keep_of_last(self._cache, count, path)
         self._position += len(path)
+
+
+def decoding_attention(parts: ModelParts) -> AbstractContextManager:
+    """The attention with which a few tokens run over a long plain cache: on a GPU the model's own.
+
+    On a CPU it is apbv's: sdpa copies the KV heads of grouped queries, and with a mask, which several tokens at once
+    need, is several times slower there than the fused kernel without one.
+    """
+    return apbv_attention(parts.language_model) if parts.device.type == "cpu" else nullcontext()
 
 
 @torch.no_grad()
