@@ -99,8 +99,8 @@ class ShardedDecoder:
 def decoding_attention(parts: ModelParts) -> AbstractContextManager:
     """The attention with which a few tokens run over a long plain cache: on a GPU the model's own.
 
-    On a CPU it is apbv's: sdpa copies the KV heads of grouped queries, and with a mask, which several tokens at once
-    need, is several times slower there than the fused kernel without one.
+    On a CPU it is apbv's: sdpa copies the KV heads of grouped queries, and with a mask, which several tokens at
+    once need, is several times slower there than the fused kernel without one.
     """
     return apbv_attention(parts.language_model) if parts.device.type == "cpu" else nullcontext()
 
