@@ -11,6 +11,10 @@ from torch import Tensor
 
 Segment = tuple[Tensor, Tensor]
 
+# Rows of scores per KV head, keys and precisions for which a CPU is faster without its fused kernel.
+_FEW_ROWS, _MANY_KEYS = 32, 8192
+_WIDE = (torch.float32, torch.float64)
+
 
 def segmented_attention(
     q: Tensor, segments: list[Segment], scale: float, causal_last: bool
@@ -126,6 +130,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     aten = torch.ops.aten
     if q.device.type == "cpu":
+        rows = q.shape[2] * (q.shape[1] // k.shape[1])
+        if not causal and rows <= _FEW_ROWS and k.shape[2] >= _MANY_KEYS and q.dtype in _WIDE:
+            return _attend_few(q, k, v, scale)
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     if q.dtype in (torch.float16, torch.bfloat16):
         groups = q.shape[1] // k.shape[1]
@@ -134,6 +141,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
     return _attend_by_definition(q, k, v, scale, causal)
+
+
+def _attend_few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Few queries, as in decoding: two matrix products over the keys as they lie, a group's heads side by side.
+
+    On a CPU the fused kernel reads K and V, which no cache holds any more, once for every query head.
+    """
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    scores = grouped @ k.transpose(-1, -2)
+    scores *= scale
+    highest = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = (weights @ v) / total
+    lse = highest + total.log()
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _attend_by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,8 @@ LENGTHS = {
     "more-queries-than-last-keys": (129, [111, 63]),
     "decode-two-segments": (1, [111, 129]),
     "few-queries-many-keys": (7, [129, 1, 111, 63]),
+    "decode-long": (1, [8200]),
+    "verify-long": (5, [8200, 63]),
     "empty-first": (63, [0, 63]),
     "empty-middle": (63, [111, 0, 63]),
     "empty-last": (63, [129, 0]),
