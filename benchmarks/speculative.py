@@ -37,7 +37,7 @@ from apbv.demo.evaluate import Exam, clips_folder
 from apbv.demo.scale import scale_model
 from apbv.hosts import run_on_hosts
 from apbv.launch.infer import draft_tokens
-from apbv.speculate import STRATEGIES, theory
+from apbv.speculate import STRATEGIES, draft_tree, theory
 from apbv.stats import append_json_lines, markdown_table, provenance
 from apbv.video import probe
 
@@ -142,7 +142,7 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
 def may_move_out(config: SpeculativeConfig) -> bool:
     """Whether its draft can work on a host of its own."""
     strategy = STRATEGIES[config.strategy]
-    return strategy.needs_draft_model and not strategy.needs_verdicts
+    return strategy.needs_draft_model and not strategy.needs_verdicts and draft_tree(config) is None
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,8 @@ def speculation(runs: Runs, target_ms: float, num_tokens: int) -> dict:
     seconds = runs.total("draft_seconds")
     draft_ms = 1e3 * seconds / max(1, written) if seconds is not None else None
     tau, c = accepted / max(1, drafted), target_ms / draft_ms if draft_ms else None
+    # Theorem 6 is about tokens that are accepted one by one until the first is not, Theorems 4 and 5 about shares.
+    chance = accepted / max(1, accepted + runs.total("num_rejections"))
     gamma = drafted / max(1, rounds)  # a lookup may find less than was asked for
     idle = {f"{side}_idle_ms": runs.total(f"{side}_idle_seconds") for side in ("target", "draft")}
     return {
@@ -279,7 +281,7 @@ def speculation(runs: Runs, target_ms: float, num_tokens: int) -> dict:
         "cost_ratio": c,
         "predicted_decode_speedup": theory.serial(gamma, c, tau) if c else None,
         "predicted_parallel_speedup": theory.parallel(gamma, c, tau) if c else None,
-        "predicted_parallel_speedup_with_rollback": theory.parallel_with_rollback(gamma, c, tau) if c else None,
+        "predicted_parallel_speedup_with_rollback": theory.parallel_with_rollback(gamma, c, chance) if c else None,
     }
 
 
@@ -303,7 +305,8 @@ def table(rows: list[dict]) -> str:
 
 def _cells(row: dict) -> list[str]:
     figures = row["speculation"]
-    times = [f"{statistics.mean(row[name]):.1f}" for name in ("draft_prefill_ms", "decode_ms")]
+    prefill = row["breakdown_ms"]["draft prefill"]
+    times = ["–" if prefill is None else f"{prefill:.1f}", f"{statistics.mean(row['decode_ms']):.1f}"]
     shares, predicted = ["–", "–", "1.00", "–"], None
     if figures:
         names = ("acceptance_rate", "mean_accepted_tokens", "tokens_per_target_forward", "cost_ratio")

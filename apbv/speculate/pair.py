@@ -122,11 +122,11 @@ class ReceivedScores:
         self._announcement = link.expect_verdict()
 
     def have_come(self) -> bool:
-        """Whether :meth:`result` need not wait."""
+        """Whether :meth:`wait` would return, or raise, at once."""
         return self._announcement.has_ended()
 
-    def result(self) -> Tensor:
-        """``[visual tokens]``; waits for the target's prefill.
+    def wait(self) -> None:
+        """Until the target's prefill has ended.
 
         Raises:
             HostError: the target's hosts failed.
@@ -134,6 +134,10 @@ class ReceivedScores:
         code, *_ = self._announcement.wait().tolist()
         if code == FAILED:
             raise HostError("the target's hosts failed")
+
+    def result(self) -> Tensor:
+        """``[visual tokens]``; :meth:`wait`\ s, and raises as that does."""
+        self.wait()
         return self._link.receive(self._num_visual, torch.float32)
 
 

@@ -76,7 +76,8 @@ class PipelineStats(SpeculationStats):
 
     @property
     def draft_idle_seconds(self) -> float | None:
-        return self.of_draft and self.of_draft.seconds("wait for verdict")
+        waits = ("wait for scores", "wait for verdict")
+        return self.of_draft and sum(map(self.of_draft.seconds, waits))
 
     def summary(self, num_new_tokens: int) -> dict:
         """And ``num_written``: all that the draft host drafted, useless windows included."""
@@ -239,6 +240,8 @@ def draft_beside(
         link.send_rest(window[1:], rows[1:])
         total += len(window)
         if provisional:
+            with record.span("wait for scores"):
+                draft.successor.wait()
             with record.span("prune"):
                 draft = _succeed(draft, link)
             verdict = link.expect_verdict()

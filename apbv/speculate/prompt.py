@@ -95,8 +95,10 @@ class Successor:
 
     Attributes:
         is_due: whether they have come.
-        build: waits for them.
+        wait: until they have.
+        build: afterwards.
     """
 
     is_due: Callable[[], bool]
+    wait: Callable[[], None]
     build: Callable[[], Draft]

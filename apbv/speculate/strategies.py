@@ -108,7 +108,9 @@ def _by_model(prompt: Prompt) -> Draft:
         rest = partial(_on_kept_tokens, prompt, rows)
     else:
         return _on_kept_tokens(prompt, rows)
-    return replace(first, successor=Successor(prompt.observer.have_come, rest)) if scores_are_due else rest()
+    if not scores_are_due:
+        return rest()
+    return replace(first, successor=Successor(prompt.observer.have_come, prompt.observer.wait, rest))
 
 
 def _on_kept_tokens(prompt: Prompt, rows: Tensor) -> Draft:
