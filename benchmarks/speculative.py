@@ -269,10 +269,11 @@ def speculation(runs: Runs, target_ms: float, num_tokens: int) -> dict:
     chance = accepted / max(1, accepted + runs.total("num_rejections"))
     gamma = drafted / max(1, rounds)  # a lookup may find less than was asked for
     idle = {f"{side}_idle_ms": runs.total(f"{side}_idle_seconds") for side in ("target", "draft")}
+    per_forward = num_tokens / max(1, runs.total("num_target_forwards"))
     return {
         "config": asdict(config),
         "acceptance_rate": tau,
-        "tokens_per_target_forward": num_tokens / max(1, runs.total("num_target_forwards")),
+        "tokens_per_target_forward": per_forward,
         "mean_accepted_tokens": accepted / (runs.total("num_rejections") + len(runs.stats)),
         "draft_ms_per_token": draft_ms,
         "verify_ms_per_round": 1e3 * runs.total("verify_seconds") / max(1, rounds),
@@ -280,6 +281,7 @@ def speculation(runs: Runs, target_ms: float, num_tokens: int) -> dict:
         "kept_near_border": kept_near_border(runs.answers),
         "cost_ratio": c,
         "predicted_decode_speedup": theory.serial(gamma, c, tau) if c else None,
+        "predicted_by_block_efficiency": theory.by_block_efficiency(per_forward, gamma, c) if c else None,
         "predicted_parallel_speedup": theory.parallel(gamma, c, tau) if c else None,
         "predicted_parallel_speedup_with_rollback": theory.parallel_with_rollback(gamma, c, chance) if c else None,
     }

@@ -79,6 +79,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
             "end": None,
             "delays": (0, 0),
             "fail_after": None,
+            "late": 0,
         } | run
         config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=settings["gamma"])
         with pair.beginning(config, VOCABULARY, False):
@@ -95,6 +96,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
                 break
             continue
         decoder, state, look = decoders(model, pair.hosts, batch, 48, kv)
+        time.sleep(settings["late"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tokens, stats = generate_beside_draft(
@@ -138,10 +140,23 @@ def test_a_pipeline_changes_no_token(pool, num_hosts, kv):
     runs += [{"end": place, "gamma": 4} for place in range(1, 12)]
     answers = check(pool.run(num_hosts, pipeline_job, kv, runs), runs)
     stats = {(run.get("pattern"), run.get("gamma")): answer[1] for run, answer in zip(runs, answers, strict=True)}
-    # Five at a time once the pipeline runs, and one at a time where nothing is right.
-    assert stats["all", 5].num_target_forwards == STEPS // 5 and stats["all", 5].num_pre_verify == 0
+    # Five at a time once the pipeline runs, up to three times as many at first; one where nothing is right.
+    assert STEPS // 5 - 2 <= stats["all", 5].num_target_forwards <= STEPS // 5
+    assert stats["all", 5].num_pre_verify == 0
     assert stats["none", 5].num_target_forwards == STEPS - 1 and stats["none", 5].num_post_verify == 0
-    assert stats["all", 1].num_target_forwards == STEPS - 1
+    assert STEPS - 3 <= stats["all", 1].num_target_forwards <= STEPS - 1
+
+
+def test_what_is_drafted_while_the_target_prefills_is_verified_at_once(pool):
+    """Three windows at most, however much time there is."""
+    runs = [{"late": 0.2, "gamma": 4, "pattern": pattern} for pattern in PATTERNS]
+    answers = check(pool.run(2, pipeline_job, "gathered", runs), runs)
+    stats = dict(zip(PATTERNS, (answer[1] for answer in answers), strict=True))
+    windows = [span.details["tokens"] for span in stats["all"].of_draft.spans if span.name == "draft"]
+    assert windows[0] == 12 and max(windows[1:]) == 4
+    # The prefill verifies the first, the first pass the other eleven and the next window's first.
+    assert next(span.details["tokens"] for span in stats["all"].record.spans if span.name == "verify") == 12
+    assert stats["all but the first"].num_drafted == stats["none"].num_drafted
 
 
 def test_time_changes_nothing(pool):

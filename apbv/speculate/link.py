@@ -16,12 +16,16 @@ from ..hosts import Exchange, HostError, HostGroup
 from .drafters import Proposal, packed, unpacked
 
 TARGET, DRAFT = 0, 1  # ranks within both channels
+STARTUP_WINDOWS = 3  # so many windows long may be what is drafted while the target prefills
 GO_ON, CORRECTED, DONE, FAILED = range(4)
 _BROKEN = -1
 
 
 class Link:
     """One end of the two channels between host 0 of the target and the draft host.
+
+    Attributes:
+        most: how many tokens the window at hand may have; the first one of a request more than the others.
 
     Args:
         to_target, to_draft: groups of these two.
@@ -31,7 +35,7 @@ class Link:
         self._to_target, self._to_draft = to_target, to_draft
         self._sent: list[Exchange] = []
         self._skipped: list[Exchange] = []
-        self.most = 1
+        self.most = self._usual_most = 1
         self.shared_vocab = self.drawn_vocab = 0
         self.is_settled = True
         self._bytes_before = 0
@@ -55,7 +59,8 @@ class Link:
         """Whether the other end has begun the request, too; waits until it has said."""
         is_ready, most, vocab_size, drawn = self._begun
         ready, theirs = self._answer.wait().tolist()
-        self.most, self.shared_vocab = most, min(vocab_size, theirs)
+        self.most, self._usual_most = STARTUP_WINDOWS * most, most
+        self.shared_vocab = min(vocab_size, theirs)
         self.drawn_vocab = self.shared_vocab if drawn else 0
         self.is_settled = not (is_ready and ready)
         return bool(ready)
@@ -86,6 +91,7 @@ class Link:
         """The others; fewer than agreed on where the draft was stopped."""
         self._send(torch.tensor(packed(tokens, self.most - 1)))
         self._send_rows(rows, self.most - 1)
+        self.most = self._usual_most
 
     def send_failure(self, first: bool) -> None:
         """The draft cannot go on: in place of a window, or of what is missing of it."""
@@ -136,6 +142,7 @@ class Link:
         """The other tokens of the window."""
         tokens = unpacked(_refuse_failure(self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()).tolist())
         rows = self._expect_rows(self.most - 1)
+        self.most = self._usual_most
         return Proposal(tokens, None if rows is None else rows.wait()[: len(tokens)])
 
     def receive_json(self) -> Any:
@@ -148,6 +155,7 @@ class Link:
         expected = [self._expect(torch.zeros(1, dtype=torch.int64)), self._expect_rows(1)] if first else []
         expected += [self._expect(torch.zeros(self.most, dtype=torch.int64)), self._expect_rows(self.most - 1)]
         self._skipped += [exchange for exchange in expected if exchange is not None]
+        self.most = self._usual_most
 
     def send_verdict(self, code: int, num_standing: int = 0, token: int = 0) -> None:
         """What became of a round; nothing follows DONE and FAILED."""

@@ -18,7 +18,7 @@ from ..decode import Decoder
 from ..hosts import HostError, HostGroup
 from ..timeline import Recorder, Span
 from .drafters import Proposal, packed, unpacked
-from .link import CORRECTED, DONE, FAILED, GO_ON, Link
+from .link import CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, Link
 from .prompt import Draft
 from .serial import SpeculationStats, judge, until_the_end
 
@@ -164,14 +164,14 @@ def generate_beside_draft(
     Args:
         link: on host 0; None on the others, and where there is no draft host any more.
         hosts: the target's.
-        num_draft_tokens: γ, the longest window.
+        num_draft_tokens: γ, the longest window but for the first.
     """
     stats = PipelineStats()
     target = _Target(link, prompt_len, config, stats) if hosts.rank == 0 else None
     tokens: list[int] = []
     pending: list[int] = []
     rows: Tensor | None = logits[None]
-    width = num_draft_tokens
+    width = STARTUP_WINDOWS * num_draft_tokens
     while True:
         plan, code = None, GO_ON
         if target is not None:
