@@ -124,10 +124,10 @@ class SpeculativeConfig:
         keep_ratio: the share of visual tokens that a pruned draft sees.
         hippo_terms: what HIPPO's scores consist of: attention, change over time, variety in space.
         prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and the KV of
-            what is not kept is dropped; it sees more, and its prefill costs more. A draft host need not wait then
-            for what the target's prefill says: until it comes it drafts on everything.
-        vision_first: until then, a draft host that reads kept tokens only drafts on what is best by HIPPO's terms
-            of vision, and then reads the prompt again.
+            what is not kept is dropped; its prefill costs more. A draft host need not wait then for what the
+            target's prefill says: its first window is drafted on everything.
+        vision_first: a draft host that reads kept tokens only drafts its first window on what is best by HIPPO's
+            terms of vision, and then reads the prompt again.
         uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
         ensemble: what ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep`` preserves (M), with

@@ -44,6 +44,7 @@ from .speculate import (
     reads,
     require_consistent,
     require_fitting_draft,
+    require_readable,
     strategy_of,
 )
 from .stats import StageTimer, gather_spans, provenance
@@ -227,7 +228,8 @@ class Engine:
             max_new_tokens: at most so many tokens, the end token included.
             temperature: 0 is greedy.
             top_p: nucleus sampling, where temperature > 0.
-            seed: the same seed draws the same tokens.
+            seed: the same seed draws the same tokens; where a draft's windows depend on time (``num_draft_tokens``
+                is ``"auto"``, or there is a draft host) it draws others of the same distribution.
             on_token: called on every host with each token as soon as it is chosen; on a draft host at the end.
             timeline: collect what happened when on every host.
 
@@ -275,6 +277,7 @@ class Engine:
                 return read()
         inputs = read()
         self._draft_thread.start(inputs, sampling)
+        self._pair = self._draft_thread.pair
         with self._pair.beginning(*agreed):
             return inputs
 
@@ -385,6 +388,8 @@ class Engine:
         except BaseException:
             pair.fail()
             raise
+        if stats.lost_draft is None and pair.link is None and self.hosts.rank == 0:
+            stats.lost_draft = "an earlier request lost it"
         if stats.lost_draft:
             pair.link = None
         if self._draft_thread is not None:
@@ -419,7 +424,10 @@ class Engine:
         with self.hosts.local_stage("reading the prompt"):
             with timer.stage("preprocess"):
                 rendered = render_prompt(self._parts, self.processor, prompt, **source)
-            return self._read(rendered, num_frames, fps, timer)
+            inputs = self._read(rendered, num_frames, fps, timer)
+            if self.speculative_config is not None:
+                require_readable(self.speculative_config, inputs)
+            return inputs
 
     def _read(
         self, rendered: RenderedPrompt, num_frames: int, fps: float | None, timer: StageTimer

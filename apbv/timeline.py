@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,11 @@ class Span:
     begin: float
     seconds: float
     details: dict[str, Any]
+
+
+def seconds_of(spans: Iterable[Span], *names: str) -> float:
+    """The time of all spans of some names."""
+    return sum(span.seconds for span in spans if span.name in names)
 
 
 class Recorder:
@@ -50,7 +55,7 @@ class Recorder:
 
     def seconds(self, name: str) -> float:
         """The time of all spans of a name."""
-        return sum(span.seconds for span in self.spans if span.name == name)
+        return seconds_of(self.spans, name)
 
 
 def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:

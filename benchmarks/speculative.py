@@ -37,6 +37,8 @@ from apbv.demo.evaluate import Exam, clips_folder
 from apbv.demo.scale import scale_model
 from apbv.hosts import run_on_hosts
 from apbv.launch.infer import draft_tokens
+from apbv.methods import METHODS
+from apbv.prompt import RenderedPrompt
 from apbv.speculate import STRATEGIES, draft_tree, theory
 from apbv.stats import append_json_lines, markdown_table, provenance
 from apbv.video import probe
@@ -121,6 +123,11 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
             draft = drafting.model
         processor = (drafting if targets is None else loaded).processor
 
+    def caption(prompt: RenderedPrompt) -> str:
+        """What the draft makes of a short question: a captioner is to be cheap."""
+        frames = options.frames or probe(prompt.video).num_frames
+        return drafting.generate(clips.ORDERING_QUESTION, video=prompt.video, num_frames=frames).text
+
     def engine(group: HostGroup | None, config: SpeculativeConfig | None) -> Engine | None:
         if group is None:
             return None
@@ -133,6 +140,7 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
             options.model,
             config,
             draft if not beside or hosts.rank == last else None,
+            caption,
         )
 
     ways = [Way(BASELINE, None, engine(targets, None))]
@@ -365,7 +373,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--scale", type=int, default=1, help="repeat the target's layers so many times (Qwen2.5-VL)"
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--method", default="apbv", help="how prompts are prefilled")
+    parser.add_argument("--method", choices=METHODS, default="apbv", help="how prompts are prefilled")
     parser.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="a paper's table, instead of --strategies")
     parser.add_argument("--strategies", nargs="+", choices=sorted(STRATEGIES), help="default: all that fit")
@@ -395,11 +403,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--clips, --rounds and --scale must be at least 1")
     if options.video is not None and options.question is None:
         parser.error("--video needs a --question")
-    if options.preset is not None:
-        options.draft_host = any(config.draft_host for _, config in configurations(options))
-    alone = int(os.environ.get("WORLD_SIZE", 1)) < 2
+    try:
+        if options.preset is not None:
+            options.draft_host = any(config.draft_host for _, config in configurations(options))
+    except ValueError as error:
+        parser.error(str(error))
     if options.strategies is None:
-        options.strategies = [name for name, way in STRATEGIES.items() if not (way.needs_passing and alone)]
+        num_targets = int(os.environ.get("WORLD_SIZE", 1)) - options.draft_host
+        passes = num_targets > 1 and METHODS[options.method].passes_on
+        options.strategies = [name for name, way in STRATEGIES.items() if passes or not way.needs_passing]
     return options
 
 

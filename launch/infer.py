@@ -68,7 +68,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     draft = parser.add_argument_group("speculative decoding")
     draft.add_argument("--speculate", default="off", help=f"off, or one of {', '.join(sorted(STRATEGIES))}")
     draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
-    draft.add_argument("--draft-host", action="store_true", help="the last host drafts while the others verify")
+    draft.add_argument(
+        "--draft-host", action="store_true", help="the last host (of one: a thread) drafts while the others verify"
+    )
     draft.add_argument(
         "--num-draft-tokens", type=draft_tokens, default=5, metavar="N|auto", help="per round (default 5)"
     )
@@ -135,8 +137,17 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             kv=options.kv,
         )
         speculate = None
-        if options.draft_host and options.speculate == "off":
-            raise ValueError("--draft-host needs --speculate")
+        for name in (
+            "draft_model",
+            "draft_host",
+            "num_tree_nodes",
+            "keep",
+            "vision_first",
+            "captioner",
+            "save_kept",
+        ):
+            if options.speculate == "off" and getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')} needs --speculate")
         if options.draft_host and options.save_kept:
             raise ValueError("--save-kept shows what host 0's draft saw: not together with --draft-host")
         if options.speculate != "off":

@@ -104,13 +104,15 @@ def test_sampling_with_an_equal_draft_accepts_everything(pool, clip):  # noqa: F
         assert answers[0][1]["acceptance_rate"] == 1.0
 
 
-def test_text_and_images(pool):
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_text_and_images(pool, kv):
     context = "one two three four five six seven eight nine ten " * 3
-    texts = [None, {"strategy": "vanilla"}, {"strategy": "specvlm"}, {"strategy": "std"}, {"strategy": "ngram"}]
-    for answers in pool.run(2, answers_job, "llama", "gathered", texts, {"context": context}, 1):
+    names = ("vanilla", "specvlm", "std", "std_apbv", "layerskip", "ngram")
+    texts = [None, *({"strategy": name} for name in names)]
+    for answers in pool.run(2, answers_job, "llama", kv, texts, {"context": context}, 1):
         assert all(tokens == answers[0][0] for tokens, _ in answers)
     images = {"images": [families.synthetic_image()]}
-    for answers in pool.run(2, answers_job, "qwen2_5_vl", "gathered", texts, images, 1):
+    for answers in pool.run(2, answers_job, "qwen2_5_vl", kv, texts, images, 1):
         assert all(tokens == answers[0][0] for tokens, _ in answers)
 
 
@@ -171,6 +173,7 @@ def test_lookup_takes_the_latest_longest_match():
         ({"strategy": "std_apbv"}, "sharded", None, "this one passes nothing"),
         ({"strategy": "std", "keep": "random"}, "gathered", None, "keep does not apply"),
         ({"hippo_terms": ("time", "weight")}, "gathered", None, "hippo_terms must be some of"),
+        ({"strategy": "tabed", "prune": "kv"}, "gathered", None, "prune='kv' does not apply"),
         ({"prune": "hedge"}, "gathered", None, "prune must be one of"),
         ({"vision_first": True}, "gathered", None, "vision_first needs keep='hippo'"),
         ({"strategy": "vanilla"}, "gathered", None, "needs a draft model"),

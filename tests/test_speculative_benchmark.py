@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 
-from apbv.speculate import STRATEGIES, theory
+from apbv import HostGroup, PrefillConfig
+from apbv.speculate import STRATEGIES, require_consistent, theory
 
 from scripts import BENCHMARKS, assert_one_line_error, figures_of
 
@@ -56,7 +57,15 @@ def test_every_preset_is_a_table_of_ways(monkeypatch):
     for name, ways in presets.items():
         labels, configs = zip(*ways(0.3), strict=True)
         assert len(set(labels)) == len(labels) > 1, name
-        assert all(config.strategy in STRATEGIES for config in configs), name
+        for config in configs:
+            require_consistent(config, PrefillConfig(on_single_host=True), HostGroup.single(), has_captioner=True)
+
+
+def test_a_caption_is_what_the_draft_says(tmp_path):
+    options = ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path, "--preset", "tabed2"]
+    records, _ = figures_of("speculative", tmp_path / "figures.jsonl", *options)
+    assert [r["label"] for r in records] == ["autoregressive", "M", "T", "P", "C", "MTCP", "MTCP*"]
+    assert all(record["identical"] for record in records)
 
 
 def test_a_papers_table(tmp_path):

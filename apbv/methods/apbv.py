@@ -74,12 +74,13 @@ class ApbvMethod(PrefillMethod):
                 scores = self._importance(q_query, _rows(q, rows), k_block, scale)
                 # In token order, so that neither the order of equal scores nor top-k's own shows.
                 chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
+                places = chosen[..., None].expand(-1, -1, -1, k.shape[3])
+                k_block, v_block = k_block.gather(2, places), v_block.gather(2, places)
             if self.on_passed is not None:
                 self.on_passed(block, chosen)
             if not is_last:
-                chosen = chosen[..., None].expand(-1, -1, -1, k.shape[3])
-                buffer[0, :, :, :count] = k_block.gather(2, chosen)
-                buffer[1, :, :, :count] = v_block.gather(2, chosen)
+                buffer[0, :, :, :count] = k_block
+                buffer[1, :, :, :count] = v_block
         exchange = self.hosts.all_gather(buffer)
         if not self.config.overlap:
             exchange.wait()

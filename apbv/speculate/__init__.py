@@ -5,7 +5,14 @@ from .pipeline import PipelineStats, generate_beside_draft
 from .preserve import kept_by_frame
 from .prompt import Draft, Prompt
 from .serial import SpeculationStats, generate_speculatively
-from .settings import drafts_elsewhere, reads, require_consistent, require_fitting_draft, strategy_of
+from .settings import (
+    drafts_elsewhere,
+    reads,
+    require_consistent,
+    require_fitting_draft,
+    require_readable,
+    strategy_of,
+)
 from .strategies import STRATEGIES, draft_tree, make_observer
 from .threads import DraftThread
 from .tree import generate_by_tree
@@ -29,5 +36,6 @@ __all__ = [
     "reads",
     "require_consistent",
     "require_fitting_draft",
+    "require_readable",
     "strategy_of",
 ]

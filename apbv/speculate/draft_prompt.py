@@ -103,7 +103,8 @@ def collect_kv(shards: ShardedCache, kept: Sequence[Tensor], hosts: HostGroup) -
     length = shards.get_seq_length()
     owner, row = torch.empty(length, dtype=torch.long), torch.empty(length, dtype=torch.long)
     for host in range(hosts.size):
-        tokens = torch.cat([torch.arange(span.start, span.stop) for span in shards.owned_spans(host)])
+        spans = [torch.arange(span.start, span.stop) for span in shards.owned_spans(host)]
+        tokens = torch.cat([*spans, torch.empty(0, dtype=torch.long)])
         owner[tokens], row[tokens] = host, torch.arange(len(tokens))
     chosen = DynamicCache()
     for index, (layer, tokens) in enumerate(zip(shards.layers, kept, strict=False)):

@@ -131,9 +131,7 @@ class Link:
         Raises:
             HostError: the draft host failed, ended, or did not answer in time.
         """
-        for exchange in self._skipped:
-            _refuse_failure(exchange.wait())
-        self._skipped = []
+        self._receive_skipped()
         (token,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
         rows = self._expect_rows(1)
         return Proposal([token], None if rows is None else rows.wait())
@@ -146,8 +144,13 @@ class Link:
         return Proposal(tokens, None if rows is None else rows.wait()[: len(tokens)])
 
     def receive_json(self) -> Any:
-        """What :meth:`send_json` sent."""
-        (length,) = self._expect(torch.zeros(1, dtype=torch.int64)).wait().tolist()
+        """What :meth:`send_json` sent.
+
+        Raises:
+            HostError: as :meth:`receive_first`.
+        """
+        self._receive_skipped()
+        (length,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
         return json.loads(bytes(self._expect(torch.zeros(length, dtype=torch.uint8)).wait().tolist()))
 
     def skip(self, first: bool) -> None:
@@ -156,6 +159,11 @@ class Link:
         expected += [self._expect(torch.zeros(self.most, dtype=torch.int64)), self._expect_rows(self.most - 1)]
         self._skipped += [exchange for exchange in expected if exchange is not None]
         self.most = self._usual_most
+
+    def _receive_skipped(self) -> None:
+        for exchange in self._skipped:
+            _refuse_failure(exchange.wait())
+        self._skipped = []
 
     def send_verdict(self, code: int, num_standing: int = 0, token: int = 0) -> None:
         """What became of a round; nothing follows DONE and FAILED."""

@@ -48,7 +48,7 @@ class Pair:
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
-        to_target = hosts.subgroup([0, last], min(config.draft_timeout, hosts.timeout / 2))
+        to_target = hosts.subgroup([0, last], min(config.draft_timeout, hosts.timeout / 4))
         # The draft waits while the target prefills; a target's host that ends is noticed at once.
         to_draft = hosts.subgroup([0, last], 10 * hosts.timeout)
         link = None if to_target is None else Link(to_target, to_draft)
@@ -112,6 +112,8 @@ class Pair:
             with suppress(HostError):
                 link.send_verdict(FAILED)
             self.link = None
+            if not self.is_draft:
+                warnings.warn("going on without the draft host after a request that failed", stacklevel=3)
 
 
 class ReceivedScores:
@@ -173,7 +175,8 @@ def draft_request(
             pair.link.send_failure(first=True)
             raise
         with timer.stage("decode"):
-            return draft_beside(pair.link, made, int(inputs.input_ids[0, -1]), timer.stages.spans)
+            last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
+            return draft_beside(pair.link, made, last, timer.stages.spans, stops_with_target=is_auto)
     except Exception:
         pair.link = None
         raise

@@ -8,6 +8,7 @@ the first token of the next window (pre-verify). The prefill's logits are the fi
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..decode import Decoder
 from ..hosts import HostError, HostGroup
-from ..timeline import Recorder, Span
+from ..timeline import Recorder, Span, seconds_of
 from .drafters import Proposal, packed, unpacked
 from .link import CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, Link
 from .prompt import Draft
@@ -36,10 +37,6 @@ class DraftReport:
     num_drafted: int
     bytes_received: int
     spans: list[Span]
-
-    def seconds(self, name: str) -> float:
-        """The time of all spans of a name."""
-        return sum(span.seconds for span in self.spans if span.name == name)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,7 +65,7 @@ class PipelineStats(SpeculationStats):
 
     @property
     def draft_seconds(self) -> float | None:
-        return self.of_draft and self.of_draft.seconds("draft")
+        return self.of_draft and seconds_of(self.of_draft.spans, "draft")
 
     @property
     def target_idle_seconds(self) -> float:
@@ -76,8 +73,7 @@ class PipelineStats(SpeculationStats):
 
     @property
     def draft_idle_seconds(self) -> float | None:
-        waits = ("wait for scores", "wait for verdict")
-        return self.of_draft and sum(map(self.of_draft.seconds, waits))
+        return self.of_draft and seconds_of(self.of_draft.spans, "wait for scores", "wait for verdict")
 
     def summary(self, num_new_tokens: int) -> dict:
         """And ``num_written``: all that the draft host drafted, useless windows included."""
@@ -88,46 +84,61 @@ class PipelineStats(SpeculationStats):
 class _Target:
     """Host 0's side of a request: what is still unverified, and the link to the draft."""
 
-    def __init__(self, link: Link, prompt_len: int, config: SamplingConfig, stats: PipelineStats):
-        self.link: Link | None = link
-        self._prompt_len, self._config, self._stats = prompt_len, config, stats
-        self.pending = Proposal([])
+    def __init__(
+        self,
+        link: Link | None,
+        prompt_len: int,
+        config: SamplingConfig,
+        eos_token_ids: tuple[int, ...],
+        stats: PipelineStats,
+    ):
+        self.link, self._prompt_len = link, prompt_len
+        self._config, self._eos_token_ids, self._stats = config, eos_token_ids, stats
+        self._pending = Proposal([])
 
-    def decide(self, tokens: list[int], rows: Tensor) -> tuple[list[int], Proposal, int]:
-        """What a round confirms, what it leaves unverified, and the code of the verdict that is due.
+    def decide(self, tokens: list[int], rows: Tensor) -> tuple[list[int], list[int]]:
+        """What a round confirms, and what the next one is to verify. The draft hears of it in between.
 
         Args:
             tokens: all that is verified so far.
             rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one after.
         """
-        index, stats = self._prompt_len + len(tokens), self._stats
-        pending = self.pending
+        new, code = self._judge(tokens, rows)
+        new = until_the_end(new, self._eos_token_ids)[: self._config.max_new_tokens - len(tokens)]
+        has_rest = code == GO_ON
+        if new[-1] in self._eos_token_ids or len(tokens) + len(new) == self._config.max_new_tokens:
+            code = DONE
+        self._use(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
+        self._pending = Proposal([])
+        if has_rest and code == GO_ON:
+            self._pending = self._await(lambda link: link.receive_rest()) or self._pending
+        elif has_rest:
+            self._use(lambda link: link.skip(first=False))
+        return new, self._pending.tokens
+
+    def _judge(self, tokens: list[int], rows: Tensor) -> tuple[list[int], int]:
+        """What a round confirms, and the code of its verdict: after GO_ON the window at hand has a rest."""
+        index, stats, pending = self._prompt_len + len(tokens), self._stats, self._pending
         if pending.tokens:
             verdict = judge(pending, rows[:-1], index, self._config)
             stats.count(len(pending.tokens), verdict.num_accepted)
             if verdict.next_token is not None:
                 self._use(lambda link: link.skip(first=True))
-                return [*pending.tokens[: verdict.num_accepted], verdict.next_token], Proposal([]), CORRECTED
-        first = self._await(lambda link: link.receive_first())
-        if first is None:
-            alone = judge(Proposal([]), rows[-1:], index + len(pending.tokens), self._config)
-            return [*pending.tokens, alone.next_token], Proposal([]), GO_ON
+                return [*pending.tokens[: verdict.num_accepted], verdict.next_token], CORRECTED
+        first = self._await(lambda link: link.receive_first()) or Proposal([])
         verdict = judge(first, rows[-1:], index + len(pending.tokens), self._config)
-        stats.count(1, verdict.num_accepted)
-        if verdict.next_token is not None:
-            self._use(lambda link: link.skip(first=False))
-            return [*pending.tokens, verdict.next_token], Proposal([]), CORRECTED
-        rest = self._await(lambda link: link.receive_rest()) or Proposal([])
-        return [*pending.tokens, *first.tokens], rest, GO_ON
+        stats.count(len(first.tokens), verdict.num_accepted)
+        if verdict.next_token is None:
+            return [*pending.tokens, *first.tokens], GO_ON
+        self._use(lambda link: link.skip(first=False))
+        return [*pending.tokens, verdict.next_token], CORRECTED
 
-    def tell(self, code: int, num_standing: int, token: int) -> None:
-        """Send the verdict of a round."""
-        self._use(lambda link: link.send_verdict(code, num_standing, token))
-        if code == DONE:
-            report = self._await(lambda link: link.receive_json())
-            if report is not None:
-                self._stats.of_draft = DraftReport.from_json(report)
-                self._stats.link_bytes = self.link.request_bytes + self._stats.of_draft.bytes_received
+    def finish(self) -> None:
+        """Hear the draft's account."""
+        report = self._await(lambda link: link.receive_json())
+        if report is not None:
+            self._stats.of_draft = DraftReport.from_json(report)
+            self._stats.link_bytes = self.link.request_bytes + self._stats.of_draft.bytes_received
 
     def _await(self, exchange: Callable[[Link], object]):
         """:meth:`_use`, where the target has nothing else to do."""
@@ -141,6 +152,8 @@ class _Target:
         try:
             return exchange(self.link)
         except HostError as error:
+            with suppress(HostError):  # it may only have been slow
+                self.link.send_verdict(FAILED)
             self.link, self._stats.lost_draft = None, str(error)
             warnings.warn(f"going on without the draft host: {error}", stacklevel=2)
             return None
@@ -159,7 +172,7 @@ def generate_beside_draft(
 ) -> tuple[list[int], PipelineStats]:
     """The target's side: :func:`apbv.decode.generate_tokens` with :func:`draft_beside` on another host.
 
-    Where the draft host is lost, the target says so once and goes on alone; the tokens are the same.
+    Where the draft host is lost, the target says so once and goes on alone: greedy, to the same tokens.
 
     Args:
         link: on host 0; None on the others, and where there is no draft host any more.
@@ -167,29 +180,27 @@ def generate_beside_draft(
         num_draft_tokens: γ, the longest window but for the first.
     """
     stats = PipelineStats()
-    target = _Target(link, prompt_len, config, stats) if hosts.rank == 0 else None
+    target = _Target(link, prompt_len, config, eos_token_ids, stats) if hosts.rank == 0 else None
     tokens: list[int] = []
     pending: list[int] = []
     rows: Tensor | None = logits[None]
     width = STARTUP_WINDOWS * num_draft_tokens
     while True:
-        plan, code = None, GO_ON
+        plan = None
         if target is not None:
-            new, target.pending, code = target.decide(tokens, rows)
-            plan = [*packed(new, width), *packed(target.pending.tokens, width)]
+            new, waiting = target.decide(tokens, rows)
+            plan = [*packed(new, width), *packed(waiting, width)]
         plan = hosts.broadcast_ints(plan, 2 * (1 + width))
         new, waiting = unpacked(plan[: 1 + width]), unpacked(plan[1 + width :])
-        new = until_the_end(new, eos_token_ids)[: config.max_new_tokens - len(tokens)]
         # The target has run all verified tokens and the pending ones; of the new ones all but the last are kept.
         decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
-        tokens += new
-        ended = tokens[-1] in eos_token_ids or len(tokens) == config.max_new_tokens
-        if target is not None:
-            target.tell(DONE if ended else code, len(tokens) - 1, tokens[-1])
         for token in new:
+            tokens.append(token)
             if on_token is not None:
                 on_token(token)
-        if ended:
+        if tokens[-1] in eos_token_ids or len(tokens) == config.max_new_tokens:
+            if target is not None:
+                target.finish()
             return tokens, stats
         pending = waiting
         with stats.record.span("verify", tokens=1 + len(pending), mode="post" if pending else "pre"):
@@ -201,7 +212,11 @@ def generate_beside_draft(
 
 
 def draft_beside(
-    link: Link, draft: Draft, last_prompt_token: int, earlier: Sequence[Span] = ()
+    link: Link,
+    draft: Draft,
+    last_prompt_token: int,
+    earlier: Sequence[Span] = (),
+    stops_with_target: bool = False,
 ) -> tuple[list[int], DraftReport, Draft]:
     """The draft's side: write windows until the target is done.
 
@@ -209,6 +224,8 @@ def draft_beside(
         draft: its drafter is a :class:`ModelDrafter`, whose cache holds the prompt but for the last token. Where
             it is provisional, the first window is its last.
         earlier: what this host did for the request before.
+        stops_with_target: a window ends when the target has run over the one before. Else only a correction ends
+            it before it is full.
 
     Returns:
         The new tokens as the target settled them, what was done, and the draft that drafted last.
@@ -221,7 +238,12 @@ def draft_beside(
     while True:
         provisional = draft.successor is not None
         verdict = None if provisional else link.expect_verdict()
-        has_to_stop = draft.successor.is_due if provisional else verdict.has_ended
+
+        def has_to_stop(draft=draft, verdict=verdict) -> bool:
+            if verdict is None:
+                return draft.successor.is_due()
+            return verdict.has_ended() and (stops_with_target or verdict.wait()[0] != GO_ON)
+
         window: list[int] = []
         rows: list[Tensor] = []
         with record.span("draft") as details:

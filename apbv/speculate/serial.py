@@ -122,7 +122,7 @@ def generate_speculatively(
         on_token: as there; several calls after each round.
 
     Returns:
-        The new tokens, and the statistics, which only host 0 has counted times in.
+        The new tokens, and the statistics; their times are as this host saw them.
     """
     stats = SpeculationStats()
     window_length = WindowLength(num_draft_tokens, stats)

@@ -2,6 +2,7 @@
 
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
+from ..inputs import ModelInputs
 from ..models import ModelParts
 from ..prefill import passes_blocks_on
 from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy
@@ -48,6 +49,8 @@ def require_consistent(
             "vision_first needs keep='hippo' with terms of attention and of vision, prune='prompt', and a draft "
             "host"
         )
+    if config.prune == "kv" and (keep_policy(config) in (None, "full") or strategy.needs_verdicts):
+        raise ValueError(f"{name} drops no KV of what its draft has read: prune='kv' does not apply")
     if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
         raise ValueError(
             f"{name} drafts on what the prefill passes on between hosts, and this one passes nothing: it needs "
@@ -67,6 +70,17 @@ def require_fitting_draft(config: SpeculativeConfig, target: ModelParts, draft: 
         raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
     if reads(target) != reads(draft):
         raise ValueError(f"the draft does not read the target's prompts: {reads(draft)}, not {reads(target)}")
+
+
+def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
+    """Refuse a prompt from which the strategy cannot choose.
+
+    Raises:
+        ValueError: it chooses among frames, and there are none.
+    """
+    keep = keep_policy(config)
+    if keep in ("hippo", "uniform_frames") and inputs.visual is not None and inputs.visual.kind != "video":
+        raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
 
 
 def reads(parts: ModelParts) -> str:

@@ -69,19 +69,12 @@ def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
     if keep == "random":
         return preserve.keep_random(total, count, prompt.sampling.seed)
     if keep == "uniform_frames":
-        _require_video(prompt)
         return preserve.keep_uniform_frames(total, prompt.inputs.visual.rows_per_unit, count)
     return preserve.keep_best(_hippo_scores(prompt, rows, prompt.config.hippo_terms), count)
 
 
-def _require_video(prompt: Prompt) -> None:
-    if prompt.inputs.visual.kind != "video":
-        raise ValueError(f"keep={keep_policy(prompt.config)!r} chooses among frames, and the prompt has no video")
-
-
 def _hippo_scores(prompt: Prompt, rows: Tensor, terms: Collection[str]) -> Tensor:
     """HIPPO's Eq. 7: attention, change over time and variety in space, each standardised within its frame."""
-    _require_video(prompt)
     scores = preserve.local_semantics(prompt.draft, prompt.inputs, rows, prompt.hosts, terms)
     if "attention" not in terms:
         return scores
@@ -174,7 +167,7 @@ def _std(prompt: Prompt) -> Draft:
 
 
 def _std_apbv(prompt: Prompt) -> Draft:
-    """The same with what the prefill chose to pass on between hosts: no scores need be computed.
+    """The same with what the prefill chose to pass on between hosts anyway.
 
     Where a head chose fewer visual tokens than another (text can be chosen, too), it sees the latest besides.
     """

@@ -72,6 +72,12 @@ class DraftThread:
     def __init__(self, draft: ModelParts, hosts: HostGroup, config: SpeculativeConfig):
         self._draft, self._hosts, self._config = draft, hosts, config
         self._thread: threading.Thread | None = None
+        self._stream = torch.cuda.Stream(hosts.device) if hosts.device.type == "cuda" else None
+        self.pair, self._pair = self._ends()
+
+    def _ends(self) -> tuple[Pair, Pair]:
+        """The target's, and the draft's."""
+        config, hosts = self._config, self._hosts
         to_target, to_draft = queue.Queue(), queue.Queue()
 
         def link(rank: int) -> Link:
@@ -81,14 +87,14 @@ class DraftThread:
                 LocalChannel(rank, to_target, config.draft_timeout), LocalChannel(rank, to_draft, patience)
             )
 
-        self.pair = Pair(hosts, is_draft=False, link=link(TARGET))
-        self._pair = Pair(hosts, is_draft=True, link=link(DRAFT))
+        return Pair(hosts, is_draft=False, link=link(TARGET)), Pair(hosts, is_draft=True, link=link(DRAFT))
 
     def start(self, inputs: ModelInputs, sampling: SamplingConfig) -> None:
         """Draft for a request that the target's end is about to begin, too."""
-        if self.pair.link is not None:
-            self._thread = threading.Thread(target=self._run, args=(inputs, sampling), daemon=True)
-            self._thread.start()
+        if self.pair.link is None:  # an earlier request failed; its thread has been told
+            self.pair, self._pair = self._ends()
+        self._thread = threading.Thread(target=self._run, args=(self._pair, inputs, sampling), daemon=True)
+        self._thread.start()
 
     def finish(self) -> None:
         """Wait until the thread has ended, unless the target has given it up."""
@@ -96,17 +102,13 @@ class DraftThread:
             self._thread.join()
         self._thread = None
 
-    def _run(self, inputs: ModelInputs, sampling: SamplingConfig) -> None:
-        config, device = self._config, self._hosts.device
-        stream = nullcontext()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            stream = torch.cuda.stream(torch.cuda.Stream(device))
+    def _run(self, pair: Pair, inputs: ModelInputs, sampling: SamplingConfig) -> None:
+        config = self._config
         try:
-            with stream:
-                with self._pair.beginning(config, self._draft.vocab_size, sampling.temperature > 0):
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                with pair.beginning(config, self._draft.vocab_size, sampling.temperature > 0):
                     pass
-                draft_request(self._pair, self._draft, inputs, config, sampling, StageTimer(self._hosts))
+                draft_request(pair, self._draft, inputs, config, sampling, StageTimer(self._hosts))
         except HostError:  # the target has given up on it, or on the request
             pass
         except Exception as error:  # the target has been told that there will be no draft
