@@ -111,6 +111,9 @@ def test_text_and_images(pool, kv):
     texts = [None, *({"strategy": name} for name in names)]
     for answers in pool.run(2, answers_job, "llama", kv, texts, {"context": context}, 1):
         assert all(tokens == answers[0][0] for tokens, _ in answers)
+    # Too short to be split: host 0 has all of the KV.
+    for answers in pool.run(2, answers_job, "llama", kv, texts, {}, 1):
+        assert all(tokens == answers[0][0] for tokens, _ in answers)
     images = {"images": [families.synthetic_image()]}
     for answers in pool.run(2, answers_job, "qwen2_5_vl", kv, texts, images, 1):
         assert all(tokens == answers[0][0] for tokens, _ in answers)

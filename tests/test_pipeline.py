@@ -22,6 +22,7 @@ from test_verify import NUM_SAMPLES, TableModel, surprise_of, tables
 from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.config import SamplingConfig
 from apbv.decode import generate_tokens
+from apbv.speculate import strategies
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
@@ -80,6 +81,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
             "delays": (0, 0),
             "fail_after": None,
             "late": 0,
+            "auto": False,
         } | run
         config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=settings["gamma"])
         with pair.beginning(config, VOCABULARY, False):
@@ -89,7 +91,8 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: flo
                 plain, PATTERNS[settings["pattern"]], settings["delays"][0], settings["fail_after"]
             )
             try:
-                results.append(draft_beside(pair.link, Draft(stream, 0), 0)[0])
+                tokens, *_ = draft_beside(pair.link, Draft(stream, 0), 0, stops_with_target=settings["auto"])
+                results.append(tokens)
             except (HostError, RuntimeError) as error:
                 results.append(str(error))
                 pair.link = None
@@ -157,6 +160,16 @@ def test_what_is_drafted_while_the_target_prefills_is_verified_at_once(pool):
     # The prefill verifies the first, the first pass the other eleven and the next window's first.
     assert next(span.details["tokens"] for span in stats["all"].record.spans if span.name == "verify") == 12
     assert stats["all but the first"].num_drafted == stats["none"].num_drafted
+
+
+def test_a_window_can_be_as_long_as_the_target_takes(pool):
+    """The target takes three times as long as a drafted token, on average; eight would keep it waiting."""
+    runs = [{"gamma": 16 if auto else 8, "delays": (0.02, 0.06), "auto": auto} for auto in (True, False)]
+    answers = check(pool.run(2, pipeline_job, "gathered", runs), runs)
+    lengths = []
+    for _, stats, *_ in answers:
+        lengths.append([s.details["tokens"] for s in stats.of_draft.spans if s.name == "draft"][1:])
+    assert sum(lengths[0]) / len(lengths[0]) < 8 and max(lengths[1]) == 8
 
 
 def test_time_changes_nothing(pool):
@@ -317,10 +330,30 @@ def test_a_thread_can_stand_for_the_draft_host(clip, monkeypatch):  # noqa: F811
     assert right.generate(QUESTION, **request).token_ids == expected
 
 
+def test_a_draft_that_fails_when_the_scores_come(clip, monkeypatch):  # noqa: F811
+    """Also where the target has ended by then, and knows of it only from what would be the draft's account."""
+
+    def fails(*args):
+        raise RuntimeError("out of memory")
+
+    request = {"video": str(clip), "num_frames": 12}
+    engine = in_one_process(clip, {"strategy": "hippo", "prune": "kv"})
+    expected = engine.generate(QUESTION, **request, max_new_tokens=9).token_ids
+    with monkeypatch.context() as patched:
+        patched.setattr(strategies, "_pruned", fails)
+        for most in (1, 2, 9):
+            with pytest.warns(UserWarning, match="going on without the draft host: the draft host failed"):
+                answer = engine.generate(QUESTION, **request, max_new_tokens=most)
+            assert answer.token_ids == expected[:most] and answer.stats["speculation"]["lost_draft"]
+    answer = engine.generate(QUESTION, **request, max_new_tokens=9)
+    assert answer.token_ids == expected and answer.stats["speculation"]["lost_draft"] is None
+
+
 LOST = """
 import os, sys, time, warnings
 import apbv
 from apbv import Engine, SpeculativeConfig
+from apbv.speculate import strategies
 from apbv.speculate.drafters import ModelDrafter
 
 how, clip = sys.argv[1:]
