@@ -299,6 +299,10 @@ def in_one_process(clip, way: dict, draft_seed: int = 1):  # noqa: F811
     )
 
 
+def raise_enough(token: int) -> None:
+    raise RuntimeError("enough")
+
+
 def test_a_thread_can_stand_for_the_draft_host(clip, monkeypatch):  # noqa: F811
     request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 20}
     plain = Engine(
@@ -316,6 +320,11 @@ def test_a_thread_can_stand_for_the_draft_host(clip, monkeypatch):  # noqa: F811
         assert answer.token_ids == expected and set(answer.timeline) == {"host 0", "draft host"}
         with pytest.raises(ValueError, match="no-such"):
             engine.generate(QUESTION, video="no-such.mp4")
+        assert engine.generate(QUESTION, **request).token_ids == expected
+        with pytest.raises(RuntimeError, match="enough"):
+            engine.generate(QUESTION, **request, on_token=raise_enough)
+        with pytest.raises(RuntimeError, match="enough"):
+            engine.generate(QUESTION, **{**request, "max_new_tokens": 1}, on_token=raise_enough)
         assert engine.generate(QUESTION, **request).token_ids == expected
     right = in_one_process(clip, {"strategy": "vanilla"}, draft_seed=0)
     assert right.generate(QUESTION, **request).stats["speculation"]["acceptance_rate"] == 1

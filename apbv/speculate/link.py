@@ -26,6 +26,8 @@ class Link:
 
     Attributes:
         most: how many tokens the window at hand may have; the first one of a request more than the others.
+        is_settled: no request is under way, or the draft knows that it has ended.
+        owes_account: it does, and has yet to give its account of it.
 
     Args:
         to_target, to_draft: groups of these two.
@@ -37,7 +39,7 @@ class Link:
         self._skipped: list[Exchange] = []
         self.most = self._usual_most = 1
         self.shared_vocab = self.drawn_vocab = 0
-        self.is_settled = True
+        self.is_settled, self.owes_account = True, False
         self._bytes_before = 0
 
     def begin(self, is_ready: bool, most: int, vocab_size: int, drawn: bool) -> None:
@@ -149,6 +151,7 @@ class Link:
         Raises:
             HostError: as :meth:`receive_first`.
         """
+        self.owes_account = False
         self._receive_skipped()
         (length,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
         return json.loads(bytes(self._expect(torch.zeros(length, dtype=torch.uint8)).wait().tolist()))
@@ -168,7 +171,7 @@ class Link:
     def send_verdict(self, code: int, num_standing: int = 0, token: int = 0) -> None:
         """What became of a round; nothing follows DONE and FAILED."""
         self._send(torch.tensor([code, num_standing, token]))
-        self.is_settled = code in (DONE, FAILED)
+        self.is_settled, self.owes_account = code in (DONE, FAILED), code == DONE
 
     def send(self, tensor: Tensor) -> None:
         """Numbers for :meth:`receive`."""

@@ -108,7 +108,9 @@ class Pair:
     def fail(self) -> None:
         """The target cannot finish the request: tell the draft."""
         link = self.open_link()
-        if link is not None and not link.is_settled:
+        if link is not None and link.owes_account:
+            self._use(lambda link: link.receive_json())
+        elif link is not None and not link.is_settled:
             with suppress(HostError):
                 link.send_verdict(FAILED)
             self.link = None

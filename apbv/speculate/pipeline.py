@@ -153,7 +153,8 @@ class _Target:
             return exchange(self.link)
         except HostError as error:
             with suppress(HostError):  # it may only have been slow
-                self.link.send_verdict(FAILED)
+                if not self.link.is_settled:
+                    self.link.send_verdict(FAILED)
             self.link, self._stats.lost_draft = None, str(error)
             warnings.warn(f"going on without the draft host: {error}", stacklevel=2)
             return None
