@@ -267,21 +267,22 @@ def _visual_from_batch(
         names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
         return VisualInput(
             kind="image",
-            pieces=_rows_of_units(split_evenly(range(1), hosts.size), 1, num_rows),
+            pieces=_rows_of_units(split_evenly(range(1), hosts.size), 1, num_rows, num_rows),
             pixels={n: batch[n] for n in names if batch.get(n) is not None} if hosts.rank == 0 else None,
             num_units=1,
             rows_per_unit=0,
             ends_video=False,
         )
     units = _num_units(batch)
+    per_unit = (num_rows - parts.num_rows_ending_video) // units
     shares = _shares(units, hosts, frame_parallel)
     mine = shares[hosts.rank]
     return VisualInput(
         kind="video",
-        pieces=_rows_of_units(shares, units, num_rows),
+        pieces=_rows_of_units(shares, units, per_unit, num_rows),
         pixels=_slice_pixels(batch, mine) if mine else None,
         num_units=len(mine),
-        rows_per_unit=num_rows // units,
+        rows_per_unit=per_unit,
         ends_video=bool(mine) and mine.stop == units,
         replicated=not frame_parallel,
     )
@@ -308,9 +309,8 @@ def _num_units(batch: Mapping[str, Any]) -> int:
     return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
 
 
-def _rows_of_units(shares: Sequence[range], units: int, num_rows: int) -> tuple[range, ...]:
-    """Rows of each share of units. Rows beyond an equal number per unit (LLaVA's newline) end the last one."""
-    per_unit = num_rows // units
+def _rows_of_units(shares: Sequence[range], units: int, per_unit: int, num_rows: int) -> tuple[range, ...]:
+    """Rows of each share of units. Rows that are no unit's (LLaVA's newline) end the last one."""
     edge = [unit * per_unit for unit in range(units)] + [num_rows]
     return tuple(range(edge[share.start], edge[share.stop]) for share in shares)
 

@@ -44,6 +44,11 @@ class ModelParts:
         return self.family in _MROPE_FAMILIES
 
     @property
+    def num_rows_ending_video(self) -> int:
+        """Visual tokens behind a video's last frame: LLaVA-OneVision has a newline there."""
+        return int(self.family == "llava_onevision")
+
+    @property
     def num_layers(self) -> int:
         return self.language_model.config.num_hidden_layers
 

@@ -134,6 +134,21 @@ def test_exact_methods_equal_hugging_face_fp32(pool, family, num_hosts, method):
     check_against_hugging_face(pool, family, num_hosts, method)
 
 
+def one_frame_job(hosts: HostGroup, family: str, batch: dict):
+    model = build(family, torch.float32)
+    return prefill(model, as_inputs(family, batch, None, hosts), hosts=hosts).logits
+
+
+@pytest.mark.filterwarnings("ignore:a prompt of")
+@pytest.mark.parametrize("family", [f for f in VIDEO_FAMILIES if f != "qwen3_vl"])  # its processor refuses one
+def test_a_video_may_be_a_single_frame(pool, family):
+    batch = video_batch(family, frames=1)
+    expected, _ = hugging_face(family, torch.float32, batch)
+    for num_hosts in (1, 2):
+        for logits in pool.run(num_hosts, one_frame_job, family, batch):
+            assert relative_error(logits, expected) < 1e-4
+
+
 def check_against_hugging_face(pool, family, num_hosts, method):
     first, *others = pool.run(num_hosts, uncompressed_job, family, torch.float32, method)
     asked = prompts(family, num_hosts, method, torch.float32)
