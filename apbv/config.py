@@ -18,6 +18,11 @@ def _is_number(value) -> bool:
     return _is_int(value) or isinstance(value, float)
 
 
+def longest_window(num_draft_tokens: int | str) -> int:
+    """How many tokens a window may have; γ, unless that is ``"auto"``."""
+    return MOST_AUTO_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """How a prompt is prefilled.
@@ -190,7 +195,7 @@ class SpeculativeConfig:
     @property
     def most_draft_tokens(self) -> int:
         """The longest window."""
-        return MOST_AUTO_DRAFT_TOKENS if self.num_draft_tokens == "auto" else self.num_draft_tokens
+        return longest_window(self.num_draft_tokens)
 
     @property
     def needs_caption(self) -> bool:

@@ -117,6 +117,7 @@ class Engine:
         self.draft_model = draft
         self._captioner = captioner
         self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts, captioner)
+        self._tree = None if speculate is None else draft_tree(speculate)
         self._pair, self._draft_thread = None, None
         if drafts_elsewhere(speculate, hosts):
             self._pair = Pair.of(hosts, speculate)
@@ -258,8 +259,7 @@ class Engine:
         speculation = None if stats is None else {**asdict(self.speculative_config), **stats.summary(len(tokens))}
         kept = None
         if draft is not None:
-            tree = draft_tree(self.speculative_config)
-            speculation["num_tree_nodes"] = tree and tree.num_drafted
+            speculation["num_tree_nodes"] = self._tree and self._tree.num_drafted
             speculation["num_visual_tokens_drafted_from"] = draft.num_visual
             kept = kept_by_frame(self._parts, inputs, draft.kept)
         spans = self._collect_timeline(timer, stats) if timeline else None
@@ -332,22 +332,21 @@ class Engine:
                 config=config,
                 sampling=sampling,
                 vocab_size=self._parts.vocab_size,
-                drafts_tree=draft_tree(config) is not None,
+                drafts_tree=self._tree is not None,
                 tokenize=partial(self.tokenizer.encode, add_special_tokens=False),
                 caption=caption,
             )
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
-            tree = draft_tree(config)
-            generate = generate_by_tree if tree else generate_speculatively
+            generate = generate_by_tree if self._tree else generate_speculatively
             tokens, stats = generate(
                 decoder,
                 draft.drafter,
                 *start,
                 sampling,
                 self._parts.eos_token_ids,
-                tree or config.num_draft_tokens,
+                self._tree or config.num_draft_tokens,
                 on_token,
             )
         return state, tokens, stats, draft

@@ -45,6 +45,12 @@ def unpacked(numbers: Sequence[int]) -> list[int]:
     return tokens[:count]
 
 
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    shorter = min(len(first), len(second))
+    return next((place for place in range(shorter) if first[place] != second[place]), shorter)
+
+
 class Drafter(Protocol):
     """Proposes how a sequence goes on."""
 
@@ -125,9 +131,7 @@ class ModelDrafter:
 
     def _keep_common(self, tokens: Sequence[int]) -> None:
         """Forget what was rejected, and at least the last token, whose logits are wanted."""
-        common = 0
-        while common < min(len(self._cached), len(tokens) - 1) and self._cached[common] == tokens[common]:
-            common += 1
+        common = common_length(self._cached, tokens[:-1])
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
             del self._cached[common:]

@@ -21,7 +21,7 @@ from ..timeline import Recorder, Span, seconds_of
 from .drafters import Proposal, packed, unpacked
 from .link import CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, Link
 from .prompt import Draft
-from .serial import SpeculationStats, judge, until_the_end
+from .serial import SpeculationStats, judge, say, until_the_end
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,7 @@ def generate_beside_draft(
         new, waiting = unpacked(plan[: 1 + width]), unpacked(plan[1 + width :])
         # The target has run all verified tokens and the pending ones; of the new ones all but the last are kept.
         decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
-        for token in new:
-            tokens.append(token)
-            if on_token is not None:
-                on_token(token)
+        say(new, tokens, on_token)
         if tokens[-1] in eos_token_ids or len(tokens) == config.max_new_tokens:
             if target is not None:
                 target.finish()

@@ -109,17 +109,23 @@ class PassedOn(_VisualObserver):
         super().__init__(is_visual, query_start, layout, hosts)
         self._num_tokens = len(is_visual)
         self._mine = self._tokens(hosts.rank)[self._visual_rows]
-        self._layers: list[Tensor] = []  # which tokens, [Hkv, n] per layer
+        # What every layer chose of each block; kept as it is, so that no layer waits for the device.
+        self._chosen: dict[int, list[Tensor]] = {}
 
     def observe_passed(self, block: int, chosen: Tensor) -> None:
-        if block == min(self._layout.virtual_hosts(self._hosts.rank)):
-            self._layers.append(torch.zeros(chosen.shape[1], self._num_tokens, dtype=torch.bool))
-        self._layers[-1].scatter_(1, self._layout.blocks[block].start + chosen[0].cpu(), True)
+        self._chosen.setdefault(block, []).append(chosen[0])
 
     def result(self) -> list[Tensor]:
         """bool ``[Hkv, visual tokens]`` of every layer, on every host; collective. Empty if nothing was chosen."""
-        shape = self._hosts.broadcast_ints([len(self._layers), len(self._layers and self._layers[0])], 2)
-        mine = torch.stack(self._layers)[:, :, self._mine].float() if self._layers else None
+        blocks = {block: torch.stack(layers).cpu() for block, layers in self._chosen.items()}
+        first, *_ = [*blocks.values(), torch.empty(0, 0)]
+        shape = self._hosts.broadcast_ints(first.shape[:2], 2)
+        mine = None
+        if blocks:
+            passed = torch.zeros(*shape, self._num_tokens)
+            for block, rows in blocks.items():  # [layers, Hkv, k_v]
+                passed.scatter_(2, self._layout.blocks[block].start + rows, 1.0)
+            mine = passed[:, :, self._mine]
         return list(gather_scores(mine, self._owned, self._hosts, shape).bool().unbind())
 
 

@@ -1,11 +1,11 @@
 """Draft, then verify, in turn: vanilla speculative decoding, and whatever differs from it in the draft only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from ..config import MOST_AUTO_DRAFT_TOKENS, SamplingConfig
+from ..config import SamplingConfig, longest_window
 from ..decode import Decoder
 from ..hosts import HostGroup
 from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
@@ -88,7 +88,7 @@ class WindowLength:
 
     def __init__(self, wanted: int | str, stats: SpeculationStats):
         self._wanted, self._stats = wanted, stats
-        self.most = MOST_AUTO_DRAFT_TOKENS if wanted == "auto" else wanted
+        self.most = longest_window(wanted)
 
     def __call__(self) -> int:
         stats = self._stats
@@ -134,10 +134,7 @@ def generate_speculatively(
         new = until_the_end(new, eos_token_ids)
         # The target has run the last token and all drafted ones: all new tokens but one are in its KV, no others.
         decoder.take_back(len(drafted) + 1 - len(new))
-        for token in new:
-            tokens.append(token)
-            if on_token is not None:
-                on_token(token)
+        say(new, tokens, on_token)
         if tokens[-1] in eos_token_ids or len(tokens) >= config.max_new_tokens:
             return tokens, stats
         # The target adds one token to those that it accepts.
@@ -186,6 +183,14 @@ def judge(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig
         [uniform(config.seed, place, PURPOSE_ACCEPT) for place in places],
         [uniform(config.seed, place, PURPOSE_NEXT_TOKEN) for place in places],
     )
+
+
+def say(new: Sequence[int], tokens: list[int], on_token: Callable[[int], None] | None) -> None:
+    """Add new tokens to those of the answer, and show each."""
+    for token in new:
+        tokens.append(token)
+        if on_token is not None:
+            on_token(token)
 
 
 def until_the_end(tokens: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:

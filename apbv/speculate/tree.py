@@ -23,8 +23,8 @@ from ..hosts import HostGroup
 from ..models import ModelParts
 from ..sampling import sample
 from .draft_prompt import forget_prompt
-from .drafters import packed, unpacked
-from .serial import SpeculationStats, until_the_end
+from .drafters import common_length, packed, unpacked
+from .serial import SpeculationStats, say, until_the_end
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,7 @@ class TreeDrafter:
     def _keep_common(self, tokens: Sequence[int]) -> None:
         """Forget what was rejected, and at least the last token, whose logits are wanted."""
         known = tokens[:-1]
-        common = 0
-        while common < min(len(self._cached), len(known)) and self._cached[common] == known[common]:
-            common += 1
+        common = common_length(self._cached, known)
         node, path = 0, []
         for token in known[common:] if common == len(self._cached) else ():
             node = self._tree.child(self._drafted, node, token)
@@ -242,10 +240,7 @@ def generate_by_tree(
     chosen = [sample(logits, config, prompt_len)] if hosts.rank == 0 else None
     new = until_the_end(hosts.broadcast_ints(chosen, 1), eos_token_ids)
     while True:
-        for token in new:
-            tokens.append(token)
-            if on_token is not None:
-                on_token(token)
+        say(new, tokens, on_token)
         if tokens[-1] in eos_token_ids or len(tokens) >= config.max_new_tokens:
             return tokens, stats
         # The target adds one token to those that it accepts.
