@@ -211,3 +211,43 @@ def test_whole_frames_are_kept_evenly():
 def test_random_choices_depend_on_the_seed():
     first, again, other = (preserve.keep_random(100, 10, seed).tolist() for seed in (1, 1, 2))
     assert first == again != other and len(set(first)) == 10 and first == sorted(first)
+
+
+# ---- what the prefill passed on ----
+
+
+def passed_job(hosts: HostGroup, kv: str):
+    """What :class:`PassedOn` makes of a prefill; and, as (layer, block, rows), what it was told on this host."""
+    model = build("qwen2_5_vl", DOUBLE)
+    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl"), None, hosts, DOUBLE)
+    is_visual = inspect_model(model).is_visual(inputs.input_ids[0])
+    told, made = [], []
+
+    class Recorded(preserve.PassedOn):
+        def observe_passed(self, block, chosen):
+            layer = sum(seen == block for _, seen, _ in told)
+            told.append((layer, block, chosen[0].clone()))
+            super().observe_passed(block, chosen)
+
+    def observe(inputs, layout, hosts):
+        made.append((Recorded(is_visual, inputs.query_start, layout, hosts), layout))
+        return made[0][0]
+
+    prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv=kv), observe=observe)
+    (observer, layout), *_ = made
+    return observer.result(), told, layout, is_visual
+
+
+@pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
+def test_what_was_passed_on_is_known_to_all(pool, num_hosts, kv):
+    results = pool.run(num_hosts, passed_job, kv)
+    found, _, layout, is_visual = results[0]
+    expected = torch.zeros(len(found), *found[0].shape[:1], len(is_visual), dtype=torch.bool)
+    for _, told, *_ in results:
+        for layer, block, rows in told:
+            for head, chosen in enumerate(rows):
+                expected[layer, head, layout.blocks[block].start + chosen] = True
+    # Every block chose, the last one too, of every layer and head as many as it would pass on.
+    assert (expected.sum(dim=-1) == sum(map(layout.num_passed, range(len(layout.blocks))))).all()
+    for result, *_ in results:
+        assert torch.equal(torch.stack(result), expected[:, :, is_visual])
