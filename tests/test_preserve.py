@@ -10,6 +10,7 @@ from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
 from apbv.encode import encode_visual
 from apbv.models import inspect_model
 from apbv.speculate import make_observer, preserve
+from apbv.speculate.draft_prompt import collect_kv, select_kv
 from apbv.speculate.scores import spatial_variety, standardised, temporal_change
 
 import families
@@ -251,3 +252,29 @@ def test_what_was_passed_on_is_known_to_all(pool, num_hosts, kv):
     assert (expected.sum(dim=-1) == sum(map(layout.num_passed, range(len(layout.blocks))))).all()
     for result, *_ in results:
         assert torch.equal(torch.stack(result), expected[:, :, is_visual])
+
+
+def collected_job(hosts: HostGroup):
+    """Some of the KV, of every layer and head others: out of shards, and out of the whole cache."""
+    model = build("qwen2_5_vl", DOUBLE)
+    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl"), None, hosts, DOUBLE)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv="sharded"))
+    generator = torch.Generator().manual_seed(3)
+    parts = inspect_model(model)
+    kept = [
+        torch.stack(
+            [torch.randperm(state.num_tokens, generator=generator)[:40] for _ in range(parts.num_kv_heads)]
+        )
+        for _ in range(parts.num_layers)
+    ]
+    kept = [tokens.sort(dim=1).values for tokens in kept]
+    collected, whole = collect_kv(state.shards, kept, hosts), state.to_dynamic_cache()
+    if hosts.rank != 0:
+        return collected is None and whole is None
+    pairs = zip(collected.layers, select_kv(whole, kept).layers, strict=True)
+    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_kv_collected_from_shards_is_that_of_the_whole_cache(pool, num_hosts):
+    assert pool.run(num_hosts, collected_job) == [True] * num_hosts
