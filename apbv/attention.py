@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from .hosts import HostGroup
-from .kernels import merge_states, segmented_attention, tree_attention
+from .kernels import merge_states, segmented_attention, verify_attention
 
 _NAME = "apbv"
 
@@ -96,9 +96,9 @@ class TreeAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self._hosts is None:
-            return tree_attention(q, k, v, self._visible, scale)[0]
+            return verify_attention(q, k, v, scale, visible=self._visible)[0]
         visible = self._visible if self._hosts.rank == 0 else self._visible[:, :0]
-        return gather_and_merge(*tree_attention(q, k, v, visible, scale), self._hosts)()
+        return gather_and_merge(*verify_attention(q, k, v, scale, visible=visible), self._hosts)()
 
 
 class PrefillObserver(Protocol):

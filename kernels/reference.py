@@ -1,54 +1,46 @@
-"""Plain PyTorch definitions of the operators, in the widest precision. What every other back end must equal."""
+"""Plain PyTorch definitions of the operators, in fp64. What every other back end must equal.
+
+Each has the signature of the operator of its name, without ``backend``; see there for shapes and units.
+"""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Segment = tuple[Tensor, Tensor]
 
 
 def segmented_attention(
-    q: Tensor, segments: list[Segment], scale: float, causal_last: bool
+    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the concatenation of several key/value segments, by its definition.
-
-    Same signature and result as :func:`apbv.kernels.segmented_attention`, with every score materialised
-    in fp64: O(S * T) memory.
-    """
-    if not segments:
-        raise ValueError("segmented_attention needs at least one (k, v) segment")
-    batch, heads, queries, dim = q.shape
-    groups = heads // segments[0][0].shape[1]
-    k = torch.cat([k for k, _ in segments], dim=2).double().repeat_interleave(groups, dim=1)
-    v = torch.cat([v for _, v in segments], dim=2).double().repeat_interleave(groups, dim=1)
-    scores = q.double() @ k.transpose(-1, -2) * scale
+    """Attention over the concatenation of several segments, with every score materialised: O(S * T) memory."""
+    queries, last = q.shape[2], segments[-1][0].shape[2]
+    k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
+    visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device)
+    visible[:rows_alone, : k.shape[2] - last] = False
     if causal_last:
-        last = segments[-1][0].shape[2]
-        visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device)
-        visible[:, k.shape[2] - last :] = torch.ones(queries, last, dtype=torch.bool, device=q.device).tril(
-            last - queries
-        )
-        scores = scores.masked_fill(~visible, float("-inf"))
-    if k.shape[2] == 0:
-        return q.new_zeros(batch, heads, queries, dim), _empty_lse(q)
-    lse = scores.logsumexp(dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ v).to(q.dtype), lse.to(_lse_dtype(q))
+        visible[:, k.shape[2] - last :] &= visible.new_ones(queries, last).tril(last - queries)
+    return _attend(q, k, v, scale, visible)
 
 
-def tree_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of tokens that form a tree, by definition, in fp64. See :func:`apbv.kernels.tree_attention`."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (states.double().repeat_interleave(groups, dim=1) for states in (k, v))
-    past = visible.new_ones(len(visible), k.shape[2] - visible.shape[1])
-    scores = q.double() @ k.transpose(-1, -2) * scale
-    scores = scores.masked_fill(~torch.cat([past, visible], dim=1), float("-inf"))
-    lse = scores.logsumexp(dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return (weights @ v).to(q.dtype), lse.to(_lse_dtype(q))
+def verify_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few new tokens, over a mask of which of all keys each query head's rows see."""
+    queries, keys = q.shape[2], k.shape[2]
+    if visible is None:
+        visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
+    past = keys - visible.shape[1]
+    if kept is None:
+        seen = visible.new_ones(q.shape[0], k.shape[1], past)
+    else:
+        seen = visible.new_zeros(q.shape[0], k.shape[1], past).scatter(2, kept.long(), True)
+    seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand(-1, -1, queries, -1)
+    return _attend(q, k, v, scale, torch.cat([seen, visible.expand(*seen.shape[:2], -1, -1)], dim=-1))
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial attention results over disjoint keys, in fp64. See :func:`apbv.kernels.merge_states`."""
+    """The merge of partial attention results over disjoint keys."""
     lses = lses.double().masked_fill(lses == float("inf"), float("-inf"))
     lse = lses.logsumexp(dim=0)
     weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))
@@ -56,9 +48,71 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (weights[..., None] * outs).sum(dim=0), lse
 
 
-def _empty_lse(q: Tensor) -> Tensor:
-    return torch.full(q.shape[:3], float("-inf"), dtype=_lse_dtype(q), device=q.device)
+def kv_importance(
+    q_query: Tensor, k: Tensor, scale: float, reduce: str = "peak", *, pool: int = 1, lse: Tensor | None = None
+) -> Tensor:
+    """How much the question's tokens attend to each key; ``lse``, which only saves work, is not looked at."""
+    rows = q_query.double().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, Hkv, G * n_q, D]
+    scores = rows @ k.double().transpose(-1, -2) * scale
+    if reduce == "dot":
+        importance = scores.mean(dim=2)
+    else:
+        probabilities = scores.softmax(dim=-1)
+        importance = probabilities.amax(dim=2) if reduce == "peak" else probabilities.mean(dim=2)
+    return functional.max_pool1d(importance, pool, stride=1, padding=pool // 2).float()
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def select_topk(
+    scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The best rows of each KV head, by a stable sort."""
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))
+    chosen = scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
+    places = chosen[..., None].expand(-1, -1, -1, k.shape[3])
+    if out is None:
+        out = k.new_empty(2, *k.shape[:2], count, k.shape[3])
+    out[0, :, :, :count] = k.gather(2, places)
+    out[1, :, :, :count] = v.gather(2, places)
+    return chosen, out
+
+
+def temporal_change(frames: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
+    """1 minus the mean cosine similarity with the same place in the adjacent frames."""
+    units = functional.normalize(frames.double(), dim=-1)
+    ends = [None if end is None else functional.normalize(end.double(), dim=-1) for end in (before, after)]
+    neighbours = [ends[0], *units, ends[1]]
+    changes = []
+    for frame, unit in enumerate(units):
+        similar = [(unit * other).sum(dim=-1) for other in neighbours[frame : frame + 3 : 2] if other is not None]
+        changes.append(1 - torch.stack(similar).mean(dim=0) if similar else torch.zeros_like(unit[:, 0]))
+    return torch.stack(changes).float() if changes else frames.new_zeros(frames.shape[:2], dtype=torch.float32)
+
+
+def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5) -> Tensor:
+    """The variance of a token's cosine similarities with all tokens of its crop."""
+    units = functional.normalize(frames.double(), dim=-1)
+    rows, columns = torch.arange(height, device=frames.device), torch.arange(width, device=frames.device)
+    crops = ((rows // crop)[:, None] * (width + crop) + columns // crop).flatten()
+    together = crops[:, None] == crops
+    similar = units @ units.transpose(1, 2)
+    count = together.sum(dim=-1)
+    mean = (similar * together).sum(dim=-1) / count
+    return (((similar - mean[..., None]) ** 2 * together).sum(dim=-1) / count).float()
+
+
+def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
+    """Each row's unit vector times one vector."""
+    return (functional.normalize(rows.double(), dim=-1) @ direction.double()).float()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Masked attention; zeros and an lse of -inf where nothing is visible."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (states.double().repeat_interleave(groups, dim=1) for states in (k, v))
+    # What nobody sees may hold anything, NaN included: it must not be multiplied in.
+    seen = visible.any(dim=-2).expand(*k.shape[:-1])[..., None]
+    k, v = (states.masked_fill(~seen, 0.0) for states in (k, v))
+    scores = (q.double() @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return (weights @ v).to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -13,7 +13,7 @@ from test_speculate import decoders
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, prefill
 from apbv.config import SamplingConfig
 from apbv.decode import GatheredDecoder, generate_tokens
-from apbv.kernels import reference, tree_attention
+from apbv.kernels import reference, verify_attention
 from apbv.models import inspect_model
 from apbv.speculate import STRATEGIES
 from apbv.speculate.tree import Tree, TreeDrafter, generate_by_tree, verify_tree
@@ -89,8 +89,8 @@ def test_tree_attention_equals_its_definition(past, near, dtype):
         "blind": TREE.visible & (torch.arange(len(TREE)) > 3)[:, None],
     }[near]
     q, [(k, v)] = make_inputs(len(visible), [past + visible.shape[1]], dtype=dtype)
-    out, lse = tree_attention(q, k, v, visible, 0.2)
-    exact_out, exact_lse = reference.tree_attention(q.double(), k.double(), v.double(), visible, 0.2)
+    out, lse = verify_attention(q, k, v, 0.2, visible=visible)
+    exact_out, exact_lse = reference.verify_attention(q.double(), k.double(), v.double(), 0.2, visible=visible)
     assert out.dtype == dtype and out.shape == q.shape
     assert_out_close(out, exact_out, OUT_TOLERANCE[dtype])
     assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
@@ -100,9 +100,9 @@ def test_the_reference_is_masked_attention():
     q, [(k, v)] = make_inputs(len(TREE), [40 + len(TREE)])
     mask = torch.cat([torch.ones(len(TREE), 40, dtype=torch.bool), TREE.visible], dim=1)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.2, enable_gqa=True)
-    assert_out_close(reference.tree_attention(q, k, v, TREE.visible, 0.2)[0], expected, 1e-14)
+    assert_out_close(reference.verify_attention(q, k, v, 0.2, visible=TREE.visible)[0], expected, 1e-14)
     with pytest.raises(ValueError, match="8 query heads are not a multiple of 3"):
-        tree_attention(q, k.new_zeros(2, 3, 4, 80), k.new_zeros(2, 3, 4, 80), TREE.visible[:, :0], 0.2)
+        verify_attention(q, k.new_zeros(2, 3, 4, 80), k.new_zeros(2, 3, 4, 80), 0.2, visible=TREE.visible[:, :0])
 
 
 # ---- verification ----

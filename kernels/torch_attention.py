@@ -1,0 +1,168 @@
+"""Attention on torch's own fused kernels."""
+
+import torch
+from torch import Tensor
+
+from .merging import merge_finite
+
+Segment = tuple[Tensor, Tensor]
+
+# Rows of scores per KV head, keys and precisions for which a CPU is faster without its fused kernel.
+_FEW_ROWS, _MANY_KEYS = 32, 8192
+_WIDE = (torch.float32, torch.float64)
+
+
+def segmented_attention(
+    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
+) -> tuple[Tensor, Tensor]:
+    """See :func:`apbv.kernels.segmented_attention`; one call per segment, or for several joined ones."""
+    if rows_alone:
+        return _in_two(q, segments, scale, causal_last, rows_alone)
+    visible, last = (segments[:-1], segments[-1]) if causal_last else (segments, None)
+    visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
+    partials = [_attend(q, k, v, scale, causal=False) for k, v in visible]
+    if last is not None and last[0].shape[2]:
+        partials += _attend_bottom_right(q, *last, scale)
+    if len(partials) == 1:
+        return partials[0]
+    outs, lses = zip(*partials, strict=True)
+    out, lse = merge_finite(outs, torch.stack(lses))
+    return out.to(q.dtype), lse
+
+
+def verify_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See :func:`apbv.kernels.verify_attention`; kept rows are copied."""
+    if visible is None and kept is None:
+        return segmented_attention(q, [(k, v)], scale, causal_last=True)
+    if visible is None:
+        visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    num_past = k.shape[2] - visible.shape[1]
+    past = tuple(states[:, :, :num_past] for states in (k, v))
+    if kept is not None:
+        places = kept.long()[..., None].expand(-1, -1, -1, k.shape[3])
+        past = tuple(states.gather(2, places) for states in past)
+    partials = []
+    if past[0].shape[2]:
+        # All see the past alike: the query heads of a group are as many more queries of one head, and K and V,
+        # which are long, are read once for all of them.
+        grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+        out, lse = _attend(grouped, *past, scale, causal=False)
+        partials.append((out.reshape(q.shape), lse.reshape(q.shape[:3])))
+    if visible.shape[1]:
+        partials.append(_attend_masked(q, k[:, :, num_past:], v[:, :, num_past:], visible, scale))
+    outs, lses = zip(*partials, strict=True)
+    out, lse = merge_finite([out.to(lses[0].dtype) for out in outs], torch.stack(lses))
+    return out.to(q.dtype), lse
+
+
+def _in_two(q: Tensor, segments: list[Segment], scale: float, causal_last: bool, rows_alone: int):
+    """The first rows see the last segment only, and of it, where it is causal, less than the others."""
+    k, v = segments[-1]
+    others = q.shape[2] - rows_alone
+    end = max(0, k.shape[2] - others) if causal_last else k.shape[2]
+    parts = [
+        segmented_attention(q[:, :, :rows_alone], [(k[:, :, :end], v[:, :, :end])], scale, causal_last)
+        if end
+        else (torch.zeros_like(q[:, :, :rows_alone]), _full_lse(q[:, :, :rows_alone]))
+    ]
+    if others:
+        parts.append(segmented_attention(q[:, :, rows_alone:], segments, scale, causal_last))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _coalesce(segments: list[Segment], q: Tensor) -> list[Segment]:
+    """Join segments where copying their rows costs less than merging another partial result would.
+
+    APB-V's context blocks see an anchor and passing blocks that are short beside the block itself.
+    """
+    keys, values = ([pair[i] for pair in segments] for i in (0, 1))
+    if len(segments) > 1 and sum(k.shape[2] for k in keys) * keys[0].shape[1] < q.shape[2] * q.shape[1]:
+        return [(torch.cat(keys, dim=2), torch.cat(values, dim=2))]
+    return segments
+
+
+def _attend_bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
+    """Bottom-right causal attention out of a fully visible part and a square causal one.
+
+    Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys:
+        return [_attend(q, k, v, scale, causal=True)]
+    if queries < keys:
+        past = keys - queries
+        parts = [_attend(q, k[:, :, :past], v[:, :, :past], scale, causal=False)]
+        return [*parts, _attend(q, k[:, :, past:], v[:, :, past:], scale, causal=queries > 1)]
+    blind = queries - keys
+    out, lse = _attend(q[:, :, blind:], k, v, scale, causal=True)
+    return [
+        (
+            torch.cat([torch.zeros_like(q[:, :, :blind]), out], dim=2),
+            torch.cat([_full_lse(q[:, :, :blind]), lse], dim=2),
+        )
+    ]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One fused call over at least one key; causal only where S = T."""
+    # The fused kernels read rows of D neighbouring numbers, and do not check that they are.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        rows = q.shape[2] * (q.shape[1] // k.shape[1])
+        if not causal and rows <= _FEW_ROWS and k.shape[2] >= _MANY_KEYS and q.dtype in _WIDE:
+            return _attend_few(q, k, v, scale)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    return _attend_by_definition(q, k, v, scale, causal)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """By definition, in fp32 at least: S and N are tens, and no fused kernel takes a mask and returns the lse."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, S, D]
+    k, v = (states.to(wide).unsqueeze(2) for states in (k, v))
+    scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(wide).min)[..., None])
+    return (weights @ v).flatten(1, 2), lse.flatten(1, 2)
+
+
+def _attend_few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Few queries, as in decoding: two matrix products over the keys as they lie, a group's heads side by side.
+
+    On a CPU the fused kernel reads K and V, which no cache holds any more, once for every query head.
+    """
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    scores = grouped @ k.transpose(-1, -2)
+    scores *= scale
+    highest = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = (weights @ v) / total
+    lse = highest + total.log()
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _attend_by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """fp32 and fp64 on accelerators, where no fused kernel returns the lse: for tests, not for speed."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def _full_lse(q: Tensor) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
