@@ -68,6 +68,16 @@ def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = before
 
 
+class PlainAttention:
+    """Attention of new tokens, the last in the cache, over a long KV that is all here."""
+
+    def __init__(self, backend: str = "auto"):
+        self._backend = backend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return verify_attention(q, k, v, scale, backend=self._backend)[0]
+
+
 class ShardedAttention:
     """Attention of new tokens over a KV that is spread over the hosts (decoding, and a separate query pass).
 
@@ -75,12 +85,13 @@ class ShardedAttention:
     host order (Eq. 5), so all hosts continue with the same numbers. Host 0's share ends with the new tokens.
     """
 
-    def __init__(self, hosts: HostGroup):
-        self._hosts = hosts
+    def __init__(self, hosts: HostGroup, backend: str = "auto"):
+        self._hosts, self._backend = hosts, backend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, lse = segmented_attention(q, [(k, v)], scale, causal_last=self._hosts.rank == 0)
-        return gather_and_merge(out, lse, self._hosts)()
+        visible = None if self._hosts.rank == 0 else torch.ones(q.shape[2], 0, dtype=torch.bool, device=q.device)
+        out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
+        return gather_and_merge(out, lse, self._hosts, self._backend)()
 
 
 class TreeAttention:
@@ -91,14 +102,15 @@ class TreeAttention:
         hosts: over whom the KV is spread, of which host 0's share ends with the new tokens; None: it is all here.
     """
 
-    def __init__(self, visible: Tensor, hosts: HostGroup | None = None):
-        self._visible, self._hosts = visible, hosts
+    def __init__(self, visible: Tensor, hosts: HostGroup | None = None, backend: str = "auto"):
+        self._visible, self._hosts, self._backend = visible, hosts, backend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         if self._hosts is None:
-            return verify_attention(q, k, v, scale, visible=self._visible)[0]
+            return verify_attention(q, k, v, scale, visible=self._visible, backend=self._backend)[0]
         visible = self._visible if self._hosts.rank == 0 else self._visible[:, :0]
-        return gather_and_merge(*verify_attention(q, k, v, scale, visible=visible), self._hosts)()
+        out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
+        return gather_and_merge(out, lse, self._hosts, self._backend)()
 
 
 class PrefillObserver(Protocol):
@@ -156,7 +168,7 @@ class ObservedAttention:
         return self._attention(q, k, v, scale)
 
 
-def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup):
+def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup, backend: str = "auto"):
     """Start exchanging partial attention results; the returned function waits, merges and returns the output.
 
     Args:
@@ -173,7 +185,7 @@ def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup):
         outs, lses = exchange.wait().split([out.shape[-1] * out.element_size(), lse.element_size()], dim=-1)
         outs = outs.contiguous().view(out.dtype)
         lses = lses.contiguous().view(lse.dtype)[..., 0]
-        return merge_states(outs, lses)[0].to(out.dtype)
+        return merge_states(outs, lses, backend=backend)[0].to(out.dtype)
 
     return finish
 

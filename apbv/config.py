@@ -45,10 +45,13 @@ class PrefillConfig:
         on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which is exact and,
             without other hosts to share the work, what every method degenerates to.
         kv: where the KV lives after prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was computed.
+        backend: what computes attention, here and in decoding; a name in :data:`apbv.kernels.backends.BACKENDS`.
+            ``"auto"``: what the environment variable ``APBV_BACKEND`` says, or else the fastest for the device
+            and the shape.
 
     Raises:
-        ValueError: a length is negative or absurd, or ``kv`` is unknown. An unknown method or importance is
-            refused by :func:`apbv.prefill`, which knows them.
+        ValueError: a length is negative or absurd, or ``kv`` is unknown. An unknown method, importance or backend
+            is refused by :func:`apbv.prefill`, which knows them.
     """
 
     method: str = "apbv"
@@ -61,6 +64,7 @@ class PrefillConfig:
     frame_parallel: bool = True
     on_single_host: bool = False
     kv: str = "gathered"
+    backend: str = "auto"
 
     def __post_init__(self):
         for name in ("anchor_len", "passing_len"):

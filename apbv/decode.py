@@ -1,14 +1,13 @@
 """Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .attention import ShardedAttention, TreeAttention, apbv_attention
+from .attention import LayerAttention, PlainAttention, ShardedAttention, TreeAttention, apbv_attention
 from .cache import ShardedCache, keep_of_last
 from .config import SamplingConfig
 from .hosts import HostGroup
@@ -46,8 +45,7 @@ class GatheredDecoder:
     def advance(self, tokens: Sequence[int]) -> Tensor | None:
         if self._hosts.rank != 0:
             return None
-        with decoding_attention(self._parts):
-            logits = run_language_model(self._parts, tokens, self._position, self._cache)
+        logits = run_language_model(self._parts, tokens, self._position, self._cache)
         self._position += len(tokens)
         return logits
 
@@ -59,9 +57,8 @@ class GatheredDecoder:
     def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
         if self._hosts.rank != 0:
             return None
-        attention = TreeAttention(visible.to(self._parts.device))
-        with apbv_attention(self._parts.language_model):
-            return run_language_model(self._parts, tokens, self._position, self._cache, depths, apbv=attention)
+        attention = TreeAttention(visible.to(self._parts.device), backend=self._parts.backend)
+        return run_language_model(self._parts, tokens, self._position, self._cache, attention, depths)
 
     def keep_path(self, count: int, path: Sequence[int]) -> None:
         if self._hosts.rank == 0:
@@ -74,11 +71,10 @@ class ShardedDecoder:
 
     def __init__(self, parts: ModelParts, cache: ShardedCache, next_position: int, hosts: HostGroup):
         self._parts, self._cache, self._position = parts, cache, next_position
-        self._attention, self._hosts = ShardedAttention(hosts), hosts
+        self._attention, self._hosts = ShardedAttention(hosts, parts.backend), hosts
 
     def advance(self, tokens: Sequence[int]) -> Tensor | None:
-        with apbv_attention(self._parts.language_model):
-            logits = run_language_model(self._parts, tokens, self._position, self._cache, apbv=self._attention)
+        logits = run_language_model(self._parts, tokens, self._position, self._cache, self._attention)
         self._position += len(tokens)
         return logits
 
@@ -87,22 +83,12 @@ class ShardedDecoder:
         self._position -= count
 
     def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
-        attention = TreeAttention(visible.to(self._parts.device), self._hosts)
-        with apbv_attention(self._parts.language_model):
-            return run_language_model(self._parts, tokens, self._position, self._cache, depths, apbv=attention)
+        attention = TreeAttention(visible.to(self._parts.device), self._hosts, self._parts.backend)
+        return run_language_model(self._parts, tokens, self._position, self._cache, attention, depths)
 
     def keep_path(self, count: int, path: Sequence[int]) -> None:
         keep_of_last(self._cache, count, path)
         self._position += len(path)
-
-
-def decoding_attention(parts: ModelParts) -> AbstractContextManager:
-    """The attention with which a few tokens run over a long plain cache: on a GPU the model's own.
-
-    On a CPU it is apbv's: sdpa copies the KV heads of grouped queries, and with a mask, which several tokens at
-    once need, is several times slower there than the fused kernel without one.
-    """
-    return apbv_attention(parts.language_model) if parts.device.type == "cpu" else nullcontext()
 
 
 @torch.no_grad()
@@ -111,15 +97,17 @@ def run_language_model(
     tokens: Sequence[int],
     position: int,
     cache,
+    attention: LayerAttention | None = None,
     depths: Sequence[int] | None = None,
     last_only: bool = False,
-    **kwargs,
 ) -> Tensor:
     """Logits ``[S, V]`` after each of S text tokens, or ``[1, V]``; their KV goes into the cache.
 
     Text continues one position at a time; for M-RoPE models time, height and width advance together.
 
     Args:
+        attention: of the new tokens; None: over all of the cache, and causal among themselves. It is not the
+            model's own, which copies the KV heads of grouped queries, and needs a mask for several tokens.
         depths: how far behind ``position`` each token stands; None: they are consecutive.
     """
     input_ids = torch.tensor([list(tokens)], device=parts.device)
@@ -127,13 +115,14 @@ def run_language_model(
     position_ids = torch.tensor([[position + depth for depth in depths]], device=parts.device)
     if parts.uses_mrope:
         position_ids = position_ids.expand(3, -1, -1)
-    hidden = parts.language_model(
-        inputs_embeds=parts.embed_tokens(input_ids),
-        position_ids=position_ids,
-        past_key_values=cache,
-        use_cache=True,
-        **kwargs,
-    ).last_hidden_state
+    with apbv_attention(parts.language_model):
+        hidden = parts.language_model(
+            inputs_embeds=parts.embed_tokens(input_ids),
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            apbv=attention or PlainAttention(parts.backend),
+        ).last_hidden_state
     return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
 
 

@@ -531,8 +531,8 @@ def _take_apart(
         require_consistent(speculate, prefill, hosts, captioner is not None)
     if model is None and draft is None:
         raise ValueError("there is neither a model nor a draft model")
-    parts = inspect_model(draft if model is None else model)
-    draft_parts = None if draft is None else inspect_model(draft)
+    parts = inspect_model(draft if model is None else model, prefill.backend)
+    draft_parts = None if draft is None else inspect_model(draft, prefill.backend)
     needs_draft = speculate is not None and strategy_of(speculate).needs_draft_model
     if needs_draft and not drafts_elsewhere(speculate, hosts):
         require_fitting_draft(speculate, parts, draft_parts)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .kernels.backends import require_usable
+
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
 _MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -25,6 +27,7 @@ class ModelParts:
         language_model: the decoder without its head; what runs sequence-parallel.
         lm_head: hidden states to logits.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
+        backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
     """
 
     model: PreTrainedModel
@@ -33,6 +36,7 @@ class ModelParts:
     lm_head: nn.Module
     video_token_id: int | None
     image_token_id: int | None
+    backend: str = "auto"
 
     @property
     def is_video_model(self) -> bool:
@@ -110,11 +114,12 @@ class ModelParts:
         return self.lm_head(hidden)
 
 
-def inspect_model(model: PreTrainedModel) -> ModelParts:
+def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
     """Take a model apart, and refuse what apbv cannot compute exactly as the model means it.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
+        BackendError: the back end cannot be used for this model on its device.
     """
     family = getattr(model.config, "model_type", type(model).__name__)
     if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
@@ -126,14 +131,17 @@ def inspect_model(model: PreTrainedModel) -> ModelParts:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
     language_model = model.get_decoder()
     _refuse_unsupported_layers(family, language_model)
-    return ModelParts(
+    parts = ModelParts(
         model=model,
         family=family,
         language_model=language_model,
         lm_head=lm_head,
         video_token_id=_token_id(model.config, "video") if family in VIDEO_FAMILIES else None,
         image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
+        backend=backend,
     )
+    require_usable(backend, parts.device, parts.dtype)
+    return parts
 
 
 def _refuse_unsupported_layers(family: str, language_model: PreTrainedModel) -> None:

@@ -137,7 +137,7 @@ def prefill(
     timer = timer or StageTimer(hosts)
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        parts = inspect_model(model)
+        parts = inspect_model(model, config.backend)
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
         if not isinstance(model_inputs, ModelInputs):
@@ -237,7 +237,7 @@ def _forward(
             with hooks:
                 hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
             if method.separate_query:
-                attention = ShardedAttention(hosts)
+                attention = ShardedAttention(hosts, parts.backend)
                 if observer is not None:  # only now does the query see all of the context
                     query = range(len(layout.query))
                     kept = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))

@@ -91,7 +91,8 @@ def verify_attention(
     masked = q.shape[2] if visible is None else visible.shape[1]
     if masked > k.shape[2]:
         raise ValueError(f"the mask speaks of the last {masked} keys, and there are only {k.shape[2]}")
-    if q.shape[2] == 0 or k.shape[2] == 0:
+    num_seen = masked + (k.shape[2] - masked if kept is None else kept.shape[2])
+    if q.shape[2] == 0 or num_seen == 0:
         return _saw_nothing(q)
     chosen = choose(backend, q)
     if chosen == "triton":

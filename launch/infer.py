@@ -27,6 +27,7 @@ from apbv.allocator import keep_freed_memory
 from apbv.config import HIPPO_TERMS, KEEP_POLICIES, KV_PLACEMENTS, PRUNINGS
 from apbv.engine import DTYPES
 from apbv.hosts import run_on_hosts
+from apbv.kernels.backends import BACKENDS
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
@@ -57,6 +58,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--importance", default=PrefillConfig().importance, help=f"one of {', '.join(sorted(IMPORTANCE))}"
     )
     prefill.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered", help="where decoding finds the KV")
+    prefill.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="what computes attention (default: by device)",
+    )
     prefill.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default auto; demo float32)")
 
     decode = parser.add_argument_group("decode")
@@ -135,6 +142,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             passing_len=options.passing_len,
             importance=options.importance,
             kv=options.kv,
+            backend=options.backend,
         )
         speculate = None
         for name in (

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
+from ..kernels import segmented_attention
+from ..kernels.attention import Segment
 from ..layout import ContextLayout
 
 
@@ -32,6 +34,14 @@ class PrefillMethod(ABC):
         self.layout = layout
         self.hosts = hosts
         self.config = config
+
+    def attend(
+        self, q: Tensor, segments: list[Segment], scale: float, *, causal_last: bool, rows_alone: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`apbv.kernels.segmented_attention` by the back end that was configured."""
+        return segmented_attention(
+            q, segments, scale, causal_last, rows_alone=rows_alone, backend=self.config.backend
+        )
 
     @staticmethod
     @abstractmethod

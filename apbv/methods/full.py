@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from ..config import PrefillConfig
-from ..kernels import segmented_attention
 from ..layout import ContextLayout, single_host_layout
 from .base import PrefillMethod
 
@@ -18,4 +17,4 @@ class FullMethod(PrefillMethod):
         return single_host_layout(num_hosts, num_tokens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return segmented_attention(q, [(k, v)], scale, causal_last=True)[0]
+        return self.attend(q, [(k, v)], scale, causal_last=True)[0]

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..kernels import segmented_attention
 from ..layout import ContextLayout, shared_out_layout, split_evenly
 from .base import PrefillMethod
 
@@ -49,15 +48,14 @@ class UlyssesMethod(PrefillMethod):
         shapes = [(batch, len(heads), rows, dim) for heads in query_heads]
         return torch.cat(self.hosts.all_to_all(out.split(self._lengths, dim=2), shapes).wait(), dim=1)
 
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float) -> Tensor:
         if not len(heads):
             return q
         if heads.start % group or len(heads) % group:
             # A group is shared with another host: give every query head its own KV head.
             chosen = [head // group - heads.start // group for head in heads]
             k, v = k[:, chosen], v[:, chosen]
-        return segmented_attention(q, [(k, v)], scale, causal_last=True)[0]
+        return self.attend(q, [(k, v)], scale, causal_last=True)[0]
 
 
 def _groups(heads: range, group: int) -> range:

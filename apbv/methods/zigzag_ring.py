@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..kernels import merge_states, segmented_attention
+from ..kernels import merge_states
 from ..layout import ContextLayout, shared_out_layout
 from .base import PrefillMethod
 
@@ -54,15 +54,15 @@ class ZigzagRingMethod(PrefillMethod):
                     exchange.wait()
             first, second = (tuple(part) for part in held.split(self._cuts[owner], dim=3))
             if owner == here:
-                early.append(segmented_attention(q_early, [first], scale, causal_last=True))
-                late.append(segmented_attention(q_late, [first, second], scale, causal_last=True))
+                early.append(self.attend(q_early, [first], scale, causal_last=True))
+                late.append(self.attend(q_late, [first, second], scale, causal_last=True))
             elif owner < here:  # its first chunk lies before both of ours, its second behind both
-                out, lse = segmented_attention(q, [first], scale, causal_last=False)
+                out, lse = self.attend(q, [first], scale, causal_last=False)
                 for states, part in zip((early, late), _split_rows(out, lse, self._cuts[here]), strict=True):
                     states.append(part)
             else:  # both of its chunks lie between ours
-                late.append(segmented_attention(q_late, [first, second], scale, causal_last=False))
-            early, late = ([_merged(states)] for states in (early, late))
+                late.append(self.attend(q_late, [first, second], scale, causal_last=False))
+            early, late = ([self._merged(states)] for states in (early, late))
             if step + 1 < size:
                 held = exchange.wait()
         return torch.cat([early[0][0], late[0][0]], dim=2).to(q.dtype)
@@ -74,14 +74,14 @@ class ZigzagRingMethod(PrefillMethod):
         out = _ring_flash_attn(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group)
         return out.transpose(1, 2)
 
+    def _merged(self, states: list[State]) -> State:
+        """Partial results as one, so that no more than two are ever held."""
+        if len(states) == 1:
+            return states[0]
+        outs, lses = zip(*states, strict=True)
+        outs = torch.stack([out.to(lses[0].dtype) for out in outs])
+        return merge_states(outs, torch.stack(lses), backend=self.config.backend)
+
 
 def _split_rows(out: Tensor, lse: Tensor, lengths: list[int]) -> list[State]:
     return list(zip(out.split(lengths, dim=2), lse.split(lengths, dim=2), strict=True))
-
-
-def _merged(states: list[State]) -> State:
-    """Partial results as one, so that no more than two are ever held."""
-    if len(states) == 1:
-        return states[0]
-    outs, lses = zip(*states, strict=True)
-    return merge_states(torch.stack([out.to(lses[0].dtype) for out in outs]), torch.stack(lses))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingConfig
-from ..decode import decoding_attention, run_language_model
+from ..decode import run_language_model
 from ..models import ModelParts
 from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from .draft_prompt import forget_prompt
@@ -119,8 +119,7 @@ class ModelDrafter:
     def _run(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""
         position = self._position + len(self._cached)
-        with decoding_attention(self._parts):
-            logits = run_language_model(self._parts, tokens, position, self._cache, last_only=True)
+        logits = run_language_model(self._parts, tokens, position, self._cache, last_only=True)
         return logits[-1, : self._vocab_size]
 
     def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:

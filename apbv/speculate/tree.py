@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..attention import TreeAttention, apbv_attention
+from ..attention import TreeAttention
 from ..cache import keep_of_last
 from ..config import SamplingConfig
 from ..decode import Decoder, run_language_model
@@ -193,9 +193,9 @@ class TreeDrafter:
     def _advance(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor:
         """Logits after tokens that stand so far behind the cached ones, of the last of which they see some."""
         readable = [token if token < self._parts.vocab_size else 0 for token in tokens]
-        position, attention = self._position + len(self._cached), TreeAttention(visible.to(self._parts.device))
-        with apbv_attention(self._parts.language_model):
-            return run_language_model(self._parts, readable, position, self._cache, depths, apbv=attention)
+        position = self._position + len(self._cached)
+        attention = TreeAttention(visible.to(self._parts.device), backend=self._parts.backend)
+        return run_language_model(self._parts, readable, position, self._cache, attention, depths)
 
     def _keep_common(self, tokens: Sequence[int]) -> None:
         """Forget what was rejected, and at least the last token, whose logits are wanted."""
