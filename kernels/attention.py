@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import reference, torch_attention
 from .backends import choose
+from .library_attention import attend_with, choose_attention
 
 Segment = tuple[Tensor, Tensor]
 
@@ -49,13 +50,16 @@ def segmented_attention(
     _require_groups(q, segments[0][0])
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return _saw_nothing(q)
-    chosen = choose(backend, q)
+    chosen = choose_attention(backend, q, segments)
+    if chosen == "reference":
+        return reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
     if chosen == "triton":
         from . import triton_attention
 
         return triton_attention.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
-    module = reference if chosen == "reference" else torch_attention
-    return module.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
+    return torch_attention.segmented_attention(
+        q, segments, scale, causal_last, rows_alone=rows_alone, attend=attend_with(chosen, q, segments[0][0])
+    )
 
 
 def verify_attention(
@@ -95,12 +99,14 @@ def verify_attention(
     if q.shape[2] == 0 or num_seen == 0:
         return _saw_nothing(q)
     chosen = choose(backend, q)
+    if chosen == "reference":
+        return reference.verify_attention(q, k, v, scale, visible=visible, kept=kept)
     if chosen == "triton":
         from . import triton_attention
 
         return triton_attention.verify_attention(q, k, v, scale, visible=visible, kept=kept)
-    module = reference if chosen == "reference" else torch_attention
-    return module.verify_attention(q, k, v, scale, visible=visible, kept=kept)
+    attend = attend_with("torch", q, k)
+    return torch_attention.verify_attention(q, k, v, scale, visible=visible, kept=kept, attend=attend)
 
 
 def _require_groups(q: Tensor, k: Tensor) -> None:

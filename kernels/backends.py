@@ -71,7 +71,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if device.type != "cuda":
         return f"it compiles for GPUs, and the tensors are on {device.type} (TRITON_INTERPRET=1 runs it anywhere)"
-    major, minor = _capability(device)
+    major, minor = capability(device)
     return None if major >= 8 else f"it needs a GPU of compute capability 8.0, and this one has {major}.{minor}"
 
 
@@ -86,5 +86,6 @@ def _is_installed(package: str) -> bool:
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability."""
     return torch.cuda.get_device_capability(device)

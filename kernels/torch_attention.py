@@ -1,4 +1,6 @@
-"""Attention on torch's own fused kernels."""
+"""Attention over segments by a function that attends over one of them: torch's own, or a library's."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -6,23 +8,44 @@ from torch import Tensor
 from .merging import merge_finite
 
 Segment = tuple[Tensor, Tensor]
+# (q, k, v, scale, causal) to (out, lse); see apbv.kernels.library_attention.
+Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 # Rows of scores per KV head, keys and precisions for which a CPU is faster without its fused kernel.
 _FEW_ROWS, _MANY_KEYS = 32, 8192
 _WIDE = (torch.float32, torch.float64)
 
 
+def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Torch's attention where no library is needed: on a CPU, and, for tests, fp64 and the like on a GPU."""
+    if q.device.type != "cpu":
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        out, lse = _attend_masked(q, k, v, visible.tril() if causal else visible, scale)
+        return out.to(q.dtype), lse
+    rows = q.shape[2] * (q.shape[1] // k.shape[1])
+    if not causal and rows <= _FEW_ROWS and k.shape[2] >= _MANY_KEYS and q.dtype in _WIDE:
+        return _attend_few(q, k, v, scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
 def segmented_attention(
-    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    causal_last: bool,
+    *,
+    rows_alone: int = 0,
+    attend: Attend = attend_natively,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`apbv.kernels.segmented_attention`; one call per segment, or for several joined ones."""
     if rows_alone:
-        return _in_two(q, segments, scale, causal_last, rows_alone)
+        return _in_two(q, segments, scale, causal_last, rows_alone, attend)
+    q, segments = _dense(q), [(_dense(k), _dense(v)) for k, v in segments]
     visible, last = (segments[:-1], segments[-1]) if causal_last else (segments, None)
     visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
-    partials = [_attend(q, k, v, scale, causal=False) for k, v in visible]
+    partials = [attend(q, k, v, scale, False) for k, v in visible]
     if last is not None and last[0].shape[2]:
-        partials += _attend_bottom_right(q, *last, scale)
+        partials += _attend_bottom_right(q, *last, scale, attend)
     if len(partials) == 1:
         return partials[0]
     outs, lses = zip(*partials, strict=True)
@@ -31,11 +54,19 @@ def segmented_attention(
 
 
 def verify_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, kept: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    visible: Tensor | None = None,
+    kept: Tensor | None = None,
+    attend: Attend = attend_natively,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`apbv.kernels.verify_attention`; kept rows are copied."""
+    q, k, v = (_dense(x) for x in (q, k, v))
     if visible is None and kept is None:
-        return segmented_attention(q, [(k, v)], scale, causal_last=True)
+        return segmented_attention(q, [(k, v)], scale, causal_last=True, attend=attend)
     if visible is None:
         visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     num_past = k.shape[2] - visible.shape[1]
@@ -48,7 +79,7 @@ def verify_attention(
         # All see the past alike: the query heads of a group are as many more queries of one head, and K and V,
         # which are long, are read once for all of them.
         grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-        out, lse = _attend(grouped, *past, scale, causal=False)
+        out, lse = attend(grouped, *past, scale, False)
         partials.append((out.reshape(q.shape), lse.reshape(q.shape[:3])))
     if visible.shape[1]:
         partials.append(_attend_masked(q, k[:, :, num_past:], v[:, :, num_past:], visible, scale))
@@ -57,18 +88,27 @@ def verify_attention(
     return out.to(q.dtype), lse
 
 
-def _in_two(q: Tensor, segments: list[Segment], scale: float, causal_last: bool, rows_alone: int):
+def _dense(states: Tensor) -> Tensor:
+    """Fused kernels read rows of D neighbouring numbers, and do not all check that they are."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _in_two(
+    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, rows_alone: int, attend: Attend
+) -> tuple[Tensor, Tensor]:
     """The first rows see the last segment only, and of it, where it is causal, less than the others."""
     k, v = segments[-1]
     others = q.shape[2] - rows_alone
     end = max(0, k.shape[2] - others) if causal_last else k.shape[2]
     parts = [
-        segmented_attention(q[:, :, :rows_alone], [(k[:, :, :end], v[:, :, :end])], scale, causal_last)
+        segmented_attention(
+            q[:, :, :rows_alone], [(k[:, :, :end], v[:, :, :end])], scale, causal_last, attend=attend
+        )
         if end
         else (torch.zeros_like(q[:, :, :rows_alone]), _full_lse(q[:, :, :rows_alone]))
     ]
     if others:
-        parts.append(segmented_attention(q[:, :, rows_alone:], segments, scale, causal_last))
+        parts.append(segmented_attention(q[:, :, rows_alone:], segments, scale, causal_last, attend=attend))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
@@ -84,20 +124,22 @@ def _coalesce(segments: list[Segment], q: Tensor) -> list[Segment]:
     return segments
 
 
-def _attend_bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[tuple[Tensor, Tensor]]:
+def _attend_bottom_right(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend
+) -> list[tuple[Tensor, Tensor]]:
     """Bottom-right causal attention out of a fully visible part and a square causal one.
 
     Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one.
     """
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys:
-        return [_attend(q, k, v, scale, causal=True)]
+        return [attend(q, k, v, scale, True)]
     if queries < keys:
         past = keys - queries
-        parts = [_attend(q, k[:, :, :past], v[:, :, :past], scale, causal=False)]
-        return [*parts, _attend(q, k[:, :, past:], v[:, :, past:], scale, causal=queries > 1)]
+        parts = [attend(q, k[:, :, :past], v[:, :, :past], scale, False)]
+        return [*parts, attend(q, k[:, :, past:], v[:, :, past:], scale, queries > 1)]
     blind = queries - keys
-    out, lse = _attend(q[:, :, blind:], k, v, scale, causal=True)
+    out, lse = attend(q[:, :, blind:], k, v, scale, True)
     return [
         (
             torch.cat([torch.zeros_like(q[:, :, :blind]), out], dim=2),
@@ -106,27 +148,8 @@ def _attend_bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> list[
     ]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """One fused call over at least one key; causal only where S = T."""
-    # The fused kernels read rows of D neighbouring numbers, and do not check that they are.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        rows = q.shape[2] * (q.shape[1] // k.shape[1])
-        if not causal and rows <= _FEW_ROWS and k.shape[2] >= _MANY_KEYS and q.dtype in _WIDE:
-            return _attend_few(q, k, v, scale)
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-        return out, lse
-    return _attend_by_definition(q, k, v, scale, causal)
-
-
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """By definition, in fp32 at least: S and N are tens, and no fused kernel takes a mask and returns the lse."""
+    """By definition, in fp32 at least: no fused kernel takes a mask and returns the lse. S and N are tens."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, S, D]
     k, v = (states.to(wide).unsqueeze(2) for states in (k, v))
@@ -150,17 +173,6 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
     out = (weights @ v) / total
     lse = highest + total.log()
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
-
-
-def _attend_by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """fp32 and fp64 on accelerators, where no fused kernel returns the lse: for tests, not for speed."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(-1, -2) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
 def _full_lse(q: Tensor) -> Tensor:

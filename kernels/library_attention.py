@@ -1,0 +1,235 @@
+"""Libraries of attention kernels behind one contract, and the choice among them and our own.
+
+Each attends over one segment: ``attend(q, k, v, scale, causal) -> (out, lse)`` with q ``[B, Hq, S, D]``, k and v
+``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T; out ``[B, Hq, S, D]`` and
+lse ``[B, Hq, S]`` in fp32, natural logarithm.
+
+What a library can do depends on its version, the GPU and how it was built, so none is trusted before a small
+problem came out right on the device.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from . import reference, torch_attention
+from .backends import BackendError, capability, requested, why_not_triton
+from .torch_attention import Attend, Segment
+
+# With so few rows of scores per KV head, kernels that do not split the keys leave most of a GPU idle.
+FEW_ROWS = 64
+# cuDNN plans every new shape anew, which takes longer than it saves in a prompt's layers with fewer queries.
+WORTH_PLANNING = 8192
+
+_HALF = (torch.float16, torch.bfloat16)
+# Where FlashAttention 2, 3 and 4 live, and which of them a GPU of a compute capability is best served by.
+_FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+_FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
+
+
+def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
+    """The back end of one call: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
+
+    Args:
+        backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first that works of
+            :func:`preferred`.
+        q: ``[B, Hq, S, D]``.
+        segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
+
+    Raises:
+        BackendError: what was asked for cannot run here; the message says why.
+    """
+    wanted = requested(backend)
+    if wanted in ("torch", "reference"):
+        return wanted
+    if wanted == "auto" and not q.is_cuda:
+        return "torch"
+    groups = q.shape[1] // segments[0][0].shape[1]
+    if wanted != "auto":
+        obstacle = _obstacle(wanted, q, groups)
+        if obstacle:
+            raise BackendError(f"the {wanted} back end cannot be used: {obstacle}")
+        return wanted
+    names = preferred(capability(q.device), q.dtype, q.shape[2], groups, flash_version(capability(q.device)[0]))
+    return next((name for name in names if not _obstacle(name, q, groups)), "torch")
+
+
+def preferred(
+    capability: tuple[int, int], dtype: torch.dtype, queries: int, groups: int, flash: int | None
+) -> tuple[str, ...]:
+    """Back ends on a GPU, the fastest first.
+
+    Args:
+        capability: the GPU's compute capability.
+        queries: S.
+        groups: query heads per KV head.
+        flash: which FlashAttention is installed.
+    """
+    if dtype not in _HALF:
+        return ("triton",) if dtype == torch.float32 else ()
+    if queries * groups <= FEW_ROWS:
+        return ("triton", "flash_attn", "torch")
+    if capability[0] in (9, 10):
+        names = ("flash_attn", "cudnn", "torch", "triton")
+    else:
+        names = ("flash_attn", "torch", "cudnn", "triton")
+    # FlashAttention 2, which torch has built in, knows nothing of what came with these GPUs.
+    outdated = capability[0] in (9, 10) and flash == 2
+    return tuple(
+        name
+        for name in names
+        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and queries < WORTH_PLANNING)
+    )
+
+
+def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
+    """The function that attends over one segment, of a library or of torch; see the head of this file."""
+    if name != "torch":
+        return ATTEND[name]
+    if not q.is_cuda or q.dtype not in _HALF:
+        return torch_attention.attend_natively
+    for groups, attend in ((q.shape[1] // k.shape[1], ATTEND["torch"]), (1, _attend_repeated)):
+        if not usable("torch", q.device, q.dtype, q.shape[3], groups):
+            return attend
+    return torch_attention.attend_natively
+
+
+def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
+    if name == "triton":
+        return why_not_triton(q.device, q.dtype)
+    return usable(name, q.device, q.dtype, q.shape[3], groups)
+
+
+@cache
+def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
+    """What keeps a library, or ``"torch"`` with its flash kernel, from attending so; None: nothing.
+
+    Args:
+        head_dim: D.
+        groups: query heads per KV head.
+    """
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, and the tensors are on {device.type}"
+    obstacle = why_not_library(name, capability(device), dtype, head_dim)
+    return obstacle or probe(ATTEND[name], device, dtype, head_dim, groups)
+
+
+def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+    """What keeps a library from attending so by its documentation; None: nothing."""
+    if dtype not in _HALF:
+        return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
+    if capability < (8, 0):
+        return "it needs a GPU of compute capability 8.0, and this one has {}.{}".format(*capability)
+    # cuDNN takes 256 on Hopper since 9.10, FlashAttention 4 on Hopper only.
+    narrow = (name == "cudnn" and capability[0] != 9) or (name == "flash_attn" and capability[0] == 10)
+    largest = 128 if narrow else 256
+    if head_dim % 8 or head_dim > largest:
+        return f"it takes head dimensions that are multiples of 8 up to {largest}, and this one is {head_dim}"
+    return None
+
+
+@torch.no_grad()
+def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
+    """What is wrong with a function's results on small problems, or what it raises; None: nothing.
+
+    The tensors lie as they do in a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
+    """
+    heads, scale = 2, head_dim**-0.5
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
+
+    # Lengths that are no multiples of a tile, and as they are met in decoding and with short passing blocks.
+    for queries, keys, causal in ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False)):
+        q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
+        buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
+        k, v = (buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers)
+        try:
+            out, lse = attend(q, k, v, scale, causal)
+            if out.shape != q.shape or lse.shape != q.shape[:3] or lse.dtype != torch.float32:
+                return f"it returned {tuple(out.shape)} and {tuple(lse.shape)} in {lse.dtype} for {tuple(q.shape)}"
+            exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
+            off, lse_off = (float((x.double() - y).abs().max()) for x, y in zip((out, lse), exact, strict=True))
+        except Exception as error:  # whatever an installation that does not fit the machine may raise
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        # Out is an average of numbers of about 1, of which rounding to `dtype` leaves its precision.
+        if not (off <= 4 * torch.finfo(dtype).eps and lse_off <= 1e-3):
+            what = f"{'causal ' if causal else ''}attention of {queries} queries over {keys} keys"
+            return f"its {what} is off by {off:.2g}, and the lse by {lse_off:.2g}"
+    return None
+
+
+@cache
+def _flash_attention(major: int) -> tuple[int, Callable]:
+    """The version and the function of the FlashAttention that serves this generation of GPUs best.
+
+    Raises:
+        ImportError: none is installed, or none can be imported.
+    """
+    problems = []
+    for version in _FLASH_VERSIONS.get(major, (2,)):
+        try:
+            return version, import_module(_FLASH_MODULES[version]).flash_attn_func
+        except Exception as error:  # one built for another torch fails in many ways
+            problems.append(f"{_FLASH_MODULES[version]}: {error}")
+    raise ImportError("; ".join(problems))
+
+
+def flash_version(major: int) -> int | None:
+    """Which FlashAttention (2, 3 or 4) would run on GPUs of this major compute capability; None: none is here."""
+    try:
+        return _flash_attention(major)[0]
+    except ImportError:
+        return None
+
+
+def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    version, flash_attn_func = _flash_attention(capability(q.device)[0])
+    wants_lse = {"return_lse" if version == 4 else "return_attn_probs": True}
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, S, H, D]
+    out, lse, *_ = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **wants_lse)
+    return out.transpose(1, 2), lse
+
+
+def _attend_flashinfer(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """One sequence at a time; its lse is a logarithm to base 2."""
+    single_prefill = import_module("flashinfer").single_prefill_with_kv_cache
+    outs, lses = [], []
+    for sequence in zip(q, k, v, strict=True):
+        rows = (x.transpose(0, 1) for x in sequence)  # [S, H, D]
+        out, lse = single_prefill(*rows, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True)
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs).transpose(1, 2), torch.stack(lses).transpose(1, 2) * math.log(2)
+
+
+def _attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, lse.reshape(q.shape[:3])  # torch hands it out as [B, Hq, S, 1]
+
+
+def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Torch's flash kernel where it wants as many KV heads as query heads."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
+    return ATTEND["torch"](q, k, v, scale, causal)
+
+
+ATTEND: dict[str, Attend] = {
+    "cudnn": _attend_cudnn,
+    "flash_attn": _attend_flash_attn,
+    "flashinfer": _attend_flashinfer,
+    "torch": _attend_torch_flash,
+}
