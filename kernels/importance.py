@@ -107,10 +107,10 @@ def select_topk(
         triton_importance.gather_rows(k, v, indices, out)
         return indices, out
     equal = scores == lowest
-    kept = (scores > lowest) | (equal & (equal.cumsum(dim=-1) <= num_lowest))
+    kept = (scores > lowest) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_lowest))
     # The i-th kept row is where the number of rows kept so far becomes i.
-    ordinals = torch.arange(1, count + 1, device=k.device).expand(*k.shape[:2], -1).contiguous()
-    indices = torch.searchsorted(kept.cumsum(dim=-1), ordinals)
+    ordinals = torch.arange(1, count + 1, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
+    indices = torch.searchsorted(kept.cumsum(dim=-1, dtype=torch.int32), ordinals)
     places = indices[..., None].expand(-1, -1, -1, k.shape[3])
     for states, rows in zip((k, v), out[:, :, :, :count], strict=True):
         torch.gather(states, 2, places, out=rows)

@@ -168,7 +168,7 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Te
     (batch, kv_heads, keys, dim), group = k.shape, q_query.shape[1] // k.shape[1]
     q_query, k = _rows_of_neighbours(q_query), _rows_of_neighbours(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = _padded(dim)
     if reduce == "dot":
         # The mean of products is the product with the mean.
         mean = q_query.unflatten(1, (kv_heads, group)).mean(dim=(2, 3), dtype=torch.float32) * scale
@@ -177,15 +177,15 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Te
             mean, k, importance, k.stride()[:3], keys, KV_HEADS=kv_heads, D=dim, BT=tile, BD=padded
         )
         return importance
-    # fp32 products run without tensor cores, out of registers.
-    tile, rows_at_once = (64, 32) if k.dtype == torch.float32 else (128, 64)
+    # fp32 products run without tensor cores, on whole rows in registers: of small tiles, or they spill.
+    tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
     rows = group * q_query.shape[2]
     if lse is None:
-        lse = _lse(q_query, k, scale, rows_at_once, padded)
+        lse = _lse(q_query, k, scale, min(tile, 64), rows_at_once, warps)
     _importance_kernel[triton.cdiv(keys, tile), batch * kv_heads](
         q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
         KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=padded,
-        num_stages=2,
+        num_warps=warps, num_stages=2,
     )  # fmt: skip
     return importance
 
@@ -213,7 +213,7 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
         out[:, :, :, :count] = neighbours
         return
     k, v = _rows_of_neighbours(k), _rows_of_neighbours(v)
-    padded = triton.next_power_of_2(k.shape[3])
+    padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded
     _gather_kernel[triton.cdiv(count, rows_at_once), batch * kv_heads](
         k, v, indices, out, k.stride()[:3], v.stride()[:3], out.stride()[:4], count,
@@ -221,18 +221,22 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def _lse(q_query: Tensor, k: Tensor, scale: float, rows_at_once: int, padded: int) -> Tensor:
-    """``[B, Hkv, G * n_q]`` as ``[B, Hq, n_q]``: one more pass over the keys, split over programs."""
+def _lse(q_query: Tensor, k: Tensor, scale: float, tile: int, rows_at_once: int, warps: int) -> Tensor:
+    """lse ``[B, Hq, n_q]`` over all keys: one more pass over them, split over programs."""
     (batch, kv_heads, keys, dim), (_, heads, queries, _) = k.shape, q_query.shape
     group, splits = heads // kv_heads, triton.cdiv(keys, _KEYS_PER_SPLIT)
     # A KV head's rows stand together, the heads of a group within a token.
     partials = torch.empty(splits, batch, kv_heads, queries, group, dtype=torch.float32, device=k.device)
     _lse_kernel[triton.cdiv(group * queries, rows_at_once), batch * kv_heads, splits](
         q_query, k, partials, q_query.stride()[:3], k.stride()[:3], scale, group * queries, keys,
-        KV_HEADS=kv_heads, GROUP=group, D=dim, KEYS=_KEYS_PER_SPLIT, BT=64, BR=rows_at_once, BD=padded,
-        num_stages=2,
+        KV_HEADS=kv_heads, GROUP=group, D=dim, KEYS=_KEYS_PER_SPLIT,
+        BT=tile, BR=rows_at_once, BD=_padded(dim), num_warps=warps, num_stages=2,
     )  # fmt: skip
     return partials.logsumexp(dim=0).transpose(2, 3).flatten(1, 2)
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))  # tensor cores take no less
 
 
 def _rows_of_neighbours(states: Tensor) -> Tensor:
