@@ -5,9 +5,17 @@ Installed and imported as ``apbv.kernels``.
 
 from .attention import segmented_attention, verify_attention
 from .backends import BackendError
+from .importance import kv_importance, select_topk
 from .merging import merge_states
 
-__all__ = ["BackendError", "merge_states", "segmented_attention", "verify_attention"]
+__all__ = [
+    "BackendError",
+    "kv_importance",
+    "merge_states",
+    "segmented_attention",
+    "select_topk",
+    "verify_attention",
+]
 
 # Whoever probes this folder by mistake as the Hugging Face package "kernels" must find a valid version.
 __version__ = "0.1.0"

@@ -51,7 +51,7 @@ class DenseOracle:
             return weights.amax(dim=0) if self.importance == "peak" else weights.mean(dim=0)
         if self.importance == "dot":
             rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
-            mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0).float()
+            mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0)
             last = len(block) - 1
             return torch.stack([mean[max(0, j - 2) : min(last, j + 2) + 1].max() for j in range(len(block))])
         total = torch.zeros(len(block), dtype=q.dtype)
@@ -76,7 +76,7 @@ class DenseOracle:
             visible[:, block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
             for kv_head in range(key.shape[1]):
                 best = self.scores(query, key, block, kv_head, group, scale)
-                best = best.topk(min(self.passing_len, len(block))).indices
+                best = best.argsort(descending=True, stable=True)[: self.passing_len]  # of equal keys the earlier
                 passed[kv_head, torch.tensor(block)[best]] = True
         visible[:, self.query_start :] = True
         if self.separate_query:

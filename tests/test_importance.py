@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apbv import PrefillConfig
-from apbv.methods import importance
+from apbv.kernels import importance
 from apbv.methods.importance import IMPORTANCE
 
 BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3

@@ -257,7 +257,6 @@ def check_against_oracle(pool, num_hosts, family, batch, query_start, settings):
     # One block alone passes nothing on; otherwise a test without compression would prove nothing.
     assert (relative_error(expected, exact) > 1e-4) == (oracle.num_blocks > 1)
     logits, kv, _ = results[0]
-    # The importance "dot" is pooled in fp32; everything else is fp64 throughout.
     assert relative_error(logits, expected) < 1e-6
     for layer, (keys, values) in enumerate(kv):
         assert relative_error(keys, oracle.keys[layer]) < 1e-6

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..attention import gather_and_merge
 from ..config import PrefillConfig
 from ..hosts import Exchange, HostGroup
-from ..kernels import segmented_attention
+from ..kernels import segmented_attention, select_topk
 from ..layout import ContextLayout, offsets_within, plan_layout
 from .base import PrefillMethod
 from .importance import IMPORTANCE
@@ -66,21 +66,17 @@ class ApbvMethod(PrefillMethod):
             return None
         buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
         rows, count = self._blocks[block], self.layout.num_passed(block)
-        is_last = block == len(self.layout.blocks) - 1  # nobody comes after it: its buffer stays a dummy
+        is_last = block == len(self.layout.blocks) - 1  # nobody comes after it: its buffer is a dummy
         if not is_last or self.on_passed is not None:
             k_block, v_block = _rows(k, rows), _rows(v, rows)
-            chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
             if count < len(rows):
                 scores = self._importance(q_query, _rows(q, rows), k_block, scale)
-                # In token order, so that neither the order of equal scores nor top-k's own shows.
-                chosen = scores.topk(count, dim=-1).indices.sort(dim=-1).values
-                places = chosen[..., None].expand(-1, -1, -1, k.shape[3])
-                k_block, v_block = k_block.gather(2, places), v_block.gather(2, places)
+                chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer)
+            else:
+                chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
+                buffer[0, :, :, :count], buffer[1, :, :, :count] = k_block, v_block
             if self.on_passed is not None:
                 self.on_passed(block, chosen)
-            if not is_last:
-                buffer[0, :, :, :count] = k_block
-                buffer[1, :, :, :count] = v_block
         exchange = self.hosts.all_gather(buffer)
         if not self.config.overlap:
             exchange.wait()

@@ -1,0 +1,243 @@
+"""The importance of keys, and the copy of the best, as Triton kernels that read K once and write nothing twice.
+
+Strides are those of (batch, head, row); the D numbers of a row are neighbours. A *row* of queries is one head of a
+group and one token: all of them meet a tile of keys while it is on chip.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_KEYS_PER_SPLIT = 512  # one program's share of the keys where the lse has to be computed
+
+
+@triton.jit
+def _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Rows o_r of one KV head's queries, as columns; zeros past the last."""
+    o_d = tl.arange(0, BD)
+    o_q = i_b * q_strides[0] + (i_h * GROUP + o_r % GROUP) * q_strides[1] + (o_r // GROUP) * q_strides[2]
+    # [BD, BR]
+    return tl.load(
+        p_q + o_q[None, :] + o_d[:, None], mask=(o_r < num_rows)[None, :] & (o_d < D)[:, None], other=0.0
+    )
+
+
+@triton.jit(do_not_specialize=["lse_strides", "num_rows", "num_keys"])
+def _importance_kernel(
+    p_q, p_k, p_lse, p_out, q_strides, k_strides, lse_strides, scale, num_rows, num_keys,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PEAK: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One program: BT keys of one KV head, and every row of queries. log p = s - lse; PEAK needs no other exp."""
+    i_t = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
+    o_t, o_d = i_t * BT + tl.arange(0, BT), tl.arange(0, BD)
+    m_t = o_t < num_keys
+    p_k += i_b * k_strides[0] + i_h * k_strides[1]
+    # [BT, BD]
+    b_k = tl.load(
+        p_k + (o_t * k_strides[2])[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0
+    )
+    b_out = tl.full([BT], float("-inf") if PEAK else 0.0, tl.float32)
+    for i_r in range(0, num_rows, BR):
+        o_r = (i_r + tl.arange(0, BR)).to(tl.int64)
+        b_q = _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP, D, BD)
+        o_lse = i_b * lse_strides[0] + (i_h * GROUP + o_r % GROUP) * lse_strides[1] + o_r // GROUP * lse_strides[2]
+        # [BR]; a row that is not there has probability 0 of everything
+        b_lse = tl.load(p_lse + o_lse, mask=o_r < num_rows, other=float("inf")).to(tl.float32)
+        # [BT, BR]
+        b_log = tl.dot(b_k, b_q, input_precision="ieee") * scale - b_lse[None, :]
+        if PEAK:
+            b_out = tl.maximum(b_out, tl.max(b_log, axis=1))
+        else:
+            b_out += tl.sum(tl.exp(b_log), axis=1)
+    b_out = tl.exp(b_out) if PEAK else b_out / num_rows
+    tl.store(p_out + i_bh * num_keys + o_t, b_out, mask=m_t)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_keys"])
+def _lse_kernel(
+    p_q, p_k, p_lse, q_strides, k_strides, scale, num_rows, num_keys,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
+    BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One program: BR rows of queries of one KV head, and KEYS keys, over which it sums exponentials online."""
+    i_r = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_split = tl.program_id(2).to(tl.int64)
+    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
+    o_r, o_d = i_r * BR + tl.arange(0, BR), tl.arange(0, BD)
+    b_q = tl.trans(_load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP, D, BD))
+    p_k += i_b * k_strides[0] + i_h * k_strides[1]
+    b_max = tl.full([BR], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BR], tl.float32)
+    for i_t in range(i_split * KEYS, tl.minimum((i_split + 1) * KEYS, num_keys), BT):
+        o_t = i_t + tl.arange(0, BT)
+        m_t = o_t < num_keys
+        # [BD, BT]
+        b_k = tl.load(
+            p_k + (o_t * k_strides[2])[None, :] + o_d[:, None], mask=m_t[None, :] & (o_d < D)[:, None], other=0.0
+        )
+        # [BR, BT]
+        b_s = tl.where(m_t[None, :], tl.dot(b_q, b_k, input_precision="ieee") * scale, float("-inf"))
+        # Every tile has at least one key, so that the maximum is never that of nothing.
+        b_new_max = tl.maximum(b_max, tl.max(b_s, axis=1))
+        b_sum = b_sum * tl.exp(b_max - b_new_max) + tl.sum(tl.exp(b_s - b_new_max[:, None]), axis=1)
+        b_max = b_new_max
+    o_lse = (i_split * tl.num_programs(1) + i_bh) * num_rows + o_r
+    tl.store(p_lse + o_lse, b_max + tl.log(b_sum), mask=o_r < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_keys"])
+def _dot_kernel(
+    p_q,
+    p_k,
+    p_out,
+    k_strides,
+    num_keys,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """One program: the products of BT keys of one KV head with that head's one query."""
+    i_t = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    o_t, o_d = i_t * BT + tl.arange(0, BT), tl.arange(0, BD)
+    m_t, m_d = o_t < num_keys, o_d < D
+    p_k += (i_bh // KV_HEADS) * k_strides[0] + (i_bh % KV_HEADS) * k_strides[1]
+    # [BD]
+    b_q = tl.load(p_q + i_bh * D + o_d, mask=m_d, other=0.0)
+    # [BT, BD]
+    b_k = tl.load(p_k + (o_t * k_strides[2])[:, None] + o_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+    tl.store(p_out + i_bh * num_keys + o_t, tl.sum(b_k.to(tl.float32) * b_q[None, :], axis=1), mask=m_t)
+
+
+@triton.jit(do_not_specialize=["num_keys", "count"])
+def _compact_kernel(p_scores, p_lowest, p_num_lowest, p_indices, num_keys, count, BT: tl.constexpr):
+    """One program: the places of one KV head's scores above ``lowest``, and of the first equal to it, in order."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    p_scores += i_bh * num_keys
+    p_indices += i_bh * count
+    lowest = tl.load(p_lowest + i_bh)
+    num_lowest = tl.load(p_num_lowest + i_bh).to(tl.int32)
+    above, equal = 0, 0  # so many were seen in earlier tiles
+    for i_t in range(0, num_keys, BT):
+        o_t = i_t + tl.arange(0, BT)
+        m_t = o_t < num_keys
+        # [BT]
+        b_score = tl.load(p_scores + o_t, mask=m_t, other=0.0)
+        m_above, m_equal = m_t & (b_score > lowest), m_t & (b_score == lowest)
+        b_above = above + tl.cumsum(m_above.to(tl.int32), axis=0)
+        b_equal = equal + tl.cumsum(m_equal.to(tl.int32), axis=0)
+        m_kept = m_above | (m_equal & (b_equal <= num_lowest))
+        tl.store(p_indices + b_above + tl.minimum(b_equal, num_lowest) - 1, o_t.to(tl.int64), mask=m_kept)
+        above += tl.sum(m_above.to(tl.int32))
+        equal += tl.sum(m_equal.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather_kernel(
+    p_k, p_v, p_indices, p_out, k_strides, v_strides, out_strides, count,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One program: BC chosen rows of K and of V of one KV head, to their places in ``out``."""
+    i_c = tl.program_id(0).to(tl.int64)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
+    o_c, o_d = i_c * BC + tl.arange(0, BC), tl.arange(0, BD)
+    m_c = o_c < count
+    m_rows = m_c[:, None] & (o_d < D)[None, :]
+    # [BC]
+    o_row = tl.load(p_indices + i_bh * count + o_c, mask=m_c, other=0)
+    p_k += i_b * k_strides[0] + i_h * k_strides[1]
+    p_v += i_b * v_strides[0] + i_h * v_strides[1]
+    p_out += i_b * out_strides[1] + i_h * out_strides[2]
+    # [BC, BD]
+    b_k = tl.load(p_k + (o_row * k_strides[2])[:, None] + o_d[None, :], mask=m_rows, other=0.0)
+    b_v = tl.load(p_v + (o_row * v_strides[2])[:, None] + o_d[None, :], mask=m_rows, other=0.0)
+    p_out += (o_c * out_strides[3])[:, None] + o_d[None, :]
+    tl.store(p_out, b_k, mask=m_rows)
+    tl.store(p_out + out_strides[0], b_v, mask=m_rows)
+
+
+def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Tensor | None) -> Tensor:
+    """See :func:`apbv.kernels.kv_importance`; before pooling, of at least one key."""
+    (batch, kv_heads, keys, dim), group = k.shape, q_query.shape[1] // k.shape[1]
+    q_query, k = _rows_of_neighbours(q_query), _rows_of_neighbours(k)
+    importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
+    padded = _padded(dim)
+    if reduce == "dot":
+        # The mean of products is the product with the mean.
+        mean = q_query.unflatten(1, (kv_heads, group)).mean(dim=(2, 3), dtype=torch.float32) * scale
+        tile = 8192 // padded
+        _dot_kernel[triton.cdiv(keys, tile), batch * kv_heads](
+            mean, k, importance, k.stride()[:3], keys, KV_HEADS=kv_heads, D=dim, BT=tile, BD=padded
+        )
+        return importance
+    # fp32 products run without tensor cores, on whole rows in registers: of small tiles, or they spill.
+    tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
+    rows = group * q_query.shape[2]
+    if lse is None:
+        lse = _lse(q_query, k, scale, min(tile, 64), rows_at_once, warps)
+    _importance_kernel[triton.cdiv(keys, tile), batch * kv_heads](
+        q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
+        KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=padded,
+        num_warps=warps, num_stages=2,
+    )  # fmt: skip
+    return importance
+
+
+def kept_indices(scores: Tensor, lowest: Tensor, num_lowest: Tensor, count: int) -> Tensor:
+    """The ``count`` places of scores above ``lowest`` and of the first ``num_lowest`` equal to it, ascending.
+
+    scores ``[B, Hkv, T]`` without NaN, lowest and num_lowest ``[B, Hkv, 1]``; returns ``[B, Hkv, count]`` int64.
+    """
+    batch, kv_heads, keys = scores.shape
+    indices = torch.empty(batch, kv_heads, count, dtype=torch.int64, device=scores.device)
+    _compact_kernel[(batch * kv_heads,)](
+        scores.contiguous(), lowest.contiguous(), num_lowest.contiguous(), indices, keys, count,
+        BT=4096, num_warps=8,
+    )  # fmt: skip
+    return indices
+
+
+def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
+    """Copy rows ``indices [B, Hkv, count]`` of k and v to the first places of ``out[0]`` and ``out[1]``."""
+    batch, kv_heads, count = indices.shape
+    if out.stride(-1) != 1:
+        neighbours = out.new_empty(2, batch, kv_heads, count, k.shape[3])
+        gather_rows(k, v, indices, neighbours)
+        out[:, :, :, :count] = neighbours
+        return
+    k, v = _rows_of_neighbours(k), _rows_of_neighbours(v)
+    padded = _padded(k.shape[3])
+    rows_at_once = 4096 // padded
+    _gather_kernel[triton.cdiv(count, rows_at_once), batch * kv_heads](
+        k, v, indices, out, k.stride()[:3], v.stride()[:3], out.stride()[:4], count,
+        KV_HEADS=kv_heads, D=k.shape[3], BC=rows_at_once, BD=padded,
+    )  # fmt: skip
+
+
+def _lse(q_query: Tensor, k: Tensor, scale: float, tile: int, rows_at_once: int, warps: int) -> Tensor:
+    """lse ``[B, Hq, n_q]`` over all keys: one more pass over them, split over programs."""
+    (batch, kv_heads, keys, dim), (_, heads, queries, _) = k.shape, q_query.shape
+    group, splits = heads // kv_heads, triton.cdiv(keys, _KEYS_PER_SPLIT)
+    # A KV head's rows stand together, the heads of a group within a token.
+    partials = torch.empty(splits, batch, kv_heads, queries, group, dtype=torch.float32, device=k.device)
+    _lse_kernel[triton.cdiv(group * queries, rows_at_once), batch * kv_heads, splits](
+        q_query, k, partials, q_query.stride()[:3], k.stride()[:3], scale, group * queries, keys,
+        KV_HEADS=kv_heads, GROUP=group, D=dim, KEYS=_KEYS_PER_SPLIT,
+        BT=tile, BR=rows_at_once, BD=_padded(dim), num_warps=warps, num_stages=2,
+    )  # fmt: skip
+    return partials.logsumexp(dim=0).transpose(2, 3).flatten(1, 2)
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))  # tensor cores take no less
+
+
+def _rows_of_neighbours(states: Tensor) -> Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
