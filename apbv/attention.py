@@ -175,20 +175,21 @@ def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup, backend: str = 
         out: ``[B, H, S, D]``, this host's partial result.
         lse: ``[B, H, S]``.
     """
-    if hosts.size == 1:
+    if hosts.size == 1 or not out.numel():
         return lambda: out
-    # One message instead of two: the bytes of a row of out, then those of its lse.
-    packed = torch.cat([_bytes(out), _bytes(lse[..., None])], dim=-1)
+    # One message instead of two: all of out and then all of lse, so that what arrives is merged where it lies.
+    packed = out.new_empty(out.nbytes + lse.nbytes, dtype=torch.uint8)
+    for place, states in zip(_unpack(packed, out, lse), (out, lse), strict=True):
+        place.copy_(states)
     exchange = hosts.all_gather(packed)
 
     def finish() -> Tensor:
-        outs, lses = exchange.wait().split([out.shape[-1] * out.element_size(), lse.element_size()], dim=-1)
-        outs = outs.contiguous().view(out.dtype)
-        lses = lses.contiguous().view(lse.dtype)[..., 0]
-        return merge_states(outs, lses, backend=backend)[0].to(out.dtype)
+        return merge_states(*_unpack(exchange.wait(), out, lse), backend=backend)[0].to(out.dtype)
 
     return finish
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def _unpack(packed: Tensor, *like: Tensor) -> list[Tensor]:
+    """Bytes ``[..., n]`` seen as tensors one after the other, of the shapes and dtypes of others."""
+    parts = packed.split([tensor.nbytes for tensor in like], dim=-1)
+    return [part.view(tensor.dtype).unflatten(-1, tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -7,6 +7,7 @@ from .attention import segmented_attention, verify_attention
 from .backends import BackendError
 from .importance import kv_importance, select_topk
 from .merging import merge_states
+from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 __all__ = [
     "BackendError",
@@ -14,6 +15,9 @@ __all__ = [
     "merge_states",
     "segmented_attention",
     "select_topk",
+    "similarity_to",
+    "spatial_variety",
+    "temporal_change",
     "verify_attention",
 ]
 

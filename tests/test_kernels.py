@@ -5,13 +5,14 @@ else is compared with the reference on the same numbers in fp64.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from apbv.kernels import merge_states, reference, segmented_attention
+from apbv.kernels import BackendError, merge_states, reference, segmented_attention
 
 BATCH, KV_HEADS = 2, 2
 INF = math.inf
@@ -244,9 +245,21 @@ def test_query_heads_must_be_a_multiple_of_kv_heads(heads):
 
 # --- merge_states ---
 
+# Triton's kernel accumulates in fp32.
+MERGERS = {"torch": torch.float64, "triton": torch.float32, "reference": torch.float64}
+MERGE_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
+
 mergers = pytest.mark.parametrize(
-    "merge", [merge_states, reference.merge_states], ids=["merge_states", "reference"]
+    "merge", [partial(merge_states, backend=backend) for backend in MERGERS], ids=list(MERGERS)
 )
+mergers_and_dtypes = pytest.mark.parametrize(
+    ("merge", "dtype"),
+    [
+        pytest.param(partial(merge_states, backend=backend), dtype, id=f"{backend}-{str(dtype).split('.')[1]}")
+        for backend, dtype in [*MERGERS.items(), ("torch", torch.float32)]
+    ],
+)
+fp32_mergers = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 
 def make_partials(parts, *, queries=5, dim=8, dtype=torch.float64, seed=0):
@@ -278,47 +291,86 @@ def assert_merged(merge, outs, lses, tolerance=1e-13):
     assert_lse_close(lse, exact_lse, tolerance)
 
 
-@mergers
+@mergers_and_dtypes
 @pytest.mark.parametrize("parts", [1, 2, 9])
-def test_merge_equals_its_definition(merge, parts):
-    assert_merged(merge, *make_partials(parts))
+def test_merge_equals_its_definition(merge, dtype, parts):
+    assert_merged(merge, *make_partials(parts, dtype=dtype), MERGE_TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("parts", [2, 9])
-def test_merge_equals_the_reference_in_fp32(parts):
-    outs, lses = make_partials(parts, dtype=torch.float32)
-    out, lse = merge_states(outs, lses)
+@fp32_mergers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("parts", "queries", "dim"), [(2, 1, 128), (3, 21, 80), (9, 63, 16), (17, 3, 129), (1, 2, 256)]
+)
+def test_merge_equals_the_reference_in_fp32(backend, parts, queries, dim, dtype):
+    outs, lses = make_partials(parts, queries=queries, dim=dim)
+    outs, lses = outs.to(dtype), lses.float()
+    out, lse = merge_states(outs, lses, backend=backend)
     assert out.dtype == lse.dtype == torch.float32
     exact_out, exact_lse = reference.merge_states(outs, lses)
     assert_out_close(out, exact_out, 1e-6)
     assert_lse_close(lse, exact_lse, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_merge_of_half_precision_partials_is_fp32(dtype):
-    outs, lses = make_partials(3)
-    out, lse = merge_states(outs.to(dtype), lses.float())
-    assert out.dtype == lse.dtype == torch.float32
-    exact_out, _ = merge_by_definition(outs.to(dtype).double(), lses)
-    assert_out_close(out, exact_out, 1e-6)
+def in_one_buffer(outs, lses):
+    """As a host receives them: the bytes of one out, then those of its lse; and NaN between them and the next."""
+    parts, rows = outs.flatten(1).view(torch.uint8), lses.flatten(1).view(torch.uint8)
+    buffer = outs.new_full((len(outs), (parts.shape[1] + rows.shape[1]) // outs.element_size() + 8), math.nan)
+    packed = buffer.view(torch.uint8)[:, : parts.shape[1] + rows.shape[1]]
+    packed.copy_(torch.cat([parts, rows], dim=1))
+    received = packed.split([parts.shape[1], rows.shape[1]], dim=1)
+    return received[0].view(outs.dtype).view(outs.shape), received[1].view(lses.dtype).view(lses.shape)
+
+
+def of_other_layouts(outs, lses):
+    """Queries before heads, cut out of NaN; lses likewise, and the batch first."""
+    layout = torch.stack([sliced_rows(transposed(out)) for out in outs])
+    return layout.transpose(2, 3).contiguous().transpose(2, 3), lses.permute(1, 3, 0, 2).contiguous().permute(
+        2, 0, 3, 1
+    )
+
+
+@fp32_mergers
+@pytest.mark.parametrize("strided", [in_one_buffer, of_other_layouts], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_merge_of_partials_wherever_they_lie(backend, strided, dtype):
+    outs, lses = make_partials(3, queries=7, dim=80)
+    outs, lses = outs.to(dtype), lses.float()
+    views = strided(outs, lses)
+    assert not views[0].is_contiguous() and not views[1].is_contiguous()
+    assert torch.equal(views[0], outs) and torch.equal(views[1], lses)
+    for merged, strided_merged in zip(
+        merge_states(outs, lses, backend=backend), merge_states(*views, backend=backend), strict=True
+    ):
+        torch.testing.assert_close(strided_merged, merged, rtol=1e-6, atol=1e-6)
 
 
 @mergers
-def test_merge_of_attention_over_parts_is_attention_over_all(merge):
+def test_merge_of_no_queries(merge):
+    out, lse = merge(torch.zeros(3, 1, 2, 0, 16), torch.zeros(3, 1, 2, 0))
+    assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0)
+
+
+def test_triton_does_not_merge_in_fp64():
+    with pytest.raises(BackendError, match="accumulate in float32"):
+        merge_states(*make_partials(2), backend="triton")
+
+
+@mergers_and_dtypes
+def test_merge_of_attention_over_parts_is_attention_over_all(merge, dtype):
     q, segments = make_inputs(31, [63, 1, 111])
     partials = [reference.segmented_attention(q, [segment], 0.2, causal_last=False) for segment in segments]
-    outs, lses = (torch.stack(states) for states in zip(*partials, strict=True))
-    out, lse = merge(outs, lses.double())
+    outs, lses = (torch.stack(states).to(dtype) for states in zip(*partials, strict=True))
+    out, lse = merge(outs, lses)
     exact_out, exact_lse = by_definition(q, segments, 0.2, causal_last=False)
-    assert_out_close(out, exact_out, 1e-6)  # the reference hands its lse out in fp32
-    assert_lse_close(lse, exact_lse, 1e-6)
+    assert_out_close(out, exact_out, MERGE_TOLERANCE[dtype])
+    assert_lse_close(lse, exact_lse, MERGE_TOLERANCE[dtype])
 
 
-@mergers
+@mergers_and_dtypes
 @pytest.mark.parametrize("nothing", [-INF, INF], ids=["minus-inf", "plus-inf"])
 @pytest.mark.parametrize("garbage", [0.0, math.nan, INF], ids=["zeros", "nan", "inf"])
 @pytest.mark.parametrize("empty", [(0,), (2,), (0, 1), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_merge_ignores_partials_that_saw_nothing(merge, nothing, garbage, empty, dtype):
     outs, lses = make_partials(3, dtype=dtype)
     outs[list(empty), :, :, 2:] = garbage
@@ -341,7 +393,7 @@ def test_merge_of_far_apart_partials(merge, base, gap):
 
 @mergers
 def test_merge_leaves_its_arguments_alone(merge):
-    outs, lses = make_partials(3)
+    outs, lses = make_partials(3, dtype=torch.float32)
     lses[0], outs[0] = INF, math.nan
     before = outs.clone(), lses.clone()
     merge(outs, lses)

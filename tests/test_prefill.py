@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
+from apbv.attention import gather_and_merge
 from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
+from apbv.kernels import merge_states
 from apbv.models import inspect_model
 
 import families
@@ -434,6 +436,24 @@ def test_comm_bytes_are_what_the_layout_predicts(pool, num_hosts, settings):
         share = sum(map(len, layout.cache_spans(0)))
         others = layers * 2 * kv_heads * (layout.num_tokens - share) * dim * itemsize
         assert gathered == (others if host == 0 else 0)
+
+
+def merging_job(hosts: HostGroup, dtype: torch.dtype, num_queries: int):
+    """Partial results as attention returns them, queries before heads, of which one host's saw nothing."""
+    generator = torch.Generator().manual_seed(num_queries)
+    outs = torch.randn(hosts.size, 1, num_queries, 3, 16, generator=generator).to(dtype).transpose(2, 3)
+    lses = torch.randn(hosts.size, 1, 3, num_queries, generator=generator)
+    outs[1], lses[1] = torch.nan, float("-inf")
+    before = hosts.bytes_received
+    merged = gather_and_merge(outs[hosts.rank], lses[hosts.rank], hosts)()
+    assert torch.equal(merged, merge_states(outs, lses)[0].to(dtype)) and merged.dtype == dtype
+    assert hosts.bytes_received - before == (hosts.size - 1) * num_queries * 3 * (16 * dtype.itemsize + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_queries", [0, 1, 7])
+def test_partial_results_travel_in_one_message(pool, dtype, num_queries):
+    pool.run(3, merging_job, dtype, num_queries)
 
 
 # ---- manners ----

@@ -8,10 +8,11 @@ from test_prefill import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 
 from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
 from apbv.encode import encode_visual
+from apbv.kernels import spatial_variety, temporal_change
 from apbv.models import inspect_model
 from apbv.speculate import make_observer, preserve
 from apbv.speculate.draft_prompt import collect_kv, select_kv
-from apbv.speculate.scores import spatial_variety, standardised, temporal_change
+from apbv.speculate.scores import standardised
 
 import families
 
@@ -110,7 +111,7 @@ def similarity_job(hosts: HostGroup, family: str, settings: dict, last: int):
     return made[0].result()
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "apb"}, {"method": "full"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"method": "apb"}, {"method": "full"}, {"fused_query": False}], ids=str)
 @pytest.mark.parametrize("num_hosts", [1, 2, 3])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_the_change_of_similarity_telescopes(pool, family, num_hosts, settings):

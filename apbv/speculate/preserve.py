@@ -11,9 +11,10 @@ from torch.nn import functional
 
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
+from ..kernels import similarity_to, spatial_variety, temporal_change
 from ..layout import ContextLayout
 from ..models import ModelParts
-from .scores import mean_probability, scores_of_keys, spatial_variety, standardised, temporal_change
+from .scores import mean_probability, scores_of_keys, standardised
 
 
 class _VisualObserver:
@@ -142,21 +143,23 @@ class SimilarityChange(_VisualObserver):
     def __init__(self, *args, last_layer: int):
         super().__init__(*args)
         self.hidden_layers = (0, last_layer)
-        self._text: dict[int, Tensor] = {}
-        self._visual: dict[int, Tensor] = {}
+        self._text: dict[int, Tensor] = {}  # the sum of the question's unit vectors
+        self._visual: dict[int, Tensor] = {}  # rows that wait for it, in a prefill whose query has its own pass
+        self._similar: dict[int, Tensor] = {}
 
     def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
-        if kept is not None:
-            rows = self._visual_rows.to(kept[0].device)
-            self._visual[layer] = functional.normalize(torch.cat(list(kept))[rows].float(), dim=-1)
         if query is not None:
             self._text[layer] = functional.normalize(query.float(), dim=-1).sum(dim=0)
+        if kept is not None:
+            self._visual[layer] = torch.cat(list(kept))[self._visual_rows.to(kept[0].device)]
+        if layer in self._text and layer in self._visual:
+            self._similar[layer] = similarity_to(self._visual.pop(layer), self._text[layer])
 
     def result(self) -> Tensor:
         """``[visual tokens]``, on every host; collective, after the prefill."""
         mine = None
-        if self._visual:
-            first, last = (self._visual[layer] @ self._text[layer] for layer in self.hidden_layers)
+        if self._similar:
+            first, last = (self._similar[layer] for layer in self.hidden_layers)
             mine = last - first
         return gather_scores(mine, self._owned, self._hosts)
 
