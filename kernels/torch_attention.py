@@ -41,11 +41,11 @@ def segmented_attention(
     if rows_alone:
         return _in_two(q, segments, scale, causal_last, rows_alone, attend)
     q, segments = _dense(q), [(_dense(k), _dense(v)) for k, v in segments]
-    visible, last = (segments[:-1], segments[-1]) if causal_last else (segments, None)
+    visible, triangle = _cut_triangle(segments, q.shape[2]) if causal_last else (segments, None)
     visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
     partials = [attend(q, k, v, scale, False) for k, v in visible]
-    if last is not None and last[0].shape[2]:
-        partials += _attend_bottom_right(q, *last, scale, attend)
+    if triangle is not None:
+        partials.append(_attend_triangle(q, *triangle, scale, attend))
     if len(partials) == 1:
         return partials[0]
     outs, lses = zip(*partials, strict=True)
@@ -124,28 +124,27 @@ def _coalesce(segments: list[Segment], q: Tensor) -> list[Segment]:
     return segments
 
 
-def _attend_bottom_right(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend
-) -> list[tuple[Tensor, Tensor]]:
-    """Bottom-right causal attention out of a fully visible part and a square causal one.
+def _cut_triangle(segments: list[Segment], queries: int) -> tuple[list[Segment], Segment | None]:
+    """Bottom-right causal keys as those that all queries see, and at most as many as there are queries.
 
     Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one.
     """
-    queries, keys = q.shape[2], k.shape[2]
-    if queries == keys:
-        return [attend(q, k, v, scale, True)]
-    if queries < keys:
-        past = keys - queries
-        parts = [attend(q, k[:, :, :past], v[:, :, :past], scale, False)]
-        return [*parts, attend(q, k[:, :, past:], v[:, :, past:], scale, queries > 1)]
-    blind = queries - keys
-    out, lse = attend(q[:, :, blind:], k, v, scale, True)
-    return [
-        (
-            torch.cat([torch.zeros_like(q[:, :, :blind]), out], dim=2),
-            torch.cat([_full_lse(q[:, :, :blind]), lse], dim=2),
-        )
-    ]
+    *visible, (k, v) = segments
+    past = k.shape[2] - queries
+    if past > 0:
+        visible.append((k[:, :, :past], v[:, :, :past]))
+        k, v = k[:, :, past:], v[:, :, past:]
+    return visible, (k, v) if k.shape[2] else None
+
+
+def _attend_triangle(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
+    """Causal attention to no more keys than there are queries, of which the first may see nothing."""
+    blind = q.shape[2] - k.shape[2]
+    out, lse = attend(q[:, :, blind:], k, v, scale, k.shape[2] > 1)
+    if not blind:
+        return out, lse
+    blind_q = q[:, :, :blind]
+    return torch.cat([torch.zeros_like(blind_q), out], dim=2), torch.cat([_full_lse(blind_q), lse], dim=2)
 
 
 def _attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..attention import gather_and_merge
 from ..config import PrefillConfig
 from ..hosts import Exchange, HostGroup
-from ..kernels import segmented_attention, select_topk
+from ..kernels import select_topk
 from ..layout import ContextLayout, offsets_within, plan_layout
-from .base import PrefillMethod
-from .importance import IMPORTANCE
+from .base import PrefillMethod, Segment, State
+from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
 
 
 class ApbvMethod(PrefillMethod):
@@ -30,6 +30,8 @@ class ApbvMethod(PrefillMethod):
         self._anchor = anchor
         self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
         self._query = query
+        # The lse that ranks a block's keys is that of the query's attention to it, which is wanted anyway.
+        self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
     @staticmethod
     def plan(
@@ -48,20 +50,31 @@ class ApbvMethod(PrefillMethod):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         q_query = _rows(q, self._query)
         # Every transfer starts as early as its data exists, and is waited for where it is needed (Figure 5).
-        sent = [self._start_passing(block, q, k, v, q_query, scale) for block in self._blocks]
-        finish_query = self._start_query(q_query, k, v, scale)
+        seen: dict[int, State] = {}
+        sent = [self._start_passing(block, q, k, v, scale, seen) for block in self._blocks]
+        finish_query = self._start_query(q_query, k, v, scale, seen)
 
         anchor = (_rows(k, self._anchor), _rows(v, self._anchor))
-        outs = [segmented_attention(_rows(q, self._anchor), [anchor], scale, causal_last=True)[0]]
-        for block, rows in self._blocks.items():
-            segments = [anchor, *self._passing_segments(block, sent), (_rows(k, rows), _rows(v, rows))]
-            outs.append(segmented_attention(_rows(q, rows), segments, scale, causal_last=True)[0])
+        outs = []
+        for order, (block, rows) in enumerate(self._blocks.items()):
+            segments, alone = [anchor, *self._passing_segments(block, sent)], 0
+            if order == 0:
+                # The anchor stands right before this block: one call for both, in which it does not see the passing
+                # block, and the block sees it as what comes before.
+                segments, alone = segments[1:], len(self._anchor)
+                rows = range(self._anchor.start, rows.stop)
+            segments.append((_rows(k, rows), _rows(v, rows)))
+            outs.append(self.attend(_rows(q, rows), segments, scale, causal_last=True, rows_alone=alone)[0])
         return torch.cat([*outs, finish_query()], dim=2)
 
     def _start_passing(
-        self, block: int, q: Tensor, k: Tensor, v: Tensor, q_query: Tensor, scale: float
+        self, block: int, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]
     ) -> Exchange | None:
-        """Send this block's l_p most important KV pairs to everybody: ``[2, B, Hkv, max k, D]`` per host."""
+        """Send this block's l_p most important KV pairs to everybody: ``[2, B, Hkv, max k, D]`` per host.
+
+        Args:
+            seen: where the query's attention to this block is left, if its lse was needed to rank the pairs.
+        """
         if self.layout.max_passed == 0:
             return None
         buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
@@ -70,8 +83,14 @@ class ApbvMethod(PrefillMethod):
         if not is_last or self.on_passed is not None:
             k_block, v_block = _rows(k, rows), _rows(v, rows)
             if count < len(rows):
-                scores = self._importance(q_query, _rows(q, rows), k_block, scale)
-                chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer)
+                q_query, lse = _rows(q, self._query), None
+                if self._shares_lse:
+                    segment = (k_block, v_block)
+                    seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
+                    lse = seen[block][1]
+                options = {"lse": lse, "backend": self.config.backend}
+                scores = self._importance(q_query, _rows(q, rows), k_block, scale, **options)
+                chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
             else:
                 chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
                 buffer[0, :, :, :count], buffer[1, :, :, :count] = k_block, v_block
@@ -82,7 +101,7 @@ class ApbvMethod(PrefillMethod):
             exchange.wait()
         return exchange
 
-    def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[tuple[Tensor, Tensor]]:
+    def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
         """The passing block: what all virtual hosts before this one sent, as it lies in the buffers."""
         segments = []
         for order, exchange in enumerate(sent):
@@ -97,20 +116,24 @@ class ApbvMethod(PrefillMethod):
                     segments.append((k, v))
         return segments
 
-    def _start_query(self, q_query: Tensor, k: Tensor, v: Tensor, scale: float):
-        """Query attention over everything this host owns, merged over hosts (Eq. 5, Appendix B.2)."""
+    def _start_query(self, q_query: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]):
+        """Query attention over everything this host owns, merged over hosts (Eq. 5, Appendix B.2).
+
+        Args:
+            seen: the query's attention to some of this host's blocks, as far as it is known already.
+        """
         if self.separate_query:
             # The query only rides along for the scores; a pass of its own will see the whole context.
             segments = [(_rows(k, rows), _rows(v, rows)) for rows in (self._anchor, self._query)]
-            out, _ = segmented_attention(q_query, segments, scale, causal_last=True)
+            out, _ = self.attend(q_query, segments, scale, causal_last=True)
             return lambda: out
         owns_query = self.hosts.rank == 0
-        anchor_slice = self.layout.anchor_slice(self.hosts.rank)
-        context = range(self._anchor.stop, self._query.stop if owns_query else self._query.start)
-        segments = [(_rows(k, rows), _rows(v, rows)) for rows in (anchor_slice, context)]
-        finish = gather_and_merge(
-            *segmented_attention(q_query, segments, scale, causal_last=owns_query), self.hosts
-        )
+        unseen = [self.layout.anchor_slice(self.hosts.rank)]
+        unseen += [rows for block, rows in self._blocks.items() if block not in seen]
+        unseen += [self._query] if owns_query else []
+        segments = [(_rows(k, rows), _rows(v, rows)) for rows in unseen]
+        states = [*seen.values(), self.attend(q_query, segments, scale, causal_last=owns_query)]
+        finish = gather_and_merge(*self.merge(states), self.hosts, self.config.backend)
         if self.config.overlap:
             return finish
         merged = finish()

@@ -1,16 +1,19 @@
 """What a prefill method provides."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..kernels import segmented_attention
-from ..kernels.attention import Segment
+from ..kernels import merge_states, segmented_attention
 from ..layout import ContextLayout
+
+Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
+State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
 
 
 class PrefillMethod(ABC):
@@ -42,6 +45,14 @@ class PrefillMethod(ABC):
         return segmented_attention(
             q, segments, scale, causal_last, rows_alone=rows_alone, backend=self.config.backend
         )
+
+    def merge(self, states: Sequence[State]) -> State:
+        """Partial results over disjoint keys as one, in fp32 at least; a single one as it is."""
+        if len(states) == 1:
+            return states[0]
+        outs, lses = zip(*states, strict=True)
+        outs = torch.stack([out.to(lses[0].dtype) for out in outs])
+        return merge_states(outs, torch.stack(lses), backend=self.config.backend)
 
     @staticmethod
     @abstractmethod

@@ -67,3 +67,5 @@ def received(
 
 
 IMPORTANCE: dict[str, Importance] = {"peak": peak, "softmax": softmax, "dot": dot, "received": received}
+# Those that need the log-sum-exp of the query's scores over the block.
+RANKED_BY_PROBABILITY = ("peak", "softmax")

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..kernels import merge_states
 from ..layout import ContextLayout, shared_out_layout
-from .base import PrefillMethod
+from .base import PrefillMethod, State
 
 try:  # an extra, for CUDA
     from ring_flash_attn import zigzag_ring_flash_attn_func as _ring_flash_attn
 except ImportError:
     _ring_flash_attn = None
-
-State = tuple[Tensor, Tensor]
 
 
 class ZigzagRingMethod(PrefillMethod):
@@ -62,7 +59,7 @@ class ZigzagRingMethod(PrefillMethod):
                     states.append(part)
             else:  # both of its chunks lie between ours
                 late.append(self.attend(q_late, [first, second], scale, causal_last=False))
-            early, late = ([self._merged(states)] for states in (early, late))
+            early, late = ([self.merge(states)] for states in (early, late))
             if step + 1 < size:
                 held = exchange.wait()
         return torch.cat([early[0][0], late[0][0]], dim=2).to(q.dtype)
@@ -73,14 +70,6 @@ class ZigzagRingMethod(PrefillMethod):
         self.hosts.bytes_received += (self.hosts.size - 1) * (k.nbytes + v.nbytes)
         out = _ring_flash_attn(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group)
         return out.transpose(1, 2)
-
-    def _merged(self, states: list[State]) -> State:
-        """Partial results as one, so that no more than two are ever held."""
-        if len(states) == 1:
-            return states[0]
-        outs, lses = zip(*states, strict=True)
-        outs = torch.stack([out.to(lses[0].dtype) for out in outs])
-        return merge_states(outs, torch.stack(lses), backend=self.config.backend)
 
 
 def _split_rows(out: Tensor, lse: Tensor, lengths: list[int]) -> list[State]:
