@@ -118,8 +118,8 @@ def test_scores_of_several_thousand(backend, dtype, reduce, with_lse):
     assert lse.max() > 5000
     importance = kv_importance(q, k, 1.0, reduce, lse=lse.to(torch.float32) if with_lse else None, backend=backend)
     exact = by_definition(q, k, 1.0, reduce)
-    # fp32 holds a score or an lse of eight thousand to 5e-4, and products of fp32 sum up to a few times that.
-    assert_close(importance[exact > 1e-30], exact[exact > 1e-30], reduce, 5e-3)
+    # fp32 holds a score or an lse of eight thousand to 5e-4, and sums of products to ten times that.
+    assert_close(importance[exact > 1e-30], exact[exact > 1e-30], reduce, 1e-2)
     assert torch.isfinite(importance).all() and (importance[exact <= 1e-30] < 1e-29).all()
 
 
