@@ -95,12 +95,12 @@ def recorded_segments(module):
     """Every call of a module's segmented_attention, as the FLOPs of its segments."""
     calls, original = [], module.segmented_attention
 
-    def record(q, segments, scale, causal_last):
+    def record(q, segments, scale, causal_last, rows_alone, **kwargs):
         _, heads, rows, dim = q.shape
-        pairs = [rows * k.shape[2] for k, _ in segments]
-        pairs[-1] -= rows * (rows - 1) // 2 if causal_last else 0
+        pairs = [(rows - rows_alone) * k.shape[2] for k, _ in segments]
+        pairs[-1] = rows * segments[-1][0].shape[2] - (rows * (rows - 1) // 2 if causal_last else 0)
         calls.append([4 * heads * dim * count for count in pairs])
-        return original(q, segments, scale, causal_last)
+        return original(q, segments, scale, causal_last, rows_alone=rows_alone, **kwargs)
 
     module.segmented_attention = record
     try:

@@ -59,10 +59,10 @@ class ApbvMethod(PrefillMethod):
         for order, (block, rows) in enumerate(self._blocks.items()):
             segments, alone = [anchor, *self._passing_segments(block, sent)], 0
             if order == 0:
-                # The anchor stands right before this block: one call for both, in which it does not see the passing
-                # block, and the block sees it as what comes before.
+                # The anchor stands right before this block: one call for both, in which it does not see the
+                # passing block, and the block sees it as what comes before.
                 segments, alone = segments[1:], len(self._anchor)
-                rows = range(self._anchor.start, rows.stop)
+                rows = range(self._anchor.start, self._anchor.stop + len(rows))
             segments.append((_rows(k, rows), _rows(v, rows)))
             outs.append(self.attend(_rows(q, rows), segments, scale, causal_last=True, rows_alone=alone)[0])
         return torch.cat([*outs, finish_query()], dim=2)
