@@ -24,8 +24,13 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: str = "auto") -> tuple[
         out ``[B, H, S, D]`` and lse ``[B, H, S]`` in fp32 (fp64 for fp64 input).
 
     Raises:
+        ValueError: there is not one lse for each row of outs.
         BackendError: the back end cannot be used here.
     """
+    if outs.shape[:-1] != lses.shape:
+        raise ValueError(
+            f"partial results of shape {list(outs.shape)} do not have lses of shape {list(lses.shape)}"
+        )
     chosen = choose(backend, lses)
     if chosen == "reference":
         return reference.merge_states(outs, lses)

@@ -80,10 +80,11 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
     if chosen == "triton":
         from . import triton_visual_scores
 
-        if crop <= triton_visual_scores.LARGEST_CROP:
+        largest = triton_visual_scores.LARGEST_CROP
+        if crop <= largest:
             return triton_visual_scores.spatial_variety(frames, height, width, crop)
         if requested(backend) == "triton":
-            raise BackendError(f"the triton back end has crops of up to 11 tokens per side, not {crop}")
+            raise BackendError(f"the triton back end has crops of up to {largest} tokens per side, not {crop}")
     units = functional.normalize(frames.float(), dim=-1).unflatten(1, (height, width))
     varieties = units.new_empty(units.shape[:3])
     for top in range(0, height, crop):

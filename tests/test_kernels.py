@@ -351,6 +351,12 @@ def test_merge_of_no_queries(merge):
     assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0)
 
 
+def test_merge_needs_an_lse_for_each_row():
+    outs, lses = make_partials(2)
+    with pytest.raises(ValueError, match=r"do not have lses of shape \[2, 2, 3, 4\]"):
+        merge_states(outs, lses[..., :4])
+
+
 def test_triton_does_not_merge_in_fp64():
     with pytest.raises(BackendError, match="accumulate in float32"):
         merge_states(*make_partials(2), backend="triton")
