@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import apbv.attention
-import apbv.methods.apbv
+import apbv.methods.base
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.encode import encode_visual
 from apbv.layout import ContextLayout, single_host_layout
@@ -91,22 +91,35 @@ def flop_counter() -> FlopCounterMode:
 
 
 @contextmanager
-def recorded_segments(module):
-    """Every call of a module's segmented_attention, as the FLOPs of its segments."""
-    calls, original = [], module.segmented_attention
+def recorded(module, name: str, flops):
+    """The FLOPs of every call of an operator by a module."""
+    calls, original = [], getattr(module, name)
 
-    def record(q, segments, scale, causal_last, rows_alone, **kwargs):
-        _, heads, rows, dim = q.shape
-        pairs = [(rows - rows_alone) * k.shape[2] for k, _ in segments]
-        pairs[-1] = rows * segments[-1][0].shape[2] - (rows * (rows - 1) // 2 if causal_last else 0)
-        calls.append([4 * heads * dim * count for count in pairs])
-        return original(q, segments, scale, causal_last, rows_alone=rows_alone, **kwargs)
+    def record(*args, **kwargs):
+        calls.append(flops(*args, **kwargs))
+        return original(*args, **kwargs)
 
-    module.segmented_attention = record
+    setattr(module, name, record)
     try:
         yield calls
     finally:
-        module.segmented_attention = original
+        setattr(module, name, original)
+
+
+def flops_of_segments(q, segments, scale, causal_last, rows_alone=0, backend="auto") -> dict[str, int]:
+    """Of all but the last segment, and of the last one: its rows before the queries, and the queries themselves."""
+    _, heads, rows, dim = q.shape
+    *earlier, last = (k.shape[2] for k, _ in segments)
+    before = [(rows - rows_alone) * length for length in earlier]
+    pairs = {"alone": rows_alone * (rows_alone + 1) // 2, "to_alone": rows_alone * (rows - rows_alone)}
+    pairs["to_self"] = rows * last - (rows * (rows - 1) // 2 if causal_last else 0) - sum(pairs.values())
+    factor = 4 * heads * dim
+    return {"before": [factor * count for count in before]} | {part: factor * n for part, n in pairs.items()}
+
+
+def flops_of_new_tokens(q, k, v, scale, visible=None, backend="auto") -> int:
+    _, heads, rows, dim = q.shape
+    return 4 * heads * dim * (rows * k.shape[2] - (rows * (rows - 1) // 2 if visible is None else 0))
 
 
 @contextmanager
@@ -138,8 +151,8 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype) -> dict:
     inputs = ModelInputs.from_processor(inspect_model(model), {"input_ids": ids}, hosts, query_start=QUERY_START)
     config = PrefillConfig(kv="sharded", on_single_host=True, **{"anchor_len": 11, "passing_len": 3, **options})
     with (
-        recorded_segments(apbv.methods.apbv) as in_context_pass,
-        recorded_segments(apbv.attention) as in_query_pass,
+        recorded(apbv.methods.base, "segmented_attention", flops_of_segments) as in_context_pass,
+        recorded(apbv.attention, "verify_attention", flops_of_new_tokens) as in_query_pass,
         counted_exchanges(hosts) as exchanges,
         flop_counter() as counter,
     ):
@@ -200,14 +213,20 @@ def test_attention_falls_into_the_parts_that_the_method_computes(hosts_of_a_run)
     for predicted, measured in hosts_of_a_run:
         if measured["method"] not in ("apbv", "apb", "star"):
             continue
-        found, calls = Counter(), iter(measured["in_context_pass"])
-        for query in calls:  # a layer's calls: the query's, the anchor's, one for each block
-            found["query"] += sum(query)
-            found["anchor"] += sum(next(calls))
-            for _ in measured["layout"].virtual_hosts(0):
-                to_anchor, *to_passing, to_self = next(calls)
-                found.update(block_to_anchor=to_anchor, block_to_passing=sum(to_passing), block_to_self=to_self)
-        found["query"] += sum(map(sum, measured["in_query_pass"]))
+        found, calls = Counter(), measured["in_context_pass"]
+        blocks, layers = measured["layout"].virtual_hosts(0), build_llama(torch.float32).config.num_hidden_layers
+        per_layer = len(calls) // layers
+        for first in range(0, len(calls), per_layer):
+            # A layer's calls: the query's, maybe to single blocks, then one per block, the first with the anchor.
+            *of_query, of_anchor = calls[first : first + per_layer - len(blocks) + 1]
+            of_blocks = [of_anchor, *calls[first + per_layer - len(blocks) + 1 : first + per_layer]]
+            found["query"] += sum(sum(call["before"]) + call["to_self"] for call in of_query)
+            for place, call in enumerate(of_blocks):
+                to_anchor = [call["to_alone"]] if place == 0 else call["before"][:1]
+                to_passing = call["before"] if place == 0 else call["before"][1:]
+                found.update(anchor=call["alone"], block_to_anchor=sum(to_anchor))
+                found.update(block_to_passing=sum(to_passing), block_to_self=call["to_self"])
+        found["query"] += sum(measured["in_query_pass"])
         assert {part: predicted.flops[part] for part in ATTENTION} == {part: found[part] for part in ATTENTION}
 
 

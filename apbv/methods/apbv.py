@@ -133,7 +133,8 @@ class ApbvMethod(PrefillMethod):
         unseen += [self._query] if owns_query else []
         segments = [(_rows(k, rows), _rows(v, rows)) for rows in unseen]
         states = [*seen.values(), self.attend(q_query, segments, scale, causal_last=owns_query)]
-        finish = gather_and_merge(*self.merge(states), self.hosts, self.config.backend)
+        out, lse = self.merge(states)
+        finish = gather_and_merge(out.to(q_query.dtype), lse, self.hosts, self.config.backend)
         if self.config.overlap:
             return finish
         merged = finish()
