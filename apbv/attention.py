@@ -4,6 +4,7 @@ The function receives the method at hand as the keyword argument ``apbv`` of the
 which transformers hands down to every layer. So nothing is global and no modeling file is copied.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -111,6 +112,31 @@ class TreeAttention:
         visible = self._visible if self._hosts.rank == 0 else self._visible[:, :0]
         out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
         return gather_and_merge(out, lse, self._hosts, self._backend)()
+
+
+class KeptAttention:
+    """Attention of new tokens, which are all that the cache holds, behind some of a prompt's tokens.
+
+    The prompt's KV is read where it lies and never written: a draft on the target's own KV needs no copy of it.
+
+    Args:
+        layers: of each decoder layer the prompt's keys and values, ``[1, Hkv, n, D]``, and which of its tokens
+            a KV head sees, int32 ``[1, Hkv, M]``. Every forward pass goes through all layers in this order: which
+            one a call is for is known by counting.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, Tensor]], backend: str = "auto"):
+        self._layers, self._backend = itertools.cycle(layers), backend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        keys, values, kept = next(self._layers)
+        unmasked = torch.ones(q.shape[2], 0, dtype=torch.bool, device=q.device)
+        partials = [
+            verify_attention(q, keys, values, scale, visible=unmasked, kept=kept, backend=self._backend),
+            verify_attention(q, k, v, scale, backend=self._backend),
+        ]
+        outs, lses = map(torch.stack, zip(*partials, strict=True))
+        return merge_states(outs, lses, backend=self._backend)[0].to(q.dtype)
 
 
 class PrefillObserver(Protocol):

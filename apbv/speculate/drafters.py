@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..attention import LayerAttention
 from ..config import SamplingConfig
 from ..decode import run_language_model
 from ..models import ModelParts
@@ -80,6 +81,7 @@ class ModelDrafter:
         config: how tokens are drawn.
         vocab_size: only tokens below it are drafted: the target has no others. What it says beyond the draft's own
             vocabulary the draft reads as token 0, which can make its proposals worse, but not wrong.
+        attention: by which it sees a prompt that is not in the cache, which is then empty at first; None: it is.
     """
 
     def __init__(
@@ -90,8 +92,9 @@ class ModelDrafter:
         prompt_len: int,
         config: SamplingConfig,
         vocab_size: int,
+        attention: LayerAttention | None = None,
     ):
-        self._parts, self._cache, self._position = parts, cache, next_position
+        self._parts, self._cache, self._position, self._attention = parts, cache, next_position, attention
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
 
@@ -113,13 +116,19 @@ class ModelDrafter:
             yield token, row
 
     def forget_prompt(self, kept: Tensor) -> None:
-        """Keep of the prompt's KV only these rows, ``[T]``, ascending; new tokens' stay."""
+        """Keep of the prompt's KV only these rows, ``[T]``, ascending; new tokens' stay.
+
+        Raises:
+            ValueError: the prompt is not in the cache.
+        """
+        if self._attention is not None:
+            raise ValueError("this drafter's cache does not hold the prompt: there is nothing of it to forget")
         self._cache = forget_prompt(self._cache, kept, len(self._cached))
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""
         position = self._position + len(self._cached)
-        logits = run_language_model(self._parts, tokens, position, self._cache, last_only=True)
+        logits = run_language_model(self._parts, tokens, position, self._cache, self._attention, last_only=True)
         return logits[-1, : self._vocab_size]
 
     def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..attention import PrefillObserver
+from ..attention import LayerAttention, PrefillObserver
 from ..config import SamplingConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
@@ -59,8 +59,15 @@ class Prompt:
         """How many visual tokens the draft may see."""
         return min(self.num_visual, max(1, round(self.config.keep_ratio * self.num_visual)))
 
-    def drafter(self, parts: ModelParts, cache) -> Drafter | TreeDrafter | None:
-        """A model that continues from a cache; None where there is no cache."""
+    def drafter(
+        self, parts: ModelParts, cache, attention: LayerAttention | None = None
+    ) -> Drafter | TreeDrafter | None:
+        """A model that continues from a cache; None where there is no cache.
+
+        Args:
+            attention: see :class:`ModelDrafter`; for chains, and where ``leave_last`` is not asked for: a draft
+                host has none of the target's KV.
+        """
         if cache is None:
             return None
         left = int(self.leave_last)
@@ -69,7 +76,7 @@ class Prompt:
         position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
         if self.drafts_tree:
             return TreeDrafter(parts, cache, position, self.vocab_size)
-        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size)
+        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, attention)
 
 
 @dataclass(frozen=True)

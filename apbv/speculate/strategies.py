@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..attention import PrefillObserver
+from ..attention import KeptAttention, PrefillObserver
 from ..config import SpeculativeConfig
 from ..encode import encode_visual
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
+from ..kernels.backends import choose
 from ..layout import ContextLayout
 from ..models import ModelParts
 from . import preserve
@@ -198,7 +199,26 @@ def _on_own_kv(prompt: Prompt, visual: list[Tensor]) -> Drafter | None:
     visual_tokens, text = prompt.is_visual.nonzero().flatten(), (~prompt.is_visual).nonzero().flatten()
     text = text.expand(prompt.target.num_kv_heads, -1)
     kept = [torch.cat([text, visual_tokens[chosen]], dim=1).sort(dim=1).values for chosen in visual]
-    return prompt.drafter(prompt.target, _own_kv(prompt, kept))
+    attention = _in_place(prompt, kept)
+    if attention is None:
+        return prompt.drafter(prompt.target, _own_kv(prompt, kept))
+    return prompt.drafter(prompt.target, DynamicCache(), attention)
+
+
+def _in_place(prompt: Prompt, kept: list[Tensor]) -> KeptAttention | None:
+    """Attention to these tokens' KV where it lies, on host 0; None where a copy is needed, or costs less."""
+    cache = None if prompt.state.shards is not None else prompt.state.to_dynamic_cache()
+    if cache is None or prompt.drafts_tree:
+        return None
+    # Only the Triton kernel reads rows here and there. Torch would gather them anew for every token, which costs
+    # more than to do it once.
+    if choose(prompt.target.backend, cache.layers[0].keys) != "triton":
+        return None
+    layers = [
+        (layer.keys, layer.values, rows.to(layer.keys.device, torch.int32)[None])
+        for layer, rows in zip(cache.layers, kept, strict=True)
+    ]
+    return KeptAttention(layers, prompt.target.backend)
 
 
 def _own_kv(prompt: Prompt, kept: list[Tensor]) -> DynamicCache | None:
