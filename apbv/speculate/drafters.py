@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..cache import appending_in_place
 from ..config import SamplingConfig
 from ..decode import run_language_model
 from ..models import ModelParts
@@ -91,7 +92,7 @@ class ModelDrafter:
         config: SamplingConfig,
         vocab_size: int,
     ):
-        self._parts, self._cache, self._position = parts, cache, next_position
+        self._parts, self._cache, self._position = parts, appending_in_place(cache), next_position
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
 
@@ -114,7 +115,7 @@ class ModelDrafter:
 
     def forget_prompt(self, kept: Tensor) -> None:
         """Keep of the prompt's KV only these rows, ``[T]``, ascending; new tokens' stay."""
-        self._cache = forget_prompt(self._cache, kept, len(self._cached))
+        self._cache = appending_in_place(forget_prompt(self._cache, kept, len(self._cached)))
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""
