@@ -17,7 +17,53 @@ from .layout import ContextLayout, intersect, offsets_within
 _GROWTH_ROWS = 256
 
 
-class ShardedLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):
+    """A layer of a plain cache that appends in place; transformers' own copies all of its KV for every token."""
+
+    def __init__(self):
+        super().__init__()
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.hold(key_states, value_states)
+        else:
+            self._append(key_states, value_states)
+        return self.keys, self.values
+
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Begin with these, which stay as they are: the first new token copies them to a larger buffer."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
+        old, new = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        if not self._has_room(new):
+            self._buffers = tuple(_grown(states, new + _GROWTH_ROWS) for states in (self.keys, self.values))
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, old:new] = states
+        self.keys, self.values = (buffer[:, :, :new] for buffer in self._buffers)
+
+    def _has_room(self, num_rows: int) -> bool:
+        """Whether these rows, which somebody may have replaced, lie in a buffer of so many."""
+        if self._buffers is None or self._buffers[0].shape[2] < num_rows:
+            return False
+        held = zip(self._buffers, (self.keys, self.values), strict=True)
+        return all(buffer.data_ptr() == states.data_ptr() for buffer, states in held)
+
+
+def appending_in_place(cache: DynamicCache) -> DynamicCache:
+    """The same cache, whose layers will from now on append in place; the tensors that they hold are left alone."""
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, GrowingLayer):
+            cache.layers[index] = GrowingLayer()
+            if layer.is_initialized:
+                cache.layers[index].hold(layer.keys, layer.values)
+    return cache
+
+
+class ShardedLayer(GrowingLayer):
     """One layer's share of the KV.
 
     The first ``update`` is the prefill: attention gets the full local K and V back, the layer keeps the rows
@@ -30,14 +76,11 @@ class ShardedLayer(DynamicLayer):
         self._kept_rows = [run for run in kept_rows if len(run)]
         self._num_fixed_tokens = num_fixed_tokens
         self._appends = appends
-        self._buffers: tuple[Tensor, Tensor] | None = None
         self.num_tokens = num_prompt_tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
-            self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values = (self._keep(states) for states in (key_states, value_states))
-            self.is_initialized = True
+            self.hold(self._keep(key_states), self._keep(value_states))
             return key_states, value_states
         self.num_tokens += key_states.shape[2]
         if self._appends:
@@ -76,14 +119,6 @@ class ShardedLayer(DynamicLayer):
     def _keep(self, states: Tensor) -> Tensor:
         rows = [states[:, :, run.start : run.stop] for run in self._kept_rows]
         return torch.cat(rows, dim=2) if rows else states[:, :, :0].clone()
-
-    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        old, new = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if self._buffers is None or self._buffers[0].shape[2] < new:
-            self._buffers = tuple(_grown(states, new + _GROWTH_ROWS) for states in (self.keys, self.values))
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, old:new] = states
-        self.keys, self.values = (buffer[:, :, :new] for buffer in self._buffers)
 
 
 class ShardedCache(Cache):

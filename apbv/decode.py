@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .attention import LayerAttention, PlainAttention, ShardedAttention, TreeAttention, apbv_attention
-from .cache import ShardedCache, keep_of_last
+from .cache import ShardedCache, appending_in_place, keep_of_last
 from .config import SamplingConfig
 from .hosts import HostGroup
 from .models import ModelParts
@@ -40,7 +40,8 @@ class GatheredDecoder:
     """Host 0 decodes alone over a plain DynamicCache."""
 
     def __init__(self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup):
-        self._parts, self._cache, self._position, self._hosts = parts, cache, next_position, hosts
+        self._cache = None if cache is None else appending_in_place(cache)
+        self._parts, self._position, self._hosts = parts, next_position, hosts
 
     def advance(self, tokens: Sequence[int]) -> Tensor | None:
         if self._hosts.rank != 0:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .kernels.backends import require_usable
+from .kernels.library_attention import require_usable
 
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
@@ -140,7 +140,8 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
         image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
         backend=backend,
     )
-    require_usable(backend, parts.device, parts.dtype)
+    groups = language_model.config.num_attention_heads // parts.num_kv_heads
+    require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
     return parts
 
 

@@ -50,15 +50,6 @@ def choose(backend: str, tensor: Tensor) -> str:
     return "triton" if wanted == "triton" or (tensor.is_cuda and not obstacle) else "torch"
 
 
-def require_usable(backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a back end early.
-
-    Raises:
-        BackendError: there is none of this name, or it cannot compute with such tensors.
-    """
-    choose(backend, torch.empty(0, device=device, dtype=dtype))
-
-
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """What keeps Triton from running on such tensors; None: nothing."""
     if not _is_installed("triton"):

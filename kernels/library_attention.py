@@ -58,6 +58,20 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
     return next((name for name in names if not _obstacle(name, q, groups)), "torch")
 
 
+def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> None:
+    """Refuse early what :func:`choose_attention` would refuse in the first layer.
+
+    Args:
+        head_dim: D.
+        groups: query heads per KV head.
+
+    Raises:
+        BackendError: there is no such back end, or it cannot run here; the message says why.
+    """
+    q = torch.empty(1, groups, 0, head_dim, device=device, dtype=dtype)
+    choose_attention(backend, q, [(q[:, :1], q[:, :1])])
+
+
 def preferred(
     capability: tuple[int, int], dtype: torch.dtype, queries: int, groups: int, flash: int | None
 ) -> tuple[str, ...]:

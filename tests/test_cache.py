@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from apbv import HostGroup
-from apbv.cache import ShardedCache
+from apbv.cache import ShardedCache, appending_in_place
 from apbv.layout import plan_layout, single_host_layout
 
 LAYERS, HEADS, DIM = 2, 2, 4
@@ -213,3 +214,35 @@ def test_gather_on_a_single_host_is_a_plain_cache_in_position_order():
     gathered = cache.gather(HostGroup.single("cpu"))
     assert gathered.get_seq_length() == 70
     assert_holds(gathered, range(70))
+
+
+def test_a_plain_cache_appends_in_place_and_leaves_alone_what_it_was_given():
+    given = [states_of(range(50), layer) for layer in range(LAYERS)]
+    cache = appending_in_place(DynamicCache(given))
+    places = []
+    for token in range(50, 56):
+        for layer in range(LAYERS):
+            cache.update(*states_of([token], layer), layer)
+        places.append([layer.keys.data_ptr() for layer in cache.layers])
+    assert places[1:] == places[:-1] and places[0] != [keys.data_ptr() for keys, _ in given]
+    assert_holds(cache, range(56))
+    cache.crop(-4)
+    for layer in range(LAYERS):
+        cache.update(*states_of(range(90, 93), layer), layer)
+    assert_holds(cache, [*range(52), 90, 91, 92])
+    for layer in range(LAYERS):  # as much as makes it move
+        cache.update(*states_of(range(100, 400), layer), layer)
+    assert_holds(cache, [*range(52), 90, 91, 92, *range(100, 400)])
+    for (keys, values), layer in zip(given, range(LAYERS), strict=True):
+        assert torch.equal(keys, states_of(range(50), layer)[0]) and torch.equal(values, -keys)
+
+
+def test_a_cache_whose_rows_were_replaced_does_not_append_to_the_old_ones():
+    cache = appending_in_place(DynamicCache([states_of(range(9), layer) for layer in range(LAYERS)]))
+    for layer in range(LAYERS):
+        cache.update(*states_of([9], layer), layer)
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    for layer in range(LAYERS):
+        keys, values = states_of([10], layer)
+        cache.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
+        assert torch.equal(cache.layers[layer].keys, states_of(range(11), layer)[0].expand(2, -1, -1, -1))

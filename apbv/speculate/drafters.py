@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..attention import LayerAttention
+from ..cache import appending_in_place
 from ..config import SamplingConfig
 from ..decode import run_language_model
 from ..models import ModelParts
@@ -94,7 +95,8 @@ class ModelDrafter:
         vocab_size: int,
         attention: LayerAttention | None = None,
     ):
-        self._parts, self._cache, self._position, self._attention = parts, cache, next_position, attention
+        self._parts, self._position, self._attention = parts, next_position, attention
+        self._cache = appending_in_place(cache)
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
 
@@ -123,7 +125,7 @@ class ModelDrafter:
         """
         if self._attention is not None:
             raise ValueError("this drafter's cache does not hold the prompt: there is nothing of it to forget")
-        self._cache = forget_prompt(self._cache, kept, len(self._cached))
+        self._cache = appending_in_place(forget_prompt(self._cache, kept, len(self._cached)))
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
         """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""

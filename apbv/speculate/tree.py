@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..attention import TreeAttention
-from ..cache import keep_of_last
+from ..cache import appending_in_place, keep_of_last
 from ..config import SamplingConfig
 from ..decode import Decoder, run_language_model
 from ..hosts import HostGroup
@@ -163,7 +163,12 @@ class TreeDrafter:
     """
 
     def __init__(self, parts: ModelParts, cache: DynamicCache, next_position: int, vocab_size: int):
-        self._parts, self._cache, self._position, self._vocab_size = parts, cache, next_position, vocab_size
+        self._parts, self._cache, self._position, self._vocab_size = (
+            parts,
+            appending_in_place(cache),
+            next_position,
+            vocab_size,
+        )
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, up to the root of the last tree
         self._tree, self._drafted = Tree((-1,)), [-1]
         self._behind: list[int] = []  # the nodes whose KV lies behind these
@@ -188,7 +193,7 @@ class TreeDrafter:
 
     def forget_prompt(self, kept: Tensor) -> None:
         """Keep of the prompt's KV only these rows, ``[T]``, ascending; before anything is proposed."""
-        self._cache = forget_prompt(self._cache, kept, len(self._cached))
+        self._cache = appending_in_place(forget_prompt(self._cache, kept, len(self._cached)))
 
     def _advance(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor:
         """Logits after tokens that stand so far behind the cached ones, of the last of which they see some."""
