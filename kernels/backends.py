@@ -1,5 +1,6 @@
 """Which implementation of an operator runs. The one place that knows what a device and an installation can do."""
 
+import math
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -63,12 +64,32 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"it compiles for GPUs, and the tensors are on {device.type} (TRITON_INTERPRET=1 runs it anywhere)"
     major, minor = capability(device)
-    return None if major >= 8 else f"it needs a GPU of compute capability 8.0, and this one has {major}.{minor}"
+    if major < 8:
+        return f"it needs a GPU of compute capability 8.0, and this one has {major}.{minor}"
+    return failed_launch(device)
 
 
 def is_interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on any device: for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def failed_launch(device: torch.device) -> str | None:
+    """What went wrong when Triton compiled and ran one small kernel; None: nothing.
+
+    For that it needs more than to be installed: a C compiler, and a driver that takes its code.
+    """
+    try:
+        from .triton_merging import merge_states
+
+        ones = torch.ones(2, 1, 1, 1, 16, device=device)
+        out, lse = merge_states(torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0])
+        # Two partial results that weigh the same: their mean, and the lse of both.
+        off = max(float((out - 2).abs().max()), float((lse - 1 - math.log(2)).abs().max()))
+    except Exception as error:  # whatever an installation that does not fit the machine may raise
+        return f"its first kernel failed with {type(error).__name__}: {error}".splitlines()[0]
+    return None if off < 1e-5 else f"its first kernel's result was off by {off:.2g}"
 
 
 @cache

@@ -8,9 +8,24 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from apbv.kernels import BackendError, merge_states, reference, segmented_attention, verify_attention
+from apbv.kernels import (
+    BackendError,
+    merge_states,
+    reference,
+    segmented_attention,
+    triton_merging,
+    verify_attention,
+)
 from apbv.kernels import library_attention as libraries
-from apbv.kernels.backends import BACKENDS, ENVIRONMENT_VARIABLE, LIBRARIES, choose, requested, why_not_triton
+from apbv.kernels.backends import (
+    BACKENDS,
+    ENVIRONMENT_VARIABLE,
+    LIBRARIES,
+    choose,
+    failed_launch,
+    requested,
+    why_not_triton,
+)
 from apbv.kernels.torch_attention import attend_natively
 from apbv.kernels.torch_attention import segmented_attention as with_torch
 
@@ -197,8 +212,10 @@ def test_the_order_for_few_queries_and_wide_dtypes():
 def hopper(monkeypatch):
     """A GPU of compute capability 9.0 that computes on the CPU: ``hopper.kernels`` are what it has."""
     kernels = dict.fromkeys(libraries.ATTEND, raising)
+    triton_fails = [None]
     monkeypatch.setattr(libraries, "capability", lambda device: (9, 0))
     monkeypatch.setattr("apbv.kernels.backends.capability", lambda device: (9, 0))
+    monkeypatch.setattr("apbv.kernels.backends.failed_launch", lambda device: triton_fails[0])
     monkeypatch.setattr(libraries, "flash_version", lambda major: 3)
     monkeypatch.setattr(libraries, "ATTEND", kernels)
     probe = libraries.probe
@@ -212,7 +229,7 @@ def hopper(monkeypatch):
             q, k = (torch.empty(1, heads, queries, 64, dtype=dtype, device="cuda") for heads in (4, 2))
         return libraries.choose_attention(backend, q, [(k, k)]), libraries.attend_with("torch", q, k)
 
-    yield SimpleNamespace(kernels=kernels, choose=choose)
+    yield SimpleNamespace(kernels=kernels, choose=choose, triton_fails=triton_fails)
     libraries.usable.cache_clear()
 
 
@@ -225,6 +242,10 @@ def test_the_first_that_works_is_chosen(hopper):
     hopper.kernels["flash_attn"] = by_definition
     assert hopper.choose()[0] == "flash_attn" and hopper.choose(queries=1)[0] == "triton"
     assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"
+    hopper.triton_fails[0] = "there is no C compiler"
+    assert hopper.choose(queries=1)[0] == "flash_attn" and hopper.choose(dtype=torch.float32)[0] == "torch"
+    with pytest.raises(BackendError, match="triton back end cannot be used: there is no C compiler"):
+        hopper.choose("triton")
 
 
 def test_a_library_that_is_wrong_is_refused_by_name(hopper):
@@ -360,3 +381,19 @@ def test_segments_are_attended_by_the_function_that_is_given(keys, rows_alone):
 def test_every_name_has_a_function():
     assert set(BACKENDS) == {"auto", "triton", "reference", *libraries.ATTEND}
     assert why_not_triton(CPU, torch.float64)
+
+
+def test_triton_is_tried_before_it_is_trusted(monkeypatch):
+    """Interpreted here; what keeps it from running on a GPU is found in the same way."""
+    assert failed_launch(CPU) is None
+
+    def no_compiler(outs, lses):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    for broken, reason in {
+        no_compiler: "its first kernel failed with RuntimeError: Failed to find C compiler.",
+        lambda outs, lses: (outs[0], lses[0]): "its first kernel's result was off by 1",
+        lambda outs, lses: (outs[0] * math.nan, lses[0]): "its first kernel's result was off by nan",
+    }.items():
+        monkeypatch.setattr(triton_merging, "merge_states", broken)
+        assert failed_launch.__wrapped__(CPU) == reason
