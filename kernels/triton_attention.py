@@ -149,7 +149,7 @@ def _attend_kernel(
         p_k = p_last_k + (i_b * last_k_strides[0] + i_h * last_k_strides[1]) * ALIGN
         p_v = p_last_v + (i_b * last_v_strides[0] + i_h * last_v_strides[1]) * ALIGN
         k_steps, v_steps = (last_k_strides[2], last_k_strides[2]), (last_v_strides[2], last_v_strides[2])
-        p_seen = p_visible + o_s * visible_stride
+        p_seen = p_visible + tl.minimum(o_s, num_queries - 1) * visible_stride  # the mask has no rows behind these
         start = tl.maximum(first_key - num_past, 0)
         stop = tl.minimum(stop_key - num_past, num_last)
         whole, b_limit = start, o_s.to(tl.int32)
