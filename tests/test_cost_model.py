@@ -107,7 +107,7 @@ def recorded(module, name: str, flops):
 
 
 def flops_of_segments(q, segments, scale, causal_last, rows_alone=0, backend="auto") -> dict[str, int]:
-    """Of all but the last segment, and of the last one: its rows before the queries, and the queries themselves."""
+    """Of all but the last segment, and of the last one: its rows before the queries, and the queries."""
     _, heads, rows, dim = q.shape
     *earlier, last = (k.shape[2] for k, _ in segments)
     before = [(rows - rows_alone) * length for length in earlier]
