@@ -16,6 +16,7 @@ from apbv.kernels import (
     select_topk,
     spatial_variety,
     temporal_change,
+    triton_attention,
     verify_attention,
 )
 
@@ -80,3 +81,11 @@ def test_nothing_outside_is_read(operator):
         process.start()
         process.join(60)
         assert process.exitcode == 0
+
+
+def test_lengths_and_strides_do_not_compile_anew():
+    """Of integers in a tuple Triton looks at whether they are 1 and whether 16 divides them, like it or not."""
+    numbers = (-16, -1, 0, 1, 2, 16, 129, 2**20)
+    veiled = triton_attention._veiled(*numbers)
+    assert not any(number == 1 or number % 16 == 0 for number in veiled)
+    assert tuple(number >> 2 for number in veiled) == numbers
