@@ -50,6 +50,8 @@ def segmented_attention(
     _require_groups(q, segments[0][0])
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return _saw_nothing(q)
+    if len(segments) == 1:
+        rows_alone = 0  # there is nothing else that the other rows could see
     chosen = choose_attention(backend, q, segments)
     if chosen == "reference":
         return reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)

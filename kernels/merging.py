@@ -33,7 +33,8 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: str = "auto") -> tuple[
         )
     chosen = choose(backend, lses)
     if chosen == "reference":
-        return reference.merge_states(outs, lses)
+        out, lse = reference.merge_states(outs, lses)
+        return out.to(lses.dtype), lse.to(lses.dtype)
     if chosen == "triton":
         from . import triton_merging
 

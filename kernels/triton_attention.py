@@ -35,6 +35,12 @@ def _pick(values, index):
 
 
 @triton.jit
+def _plain(number):
+    """The integer that :func:`_veiled` veiled."""
+    return number >> 2
+
+
+@triton.jit
 def _attend_tile(
     b_acc, b_max, b_sum, b_q, p_k, p_v, o_t, stop, piece_len, k_strides, v_strides, p_kept, b_limit, p_visible,
     m_d, scale, BT: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr,
@@ -76,9 +82,7 @@ def _attend_tile(
 
 @triton.jit(
     do_not_specialize=[
-        "run_lens", "piece_lens", "k_strides", "v_strides", "q_strides", "last_k_strides", "last_v_strides",
-        "visible_stride", "kept_strides", "num_queries", "num_past", "num_last", "rows_alone", "keys_per_split",
-        "num_runs",
+        "visible_stride", "num_queries", "num_past", "num_last", "rows_alone", "keys_per_split", "num_runs",
     ]  # one compiled kernel for all lengths; of the strides ALIGN says what loads need to know
 )  # fmt: skip
 def _attend_kernel(
@@ -92,6 +96,7 @@ def _attend_kernel(
     """One program: a tile of rows (query tokens times the heads of a group), one KV head, one range of keys.
 
     Strides are in units of ALIGN elements, of (batch, head, row), for runs before them that from piece to piece.
+    Integers in tuples are veiled.
     """
     # Under a causal mask the last tiles have the most keys: they start first.
     i_r = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -104,7 +109,7 @@ def _attend_kernel(
     m_r, m_d = o_r < num_queries * GROUP, o_d < D
     o_s, o_head = o_r // GROUP, i_h * GROUP + o_r % GROUP
     # [BR, BD]
-    o_q = i_b * q_strides[0] + o_head * q_strides[1] + o_s * q_strides[2]
+    o_q = i_b * _plain(q_strides[0]) + o_head * _plain(q_strides[1]) + o_s * _plain(q_strides[2])
     b_q = tl.load(p_q + (o_q * ALIGN)[:, None] + o_d[None, :], mask=m_r[:, None] & m_d[None, :], other=0.0)
     scale *= 1.4426950408889634  # log2(e): exp2 is the hardware's own exponential
 
@@ -119,16 +124,16 @@ def _attend_kernel(
     past_stop = stop_key
     if HAS_ROWS_ALONE:
         past_stop = tl.where(last_s < rows_alone, first_key, stop_key)
-    p_kept += i_b * kept_strides[0] + i_h * kept_strides[1]
+    p_kept += i_b * _plain(kept_strides[0]) + i_h * _plain(kept_strides[1])
     run_first = 0
     for i_run in range(num_runs):
-        k_b, k_h = _pick(k_strides[1], i_run), _pick(k_strides[2], i_run)
-        v_b, v_h = _pick(v_strides[1], i_run), _pick(v_strides[2], i_run)
+        k_b, k_h = _plain(_pick(k_strides[1], i_run)), _plain(_pick(k_strides[2], i_run))
+        v_b, v_h = _plain(_pick(v_strides[1], i_run)), _plain(_pick(v_strides[2], i_run))
         p_k = _pick(p_ks, i_run) + (i_b * k_b + i_h * k_h) * ALIGN
         p_v = _pick(p_vs, i_run) + (i_b * v_b + i_h * v_h) * ALIGN
-        k_steps = (_pick(k_strides[0], i_run), _pick(k_strides[3], i_run))
-        v_steps = (_pick(v_strides[0], i_run), _pick(v_strides[3], i_run))
-        run_len, piece_len = _pick(run_lens, i_run), _pick(piece_lens, i_run)
+        k_steps = (_plain(_pick(k_strides[0], i_run)), _plain(_pick(k_strides[3], i_run)))
+        v_steps = (_plain(_pick(v_strides[0], i_run)), _plain(_pick(v_strides[3], i_run)))
+        run_len, piece_len = _plain(_pick(run_lens, i_run)), _plain(_pick(piece_lens, i_run))
         start = tl.maximum(first_key - run_first, 0)
         stop = tl.minimum(past_stop - run_first, run_len)
         whole = start + tl.maximum(stop - start, 0) // BT * BT
@@ -146,10 +151,10 @@ def _attend_kernel(
         run_first += run_len
 
     if MASK != 0:
-        p_k = p_last_k + (i_b * last_k_strides[0] + i_h * last_k_strides[1]) * ALIGN
-        p_v = p_last_v + (i_b * last_v_strides[0] + i_h * last_v_strides[1]) * ALIGN
-        k_steps, v_steps = (last_k_strides[2], last_k_strides[2]), (last_v_strides[2], last_v_strides[2])
-        p_seen = p_visible + o_s * visible_stride
+        p_k = p_last_k + (i_b * _plain(last_k_strides[0]) + i_h * _plain(last_k_strides[1])) * ALIGN
+        p_v = p_last_v + (i_b * _plain(last_v_strides[0]) + i_h * _plain(last_v_strides[1])) * ALIGN
+        k_steps, v_steps = (0, _plain(last_k_strides[2])), (0, _plain(last_v_strides[2]))  # one piece
+        p_seen = p_visible + tl.minimum(o_s, num_queries - 1) * visible_stride  # the mask has no rows behind these
         start = tl.maximum(first_key - num_past, 0)
         stop = tl.minimum(stop_key - num_past, num_last)
         whole, b_limit = start, o_s.to(tl.int32)
@@ -360,15 +365,15 @@ def _attend(
         own.v,
         seen,
         chosen,
-        (*run_lens, *[0] * missing),
-        tuple(run.piece_len for run in padded),
-        tuple(zip(*run_strides[: len(padded)], strict=True)),
-        tuple(zip(*run_strides[len(padded) :], strict=True)),
-        q_strides,
-        own_k_strides[1:],
-        own_v_strides[1:],
+        _veiled(*run_lens, *[0] * missing),
+        _veiled(*(run.piece_len for run in padded)),
+        tuple(_veiled(*strides) for strides in zip(*run_strides[: len(padded)], strict=True)),
+        tuple(_veiled(*strides) for strides in zip(*run_strides[len(padded) :], strict=True)),
+        _veiled(*q_strides),
+        _veiled(*own_k_strides[1:]),
+        _veiled(*own_v_strides[1:]),
         0 if visible is None else seen.stride(0),
-        (0, 0) if kept is None else chosen.stride()[:2],
+        _veiled(0, 0) if kept is None else _veiled(*chosen.stride()[:2]),
         scale,
         queries,
         num_past,
@@ -393,6 +398,14 @@ def _attend(
         return out[0], lse[0]
     merged, lse = merge_states(out, lse)
     return merged.to(q.dtype), lse
+
+
+def _veiled(*numbers: int) -> tuple[int, ...]:
+    """Integers as a kernel's argument that show neither that they are 1 nor that 16 divides them.
+
+    For each such combination Triton would compile anew: what ``do_not_specialize`` names it looks at in tuples.
+    """
+    return tuple(4 * number + 3 for number in numbers)
 
 
 def _in_rows(states: Tensor) -> Tensor:

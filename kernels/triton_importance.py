@@ -23,7 +23,7 @@ def _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP: tl.constexpr, 
     )
 
 
-@triton.jit(do_not_specialize=["lse_strides", "num_rows", "num_keys"])
+@triton.jit(do_not_specialize=["num_rows", "num_keys"])
 def _importance_kernel(
     p_q, p_k, p_lse, p_out, q_strides, k_strides, lse_strides, scale, num_rows, num_keys,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PEAK: tl.constexpr,

@@ -28,17 +28,18 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lses,
         out,
         lse,
+        parts,
         rows,
         heads,
         queries,
         *outs.stride()[:4],
         *lses.stride(),
-        N=parts,
+        BN=triton.next_power_of_2(parts),
         D=dim,
         BR=rows_per_block,
         BD=width,
         ALIGNED=math.gcd(16, *strides),
-        UNROLL=min(parts, MAX_UNROLLED),
+        UNROLL=min(triton.next_power_of_2(parts), MAX_UNROLLED),
         num_warps=num_warps,
     )
     return out, lse
@@ -50,12 +51,18 @@ def _block_rows(rows: int, row_bytes: int) -> tuple[int, int]:
     return max(1, num_warps * 32 * 32 // row_bytes), num_warps
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_parts", "num_rows", "heads", "queries", "s_outs_n", "s_outs_b", "s_outs_h", "s_outs_s",
+        "s_lses_n", "s_lses_b", "s_lses_h", "s_lses_s",
+    ]  # one compiled kernel for all lengths, and few for all numbers of partial results
+)  # fmt: skip
 def _merge_kernel(
     outs,
     lses,
     out,
     lse,
+    num_parts,
     num_rows,
     heads,
     queries,
@@ -67,7 +74,7 @@ def _merge_kernel(
     s_lses_b,
     s_lses_h,
     s_lses_s,
-    N: tl.constexpr,
+    BN: tl.constexpr,
     D: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
@@ -89,17 +96,19 @@ def _merge_kernel(
     nothing = float("-inf")
 
     b_highest = tl.full([BR], nothing, tl.float32)
-    for i_n in tl.range(0, N, loop_unroll_factor=UNROLL):
+    for i_n in tl.range(0, BN, loop_unroll_factor=UNROLL):
+        m_part = o_row < num_rows * (i_n < num_parts)
         # [BR]
-        b_lse = tl.load(p_lses + i_n * s_lses_n, mask=m_row, other=nothing)
+        b_lse = tl.load(p_lses + i_n * s_lses_n, mask=m_part, other=nothing)
         b_highest = tl.maximum(b_highest, tl.where(b_lse == float("inf"), nothing, b_lse))
     b_highest = tl.where(b_highest == nothing, 0.0, b_highest)
 
     b_total = tl.zeros([BR], tl.float32)
     b_out = tl.zeros([BR, BD], tl.float32)
-    for i_n in tl.range(0, N, loop_unroll_factor=UNROLL):
+    for i_n in tl.range(0, BN, loop_unroll_factor=UNROLL):
+        m_part = o_row < num_rows * (i_n < num_parts)
         # [BR], from the cache
-        b_lse = tl.load(p_lses + i_n * s_lses_n, mask=m_row, other=nothing)
+        b_lse = tl.load(p_lses + i_n * s_lses_n, mask=m_part, other=nothing)
         m_seen = (b_lse != nothing) & (b_lse != float("inf"))
         b_weight = tl.where(m_seen, tl.exp(b_lse - b_highest), 0.0)
         # [BR, BD]

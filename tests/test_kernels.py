@@ -297,6 +297,12 @@ def test_merge_equals_its_definition(merge, dtype, parts):
     assert_merged(merge, *make_partials(parts, dtype=dtype), MERGE_TOLERANCE[dtype])
 
 
+def test_the_reference_returns_what_the_others_do():
+    """Hosts send each other what it returned, as bytes: all of them must have merged to one precision."""
+    outs, lses = make_partials(3, dtype=torch.float32)
+    assert {state.dtype for state in merge_states(outs, lses, backend="reference")} == {torch.float32}
+
+
 @fp32_mergers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
