@@ -255,14 +255,16 @@ class _Blocks:
     num_stages: int
 
 
-def _blocks(rows: int, dim: int, element_size: int, device: torch.device) -> _Blocks:
+def _blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> _Blocks:
     """By shape; so that (with half precision) nothing spills, and the stages of K and V fit into shared memory."""
     dim = max(16, triton.next_power_of_2(dim))
     few = max(16, triton.next_power_of_2(rows))
     if element_size == 4:
         return _Blocks(min(32, few), 32, dim, 4, 2)
-    if _shared_memory(device) < 160 * 1024:  # not a data centre's GPU
-        return _Blocks(min(64, few), 64, dim, 4, 2) if dim <= 128 else _Blocks(min(64, few), 32, dim, 8, 2)
+    if _shared_memory(device) < 200 * 1024:  # not Hopper or later: tensor cores take operands from registers
+        return _Blocks(min(64 if dim <= 128 else 32, few), 32, dim, 8, 2)
+    if has_mask:  # whose tile takes registers
+        return _Blocks(min(64, few), 32, dim, 8, 3)
     if rows <= 64:
         return _Blocks(few, 64, dim, 4, 3) if dim <= 128 else _Blocks(few, 32, dim, 8, 3)
     if dim <= 128:
@@ -342,7 +344,7 @@ def _attend(
     seen = q if visible is None else _in_rows(visible).view(torch.uint8)
     chosen = q if kept is None else _in_rows(kept)
 
-    block = _blocks(queries * group, dim, q.element_size(), q.device)
+    block = _blocks(queries * group, dim, q.element_size(), visible is not None, q.device)
     tiles = triton.cdiv(queries * group, block.rows)
     splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + own.num_rows, block.keys, q.device)
     out = q.new_empty(splits, batch, heads, queries, dim, dtype=q.dtype if splits == 1 else torch.float32)

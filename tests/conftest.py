@@ -4,14 +4,17 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Triton's kernels run in Python, so that what they compute is tested without a GPU. On one: TRITON_INTERPRET=0.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+
+# Before triton is: without a GPU its kernels run in Python, so that what they compute is tested all the same.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import pytest
-import torch
 
 from pool import HostPool
 

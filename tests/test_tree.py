@@ -19,6 +19,7 @@ from apbv.speculate import STRATEGIES
 from apbv.speculate.tree import Tree, TreeDrafter, generate_by_tree, verify_tree
 
 import families
+from device import DEVICE
 
 STEPS = 24
 VOCABULARY = 250
@@ -87,7 +88,7 @@ def test_tree_attention_equals_its_definition(past, near, dtype):
         "tree": TREE.visible,
         "level": TREE.visible[list(TREE.inner_levels[2])],
         "blind": TREE.visible & (torch.arange(len(TREE)) > 3)[:, None],
-    }[near]
+    }[near].to(DEVICE)
     q, [(k, v)] = make_inputs(len(visible), [past + visible.shape[1]], dtype=dtype)
     out, lse = verify_attention(q, k, v, 0.2, visible=visible)
     exact_out, exact_lse = reference.verify_attention(q.double(), k.double(), v.double(), 0.2, visible=visible)
@@ -98,11 +99,12 @@ def test_tree_attention_equals_its_definition(past, near, dtype):
 
 def test_the_reference_is_masked_attention():
     q, [(k, v)] = make_inputs(len(TREE), [40 + len(TREE)])
-    mask = torch.cat([torch.ones(len(TREE), 40, dtype=torch.bool), TREE.visible], dim=1)
+    visible = TREE.visible.to(DEVICE)
+    mask = torch.cat([visible.new_ones(len(TREE), 40), visible], dim=1)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.2, enable_gqa=True)
-    assert_out_close(reference.verify_attention(q, k, v, 0.2, visible=TREE.visible)[0], expected, 1e-14)
+    assert_out_close(reference.verify_attention(q, k, v, 0.2, visible=visible)[0], expected, 1e-14)
     with pytest.raises(ValueError, match="8 query heads are not a multiple of 3"):
-        verify_attention(q, k.new_zeros(2, 3, 4, 80), k.new_zeros(2, 3, 4, 80), 0.2, visible=TREE.visible[:, :0])
+        verify_attention(q, k.new_zeros(2, 3, 4, 80), k.new_zeros(2, 3, 4, 80), 0.2, visible=visible[:, :0])
 
 
 # ---- verification ----

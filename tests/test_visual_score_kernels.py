@@ -7,8 +7,10 @@ import torch
 
 from apbv.kernels import BackendError, reference, similarity_to, spatial_variety, temporal_change
 
+from device import DEVICE, TRITON_DTYPES
+
 backends = pytest.mark.parametrize("backend", ["torch", "triton"])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+dtypes = pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 
 # Largest difference of cosine similarities (or, of a direction's length, of sums of them) from those in fp64.
 TOLERANCE = 1e-6
@@ -19,7 +21,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(*shape, generator=generator) + torch.randn(shape[-1], generator=generator)
     vectors.view(-1, shape[-1])[2::7] = 0.0
-    return vectors.to(dtype)
+    return vectors.to(DEVICE, dtype)
 
 
 def within_nan(vectors):
@@ -131,7 +133,7 @@ def test_the_last_dimension_may_be_strided(backend):
 
 
 def test_half_precision_is_summed_in_fp32():
-    """On the CPU in torch; Triton's interpreter computes no bfloat16."""
+    """By the back end that is chosen: on the CPU torch, since Triton's interpreter computes no bfloat16."""
     frames, direction = randn(3, 35, 300, dtype=torch.bfloat16), randn(300)
     assert_score(temporal_change(frames), reference.temporal_change(frames))
     assert_score(spatial_variety(frames, 5, 7), reference.spatial_variety(frames, 5, 7))
