@@ -6,19 +6,16 @@ group are rows of one tile, so that K and V are read once for all of them. Where
 split over programs whose partial results are merged (Flash-Decoding).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .runs import Run, Segment, alignment, find_runs, row_strides
 from .triton_merging import merge_states
-
-Segment = tuple[Tensor, Tensor]
 
 _NO_MASK, _CAUSAL, _GIVEN_MASK = range(3)
 _RUNS_BUCKET = 4  # runs are padded to a multiple of it with empty ones: one compiled kernel for many prompts
@@ -189,62 +186,6 @@ def _attend_kernel(
 
 
 @dataclass(frozen=True)
-class Run:
-    """Equally long pieces of K and V at equal distances in memory; one piece, if need be.
-
-    Attributes:
-        k, v: the first piece, ``[B, Hkv, piece_len, D]``.
-        num_rows: of all pieces together.
-        k_strides, v_strides: elements from piece to piece, and of batch, head and row.
-    """
-
-    k: Tensor
-    v: Tensor
-    num_rows: int
-    piece_len: int
-    k_strides: tuple[int, int, int, int]
-    v_strides: tuple[int, int, int, int]
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0) -> "Run":
-        length = k.shape[2]
-        return cls(k, v, num_pieces * length, length, (k_step, *_strides(k)), (v_step, *_strides(v)))
-
-
-def _runs(segments: list[Segment]) -> list[Run]:
-    """Segments as runs, in order: neighbours are one where they are alike and each is as far from the next."""
-    groups: list[list[Segment]] = []
-    for k, v in segments:
-        if not k.shape[2]:
-            continue
-        group = groups[-1] if groups else []
-        alike = group and (k.shape, k.stride(), v.stride()) == (
-            group[0][0].shape, group[0][0].stride(), group[0][1].stride())  # fmt: skip
-        if alike and (len(group) == 1 or _distances(group[-1], (k, v)) == _distances(group[0], group[1])):
-            group.append((k, v))
-        else:
-            groups.append([(k, v)])
-    return [Run.of(*group[0], len(group), *(_distances(*group[:2]) if len(group) > 1 else ())) for group in groups]
-
-
-def _distances(first: Segment, second: Segment) -> tuple[int, int]:
-    """Elements from one segment's K to the other's, and from V to V."""
-    return tuple((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in zip(first, second, strict=True))
-
-
-def _strides(states: Tensor) -> tuple[int, ...]:
-    """Of batch, head and row; 0 where there is only one, whose stride may be anything."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(states.shape, states.stride(), strict=True))[
-        :3
-    ]
-
-
-def _alignment(element_size: int, strides: Iterable[int]) -> int:
-    """How many elements all rows are known to be aligned to: enough for loads of 16 bytes, if they allow it."""
-    return gcd(16 // element_size, *strides)
-
-
-@dataclass(frozen=True)
 class _Blocks:
     """What one program computes at a time, and with what."""
 
@@ -330,11 +271,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Segments that rows from ``rows_alone`` on see, and a last one that is causal, or masked by ``visible``."""
     batch, heads, queries, dim = q.shape
-    if scale < 0:  # the running maximum is taken before scaling
-        q, scale = -q, -scale
     q = _in_rows(q)
     segments = [(_in_rows(k), _in_rows(v)) for k, v in segments]
-    runs = _runs(segments) if kept is None else [Run.of(*segments[0])]
+    runs = find_runs(segments) if kept is None else [Run.of(*segments[0])]
     # Without a last segment its arguments are never looked at; an empty one stands in.
     own = Run.of(*map(_in_rows, last)) if last is not None else Run.of(q[:, :, :0], q[:, :, :0])
     kv_heads = (segments[0][0] if segments else own.k).shape[1]
@@ -353,8 +292,8 @@ def _attend(
     missing = -len(runs) % _RUNS_BUCKET if runs else _RUNS_BUCKET
     padded = [*runs, *[Run(q, q, 0, 1, (0,) * 4, (0,) * 4)] * missing]
     all_strides = [*(run.k_strides for run in padded), *(run.v_strides for run in padded)]
-    all_strides += [own.k_strides, own.v_strides, _strides(q)]
-    align = _alignment(q.element_size(), [stride for strides in all_strides for stride in strides])
+    all_strides += [own.k_strides, own.v_strides, row_strides(q)]
+    align = alignment(q.element_size(), [stride for strides in all_strides for stride in strides])
     all_strides = [tuple(stride // align for stride in strides) for strides in all_strides]
     *run_strides, own_k_strides, own_v_strides, q_strides = all_strides
     _attend_kernel[(tiles, batch * kv_heads, splits)](

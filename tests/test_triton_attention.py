@@ -19,6 +19,7 @@ from test_kernels import (
 )
 
 from apbv.kernels import reference, segmented_attention, triton_attention, verify_attention
+from apbv.kernels.runs import find_runs
 
 from device import DEVICE, TRITON_DTYPES
 
@@ -118,7 +119,7 @@ def test_gathered_buffers_are_one_run_each(dtype):
     first, second = gathered(4, 4, 33, dtype), gathered(4, 2, 33, dtype)
     q, local = make_inputs(40, [40], dtype=dtype, dim=64, group=2)
     q, local = q[:1], [(k[:1], v[:1]) for k, v in local]
-    runs = triton_attention._runs([*first, *second])
+    runs = find_runs([*first, *second])
     assert [(run.num_rows, run.piece_len) for run in runs] == [(132, 33), (66, 33)]
     check(q, [*first, *second, *local], 0.125, causal_last=True)
     check(q, [*first[::-1], *second, *local], 0.125, causal_last=True, rows_alone=7)
@@ -127,7 +128,7 @@ def test_gathered_buffers_are_one_run_each(dtype):
 @dtypes
 def test_more_runs_than_a_bucket_holds(dtype):
     q, segments = make_inputs(20, [3, 5, 7, 9, 11, 1, 20], dtype=dtype, dim=16, group=1)
-    assert len(triton_attention._runs(segments)) > triton_attention._RUNS_BUCKET
+    assert len(find_runs(segments)) > triton_attention._RUNS_BUCKET
     check(q, segments, 0.25, causal_last=True)
 
 
