@@ -11,9 +11,8 @@ Segment = tuple[Tensor, Tensor]
 # (q, k, v, scale, causal) to (out, lse); see apbv.kernels.library_attention.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
-# Rows of scores per KV head, keys and precisions for which a CPU is faster without its fused kernel.
-_FEW_ROWS, _MANY_KEYS = 32, 8192
-_WIDE = (torch.float32, torch.float64)
+# With so few queries, reading K and V once for all heads of a group is worth rearranging the queries.
+_FEW_QUERIES = 64
 
 
 def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -22,9 +21,6 @@ def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         out, lse = _attend_masked(q, k, v, visible.tril() if causal else visible, scale)
         return out.to(q.dtype), lse
-    rows = q.shape[2] * (q.shape[1] // k.shape[1])
-    if not causal and rows <= _FEW_ROWS and k.shape[2] >= _MANY_KEYS and q.dtype in _WIDE:
-        return _attend_few(q, k, v, scale)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
@@ -41,9 +37,11 @@ def segmented_attention(
     if rows_alone:
         return _in_two(q, segments, scale, causal_last, rows_alone, attend)
     q, segments = _dense(q), [(_dense(k), _dense(v)) for k, v in segments]
-    visible, triangle = _cut_triangle(segments, q.shape[2]) if causal_last else (segments, None)
+    visible, triangle = segments, None
+    if causal_last and q.shape[2] > 1:  # a single query sees everything
+        visible, triangle = _cut_triangle(segments, q.shape[2])
     visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
-    partials = [attend(q, k, v, scale, False) for k, v in visible]
+    partials = [_attend_all(q, k, v, scale, attend) for k, v in visible]
     if triangle is not None:
         partials.append(_attend_triangle(q, *triangle, scale, attend))
     if len(partials) == 1:
@@ -76,16 +74,23 @@ def verify_attention(
         past = tuple(states.gather(2, places) for states in past)
     partials = []
     if past[0].shape[2]:
-        # All see the past alike: the query heads of a group are as many more queries of one head, and K and V,
-        # which are long, are read once for all of them.
-        grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-        out, lse = attend(grouped, *past, scale, False)
-        partials.append((out.reshape(q.shape), lse.reshape(q.shape[:3])))
+        partials.append(_attend_all(q, *past, scale, attend))
     if visible.shape[1]:
         partials.append(_attend_masked(q, k[:, :, num_past:], v[:, :, num_past:], visible, scale))
+    if len(partials) == 1:
+        out, lse = partials[0]
+        return out.to(q.dtype), lse
     outs, lses = zip(*partials, strict=True)
     out, lse = merge_finite([out.to(lses[0].dtype) for out in outs], torch.stack(lses))
     return out.to(q.dtype), lse
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
+    """Every query sees every key: then those of a group's heads can be as many more queries of one head."""
+    if q.shape[2] > _FEW_QUERIES:
+        return attend(q, k, v, scale, False)
+    out, lse = attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, scale, False)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _dense(states: Tensor) -> Tensor:
@@ -156,22 +161,6 @@ def _attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
     lse = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - lse.clamp_min(torch.finfo(wide).min)[..., None])
     return (weights @ v).flatten(1, 2), lse.flatten(1, 2)
-
-
-def _attend_few(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Few queries, as in decoding: two matrix products over the keys as they lie, a group's heads side by side.
-
-    On a CPU the fused kernel reads K and V, which no cache holds any more, once for every query head.
-    """
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    scores = grouped @ k.transpose(-1, -2)
-    scores *= scale
-    highest = scores.amax(dim=-1, keepdim=True)
-    weights = scores.sub_(highest).exp_()
-    total = weights.sum(dim=-1, keepdim=True)
-    out = (weights @ v) / total
-    lse = highest + total.log()
-    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def _full_lse(q: Tensor) -> Tensor:
