@@ -1,0 +1,233 @@
+"""One decoding step over long KV: apbv's attention and cache beside transformers' own, of the same model.
+
+    python benchmarks/decoding.py --tokens 2048 32768 --dtype bfloat16 --json decoding.jsonl
+    python benchmarks/decoding.py --model qwen2.5-vl-7b --tokens 131072          (on a GPU)
+
+A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in verification, which
+are then taken back. The KV is random. Rounds go through all ways in turn. The logits of every way are compared with
+transformers' first: what is wrong gets an error instead of a speed, and the exit status is 1. ``--compile`` adds
+the model with its MLPs and norms compiled, and says how long that took.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache
+from workloads import CONFIGS, build_model
+
+from apbv import HostGroup
+from apbv.allocator import keep_freed_memory
+from apbv.decode import GatheredDecoder
+from apbv.models import ModelParts, inspect_model
+from apbv.stats import append_json_lines, markdown_table, provenance
+
+# Relative to the largest logit: what rounding in a few layers may leave between two ways of the same numbers.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+
+
+@dataclass
+class Way:
+    """How a step is computed.
+
+    Attributes:
+        step: runs a pass over these tokens, takes them back, and returns the logits.
+        setup_s: what the first step took.
+        error: of its logits, relative to the largest.
+        ms: of a step, in every round.
+    """
+
+    name: str
+    step: Callable[[list[int]], Tensor]
+    setup_s: float = 0.0
+    error: float = 0.0
+    ms: list[float] = field(default_factory=list)
+
+
+def with_transformers(parts: ModelParts, cache: DynamicCache, num_tokens: int) -> Callable[[list[int]], Tensor]:
+    """The model as it is, with the attention that it was loaded with and a DynamicCache."""
+
+    def step(tokens: list[int]) -> Tensor:
+        position_ids = torch.arange(num_tokens, num_tokens + len(tokens), device=parts.device)[None]
+        hidden = parts.language_model(
+            inputs_embeds=parts.embed_tokens(torch.tensor([tokens], device=parts.device)),
+            position_ids=position_ids.expand(3, 1, -1) if parts.uses_mrope else position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        cache.crop(-len(tokens))
+        return parts.logits(hidden)[0]
+
+    return step
+
+
+def with_apbv(parts: ModelParts, cache: DynamicCache, num_tokens: int) -> Callable[[list[int]], Tensor]:
+    decoder = GatheredDecoder(parts, cache, num_tokens, HostGroup.single(parts.device))
+
+    def step(tokens: list[int]) -> Tensor:
+        logits = decoder.advance(tokens)
+        decoder.take_back(len(tokens))
+        return logits
+
+    return step
+
+
+def compile_parts(parts: ModelParts) -> None:
+    """Let torch.compile fuse what is neither attention nor cache, whose shapes change with every token."""
+    for layer in parts.language_model.layers:
+        for module in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
+            module.forward = torch.compile(module.forward, dynamic=True)
+
+
+def random_cache(parts: ModelParts, num_tokens: int, seed: int) -> DynamicCache:
+    generator = torch.Generator(parts.device).manual_seed(seed)
+    shape = (2, 1, parts.num_kv_heads, num_tokens, parts.head_dim)
+    cache = DynamicCache()
+    for layer in range(parts.num_layers):
+        states = torch.randn(shape, generator=generator, device=parts.device).to(parts.dtype)
+        cache.update(*states, layer)
+    return cache
+
+
+@torch.no_grad()
+def measure(ways: list[Way], tokens: list[int], rounds: int, warmup: int, device: torch.device) -> None:
+    """Check every way against the first, and time them in turn."""
+    expected = None
+    for way in ways:
+        began = time.perf_counter()
+        logits = way.step(tokens).double()
+        way.setup_s = time.perf_counter() - began
+        expected = logits if expected is None else expected
+        way.error = float((logits - expected).abs().max() / expected.abs().max())
+    for number in range(warmup + rounds):
+        for way in ways:
+            _synchronize(device)
+            began = time.perf_counter()
+            way.step(tokens)
+            _synchronize(device)
+            if number >= warmup:
+                way.ms.append((time.perf_counter() - began) * 1e3)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(options: argparse.Namespace) -> list[dict]:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = getattr(torch, options.dtype)
+    parts = inspect_model(build_model(CONFIGS[options.model], dtype, device), options.backend)
+    compiled = None
+    if options.compile:
+        compiled = inspect_model(build_model(CONFIGS[options.model], dtype, device), options.backend)
+        compile_parts(compiled)
+    records = []
+    for num_tokens in tqdm(options.tokens, unit="context", disable=None):
+        # Each way has its own cache object over the same numbers.
+        caches = [random_cache(parts, num_tokens, options.seed) for _ in range(2 + options.compile)]
+        for num_new in options.new_tokens:
+            ways = [
+                Way("transformers", with_transformers(parts, caches[0], num_tokens)),
+                Way("apbv", with_apbv(parts, caches[1], num_tokens)),
+            ]
+            if compiled is not None:
+                ways.append(Way("apbv, compiled", with_apbv(compiled, caches[2], num_tokens)))
+            measure(ways, list(range(1, num_new + 1)), options.rounds, options.warmup, device)
+            records += [record(options, ways[0], way, num_tokens, num_new, device) for way in ways]
+    return records
+
+
+def record(
+    options: argparse.Namespace, baseline: Way, way: Way, num_tokens: int, num_new: int, device: torch.device
+) -> dict:
+    """A JSON-ready record; no speed for what is wrong."""
+    ms = statistics.median(way.ms)
+    right = way.error <= TOLERANCE[options.dtype]  # False for NaN
+    return {
+        "benchmark": "decoding",
+        "model": options.model,
+        "way": way.name,
+        "backend": options.backend,
+        "num_tokens": num_tokens,
+        "num_new_tokens": num_new,
+        "ms": ms if right else None,
+        "speedup": statistics.median(baseline.ms) / ms if right else None,
+        "setup_s": way.setup_s,
+        "error": way.error if way.error < float("inf") else None,
+        "tolerance": TOLERANCE[options.dtype],
+        "samples": {"ms": way.ms},
+        "warmup": options.warmup,
+        "seed": options.seed,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "dtype": options.dtype,
+        "command": " ".join(["benchmarks/decoding.py", *sys.argv[1:]]),
+        **provenance(),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """The figures for people, as Markdown."""
+    lines = []
+    for row in rows:
+        wrong = row["speedup"] is None
+        figures = ["WRONG", "–"] if wrong else [f"{row['ms']:.2f}", f"{row['speedup']:.2f} ×"]
+        error = "–" if row["error"] is None else f"{row['error']:.0e}"
+        lines.append(
+            [row["num_tokens"], row["num_new_tokens"], row["way"], *figures, f"{row['setup_s']:.1f}", error]
+        )
+    return markdown_table(["context", "new tokens", "way", "ms", "speed-up", "first step s", "error"], lines)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="llama-small")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 32768], help="KV that is there already")
+    parser.add_argument("--new-tokens", type=int, nargs="+", default=[1, 6], help="in one pass")
+    parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--compile", action="store_true", help="also with compiled MLPs and norms")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3, help="rounds that do not count")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
+    options = parser.parse_args(arguments)
+    if min(*options.tokens, *options.new_tokens, options.rounds) < 1 or options.warmup < 0:
+        parser.error("--tokens, --new-tokens and --rounds must be at least 1, and --warmup at least 0")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    keep_freed_memory()
+    try:
+        rows = run(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        append_json_lines(options.json, rows)
+    print(table(rows))
+    wrong = [row for row in rows if row["speedup"] is None]
+    for row in wrong:
+        print(
+            f"error: {row['way']} over {row['num_tokens']} tokens is off by {row['error']}, where "
+            f"{row['tolerance']} is allowed",
+            file=sys.stderr,
+        )
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
