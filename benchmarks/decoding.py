@@ -4,9 +4,9 @@
     python benchmarks/decoding.py --model qwen2.5-vl-7b --tokens 131072          (on a GPU)
 
 A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in verification, which
-are then taken back. The KV is random. Rounds go through all ways in turn. The logits of every way are compared with
-transformers' first: what is wrong gets an error instead of a speed, and the exit status is 1. ``--compile`` adds
-the model with its MLPs and norms compiled, and says how long that took.
+are then taken back. The KV is random. Rounds go through all ways in turn. The logits of every way are compared
+with transformers' first: what is wrong gets an error instead of a speed, and the exit status is 1. ``--compile``
+adds the model with its MLPs and norms compiled, and says how long that took.
 """
 
 import argparse
