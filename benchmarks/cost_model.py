@@ -17,9 +17,9 @@ PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "l
 KINDS = ("embeddings", "passing", "query_merge", "ring", "all_to_all", "logits")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
-# Scores of the importance are materialised: product, scaling, cast to fp32, softmax, highest; each reads what the
-# one before wrote. fp32 scores need no cast but are twice as wide in the first two; both come to 24 bytes.
-_BYTES_PER_SCORE = 24
+# On a CPU the scores of the importance are materialised in fp32: the product, less the lse, and the highest; each
+# reads what the one before wrote. (On a GPU they never leave the chip.)
+_BYTES_PER_SCORE = 16
 
 
 @dataclass(frozen=True)

@@ -490,8 +490,8 @@ def test_scores_and_the_query_are_bound_by_memory():
     costs = cost(SMALL, "apbv", layout)
     times = predict(costs, replace(IDEAL, memory_bytes=1e9))
     ranked = [8 * 32 * (len(layout.blocks[0])), 8 * 32 * (len(layout.blocks[1]) + len(layout.blocks[2]))]
-    assert times.parts[1]["scoring"] == pytest.approx(4 * ranked[1] * 24 / 1e9)
-    assert times.parts[0]["scoring"] == pytest.approx(4 * ranked[0] * 24 / 1e9)  # the last block ranks nothing
+    assert times.parts[1]["scoring"] == pytest.approx(4 * ranked[1] * 16 / 1e9)
+    assert times.parts[0]["scoring"] == pytest.approx(4 * ranked[0] * 16 / 1e9)  # the last block ranks nothing
     assert times.parts[0]["query"] == pytest.approx(costs[0].kv_bytes / 1e9)
 
 
