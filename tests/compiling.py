@@ -97,12 +97,21 @@ def properties(kernel: triton.compiler.CompiledKernel) -> dict:
     }
 
 
-def prefill(dim: int, dtype: torch.dtype = HALF) -> None:
+def prefill(
+    dim: int, dtype: torch.dtype = HALF, tokens: int = 4096, passed: int = 512, senders: int = 3, anchor: int = 128
+) -> None:
     """Passing blocks as two exchanges leave them, and anchor and block, of which the anchor sees only itself."""
-    q, k, v = (torch.empty(1, heads, 4096, dim, dtype=dtype) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
-    passing = [torch.empty(3, 2, 1, KV_HEADS, length, dim, dtype=dtype) for length in (512, 640)]
-    segments = [(k[:, :, :512], v[:, :, :512]) for exchange in passing for k, v in exchange]
-    triton_attention.segmented_attention(q, [*segments, (k, v)], dim**-0.5, True, rows_alone=128)
+    q, k, v = (torch.empty(1, heads, tokens, dim, dtype=dtype) for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS))
+    passing = [torch.empty(senders, 2, 1, KV_HEADS, passed + more, dim, dtype=dtype) for more in (0, 128)]
+    segments = [(k[:, :, :passed], v[:, :, :passed]) for exchange in passing for k, v in exchange]
+    triton_attention.segmented_attention(q, [*segments, (k, v)], dim**-0.5, True, rows_alone=anchor)
+
+
+def many_prompts(dim: int) -> None:
+    """Lengths that 16 divides and not, a single pair passed on, and other numbers of hosts."""
+    for tokens in (640, 1001, 4097, 8192):
+        for passed, senders in ((1, 1), (100, 2), (128, 7)):
+            prefill(dim, tokens=tokens, passed=passed, senders=senders, anchor=tokens // 7)
 
 
 def verify(dim: int, queries: int, *, tree: bool = False, kept: bool = False) -> None:
@@ -154,6 +163,7 @@ def cases() -> dict[int, dict[str, Callable]]:
     hopper = {
         **attention,
         **{f"prefill, D={dim}": partial(prefill, dim) for dim in (64, 80)},
+        "many prompts, D=128": partial(many_prompts, 128),
         "prefill in fp32, D=64": partial(prefill, 64, torch.float32),
         "one token, D=128": partial(verify, 128, 1),
         "tokens in a row, D=128": partial(verify, 128, 8),

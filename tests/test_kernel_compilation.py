@@ -56,6 +56,13 @@ def test_none_is_missing(kernels):
     assert {kernel["capability"] for kernel in of_case(kernels)} == {80, 89, 90}
 
 
+def test_prompts_of_all_lengths_share_a_kernel(kernels):
+    """Compiling takes seconds: a kernel for every length would be no kernel for serving."""
+    (one,) = of_case(kernels, "many prompts")
+    (usual,) = (kernel for kernel in of_case(kernels, "prefill, D=128") if kernel["capability"] == 90)
+    assert one == usual | {"case": one["case"]}
+
+
 def test_nothing_spills_in_half_precision(kernels):
     for kernel in kernels:
         if "fp32" not in kernel["case"]:
