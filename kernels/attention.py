@@ -10,8 +10,7 @@ from torch import Tensor
 from . import reference, torch_attention
 from .backends import choose
 from .library_attention import attend_with, choose_attention
-
-Segment = tuple[Tensor, Tensor]
+from .runs import Segment
 
 
 def segmented_attention(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from . import reference, torch_attention
 from .backends import BackendError, capability, requested, why_not_triton
-from .torch_attention import Attend, Segment
+from .runs import Segment
+from .torch_attention import Attend
 
 # With so few rows of scores per KV head, kernels that do not split the keys leave most of a GPU idle.
 FEW_ROWS = 64
@@ -194,6 +195,7 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
     raise ImportError("; ".join(problems))
 
 
+@cache
 def flash_version(major: int) -> int | None:
     """Which FlashAttention (2, 3 or 4) would run on GPUs of this major compute capability; None: none is here."""
     try:

@@ -6,7 +6,7 @@ from math import gcd
 
 from torch import Tensor
 
-Segment = tuple[Tensor, Tensor]
+Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ def row_strides(states: Tensor) -> tuple[int, ...]:
     """Of batch, head and row; 0 where there is only one, whose stride may be anything."""
     rows = zip(states.shape[:3], states.stride()[:3], strict=True)
     return tuple(0 if size == 1 else stride for size, stride in rows)
+
+
+def in_rows(states: Tensor) -> Tensor:
+    """With neighbouring numbers in the last dimension, as kernels read them; a copy only where it has to be."""
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def alignment(element_size: int, strides: Iterable[int]) -> int:

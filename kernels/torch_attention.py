@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .merging import merge_finite
+from .runs import Segment, in_rows
 
-Segment = tuple[Tensor, Tensor]
 # (q, k, v, scale, causal) to (out, lse); see apbv.kernels.library_attention.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
@@ -36,7 +36,7 @@ def segmented_attention(
     """See :func:`apbv.kernels.segmented_attention`; one call per segment, or for several joined ones."""
     if rows_alone:
         return _in_two(q, segments, scale, causal_last, rows_alone, attend)
-    q, segments = _dense(q), [(_dense(k), _dense(v)) for k, v in segments]
+    q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
     visible, triangle = segments, None
     if causal_last and q.shape[2] > 1:  # a single query sees everything
         visible, triangle = _cut_triangle(segments, q.shape[2])
@@ -62,7 +62,7 @@ def verify_attention(
     attend: Attend = attend_natively,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`apbv.kernels.verify_attention`; kept rows are copied."""
-    q, k, v = (_dense(x) for x in (q, k, v))
+    q, k, v = (in_rows(x) for x in (q, k, v))
     if visible is None and kept is None:
         return segmented_attention(q, [(k, v)], scale, causal_last=True, attend=attend)
     if visible is None:
@@ -91,11 +91,6 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -
         return attend(q, k, v, scale, False)
     out, lse = attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, scale, False)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
-
-
-def _dense(states: Tensor) -> Tensor:
-    """Fused kernels read rows of D neighbouring numbers, and do not all check that they are."""
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _in_two(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .runs import Run, Segment, alignment, find_runs, row_strides
+from .runs import Run, Segment, alignment, find_runs, in_rows, row_strides
 from .triton_merging import merge_states
 
 _NO_MASK, _CAUSAL, _GIVEN_MASK = range(3)
@@ -271,17 +271,17 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Segments that rows from ``rows_alone`` on see, and a last one that is causal, or masked by ``visible``."""
     batch, heads, queries, dim = q.shape
-    q = _in_rows(q)
-    segments = [(_in_rows(k), _in_rows(v)) for k, v in segments]
+    q = in_rows(q)
+    segments = [(in_rows(k), in_rows(v)) for k, v in segments]
     runs = find_runs(segments) if kept is None else [Run.of(*segments[0])]
     # Without a last segment its arguments are never looked at; an empty one stands in.
-    own = Run.of(*map(_in_rows, last)) if last is not None else Run.of(q[:, :, :0], q[:, :, :0])
+    own = Run.of(*map(in_rows, last)) if last is not None else Run.of(q[:, :, :0], q[:, :, :0])
     kv_heads = (segments[0][0] if segments else own.k).shape[1]
     group = heads // kv_heads
     run_lens = [run.num_rows for run in runs] if kept is None else [kept.shape[2]]
     num_past = sum(run_lens)
-    seen = q if visible is None else _in_rows(visible).view(torch.uint8)
-    chosen = q if kept is None else _in_rows(kept)
+    seen = q if visible is None else in_rows(visible).view(torch.uint8)
+    chosen = q if kept is None else in_rows(kept)
 
     block = _blocks(queries * group, dim, q.element_size(), visible is not None, q.device)
     tiles = triton.cdiv(queries * group, block.rows)
@@ -347,8 +347,3 @@ def _veiled(*numbers: int) -> tuple[int, ...]:
     For each such combination Triton would compile anew: what ``do_not_specialize`` names it looks at in tuples.
     """
     return tuple(4 * number + 3 for number in numbers)
-
-
-def _in_rows(states: Tensor) -> Tensor:
-    """With neighbouring numbers in the last dimension; a copy only where it has to be."""
-    return states if states.stride(-1) == 1 else states.contiguous()

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .runs import in_rows
+
 _KEYS_PER_SPLIT = 512  # one program's share of the keys where the lse has to be computed
 
 
@@ -166,7 +168,7 @@ def _gather_kernel(
 def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Tensor | None) -> Tensor:
     """See :func:`apbv.kernels.kv_importance`; before pooling, of at least one key."""
     (batch, kv_heads, keys, dim), group = k.shape, q_query.shape[1] // k.shape[1]
-    q_query, k = _rows_of_neighbours(q_query), _rows_of_neighbours(k)
+    q_query, k = in_rows(q_query), in_rows(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     padded = _padded(dim)
     if reduce == "dot":
@@ -212,7 +214,7 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
         gather_rows(k, v, indices, neighbours)
         out[:, :, :, :count] = neighbours
         return
-    k, v = _rows_of_neighbours(k), _rows_of_neighbours(v)
+    k, v = in_rows(k), in_rows(v)
     padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded
     _gather_kernel[triton.cdiv(count, rows_at_once), batch * kv_heads](
@@ -237,7 +239,3 @@ def _lse(q_query: Tensor, k: Tensor, scale: float, tile: int, rows_at_once: int,
 
 def _padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))  # tensor cores take no less
-
-
-def _rows_of_neighbours(states: Tensor) -> Tensor:
-    return states if states.stride(-1) == 1 else states.contiguous()

@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .runs import in_rows
+
 MAX_UNROLLED = 8  # partial results whose loads are in flight together
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`apbv.kernels.merge_states`; any strides of N, B, H and S, and no copies where D's is 1."""
-    if outs.stride(-1) != 1:
-        outs = outs.contiguous()
+    outs = in_rows(outs)
     parts, batch, heads, queries, dim = outs.shape
     out = outs.new_empty(batch, heads, queries, dim, dtype=torch.float32)
     lse = lses.new_empty(batch, heads, queries, dtype=torch.float32)

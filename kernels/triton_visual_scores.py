@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .runs import in_rows
+
 LARGEST_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit the registers
 _EPS = tl.constexpr(1e-12)
 
 
 def temporal_change(frames: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
     """See :func:`apbv.kernels.temporal_change`; any strides of F and h * w."""
-    frames, before, after = (None if part is None else _rows(part) for part in (frames, before, after))
+    frames, before, after = (None if part is None else in_rows(part) for part in (frames, before, after))
     num_frames, places, dim = frames.shape
     change = frames.new_empty(num_frames, places, dtype=torch.float32)
     pairs = min(16, triton.next_power_of_2(num_frames + 1))  # of neighbours, the ends included
@@ -42,7 +44,7 @@ def temporal_change(frames: Tensor, before: Tensor | None, after: Tensor | None)
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int) -> Tensor:
     """See :func:`apbv.kernels.spatial_variety`; any strides of F and h * w."""
-    frames = _rows(frames)
+    frames = in_rows(frames)
     variety = frames.new_empty(frames.shape[:2], dtype=torch.float32)
     tokens = max(16, triton.next_power_of_2(crop**2))
     crops_down, crops_across = triton.cdiv(height, crop), triton.cdiv(width, crop)
@@ -66,7 +68,7 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int) -> Tenso
 
 def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
     """See :func:`apbv.kernels.similarity_to`; any stride of m."""
-    rows, direction = _rows(rows), _rows(direction)
+    rows, direction = in_rows(rows), in_rows(direction)
     similar = rows.new_empty(len(rows), dtype=torch.float32)
     rows_per_block = 4
     _similarity_kernel[(triton.cdiv(len(rows), rows_per_block),)](
@@ -80,10 +82,6 @@ def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
         num_warps=4,
     )
     return similar
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _columns(rows: int, dim: int, element_size: int) -> int:

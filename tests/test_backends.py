@@ -307,10 +307,14 @@ def installed(monkeypatch):
             module = None if function is None else SimpleNamespace(flash_attn_func=function)
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(libraries, "capability", lambda device: capability)
+        forget()
+
+    def forget():
         libraries._flash_attention.cache_clear()
+        libraries.flash_version.cache_clear()
 
     yield install
-    libraries._flash_attention.cache_clear()
+    forget()
 
 
 FLASH = {
@@ -338,6 +342,20 @@ def test_the_flash_attention_of_a_gpu(installed, major, names, version):
     assert libraries.flash_version(major) == version
     reason = libraries.probe(libraries.ATTEND["flash_attn"], CPU, torch.bfloat16, 64, 4)
     assert reason is None if version else "ImportError: flash_attn" in reason
+
+
+def test_what_is_not_installed_is_looked_for_once(installed, monkeypatch):
+    """Every call of attention asks which FlashAttention there is."""
+    installed((9, 0))
+    looked_for = []
+
+    def import_module(name):
+        looked_for.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(libraries, "import_module", import_module)
+    assert libraries.flash_version(9) is None and libraries.flash_version(9) is None
+    assert sorted(looked_for) == ["flash_attn", "flash_attn.cute", "flash_attn_interface"]
 
 
 def test_flashinfers_logarithms_are_made_natural(monkeypatch):

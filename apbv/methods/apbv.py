@@ -11,8 +11,9 @@ from ..attention import gather_and_merge
 from ..config import PrefillConfig
 from ..hosts import Exchange, HostGroup
 from ..kernels import select_topk
+from ..kernels.runs import Segment
 from ..layout import ContextLayout, offsets_within, plan_layout
-from .base import PrefillMethod, Segment, State
+from .base import PrefillMethod, State
 from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
 
 

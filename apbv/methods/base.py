@@ -10,9 +10,9 @@ from torch import Tensor
 from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..kernels import merge_states, segmented_attention
+from ..kernels.runs import Segment
 from ..layout import ContextLayout
 
-Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
 
 
