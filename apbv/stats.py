@@ -123,6 +123,11 @@ def provenance() -> dict:
     }
 
 
+def device_name(device: torch.device) -> str:
+    """What figures were taken on: a GPU's name, or ``"cpu"``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
 @cache
 def _git_sha() -> str | None:
     """The commit of the checkout this runs from; None for an installed package. Asked for once a process."""

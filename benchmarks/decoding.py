@@ -30,7 +30,7 @@ from apbv import HostGroup
 from apbv.allocator import keep_freed_memory
 from apbv.decode import GatheredDecoder
 from apbv.models import ModelParts, inspect_model
-from apbv.stats import append_json_lines, markdown_table, provenance
+from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 # Relative to the largest logit: what rounding in a few layers may leave between two ways of the same numbers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
@@ -170,7 +170,7 @@ def record(
         "warmup": options.warmup,
         "seed": options.seed,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device),
         "dtype": options.dtype,
         "command": " ".join(["benchmarks/decoding.py", *sys.argv[1:]]),
         **provenance(),

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from apbv.kernels import BackendError, merge_states
 from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
 from apbv.kernels.library_attention import attend_with
-from apbv.stats import append_json_lines, markdown_table, provenance
+from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "warmup": options.warmup,
         "seed": options.seed,
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(timer.device) if timer.device.type == "cuda" else "cpu",
+        "device": device_name(timer.device),
         "dtype": options.dtype,
         "libraries": libraries(),
         "command": " ".join(["benchmarks/operators.py", *sys.argv[1:]]),

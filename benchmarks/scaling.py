@@ -41,7 +41,7 @@ from apbv.kernels import segmented_attention
 from apbv.layout import ContextLayout
 from apbv.methods import METHODS
 from apbv.simulate import Link, Network
-from apbv.stats import append_json_lines, markdown_table, provenance
+from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 # Peak dense bf16 arithmetic, of which large matrix products are taken to reach 70 % and attention 50 %; memory
 # bandwidth; what a GPU receives over NVLink. The shares are assumptions, to be replaced by --matmul-tflops and
@@ -253,7 +253,7 @@ def simulate(options: argparse.Namespace) -> list[dict]:
                             "full": alone[0].total_flops / statistics.mean(full_ms) / 1e6,
                             "critical_path": max(c.total_flops for c in costs) / path_ms / 1e6,
                         },
-                        "device": throughput.device_name(hosts.device),
+                        "device": device_name(hosts.device),
                         **provenance(),
                     }
                 )

@@ -36,7 +36,7 @@ from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.models import inspect_model
 from apbv.simulate import Link, Network, share_weights, simulate
-from apbv.stats import StageTimer, append_json_lines, markdown_table, provenance
+from apbv.stats import StageTimer, append_json_lines, device_name, markdown_table, provenance
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -256,10 +256,6 @@ def network_fields(network: Network) -> dict:
         if fields[name]["bandwidth"] == float("inf"):
             fields[name]["bandwidth"] = None
     return fields
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def table(rows: list[dict]) -> str:
