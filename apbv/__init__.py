@@ -8,7 +8,9 @@ from .config import PrefillConfig, SamplingConfig, SpeculativeConfig  # noqa: E4
 from .engine import Engine, GenerateResult, RequestCancelled  # noqa: E402
 from .hosts import HostError, HostGroup  # noqa: E402
 from .inputs import ModelInputs  # noqa: E402
-from .prefill import PrefillResult, prefill  # noqa: E402
+from .prefill import prefill  # noqa: E402
+from .result import PrefillResult, load  # noqa: E402
+from .storage import StorageError  # noqa: E402
 
 __all__ = [
     "Engine",
@@ -21,6 +23,8 @@ __all__ = [
     "RequestCancelled",
     "SamplingConfig",
     "SpeculativeConfig",
+    "StorageError",
+    "load",
     "prefill",
 ]
 __version__ = "0.1.0"

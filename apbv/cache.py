@@ -142,6 +142,16 @@ class ShardedCache(Cache):
             layers=[ShardedLayer(rows, num_tokens, fixed, appends=host == 0) for _ in range(num_layers)]
         )
 
+    @classmethod
+    def of_shares(
+        cls, layers: Sequence[tuple[Tensor, Tensor]], layout: ContextLayout, host: int
+    ) -> "ShardedCache":
+        """With a host's keys and values of every layer, ``[B, Hkv, T, D]``, its tokens as in ``cache_spans``."""
+        cache = cls(len(layers), layout, host)
+        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
+            layer.hold(keys, values)
+        return cache
+
     def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:
         """Hold no rows: the share of a host that takes no part in the prefill."""
         empty = torch.empty(1, num_kv_heads, 0, head_dim, dtype=dtype, device=device)

@@ -265,9 +265,7 @@ class Engine:
         stats = draft = None
         if self.speculative_config is None:
             state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
-            with self.hosts.collective_stage("decode"), timer.stage("decode"):
-                ends = self._parts.eos_token_ids
-                tokens = generate_tokens(*self._start(state), sampling, ends, on_token, stop)
+            tokens = self._decode(state, sampling, on_token, stop)
         elif self._pair is not None:
             state, tokens, stats = self._generate_beside_draft(inputs, sampling, timer, on_token, stop)
         else:
@@ -285,6 +283,35 @@ class Engine:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         record = self._record(state, sampling, tokens, text, speculation)
         return GenerateResult(text, tokens, record, self._finish_reason(tokens, sampling), kept, spans)
+
+    def decode(
+        self,
+        state: PrefillResult,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+        stop: Stop | None = None,
+    ) -> GenerateResult:
+        """Answer from what :meth:`prefill` or :func:`apbv.load` returned, which it uses up; without a draft.
+
+        The arguments are those of :meth:`generate`.
+        """
+        with self.hosts.local_stage("reading the settings"):
+            sampling = SamplingConfig(
+                max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+            )
+        tokens = self._decode(state, sampling, on_token, stop)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        record = self._record(state, sampling, tokens, text, None)
+        return GenerateResult(text, tokens, record, self._finish_reason(tokens, sampling))
+
+    def _decode(self, state: PrefillResult, sampling: SamplingConfig, on_token, stop: Stop | None) -> list[int]:
+        """One token after the other."""
+        with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
+            return generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token, stop)
 
     def _begin(self, sampling: SamplingConfig, read: Callable[[], ModelInputs]) -> ModelInputs:
         """Read a request; where somebody drafts beside the target, both sides tell each other."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import FileIdentity
 from .hosts import HostGroup
 from .layout import split_evenly
 from .models import ModelParts
@@ -34,6 +35,7 @@ class VisualInput:
         rows_per_unit: rows of one temporal patch; 0 for images, which are not cut.
         ends_video: whether this host's piece ends the video.
         replicated: whether every host encodes everything.
+        source: the video's file; None where the caller prepared the pixels, and for images.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class VisualInput:
     rows_per_unit: int
     ends_video: bool
     replicated: bool = False
+    source: FileIdentity | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class ModelInputs:
         context_start: what comes before it belongs to the anchor: the tokens before the first visual one.
         query_start: first token of the query block: after the last visual token, or after a text's context.
         visual: images or video; None for a text prompt.
+        position_rule: whose rule gave ``position_ids``.
     """
 
     input_ids: Tensor
@@ -62,6 +66,7 @@ class ModelInputs:
     context_start: int
     query_start: int
     visual: VisualInput | None = None
+    position_rule: str = "transformers"
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +148,8 @@ class ModelInputs:
             frames=tuple(frames[mine.start * per_unit : mine.stop * per_unit]),
             grid=skeleton.get("video_grid_thw"),
         )
-        return inputs.without_pixels(), piece
+        visual = replace(inputs.visual, pixels=None, source=FileIdentity.of(info.path))
+        return replace(inputs, visual=visual), piece
 
     def with_frames(self, processor, piece: "FramePiece", frames: Tensor) -> "ModelInputs":
         """Add this host's pixels. ``frames`` is uint8 ``[t, H, W, 3]``, as read for ``piece``."""

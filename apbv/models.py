@@ -1,5 +1,6 @@
 """What apbv needs to know of a Hugging Face model. The only place that reads a model's config."""
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,14 @@ class ModelParts:
         if eos is None:
             return ()
         return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+
+    def weights_digest(self) -> str:
+        """SHA-256 of a sample of the weights that make KV: tells models of one architecture apart."""
+        digest = hashlib.sha256()
+        for layer in self.language_model.layers:
+            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                digest.update(projection.weight[0].detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[1, S, d]`` to ``[1, S, V]``."""

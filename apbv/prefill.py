@@ -1,14 +1,14 @@
-"""prefill(): one sequence-parallel forward pass of an unmodified language model, and what it leaves behind."""
+"""prefill(): one sequence-parallel forward pass of an unmodified language model."""
 
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .attention import LayerAttention, ObservedAttention, PrefillObserver, ShardedAttention, apbv_attention
 from .cache import ShardedCache
@@ -20,87 +20,8 @@ from .layout import ContextLayout, offsets_within
 from .methods import METHODS, PrefillMethod
 from .methods.importance import IMPORTANCE
 from .models import ModelParts, inspect_model
+from .result import PrefillResult, identify
 from .stats import StageTimer, reset_peak_memory
-
-
-@dataclass
-class PrefillResult:
-    """A prompt whose KV is computed, ready to decode.
-
-    Attributes:
-        logits: ``[1, V]`` of the last prompt token, on every host.
-        layout: which host computed and keeps what.
-        method: the method that really ran (``"full"`` where the prompt or the group did not allow another).
-        inputs: the prompt.
-        timer: stage times so far; ``timer.summary()`` is collective.
-    """
-
-    logits: Tensor
-    layout: ContextLayout
-    method: str
-    inputs: ModelInputs
-    timer: StageTimer = field(repr=False)
-    _parts: ModelParts = field(repr=False)
-    _hosts: HostGroup = field(repr=False)
-    _shards: ShardedCache | None = field(repr=False)
-    _gathered: DynamicCache | None = field(repr=False, default=None)
-
-    @property
-    def num_tokens(self) -> int:
-        """n, the tokens of the prompt."""
-        return self.layout.num_tokens
-
-    @property
-    def next_position(self) -> int:
-        """The rotary position of the first generated token: one past the last prompt token's."""
-        return self.inputs.next_position
-
-    @property
-    def shards(self) -> ShardedCache | None:
-        """This host's share of the KV; None once it was gathered on host 0."""
-        return self._shards
-
-    def to_dynamic_cache(self, host: int = 0) -> DynamicCache | None:
-        """The whole KV as a plain transformers cache, in position order, on one host; collective.
-
-        Args:
-            host: who gets it. With ``kv="gathered"`` the KV is on host 0 already and no data travels.
-
-        Returns:
-            A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the others. It may
-            share memory with this result; growing or cropping it leaves this result as it is.
-
-        Raises:
-            ValueError: the KV was gathered on host 0 and another host is asked for.
-        """
-        if self._shards is not None:
-            return self._shards.gather(self._hosts, host)
-        if host != 0:
-            raise ValueError(f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}")
-        return None if self._gathered is None else _view(self._gathered, self.num_tokens)
-
-    def generate_inputs(self) -> dict[str, Any]:
-        """Keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
-
-        The whole prompt, an all-ones mask, explicit positions, and a cache of all tokens but the last, which
-        ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts.
-        """
-        cache = self.to_dynamic_cache(host=0)
-        if cache is None:
-            return {}
-        device = self._parts.device
-        input_ids = self.inputs.input_ids.to(device)
-        position_ids = self.inputs.position_ids.to(device)
-        if self._parts.uses_mrope:
-            # Row 0 holds plain text positions, from which transformers builds its masks.
-            text_positions = torch.arange(self.num_tokens, device=device)[None, None]
-            position_ids = torch.cat([text_positions, position_ids])
-        return {
-            "input_ids": input_ids,
-            "attention_mask": torch.ones_like(input_ids),
-            "position_ids": position_ids,
-            "past_key_values": _view(cache, self.num_tokens - 1),
-        }
 
 
 @torch.no_grad()
@@ -184,10 +105,11 @@ def prefill(
         logits=logits,
         layout=layout,
         method=method.name,
+        exact=method.gives_exact_kv,
         inputs=model_inputs.without_pixels(),
         timer=timer,
-        _parts=parts,
         _hosts=hosts,
+        _model=partial(identify, parts),
         _shards=shards,
     )
     if config.kv == "sharded":
@@ -286,14 +208,3 @@ def _run(parts: ModelParts, inputs: ModelInputs, visual, spans, cache, **kwargs)
         **extra,
         **kwargs,
     ).last_hidden_state
-
-
-def _view(cache: DynamicCache, num_tokens: int) -> DynamicCache:
-    """The first tokens of a cache as a cache of its own that shares its memory."""
-    view = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        empty = layer.keys[:, :, :0]
-        view.update(empty, empty, index)
-        view.layers[index].keys = layer.keys[:, :, :num_tokens]
-        view.layers[index].values = layer.values[:, :, :num_tokens]
-    return view

@@ -21,6 +21,7 @@ class PrefillMethod(ABC):
 
     Attributes:
         name: what callers write.
+        is_exact: full attention, computed by several hosts.
         separate_query: the query runs in a forward pass of its own after the context's.
         passes_on: some of a context block's KV goes to other hosts.
         on_passed: told in every layer of each of this host's blocks, by its number, which of its rows are passed
@@ -29,6 +30,7 @@ class PrefillMethod(ABC):
     """
 
     name: ClassVar[str]
+    is_exact: ClassVar[bool] = False
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
     on_passed: Callable[[int, Tensor], None] | None = None
@@ -37,6 +39,12 @@ class PrefillMethod(ABC):
         self.layout = layout
         self.hosts = hosts
         self.config = config
+
+    @property
+    def gives_exact_kv(self) -> bool:
+        """Whether the KV of this prompt is full attention's: nothing of it is left out."""
+        blocks = max(map(len, self.layout.blocks), default=0)
+        return self.is_exact or (self.passes_on and self.layout.passing_len >= blocks)
 
     def attend(
         self, q: Tensor, segments: list[Segment], scale: float, *, causal_last: bool, rows_alone: int = 0

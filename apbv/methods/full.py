@@ -9,6 +9,7 @@ from .base import PrefillMethod
 
 class FullMethod(PrefillMethod):
     name = "full"
+    is_exact = True
 
     @staticmethod
     def plan(

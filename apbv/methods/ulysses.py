@@ -17,6 +17,7 @@ class UlyssesMethod(PrefillMethod):
     """
 
     name = "ulysses"
+    is_exact = True
 
     @staticmethod
     def plan(

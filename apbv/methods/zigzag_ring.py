@@ -22,6 +22,7 @@ class ZigzagRingMethod(PrefillMethod):
     """H steps; in step s a host computes with the keys and values of the host s places before it."""
 
     name = "zigzag_ring"
+    is_exact = True
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         super().__init__(layout, hosts, config)
