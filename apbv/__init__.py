@@ -4,7 +4,7 @@ from .torchvision_guard import ensure_torchvision_imports
 
 ensure_torchvision_imports()
 
-from .config import PrefillConfig, SamplingConfig, SpeculativeConfig  # noqa: E402  (transformers must find torchvision usable)
+from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig  # noqa: E402  (transformers must find torchvision usable)
 from .engine import Engine, GenerateResult, RequestCancelled  # noqa: E402
 from .hosts import HostError, HostGroup  # noqa: E402
 from .inputs import ModelInputs  # noqa: E402
@@ -21,6 +21,7 @@ __all__ = [
     "PrefillConfig",
     "PrefillResult",
     "RequestCancelled",
+    "ReuseConfig",
     "SamplingConfig",
     "SpeculativeConfig",
     "StorageError",

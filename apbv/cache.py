@@ -144,10 +144,14 @@ class ShardedCache(Cache):
 
     @classmethod
     def of_shares(
-        cls, layers: Sequence[tuple[Tensor, Tensor]], layout: ContextLayout, host: int
+        cls, layers: Sequence[tuple[Tensor, Tensor]], layout: ContextLayout, host: int, holds_query: bool = True
     ) -> "ShardedCache":
-        """With a host's keys and values of every layer, ``[B, Hkv, T, D]``, its tokens as in ``cache_spans``."""
-        cache = cls(len(layers), layout, host)
+        """With a host's keys and values of every layer, ``[B, Hkv, T, D]``, its tokens as in ``cache_spans``.
+
+        Args:
+            holds_query: False where the query is still to be appended.
+        """
+        cache = cls(len(layers), layout, host, keep_query=holds_query)
         for layer, (keys, values) in zip(cache.layers, layers, strict=True):
             layer.hold(keys, values)
         return cache

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")
+REUSE_MODES = ("exact", "kv")
 HIPPO_TERMS = ("attention", "time", "space")
 PRUNINGS = ("kv", "prompt")
 KEEP_POLICIES = ("attention", "uv_prune", "hippo", "random", "uniform_frames", "full")
@@ -77,6 +78,30 @@ class PrefillConfig:
                 raise ValueError(f"{name} must lie in 0 .. 2^31-1, not {value}")
         if self.kv not in KV_PLACEMENTS:
             raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {self.kv!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReuseConfig:
+    """What is kept of a video, or a long text, for further questions about it.
+
+    Attributes:
+        mode: ``"exact"`` keeps the vision tower's embeddings of a video: answers are as without. ``"kv"`` keeps
+            the KV of all that comes before the question, so that only the question is run; with a method that is
+            exact so are its answers, else the KV is what the first question selected.
+        max_bytes: of what one host keeps; what was not used for longest goes.
+
+    Raises:
+        ValueError: the mode is unknown, or the bound is not a positive number of bytes.
+    """
+
+    mode: str = "exact"
+    max_bytes: int = 4 * 2**30
+
+    def __post_init__(self):
+        if self.mode not in REUSE_MODES:
+            raise ValueError(f"reuse must be one of {', '.join(REUSE_MODES)}, not {self.mode!r}")
+        if not _is_int(self.max_bytes) or self.max_bytes < 1:
+            raise ValueError(f"max_bytes must be a positive number of bytes, not {self.max_bytes!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

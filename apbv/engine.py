@@ -1,7 +1,7 @@
 """Engine: from a question about a file to an answer, over all hosts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from transformers import (
 
 from . import demo
 from .attention import PrefillObserver
-from .config import PrefillConfig, SamplingConfig, SpeculativeConfig
+from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
 from .decode import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
 from .hosts import HostGroup
-from .inputs import ModelInputs
+from .inputs import FramePiece, ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
+from .reuse import KeptPrefix, Reuse, prefill_question
 from .speculate import (
     STRATEGIES,
     Draft,
@@ -99,9 +100,11 @@ class Engine:
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
         captioner: says what a prompt's video or images show, for drafts that read a caption; called on host 0.
+        reuse: what is kept for further questions about the same video or text; None: nothing.
 
     Raises:
-        ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model.
+        ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model or
+            needs to watch a prefill that ``reuse`` would leave out.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Engine:
         speculate: SpeculativeConfig | None = None,
         draft: PreTrainedModel | None = None,
         captioner: Captioner | None = None,
+        reuse: ReuseConfig | None = None,
     ):
         self.model = model
         self.processor = processor
@@ -123,6 +127,11 @@ class Engine:
         self.draft_model = draft
         self._captioner = captioner
         self._parts, self._draft = _take_apart(model, draft, self.prefill_config, speculate, hosts, captioner)
+        if reuse is not None and reuse.mode == "kv" and speculate and make_observer(speculate, self._parts):
+            raise ValueError(
+                f"{speculate.strategy} watches how the target reads the whole prompt: with it reuse='exact' only"
+            )
+        self._reuse = None if reuse is None or model is None else Reuse(reuse)
         self._tree = None if speculate is None else draft_tree(speculate)
         self._pair, self._draft_thread = None, None
         if drafts_elsewhere(speculate, hosts):
@@ -145,6 +154,7 @@ class Engine:
         hosts: HostGroup | None = None,
         dtype: str | torch.dtype = "auto",
         captioner: Captioner | None = None,
+        reuse: ReuseConfig | None = None,
     ) -> "Engine":
         """Load a model and its processor on every host; collective.
 
@@ -153,7 +163,7 @@ class Engine:
             speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs no name.
             hosts: by default those that torchrun started, or this process alone.
             dtype: of the weights; ``"auto"`` takes the checkpoint's.
-            captioner: see :class:`Engine`.
+            captioner, reuse: see :class:`Engine`.
 
         Raises:
             ValueError: there is no such model, or it is not supported.
@@ -177,7 +187,7 @@ class Engine:
                     draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
         with hosts.local_stage(f"preparing {name}"):
             _take_apart(model, draft, prefill or PrefillConfig(), speculate, hosts, captioner)
-        return cls(model, processor, hosts, prefill, str(name), speculate, draft, captioner)
+        return cls(model, processor, hosts, prefill, str(name), speculate, draft, captioner, reuse)
 
     def prefill(
         self,
@@ -209,8 +219,27 @@ class Engine:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
-        inputs = self._prepare(prompt, source, num_frames, fps, timer)
-        return prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
+        inputs, kept = self._prepare(prompt, source, num_frames, fps, timer)
+        return self._prefill(inputs, kept, timer)
+
+    def _prefill(
+        self, inputs: ModelInputs, kept: KeptPrefix | None, timer: StageTimer, observe: Callable | None = None
+    ) -> PrefillResult:
+        """The prompt's KV: all of it, or the question's behind what was kept."""
+        if kept is not None:
+            return prefill_question(self._parts, inputs, kept, self.hosts, timer)
+        encoded = reused = None
+        if self._reuse is not None:
+            reused = "embeddings" if self._reuse.has_embeddings(inputs) else None
+            with self.hosts.local_stage("encode"), timer.stage("encode"):
+                encoded = self._reuse.embeddings(inputs, self._parts)
+        config = self.prefill_config
+        state = prefill(
+            self.model, inputs, hosts=self.hosts, config=config, timer=timer, observe=observe, encoded=encoded
+        )
+        if self._reuse is not None:
+            self._reuse.keep_prefix(state, self.hosts)
+        return replace(state, reused=reused)
 
     def generate(
         self,
@@ -259,19 +288,19 @@ class Engine:
         source = {"video": video, "images": images, "context": context, "messages": messages}
         if self.model is None:
             stop = None  # a draft host is told where the answer ends
-        inputs = self._begin(sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer, stop))
+        inputs, kept = self._begin(sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer, stop))
         if self.model is None:
             return self._draft_for_others(inputs, sampling, timer, on_token)
         stats = draft = None
         if self.speculative_config is None:
-            state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
+            state = self._prefill(inputs, kept, timer)
             tokens = self._decode(state, sampling, on_token, stop)
         elif self._pair is not None:
-            state, tokens, stats = self._generate_beside_draft(inputs, sampling, timer, on_token, stop)
+            state, tokens, stats = self._generate_beside_draft(inputs, kept, sampling, timer, on_token, stop)
         else:
             asked = {"prompt": prompt, **source}
             state, tokens, stats, draft = self._generate_speculatively(
-                inputs, asked, sampling, timer, on_token, stop
+                inputs, kept, asked, sampling, timer, on_token, stop
             )
         speculation = None if stats is None else {**asdict(self.speculative_config), **stats.summary(len(tokens))}
         kept = None
@@ -313,7 +342,9 @@ class Engine:
         with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
             return generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token, stop)
 
-    def _begin(self, sampling: SamplingConfig, read: Callable[[], ModelInputs]) -> ModelInputs:
+    def _begin(
+        self, sampling: SamplingConfig, read: Callable[[], tuple[ModelInputs, KeptPrefix | None]]
+    ) -> tuple[ModelInputs, KeptPrefix | None]:
         """Read a request; where somebody drafts beside the target, both sides tell each other."""
         if self._pair is None:
             return read()
@@ -321,11 +352,11 @@ class Engine:
         if self._draft_thread is None:
             with self._pair.beginning(*agreed):
                 return read()
-        inputs = read()
+        inputs, kept = read()
         self._draft_thread.start(inputs, sampling)
         self._pair = self._draft_thread.pair
         with self._pair.beginning(*agreed):
-            return inputs
+            return inputs, kept
 
     def _collect_timeline(self, timer: StageTimer, stats: SpeculationStats | None) -> dict[str, list[Span]]:
         mine = timer.stages.spans + ([] if stats is None else stats.record.spans)
@@ -334,7 +365,7 @@ class Engine:
         return hosts if of_draft is None else {**hosts, "draft host": of_draft.spans}
 
     def _prefill_observed(
-        self, inputs: ModelInputs, timer: StageTimer
+        self, inputs: ModelInputs, kept: KeptPrefix | None, timer: StageTimer
     ) -> tuple[PrefillResult, PrefillObserver | None]:
         """Prefill; with what watched it, if the strategy asks for that."""
         make, observers = make_observer(self.speculative_config, self._parts), []
@@ -343,19 +374,13 @@ class Engine:
             observers.append(make(*args))
             return observers[0]
 
-        state = prefill(
-            self.model,
-            inputs,
-            hosts=self.hosts,
-            config=self.prefill_config,
-            timer=timer,
-            observe=observe if make else None,
-        )
+        state = self._prefill(inputs, kept, timer, observe if make else None)
         return state, observers[0] if observers else None
 
     def _generate_speculatively(
         self,
         inputs: ModelInputs,
+        kept: KeptPrefix | None,
         asked: dict[str, Any],
         sampling: SamplingConfig,
         timer: StageTimer,
@@ -364,7 +389,7 @@ class Engine:
     ) -> tuple[PrefillResult, list[int], SpeculationStats, Draft]:
         """Prefill, let the draft read the prompt, and decode."""
         config, hosts = self.speculative_config, self.hosts
-        state, observer = self._prefill_observed(inputs, timer)
+        state, observer = self._prefill_observed(inputs, kept, timer)
         caption = None
         if config.needs_caption and inputs.visual is not None:
             caption = self._caption(asked, timer)
@@ -413,12 +438,18 @@ class Engine:
             return caption.strip()
 
     def _generate_beside_draft(
-        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token, stop: Stop | None
+        self,
+        inputs: ModelInputs,
+        kept: KeptPrefix | None,
+        sampling: SamplingConfig,
+        timer: StageTimer,
+        on_token,
+        stop: Stop | None,
     ) -> tuple[PrefillResult, list[int], PipelineStats]:
         """The target hosts' part of drafting on another host."""
         config, pair = self.speculative_config, self._pair
         try:
-            state, observer = self._prefill_observed(inputs, timer)
+            state, observer = self._prefill_observed(inputs, kept, timer)
             with self.hosts.collective_stage("decode"), timer.stage("decode"):
                 if observer is not None and inputs.visual is not None:
                     pair.send_scores(observer.result())
@@ -479,16 +510,25 @@ class Engine:
         fps: float | None,
         timer: StageTimer,
         stop: Stop | None = None,
-    ) -> ModelInputs:
+    ) -> tuple[ModelInputs, KeptPrefix | None]:
+        """A request's prompt, and what is kept of its beginning."""
         self._require_wanted(stop)
         with self.hosts.local_stage("reading the prompt"):
             with timer.stage("preprocess"):
                 rendered = render_prompt(self._parts, self.processor, prompt, **source)
-            inputs = self._read(rendered, num_frames, fps, timer)
+            inputs, piece = self._read(rendered, num_frames, fps, timer)
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
+        kept = None if self._reuse is None else self._reuse.find_prefix(inputs, self.hosts)
+        is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs))
+        if piece is not None and (self._draft is not None or not is_known):  # a draft sees for itself
+            with self.hosts.local_stage("reading the video"):
+                with timer.stage("decode_video"):
+                    pixels = piece.read()
+                with timer.stage("preprocess"):
+                    inputs = inputs.with_frames(self.processor, piece, pixels)
         self._require_wanted(stop)
-        return inputs
+        return inputs, kept
 
     def _require_wanted(self, stop: Stop | None) -> None:
         """Go on only if ``stop`` lets us; collective.
@@ -505,7 +545,8 @@ class Engine:
 
     def _read(
         self, rendered: RenderedPrompt, num_frames: int, fps: float | None, timer: StageTimer
-    ) -> ModelInputs:
+    ) -> tuple[ModelInputs, FramePiece | None]:
+        """The prompt, and of a video, whose pixels are still to be read, this host's piece."""
         frame_parallel = self.prefill_config.frame_parallel
         if rendered.video is not None:
             with timer.stage("decode_video"):
@@ -516,17 +557,13 @@ class Engine:
                     else sample_fps(info, fps, max_frames=num_frames)
                 )
             with timer.stage("preprocess"):
-                inputs, piece = ModelInputs.from_video(
+                return ModelInputs.from_video(
                     self._parts, self.processor, rendered.text, info, frames, self.hosts, frame_parallel
                 )
-            with timer.stage("decode_video"):
-                pixels = piece.read(info)
-            with timer.stage("preprocess"):
-                return inputs.with_frames(self.processor, piece, pixels)
         with timer.stage("preprocess"):
             if rendered.images:
                 batch = self.processor(text=[rendered.text], images=rendered.images, return_tensors="pt")
-                return ModelInputs.from_processor(self._parts, batch, self.hosts)
+                return ModelInputs.from_processor(self._parts, batch, self.hosts), None
             batch = self.tokenizer(
                 rendered.text,
                 add_special_tokens=not rendered.has_template,
@@ -535,9 +572,8 @@ class Engine:
             )
             starts = batch["offset_mapping"][0, :, 0]
             query_char = rendered.query_char or 0
-            return ModelInputs.from_processor(
-                self._parts, batch, self.hosts, query_start=int((starts < query_char).sum())
-            )
+            query_start = int((starts < query_char).sum())
+            return ModelInputs.from_processor(self._parts, batch, self.hosts, query_start=query_start), None
 
     def _record(
         self,
@@ -557,6 +593,7 @@ class Engine:
             "anchor_len": len(state.layout.anchor),
             "passing_len": state.layout.passing_len,
             "kv": self.prefill_config.kv,
+            "reused": state.reused,
             "token_ids": tokens,
             "text": text,
             **figures,

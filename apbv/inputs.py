@@ -24,6 +24,21 @@ class PromptError(ValueError):
 
 
 @dataclass(frozen=True)
+class VideoSource:
+    """Where a video's pixels come from.
+
+    Attributes:
+        file: the video.
+        frames: indices of the sampled frames.
+        frame_parallel: whether every host reads its share of them, instead of all.
+    """
+
+    file: FileIdentity
+    frames: tuple[int, ...]
+    frame_parallel: bool
+
+
+@dataclass(frozen=True)
 class VisualInput:
     """The images or the video of a prompt, and this host's share of the work on it.
 
@@ -35,7 +50,7 @@ class VisualInput:
         rows_per_unit: rows of one temporal patch; 0 for images, which are not cut.
         ends_video: whether this host's piece ends the video.
         replicated: whether every host encodes everything.
-        source: the video's file; None where the caller prepared the pixels, and for images.
+        source: which frames of which video; None where the caller prepared the pixels, and for images.
     """
 
     kind: str
@@ -45,7 +60,7 @@ class VisualInput:
     rows_per_unit: int
     ends_video: bool
     replicated: bool = False
-    source: FileIdentity | None = None
+    source: VideoSource | None = None
 
 
 @dataclass(frozen=True)
@@ -145,10 +160,12 @@ class ModelInputs:
         per_unit = -(-len(frames) // units)  # frames of one temporal patch
         mine = _shares(units, hosts, frame_parallel)[hosts.rank]
         piece = FramePiece(
+            video=info,
             frames=tuple(frames[mine.start * per_unit : mine.stop * per_unit]),
             grid=skeleton.get("video_grid_thw"),
         )
-        visual = replace(inputs.visual, pixels=None, source=FileIdentity.of(info.path))
+        source = VideoSource(FileIdentity.of(info.path), tuple(frames), frame_parallel)
+        visual = replace(inputs.visual, pixels=None, source=source)
         return replace(inputs, visual=visual), piece
 
     def with_frames(self, processor, piece: "FramePiece", frames: Tensor) -> "ModelInputs":
@@ -161,12 +178,13 @@ class ModelInputs:
 class FramePiece:
     """The frames one host reads, and the patch grid ``[1, 3]`` of the whole video where the model has one."""
 
+    video: VideoInfo
     frames: tuple[int, ...]
     grid: Tensor | None
 
-    def read(self, info: VideoInfo) -> Tensor:
+    def read(self) -> Tensor:
         """Decode them: uint8 ``[t, H, W, 3]``."""
-        return torch.from_numpy(read_frames(info, list(self.frames)))
+        return torch.from_numpy(read_frames(self.video, list(self.frames)))
 
 
 def video_skeleton(processor, text: str, info: VideoInfo, frames: Sequence[int]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def prefill(
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
     observe: Callable[[ModelInputs, ContextLayout, HostGroup], PrefillObserver] | None = None,
+    encoded: Tensor | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
@@ -45,6 +46,8 @@ def prefill(
         config: method and lengths.
         timer: the request's stage times; a new one by default.
         observe: makes an observer of the question's attention (see :mod:`apbv.speculate`).
+        encoded: what the vision tower made of this host's share of the visual input, where that is known already
+            (see :func:`apbv.encode.encode_visual`).
 
     Returns:
         The logits of the last token on every host, and the KV as ``config.kv`` says.
@@ -94,7 +97,7 @@ def prefill(
 
     with hosts.collective_stage("encode"):
         with timer.stage("encode"):
-            features = encode_visual(parts, model_inputs.visual)
+            features = encode_visual(parts, model_inputs.visual) if encoded is None else encoded
         with timer.stage("exchange"):
             visual = exchange_visual(parts, model_inputs, features, layout, hosts)
     with hosts.collective_stage("prefill"), timer.stage("prefill"):

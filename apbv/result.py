@@ -64,6 +64,8 @@ class PrefillResult:
         method: the method that really ran (``"full"`` where the prompt or the group did not allow another).
         exact: whether the KV is that of full attention.
         inputs: the prompt.
+        reused: what was kept from an earlier question: ``"embeddings"``, or ``"kv"`` where only the question was
+            run; else None.
         timer: stage times so far; ``timer.summary()`` is collective.
     """
 
@@ -77,6 +79,7 @@ class PrefillResult:
     _model: Callable[[], ModelIdentity] = field(repr=False)
     _shards: ShardedCache | None = field(repr=False)
     _gathered: DynamicCache | None = field(repr=False, default=None)
+    reused: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +113,7 @@ class PrefillResult:
             return self._shards.gather(self._hosts, host)
         if host != 0:
             raise ValueError(f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}")
-        return None if self._gathered is None else _view(self._gathered, self.num_tokens, DynamicCache())
+        return None if self._gathered is None else first_tokens(self._gathered, self.num_tokens, DynamicCache())
 
     def generate_inputs(self) -> dict[str, Any]:
         """Keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
@@ -136,7 +139,7 @@ class PrefillResult:
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
             "position_ids": position_ids,
-            "past_key_values": _view(cache, num_handed, HandoffCache(num_handed)),
+            "past_key_values": first_tokens(cache, num_handed, HandoffCache(num_handed)),
         }
 
     def save(self, path: str | Path) -> None:
@@ -204,7 +207,9 @@ class PrefillResult:
             positions=inputs.position_rule,
             rope_delta=int(positions.max()) + 1 - self.num_tokens if positions.dim() == 2 else None,
             visual=visual
-            and VisualIdentity(visual.kind, inputs.num_visual_tokens, visual.source and visual.source.sha256()),
+            and VisualIdentity(
+                visual.kind, inputs.num_visual_tokens, visual.source and visual.source.file.sha256()
+            ),
             method=self.method,
             exact=self.exact,
             anchor_len=len(layout.anchor),
@@ -329,7 +334,7 @@ def _read_layers(saved: SavedKV, spans: Sequence[range], hosts: HostGroup) -> li
     ]
 
 
-def _view(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
+def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
     """The first tokens of a cache in a cache of its own, until now empty, that shares its memory."""
     for index, layer in enumerate(cache.layers):
         empty = layer.keys[:, :, :0]

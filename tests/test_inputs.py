@@ -80,7 +80,7 @@ def test_pieces_from_a_file_are_bit_equal_to_the_whole(family, frames, num_hosts
         hosts = OneOf(rank, num_hosts)
         text = render(processor, "video")
         inputs, piece = ModelInputs.from_video(parts, processor, text, info, picked, hosts)
-        pixels = piece.read(info)
+        pixels = piece.read()
         pieces.append(inputs.with_frames(processor, piece, pixels))
         read.append(pixels)
 

@@ -28,7 +28,7 @@ LAYERS = (
     ("apbv.methods", "apbv.inputs"),
     ("apbv.encode", "apbv.decode", "apbv.prompt"),
     ("apbv.result",),
-    ("apbv.prefill",),
+    ("apbv.prefill", "apbv.reuse"),
     ("apbv.speculate",),
     ("apbv.engine",),
     ("apbv",),

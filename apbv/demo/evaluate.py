@@ -133,7 +133,7 @@ class Candidate:
             self.parts, self.processor, text, info, sample_uniform(info, info.num_frames), self.hosts
         )
         if self._video is None or self._video[0] != path:
-            self._video = (path, inputs.with_frames(self.processor, piece, piece.read(info)))
+            self._video = (path, inputs.with_frames(self.processor, piece, piece.read()))
         return replace(inputs, visual=self._video[1].visual)
 
     def answer(self, inputs: ModelInputs, config: PrefillConfig, max_new_tokens: int) -> tuple[list[int], dict]:
