@@ -5,7 +5,9 @@ tokenising) or *collective* (hosts exchange data inside it). A local stage ends 
 statuses, so that all hosts raise, or none does, and the group stays usable. A host that fails inside a
 collective stage cannot join the exchanges that the others wait for, so it posts its error in the group's
 key-value store; whoever waits looks there. After that the group is broken and must be built anew. A host
-that dies closes its connections, which wakes the others too.
+that dies closes its connections, which wakes the others too. Where the network falls silent nothing wakes
+anybody, and the store does not answer either: so it is asked in a thread, and nobody waits for that longer
+than for the exchange.
 """
 
 import hashlib
@@ -13,9 +15,12 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -84,6 +89,7 @@ class HostGroup:
         self._control_group = control_group
         self._owns_group = owns_group
         self._broken = False
+        self._question: Future | None = None  # to the key-value store, as yet unanswered
         self.rank = dist.get_rank(data_group) if data_group is not None else 0
         self.size = dist.get_world_size(data_group) if data_group is not None else 1
 
@@ -111,12 +117,25 @@ class HostGroup:
         owns_group = not dist.is_initialized()
         if owns_group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            # The back end waits a little longer than _wait, which can say what happened.
+            limit = timeout + 2 * _POLL_SECONDS
+
+            def meet() -> None:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)
+                dist.init_process_group(backend, timeout=timedelta(seconds=limit))
+
+            # In a thread: gloo waits five times as long for hosts that are there, but cannot be connected to.
+            meeting = _in_thread(meet)
             try:
-                # The back end waits a little longer than _wait, which can say what happened.
-                limit = timedelta(seconds=timeout + 2 * _POLL_SECONDS)
-                dist.init_process_group(backend, timeout=limit)
+                if not wait_for_futures([meeting], limit + _POLL_SECONDS).done:
+                    raise RuntimeError("a host cannot be connected to")
+                meeting.result()
             except RuntimeError as error:
-                raise HostError(f"the hosts did not meet within {timeout:g} s: {error}") from error
+                raise HostError(
+                    f"the hosts did not meet within {timeout:g} s: {error} (nodes reach each other by the network "
+                    "interface that GLOO_SOCKET_IFNAME names, or else by the address of a node's own name)"
+                ) from error
         return cls.from_process_group(dist.group.WORLD, device, timeout, owns_group=owns_group)
 
     @classmethod
@@ -444,9 +463,10 @@ class HostGroup:
                     raise failure from None
                 if time.monotonic() > deadline:
                     self._broken = True
-                    raise HostError(
-                        f"host {self.rank} waited more than {self.timeout:g} s for another host"
-                    ) from None
+                    text = f"host {self.rank} waited more than {self.timeout:g} s for another host"
+                    if self._question is not None:
+                        text += "; the hosts' key-value store does not answer either: the network may be cut"
+                    raise HostError(text) from None
 
     def _finish(self, work) -> None:
         """The outcome of a completed exchange.
@@ -462,17 +482,28 @@ class HostGroup:
         if self.size == 1:
             return
         text = f"host {self.rank} failed in {name}: {_described(error)}"
-        with suppress(RuntimeError):  # where the store's host is gone, the others notice that by themselves
-            self._data_group.get_group_store().set(_FAILURE_KEY, text)
+        store = self._data_group.get_group_store()
+        # Where the store's host is gone, or out of reach, the others notice that by themselves.
+        wait_for_futures([_in_thread(lambda: store.set(_FAILURE_KEY, text))], _GRACE_SECONDS)
 
     def _posted_failure(self) -> HostError | None:
+        """What the store says; where it does not answer at once, a later call does not ask again."""
         store = self._data_group.get_group_store()
+        question = self._question
+        if question is None:
+            question = self._question = _in_thread(
+                lambda: store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
+            )
+            wait_for_futures([question], _POLL_SECONDS)
+        if not question.done():
+            return None
+        self._question = None
         try:
-            if not store.check([_FAILURE_KEY]):
-                return None
-            text = store.get(_FAILURE_KEY).decode(errors="replace")
+            text = question.result()
         except RuntimeError:
             text = "lost contact with the hosts' key-value store: the process that held it has ended"
+        if text is None:
+            return None
         self._broken = True
         return HostError(text)
 
@@ -506,6 +537,20 @@ def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0) -> i
         if hosts is not None:
             hosts.close()
     return 0
+
+
+def _in_thread(call: Callable[[], Any]) -> Future:
+    """Begin a call that may never return; the interpreter does not wait for it when it exits."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _described(error: BaseException) -> str:

@@ -35,7 +35,7 @@ def run_hosts(
         for rank in range(hosts):
             folder = folders[rank] if folders else ROOT
             place = (rank, hosts, store.port) if store else None
-            processes.append(start(_script_job, script, arguments, place, folder, Path(outputs, str(rank))))
+            processes.append(start(script_job, script, arguments, place, folder, Path(outputs, str(rank))))
         statuses = exit_statuses(processes, timeout)
         return [
             CompletedProcess(
@@ -71,7 +71,7 @@ def as_torchrun_starts(rank: int, size: int, port: int) -> None:
     )
 
 
-def _script_job(script: Path, arguments: list[str], place: tuple | None, folder: Path, output: Path) -> None:
+def script_job(script: Path, arguments: list[str], place: tuple | None, folder: Path, output: Path) -> None:
     """The script's main process, with an output of its own."""
     if place is not None:
         as_torchrun_starts(*place)

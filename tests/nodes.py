@@ -1,0 +1,93 @@
+"""Two nodes on one machine: network namespaces joined by a cable, each with a name of its own.
+
+A process of a node sees that node's interfaces only, so whatever reaches the other went over the cable.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+INTERFACE = "eth0"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+NAMES = ("node0", "node1")
+_CLONE_NEWNET = 0x40000000
+# A name of its own, and how names resolve there: both for this command alone.
+_AS_NODE = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+
+
+class NoNodes(RuntimeError):
+    """This machine does not let us make nodes; the message says why."""
+
+
+class TwoNodes:
+    """Close it: it holds namespaces of the machine, and ends what still runs in them.
+
+    Raises:
+        NoNodes: a tool or the right to use it is missing.
+    """
+
+    def __init__(self, folder: Path):
+        missing = [tool for tool in ("ip", "unshare", "mount", "hostname") if shutil.which(tool) is None]
+        if missing or os.geteuid() != 0:
+            raise NoNodes(f"needs {missing[0]}" if missing else "needs root, for network namespaces")
+        self._hosts_file = folder / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"{ADDRESSES[node]} {NAMES[node]}" for node in range(2))]
+        self._hosts_file.write_text("\n".join(lines) + "\n")
+        tag = uuid.uuid4().hex[:8]
+        self._namespaces = [f"apbv-{tag}-{name}" for name in NAMES]
+        try:
+            for namespace in self._namespaces:
+                _ip("netns", "add", namespace)
+            here, there = self._namespaces
+            cable = ("type", "veth", "peer", "name", INTERFACE, "netns", there)
+            _ip("link", "add", INTERFACE, "netns", here, *cable)
+            for namespace, address in zip(self._namespaces, ADDRESSES, strict=True):
+                _ip("-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+                _ip("-n", namespace, "link", "set", "lo", "up")
+                _ip("-n", namespace, "link", "set", INTERFACE, "up")
+        except subprocess.CalledProcessError as error:
+            self.close()
+            raise NoNodes(f"cannot make network namespaces: {error.stderr.strip()}") from error
+
+    def start(self, node: int, command: list, **options) -> subprocess.Popen:
+        """A command on a node, as a user of that node would start it."""
+        as_node = ["unshare", "--uts", "--mount", "sh", "-c", _AS_NODE, "sh", self._hosts_file, NAMES[node]]
+        words = ["ip", "netns", "exec", self._namespaces[node], *as_node, *command]
+        return subprocess.Popen([str(word) for word in words], text=True, **options)
+
+    def namespace(self, node: int) -> str:
+        """What :func:`enter` takes."""
+        return f"/run/netns/{self._namespaces[node]}"
+
+    def cut(self) -> None:
+        """From now on neither node hears the other, nor anything from the network, such as that it is gone.
+
+        Frames go to a hardware address that nobody has.
+        """
+        for node, namespace in enumerate(self._namespaces):
+            nobody = ("lladdr", "02:00:00:00:00:ff", "dev", INTERFACE, "nud", "permanent")
+            _ip("-n", namespace, "neighbour", "replace", ADDRESSES[1 - node], *nobody)
+
+    def close(self) -> None:
+        for namespace in self._namespaces:
+            with suppress(subprocess.CalledProcessError):  # not made
+                for process in _ip("netns", "pids", namespace).split():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(process), signal.SIGKILL)
+                _ip("netns", "delete", namespace)
+
+
+def enter(namespace: str) -> None:
+    """Move this process to a node; before it has started a thread."""
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
