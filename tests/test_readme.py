@@ -13,7 +13,7 @@ import pytest
 from apbv import demo
 from apbv.demo.clips import make_clip, questions
 
-from scripts import ROOT, run_script
+from scripts import ROOT, run_hosts, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -66,11 +66,14 @@ def test_the_library_examples_run(tmp_path):
     for number, example in enumerate(blocks("python")):
         script = tmp_path / f"example{number}.py"
         script.write_text(example)
-        said.append(run_quickly(script))
+        (result,) = run_hosts(script, folders=[tmp_path])
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout)
     lines = said[0].splitlines()
     assert lines[0].startswith(answer_to("name the letters in order"))
     assert lines[1].strip() == answer_to("how many letters are shown")
     assert "torch.Size([1, " in said[1]
+    assert said[2].strip() == answer_to("name the letters in order")
 
 
 def test_the_benchmark_commands_are_understood(monkeypatch):
