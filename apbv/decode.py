@@ -138,7 +138,7 @@ def generate_tokens(
 ) -> list[int]:
     """Choose and append tokens until an end token, which is included, or ``max_new_tokens``.
 
-    Host 0 chooses, so that every host continues with the same token. Collective.
+    The leader chooses, so that every host continues with the same token. Collective.
 
     Args:
         logits: ``[V]``, for the first new token.
@@ -147,7 +147,7 @@ def generate_tokens(
     """
     tokens: list[int] = []
     while True:
-        chosen = [sample(logits, config, prompt_len + len(tokens))] if hosts.rank == 0 else None
+        chosen = [sample(logits, config, prompt_len + len(tokens))] if hosts.is_leader else None
         (token,) = hosts.broadcast_ints(chosen, 1)
         tokens.append(token)
         if on_token is not None:

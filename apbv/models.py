@@ -57,8 +57,22 @@ class ModelParts:
         return self.language_model.config.num_hidden_layers
 
     @property
+    def tensor_parallel(self) -> tuple[int, int]:
+        """(t, T): the model's attention and MLP are share t of T; (0, 1) where they are whole."""
+        mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
+        return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+    @property
+    def kv_heads(self) -> range:
+        """Which of the whole model's KV heads are here."""
+        rank, size = self.tensor_parallel
+        count = self.language_model.config.num_key_value_heads // size
+        return range(rank * count, (rank + 1) * count)
+
+    @property
     def num_kv_heads(self) -> int:
-        return self.language_model.config.num_key_value_heads
+        """KV heads that are here: those that a cache holds."""
+        return len(self.kv_heads)
 
     @property
     def head_dim(self) -> int:
@@ -140,7 +154,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
         image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
         backend=backend,
     )
-    groups = language_model.config.num_attention_heads // parts.num_kv_heads
+    groups = language_model.config.num_attention_heads // language_model.config.num_key_value_heads
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
     return parts
 

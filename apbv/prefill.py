@@ -21,6 +21,7 @@ from .methods import METHODS, PrefillMethod
 from .methods.importance import IMPORTANCE
 from .models import ModelParts, inspect_model
 from .stats import StageTimer, reset_peak_memory
+from .tensor_parallel import require_same_sharding
 
 
 @dataclass
@@ -68,7 +69,8 @@ class PrefillResult:
 
         Returns:
             A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the others. It may
-            share memory with this result; growing or cropping it leaves this result as it is.
+            share memory with this result; growing or cropping it leaves this result as it is. With tensor
+            parallelism every member of the host gets that of its KV heads.
 
         Raises:
             ValueError: the KV was gathered on host 0 and another host is asked for.
@@ -83,7 +85,8 @@ class PrefillResult:
         """Keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
 
         The whole prompt, an all-ones mask, explicit positions, and a cache of all tokens but the last, which
-        ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts.
+        ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts. With tensor
+        parallelism all members of host 0 have to call ``generate``, with the same settings.
         """
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
@@ -117,7 +120,8 @@ def prefill(
 
     Args:
         model: an unmodified transformers model (see :func:`apbv.models.inspect_model`), the same full replica
-            on every host, on ``hosts.device``. It is left as it was found.
+            on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it. It is
+            left as it was found.
         model_inputs: prepared inputs, or what the model's transformers processor or tokenizer returned for one
             unpadded prompt.
         hosts: who takes part; ``HostGroup.from_env()`` by default.
@@ -138,6 +142,7 @@ def prefill(
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         parts = inspect_model(model, config.backend)
+        require_same_sharding(parts, hosts)
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
         if not isinstance(model_inputs, ModelInputs):

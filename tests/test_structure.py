@@ -24,7 +24,7 @@ LAYERS = (
     ),
     ("apbv.hosts", "apbv.demo"),
     ("apbv.attention", "apbv.cache", "apbv.models", "apbv.sampling", "apbv.simulate", "apbv.stats"),
-    ("apbv.methods", "apbv.inputs"),
+    ("apbv.methods", "apbv.inputs", "apbv.tensor_parallel"),
     ("apbv.encode", "apbv.decode", "apbv.prompt"),
     ("apbv.prefill",),
     ("apbv.speculate",),
