@@ -18,6 +18,15 @@ from .models import ModelParts, UnsupportedModelError
 
 FIRST_VERSION = (5, 19)
 
+# How transformers is to share out a decoder layer. It has such plans itself, but not for every family.
+LAYER_PLAN = {
+    **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "self_attn.o_proj": "rowwise",
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+
 
 class _HostMesh:
     """The meshes that transformers asks for, of one host: tensor parallelism is all that it does there.
@@ -52,7 +61,8 @@ def load_sharded(
         raise ValueError("tensor parallelism needs accelerate: pip install 'apbv[tp]'")
     require_divisible(config, hosts.tensor_parallel_size)
     with torch.device("meta"):
-        kind = type(auto.from_config(config))
+        whole = auto.from_config(config)
+    kind = type(whole)
     mesh = _HostMesh(hosts)
 
     def prepare_distribute_model(cls, distributed_config, device_map=None):
@@ -63,10 +73,21 @@ def load_sharded(
         "__module__": kind.__module__,
     }
     loading = type(kind.__name__, (kind,), members)
-    plan = DistributedConfig(tp_plan="auto", tp_size=hosts.tensor_parallel_size)
+    plan = DistributedConfig(tp_plan=plan_of(whole), tp_size=hosts.tensor_parallel_size)
     model = loading.from_pretrained(path, dtype=dtype, distributed_config=plan)
     model.__class__ = kind
     return model
+
+
+def plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """How transformers is to share out a model: its styles by the names of modules."""
+    names = {module: name for name, module in model.named_modules()}
+    decoder = names[model.get_decoder()]
+    return {
+        names[model.get_input_embeddings()]: "embedding_rowwise",
+        **{f"{decoder}.layers.*.{name}": style for name, style in LAYER_PLAN.items()},
+        names[model.get_output_embeddings()]: "colwise_gather_output",
+    }
 
 
 def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
