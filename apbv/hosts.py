@@ -197,7 +197,10 @@ class HostGroup:
         ranks = dist.get_process_group_ranks(self._data_group)
         host, member = divmod(self.rank, tensor_parallel)
         backend = dist.get_backend_config(self._data_group)
-        options = {"timeout": timedelta(seconds=self.timeout + 2 * _POLL_SECONDS), "use_local_synchronization": True}
+        options = {
+            "timeout": timedelta(seconds=self.timeout + 2 * _POLL_SECONDS),
+            "use_local_synchronization": True,
+        }
         data_group = None
         if len(ranks) > tensor_parallel:
             data_group = dist.new_group(ranks[member::tensor_parallel], backend=backend, **options)
@@ -538,9 +541,7 @@ class HostGroup:
                     raise failure from None
                 if time.monotonic() > deadline:
                     self._broken = True
-                    raise HostError(
-                        f"{self.name} waited more than {self.timeout:g} s for another host"
-                    ) from None
+                    raise HostError(f"{self.name} waited more than {self.timeout:g} s for another host") from None
 
     def _finish(self, work) -> None:
         """The outcome of a completed exchange.
@@ -659,8 +660,8 @@ def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0, tens
 def _require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
     if tensor_parallel < 1 or num_processes % tensor_parallel:
         raise ValueError(
-            f"{num_processes} process(es) are no hosts of {tensor_parallel} each: with tensor parallelism T, start "
-            "T times as many processes as hosts"
+            f"{num_processes} process(es) are no hosts of {tensor_parallel} each: with tensor parallelism T, "
+            "start T times as many processes as hosts"
         )
 
 

@@ -100,7 +100,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
     parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="T", help="processes (GPUs) that share a model (default 1)"
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="processes (GPUs) that share a model (default 1)",
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
     options = parser.parse_args(arguments)

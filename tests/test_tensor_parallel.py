@@ -1,24 +1,20 @@
 """Hosts of several processes: the results of hosts of one, with an equal share of the language model on each."""
 
 import os
-import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from transformers import AutoConfig
-
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.hosts import HostError
-from apbv.methods import METHODS
-from apbv.models import UnsupportedModelError, inspect_model
-
-import families
-from scripts import INFER, run_hosts, run_script
 from test_engine import QUESTION, checkpoints, clip  # noqa: F401  (fixtures)
 from test_hosts import HANGING, Store, described, run_fresh
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv.models import inspect_model
+
+import families
+from scripts import INFER, run_script
 
 # fp32 sums over a layer's columns, in another order
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -139,7 +135,7 @@ def test_drafting_is_what_it_is_on_whole_hosts(pool, checkpoints, clip, tmp_path
             assert here[2] is None or torch.equal(here[2], there[2]), way
 
 
-def refused_job(processes: HostGroup, path: str, odd: str):
+def refused_job(processes: HostGroup, path: str):
     hosts = joined(processes, 2)
     whole = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
     refused = [
@@ -155,7 +151,7 @@ def refused_job(processes: HostGroup, path: str, odd: str):
 
 def test_what_cannot_be_is_refused(pool, checkpoints):  # noqa: F811
     path = str(checkpoints("llama"))
-    for whole, odd_group, subgroup, streaming, draft_host in pool.run(4, refused_job, path, path):
+    for whole, odd_group, subgroup, streaming, draft_host in pool.run(4, refused_job, path):
         assert whole.startswith("ValueError: the model is share 0 of 1, this process member ")
         assert odd_group.startswith("ValueError: 4 process(es) are no hosts of 3 each")
         assert subgroup.startswith("ValueError: hosts of several processes cannot form subgroups")
@@ -169,3 +165,48 @@ def test_a_model_that_does_not_divide_is_refused(tmp_path):
     lines = [line for line in result.stderr.splitlines() if line.startswith("error")]
     assert result.returncode == 1 and len(lines) == 4
     assert all("the model has 2 KV heads, which 4 processes cannot share evenly" in line for line in lines)
+
+
+def failing_job(processes: HostGroup, path: str, victim: int, how: str, told: Path):
+    """One process fails, in a layer while the others of its host wait for it, or before, or is killed."""
+    hosts = joined(processes, 2)
+    engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(passing_len=6, anchor_len=8))
+
+    def fail(*args) -> None:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("out of luck")
+
+    context = "the quick brown fox jumps over the lazy dog. " * 6
+    if processes.rank == victim:
+        if how == "reads something bad":
+            context = " "
+        else:
+            engine.model.get_decoder().layers[1].mlp.register_forward_pre_hook(fail)
+    failure = described(lambda: engine.generate(QUESTION, context=context, max_new_tokens=2))
+    (told / str(processes.rank)).touch()
+    while how != "is killed" and len(list(told.iterdir())) < processes.size:
+        time.sleep(0.05)  # nobody learns of the failure by this process's end
+    return failure
+
+
+@pytest.mark.parametrize("how", ["reads something bad", "fails in a layer", "is killed"])
+@pytest.mark.parametrize(("processes", "victim"), [(2, 0), (4, 3)])
+def test_a_failing_process_ends_all(checkpoints, tmp_path, how, processes, victim):  # noqa: F811
+    told = tmp_path / "told"
+    told.mkdir()
+    path = str(checkpoints("llama"))
+    outcomes = run_fresh(Store(tmp_path), processes, failing_job, path, victim, how, told)
+    failed = outcomes.pop(victim)
+    assert all(outcome.seconds < HANGING and outcome.exit_status == 0 for outcome in outcomes)
+    texts = [outcome.result for outcome in outcomes]
+    name = f"host {victim // 2}, member {victim % 2}"
+    if how == "is killed":
+        assert failed.exit_status == -signal.SIGKILL
+        assert all(text.startswith("HostError: another host ended, or did not answer in time") for text in texts)
+    elif how == "fails in a layer":
+        assert failed.result == "ValueError: out of luck"
+        assert set(texts) == {f"HostError: {name} failed in prefill: ValueError: out of luck"}
+    else:
+        assert failed.result == "PromptError: the context is empty"
+        assert set(texts) == {f"HostError: {name} failed in reading the prompt: {failed.result}"}
