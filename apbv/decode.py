@@ -170,7 +170,7 @@ def generate_tokens(
 ) -> list[int]:
     """Choose and append tokens until an end token, which is included, ``max_new_tokens``, or ``stop``.
 
-    Host 0 chooses, so that every host continues with the same token. Collective.
+    The leader chooses, so that every host continues with the same token. Collective.
 
     Args:
         logits: ``[V]``, for the first new token.
@@ -206,7 +206,7 @@ def choose_token(
         tokens: the answer so far.
     """
     chosen = None
-    if hosts.rank == 0:
+    if hosts.is_leader:
         token = sample(logits, config, prompt_len + len(tokens))
         chosen = [token, ending.cut(tokens, [token])[1]]
     token, has_ended = hosts.broadcast_ints(chosen, 2)

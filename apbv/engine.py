@@ -49,6 +49,7 @@ from .speculate import (
     strategy_of,
 )
 from .stats import StageTimer, gather_spans, provenance
+from .tensor_parallel import load_sharded
 from .timeline import Span
 from .video import probe, sample_fps, sample_uniform
 
@@ -161,7 +162,8 @@ class Engine:
         Args:
             name: ``"demo"`` (the small model in this package), a directory, or a hub id.
             speculate: with it the draft model that it names is loaded, too; for ``"demo"`` it needs no name.
-            hosts: by default those that torchrun started, or this process alone.
+            hosts: by default those that torchrun started, or this process alone. Where they are of several
+                processes each, every process loads its share of the model, and all of the draft model.
             dtype: of the weights; ``"auto"`` takes the checkpoint's.
             captioner, reuse: see :class:`Engine`.
 
@@ -171,12 +173,14 @@ class Engine:
         """
         hosts = hosts or HostGroup.from_env()
         path = demo.model_path() if str(name) == "demo" else name
-        with hosts.local_stage(f"loading {name}"):
+        # Members of a host exchange data while transformers loads the model's shares.
+        stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
+        with stage(f"loading {name}"):
             if isinstance(dtype, str) and dtype not in DTYPES:
                 raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
             beside = drafts_elsewhere(speculate, hosts)
             drafts_only = beside and hosts.rank == hosts.size - 1
-            model, processor = _load(path, dtype, hosts, with_model=not drafts_only)
+            model, processor = _load(path, dtype, hosts, with_model=not drafts_only, sharded=True)
         draft = None
         if speculate is not None and strategy_of(speculate).needs_draft_model:
             wanted = speculate.draft_model or ("demo" if str(name) == "demo" else None)
@@ -360,7 +364,7 @@ class Engine:
 
     def _collect_timeline(self, timer: StageTimer, stats: SpeculationStats | None) -> dict[str, list[Span]]:
         mine = timer.stages.spans + ([] if stats is None else stats.record.spans)
-        hosts = {f"host {host}": spans for host, spans in enumerate(gather_spans(mine, self.hosts))}
+        hosts = {self.hosts.name_of(place): spans for place, spans in enumerate(gather_spans(mine, self.hosts))}
         of_draft = getattr(stats, "of_draft", None)
         return hosts if of_draft is None else {**hosts, "draft host": of_draft.spans}
 
@@ -427,7 +431,7 @@ class Engine:
     def _caption(self, asked: dict[str, Any], timer: StageTimer) -> str | None:
         """What the captioner says, on host 0; None elsewhere."""
         with self.hosts.local_stage("captioning"), timer.stage("draft"):
-            if self.hosts.rank != 0:
+            if not self.hosts.is_leader:
                 return None
             try:
                 caption = self._captioner(render_prompt(self._parts, self.processor, **asked))
@@ -539,7 +543,7 @@ class Engine:
         if stop is None:
             return
         with self.hosts.local_stage("asking whether to go on"):
-            is_over = self.hosts.rank == 0 and stop(())
+            is_over = self.hosts.is_leader and stop(())
         if self.hosts.broadcast_ints([is_over], 1)[0]:
             raise RequestCancelled("the request was cancelled before it was prefilled")
 
@@ -587,6 +591,7 @@ class Engine:
         return {
             "method": state.method,
             "hosts": self.hosts.size,
+            "tensor_parallel_size": self.hosts.tensor_parallel_size,
             "model": self.name,
             "num_input_tokens": state.num_tokens,
             "num_video_tokens": state.inputs.num_visual_tokens,
@@ -609,18 +614,29 @@ class Engine:
 
 
 def _load(
-    path: str | Path, dtype: str | torch.dtype, hosts: HostGroup, with_model: bool = True
+    path: str | Path,
+    dtype: str | torch.dtype,
+    hosts: HostGroup,
+    with_model: bool = True,
+    sharded: bool = False,
 ) -> tuple[PreTrainedModel | None, Any]:
     """A model, where it is wanted, and its processor.
+
+    Args:
+        sharded: with tensor parallelism load only this process's share.
 
     Raises:
         ValueError: there is no such model.
     """
     try:
-        family = AutoConfig.from_pretrained(path).model_type
-        is_video = family in VIDEO_FAMILIES
+        config = AutoConfig.from_pretrained(path)
+        is_video = config.model_type in VIDEO_FAMILIES
         auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
-        model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval() if with_model else None
+        model = None
+        if with_model and sharded and hosts.tensor_parallel_size > 1:
+            model = load_sharded(auto, path, config, dtype, hosts).eval()
+        elif with_model:
+            model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
         return model, (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the model {path}: {error}") from error

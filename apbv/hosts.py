@@ -8,6 +8,9 @@ key-value store; whoever waits looks there. After that the group is broken and m
 that dies closes its connections, which wakes the others too. Where the network falls silent nothing wakes
 anybody, and the store does not answer either: so it is asked in a thread, and nobody waits for that longer
 than for the exchange.
+
+A host may be several processes, one per GPU, that share its language model (tensor parallelism). Each of them
+exchanges data with its like in the other hosts; statuses, chosen tokens and failures concern all processes.
 """
 
 import hashlib
@@ -27,10 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 _FAILURE_KEY = "apbv/failure"
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
+_POLLED = "apbv"  # the back end of :class:`_PolledGroup`
 
 
 class HostError(RuntimeError):
@@ -67,31 +72,50 @@ class Exchange:
 
 
 class HostGroup:
-    """The hosts that prefill together: one member per full replica of the model.
+    """The hosts that prefill together: one per full replica of the model.
+
+    A host is one process, or with tensor parallelism T processes, its *members*: process h * T + t of all is
+    member t of host h, and holds its share of every layer. Each of them has a HostGroup, on which the members of a
+    host do the same; data goes to the members of the same t on the other hosts.
 
     Build it with :meth:`from_env`, :meth:`from_process_group` or :meth:`single`.
 
     Attributes:
         rank: this host's index h in 0 .. size-1.
         size: H.
-        device: where this host computes.
-        timeout: seconds to wait for another host before giving up.
-        bytes_received: payload that this host received from others since the group was built.
+        tensor_parallel_rank: which member of its host this process is, t in 0 .. tensor_parallel_size-1.
+        tensor_parallel_size: T.
+        device: where this process computes.
+        timeout: seconds to wait for another process before giving up.
+        bytes_received: payload that this process received from other hosts since the group was built; what
+            transformers exchanges between the members of a host is not counted.
     """
 
     def __init__(
-        self, *, device: torch.device, data_group=None, control_group=None, timeout: float, owns_group: bool
+        self,
+        *,
+        device: torch.device,
+        data_group=None,
+        control_group=None,
+        member_group=None,
+        timeout: float,
+        owns_group: bool,
     ):
         self.device = device
         self.timeout = timeout
         self.bytes_received = 0
         self._data_group = data_group
         self._control_group = control_group
+        self._member_group = member_group
         self._owns_group = owns_group
         self._broken = False
         self._question: Future | None = None  # to the key-value store, as yet unanswered
         self.rank = dist.get_rank(data_group) if data_group is not None else 0
         self.size = dist.get_world_size(data_group) if data_group is not None else 1
+        self.tensor_parallel_rank = dist.get_rank(member_group) if member_group is not None else 0
+        self.tensor_parallel_size = dist.get_world_size(member_group) if member_group is not None else 1
+        if isinstance(member_group, _PolledGroup):
+            member_group.wait_for = self._wait
 
     @classmethod
     def single(cls, device: str | torch.device | None = None) -> "HostGroup":
@@ -99,16 +123,21 @@ class HostGroup:
         return cls(device=torch.device(device or _default_device(0)), timeout=0.0, owns_group=False)
 
     @classmethod
-    def from_env(cls, device: str | torch.device | None = None, timeout: float = 300.0) -> "HostGroup":
+    def from_env(
+        cls, device: str | torch.device | None = None, timeout: float = 300.0, *, tensor_parallel: int = 1
+    ) -> "HostGroup":
         """The hosts that torchrun started; a single host where it did not start this process.
 
         Args:
-            device: this host's device. None: the GPU of LOCAL_RANK, or the CPU where there is none.
-            timeout: seconds to wait for another host.
+            device: this process's device. None: the GPU of LOCAL_RANK, or the CPU where there is none.
+            timeout: seconds to wait for another process.
+            tensor_parallel: T, processes of a host.
 
         Raises:
+            ValueError: the processes are not a multiple of T.
             HostError: more processes than GPUs were started on this machine, or the hosts do not meet.
         """
+        _require_whole_hosts(int(os.environ.get("WORLD_SIZE", 1)), tensor_parallel)
         if "RANK" not in os.environ:
             return cls.single(device)
         device = torch.device(device or _default_device(int(os.environ.get("LOCAL_RANK", 0))))
@@ -136,7 +165,9 @@ class HostGroup:
                     f"the hosts did not meet within {timeout:g} s: {error} (nodes reach each other by the network "
                     "interface that GLOO_SOCKET_IFNAME names, or else by the address of a node's own name)"
                 ) from error
-        return cls.from_process_group(dist.group.WORLD, device, timeout, owns_group=owns_group)
+        return cls.from_process_group(
+            dist.group.WORLD, device, timeout, tensor_parallel=tensor_parallel, owns_group=owns_group
+        )
 
     @classmethod
     def from_process_group(
@@ -145,15 +176,21 @@ class HostGroup:
         device: str | torch.device | None = None,
         timeout: float = 300.0,
         *,
+        tensor_parallel: int = 1,
         owns_group: bool = False,
     ) -> "HostGroup":
         """The members of a process group that the caller made; collective over its members.
 
         Args:
             group: a torch.distributed group with a gloo backend, an NCCL backend, or both.
-            device: this host's device; None as in :meth:`from_env`.
-            timeout: seconds to wait for another host.
+            device: this process's device; None as in :meth:`from_env`.
+            timeout: seconds to wait for another process.
+            tensor_parallel: T; the first T processes of the group are host 0, and so on.
+
+        Raises:
+            ValueError: the processes are not a multiple of T.
         """
+        _require_whole_hosts(dist.get_world_size(group), tensor_parallel)
         device = torch.device(device or _default_device(int(os.environ.get("LOCAL_RANK", 0))))
         control_group = group
         if device.type == "cuda" and "gloo" not in dist.get_backend_config(group):
@@ -164,12 +201,41 @@ class HostGroup:
                 timeout=timedelta(seconds=timeout),
                 use_local_synchronization=True,
             )
-        return cls(
+        everybody = cls(
             device=device,
             data_group=group,
             control_group=control_group,
             timeout=timeout,
             owns_group=owns_group,
+        )
+        return everybody if tensor_parallel == 1 else everybody._joined(tensor_parallel)
+
+    def _joined(self, tensor_parallel: int) -> "HostGroup":
+        """These processes with T of them to a host; collective over all of them."""
+        self._level_group_counts()
+        ranks = dist.get_process_group_ranks(self._data_group)
+        host, member = divmod(self.rank, tensor_parallel)
+        backend = dist.get_backend_config(self._data_group)
+        options = {
+            "timeout": timedelta(seconds=self.timeout + 2 * _POLL_SECONDS),
+            "use_local_synchronization": True,
+        }
+        data_group = None
+        if len(ranks) > tensor_parallel:
+            data_group = dist.new_group(ranks[member::tensor_parallel], backend=backend, **options)
+        member_group = dist.new_group(
+            ranks[host * tensor_parallel : (host + 1) * tensor_parallel],
+            # What transformers exchanges on a CPU is waited for in Python; with NCCL nobody waits on the CPU.
+            backend=_POLLED if self.device.type == "cpu" else backend,
+            **options,
+        )
+        return HostGroup(
+            device=self.device,
+            data_group=data_group,
+            control_group=self._control_group,
+            member_group=member_group,
+            timeout=self.timeout,
+            owns_group=self._owns_group,
         )
 
     def subgroup(self, members: Sequence[int], timeout: float | None = None) -> "HostGroup | None":
@@ -185,7 +251,12 @@ class HostGroup:
 
         Returns:
             The group on its members, None on the others.
+
+        Raises:
+            ValueError: the hosts are of several processes each.
         """
+        if self.tensor_parallel_size > 1:
+            raise ValueError("hosts of several processes cannot form subgroups")
         timeout = self.timeout if timeout is None else timeout
         if len(members) > 1:
             self._level_group_counts()
@@ -212,6 +283,30 @@ class HostGroup:
         counts = [int(others[0]) for others in self.gather_floats([count])]
         for _ in range(max(counts) - count):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the one process that samples, drafts and prints: the first member of host 0."""
+        return self.rank == 0 and self.tensor_parallel_rank == 0
+
+    @property
+    def num_processes(self) -> int:
+        """H * T."""
+        return self.size * self.tensor_parallel_size
+
+    @property
+    def name(self) -> str:
+        """What messages call this process."""
+        return self.name_of(self.rank * self.tensor_parallel_size + self.tensor_parallel_rank)
+
+    def name_of(self, process: int) -> str:
+        """What messages call one of the H * T processes."""
+        host, member = divmod(process, self.tensor_parallel_size)
+        return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
+
+    def tensor_parallel_mesh(self) -> DeviceMesh:
+        """This host's members as a mesh of one dimension, ``tp``; for T > 1."""
+        return DeviceMesh.from_group(self._member_group, self.device.type, mesh_dim_names=("tp",))
 
     def clock(self) -> float:
         """Seconds since some moment; only differences mean anything."""
@@ -324,39 +419,45 @@ class HostGroup:
         return Exchange(finish, work.is_completed)
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        """``count`` 64-bit integers from host 0 to everybody; ``values`` matters on host 0 only."""
-        if self.size == 1:
+        """``count`` 64-bit integers from the leader to everybody; ``values`` matters on the leader only."""
+        if self.num_processes == 1:
             return list(values)
-        tensor = torch.tensor(values if self.rank == 0 else [0] * count, dtype=torch.int64)
+        tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
         work = self._start(lambda: dist.broadcast(tensor, group=self._control_group, group_src=0, async_op=True))
         self._wait(work)
         return tensor.tolist()
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """The same number of floats from every host, on every host: one list per host."""
+        """The same number of floats from every process, on every process: one list per process."""
         return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """JSON-ready values of any size, from every host; collective."""
+        """JSON-ready values of any size, from every process; collective."""
         return [json.loads(encoded) for encoded in self._gather_bytes(json.dumps(value).encode())]
 
+    def mean_over_members(self, tensor: Tensor) -> Tensor:
+        """The mean of a small fp32 tensor in host memory over the members of host 0, on every process."""
+        if self.tensor_parallel_size == 1:
+            return tensor
+        return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
+
     def barrier(self) -> None:
-        """Wait until every host is here and its device is idle."""
+        """Wait until every process is here and its device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._gather_control(torch.zeros(1))
 
     def require_same(self, what: str, value: bytes) -> None:
-        """Make sure that every host holds the same value; collective.
+        """Make sure that every process holds the same value; collective.
 
         Raises:
-            HostError: it differs from host 0's, on every host. Going on would mix two prompts into one.
+            HostError: it differs from the first one's, on every process. Going on would mix two prompts into one.
         """
         digest = torch.frombuffer(bytearray(hashlib.sha256(value).digest()), dtype=torch.uint8)
         digests = self._gather_control(digest)
-        different = [h for h in range(self.size) if not torch.equal(digests[h], digests[0])]
+        different = [place for place, theirs in enumerate(digests) if not torch.equal(theirs, digests[0])]
         if different:
-            raise HostError(f"{what} of host {different[0]} differs from that of host 0")
+            raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[None]:
@@ -387,7 +488,7 @@ class HostGroup:
             self._broken = True
             raise
         except BaseException as error:
-            self._broken = self.size > 1
+            self._broken = self.num_processes > 1
             self._post_failure(name, error)
             raise
 
@@ -396,7 +497,7 @@ class HostGroup:
 
         torchrun stops the other processes of a machine as soon as one of them has failed.
         """
-        if self.size == 1:
+        if self.num_processes == 1:
             return
         if not self._broken:
             try:
@@ -414,16 +515,16 @@ class HostGroup:
     # ---- inside ----
 
     def _gather_control(self, tensor: Tensor) -> Tensor:
-        if self.size == 1:
+        if self.num_processes == 1:
             return tensor[None]
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
         self._wait(self._start(lambda: dist.all_gather(parts, tensor, group=self._control_group, async_op=True)))
         return torch.stack(parts)
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
         if not any(lengths):
-            return [b""] * self.size
+            return [b""] * self.num_processes
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         if mine:
             padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -435,9 +536,10 @@ class HostGroup:
         messages = self._gather_bytes(b"" if error is None else b"!" + _described(error).encode()[:4096])
         if error is not None:
             raise error
-        for host, message in enumerate(messages):
+        for place, message in enumerate(messages):
             if message:
-                raise HostError(f"host {host} failed in {name}: {message[1:].decode(errors='replace')}")
+                text = message[1:].decode(errors="replace")
+                raise HostError(f"{self.name_of(place)} failed in {name}: {text}")
 
     def _start(self, call):
         if self._broken:
@@ -463,7 +565,7 @@ class HostGroup:
                     raise failure from None
                 if time.monotonic() > deadline:
                     self._broken = True
-                    text = f"host {self.rank} waited more than {self.timeout:g} s for another host"
+                    text = f"{self.name} waited more than {self.timeout:g} s for another host"
                     if self._question is not None:
                         text += "; the hosts' key-value store does not answer either: the network may be cut"
                     raise HostError(text) from None
@@ -479,16 +581,16 @@ class HostGroup:
             raise self._lost(error) from error
 
     def _post_failure(self, name: str, error: BaseException) -> None:
-        if self.size == 1:
+        if self.num_processes == 1:
             return
-        text = f"host {self.rank} failed in {name}: {_described(error)}"
-        store = self._data_group.get_group_store()
+        text = f"{self.name} failed in {name}: {_described(error)}"
+        store = self._control_group.get_group_store()
         # Where the store's host is gone, or out of reach, the others notice that by themselves.
         wait_for_futures([_in_thread(lambda: store.set(_FAILURE_KEY, text))], _GRACE_SECONDS)
 
     def _posted_failure(self) -> HostError | None:
         """What the store says; where it does not answer at once, a later call does not ask again."""
-        store = self._data_group.get_group_store()
+        store = self._control_group.get_group_store()
         question = self._question
         if question is None:
             question = self._question = _in_thread(
@@ -515,20 +617,74 @@ class HostGroup:
             if failure := self._posted_failure():
                 return failure
             time.sleep(0.05)
-        return HostError(f"another host ended, or did not answer in time (seen by host {self.rank}): {error}")
+        return HostError(f"another host ended, or did not answer in time (seen by {self.name}): {error}")
 
 
-def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0) -> int:
+class _PolledWork(dist.Work):
+    """An exchange in a :class:`_PolledGroup`."""
+
+    def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], None]):
+        super().__init__()
+        self._work, self._wait_for = work, wait_for
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._wait_for(self._work)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class _PolledGroup(dist.ProcessGroup):
+    """A gloo group in which others start exchanges, and wait for them as its HostGroup does for its own.
+
+    Left to itself gloo waits for another process until a timeout, without a look at whether it has failed.
+
+    Attributes:
+        wait_for: blocks until an exchange is complete.
+    """
+
+    def __init__(self, store, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self.wait_for: Callable[[dist.Work], None] = lambda work: work.wait()
+        self._gloo = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+
+    def getBackendName(self) -> str:
+        return _POLLED
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def allreduce(self, *args) -> _PolledWork:
+        return _PolledWork(self._gloo.allreduce(*args), self.wait_for)
+
+    def allgather_into_tensor_coalesced(self, *args) -> _PolledWork:
+        return _PolledWork(self._gloo.allgather_into_tensor_coalesced(*args), self.wait_for)
+
+    def allgather(self, *args) -> _PolledWork:
+        return _PolledWork(self._gloo.allgather(*args), self.wait_for)
+
+    def broadcast(self, *args) -> _PolledWork:
+        return _PolledWork(self._gloo.broadcast(*args), self.wait_for)
+
+
+dist.Backend.register_backend(_POLLED, _PolledGroup, devices=["cpu"])
+
+
+def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0, tensor_parallel: int = 1) -> int:
     """Run a script's body on this host of those that torchrun started; the exit status.
 
     An error that the user can mend is one line on every host, not a traceback.
     """
     hosts = None
     try:
-        hosts = HostGroup.from_env(timeout=timeout)
+        hosts = HostGroup.from_env(timeout=timeout, tensor_parallel=tensor_parallel)
         body(hosts)
     except (ValueError, HostError) as error:
-        host = "" if hosts is None else f" (host {hosts.rank})"
+        host = "" if hosts is None else f" ({hosts.name})"
         sys.stderr.write(f"error{host}: {error}\n")  # one write: hosts share the terminal
         if hosts is not None:
             hosts.let_others_report()
@@ -551,6 +707,14 @@ def _in_thread(call: Callable[[], Any]) -> Future:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
+    if tensor_parallel < 1 or num_processes % tensor_parallel:
+        raise ValueError(
+            f"{num_processes} process(es) are no hosts of {tensor_parallel} each: with tensor parallelism T, "
+            "start T times as many processes as hosts"
+        )
 
 
 def _described(error: BaseException) -> str:

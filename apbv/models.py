@@ -58,8 +58,22 @@ class ModelParts:
         return self.language_model.config.num_hidden_layers
 
     @property
+    def tensor_parallel(self) -> tuple[int, int]:
+        """(t, T): the model's attention and MLP are share t of T; (0, 1) where they are whole."""
+        mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
+        return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+    @property
+    def kv_heads(self) -> range:
+        """Which of the whole model's KV heads are here."""
+        rank, size = self.tensor_parallel
+        count = self.language_model.config.num_key_value_heads // size
+        return range(rank * count, (rank + 1) * count)
+
+    @property
     def num_kv_heads(self) -> int:
-        return self.language_model.config.num_key_value_heads
+        """KV heads that are here: those that a cache holds."""
+        return len(self.kv_heads)
 
     @property
     def head_dim(self) -> int:
@@ -111,11 +125,15 @@ class ModelParts:
         return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
     def weights_digest(self) -> str:
-        """SHA-256 of a sample of the weights that make KV: tells models of one architecture apart."""
+        """SHA-256 of a sample of the weights that make KV: tells models of one architecture apart.
+
+        A member of a host samples what it has; member 0's is that of the whole model.
+        """
         digest = hashlib.sha256()
         for layer in self.language_model.layers:
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-                digest.update(projection.weight[0].detach().float().cpu().numpy().tobytes())
+                row = _here(projection.weight)[0]
+                digest.update(row.detach().float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -149,7 +167,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
         image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
         backend=backend,
     )
-    groups = language_model.config.num_attention_heads // parts.num_kv_heads
+    groups = language_model.config.num_attention_heads // language_model.config.num_key_value_heads
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
     return parts
 
@@ -171,6 +189,11 @@ def _refuse_unsupported_layers(family: str, language_model: PreTrainedModel) -> 
             f"this {family} model uses sliding_attention (sliding_window={config.sliding_window}); "
             "only full_attention is supported"
         )
+
+
+def _here(weight: Tensor) -> Tensor:
+    """What of a weight lies on this process, under tensor parallelism."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _token_id(config, modality: str) -> int | None:

@@ -22,6 +22,7 @@ from .methods.importance import IMPORTANCE
 from .models import ModelParts, inspect_model
 from .result import PrefillResult, identify
 from .stats import StageTimer, reset_peak_memory
+from .tensor_parallel import require_same_sharding
 
 
 @torch.no_grad()
@@ -39,7 +40,8 @@ def prefill(
 
     Args:
         model: an unmodified transformers model (see :func:`apbv.models.inspect_model`), the same full replica
-            on every host, on ``hosts.device``. It is left as it was found.
+            on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it. It is
+            left as it was found.
         model_inputs: prepared inputs, or what the model's transformers processor or tokenizer returned for one
             unpadded prompt.
         hosts: who takes part; ``HostGroup.from_env()`` by default.
@@ -62,6 +64,7 @@ def prefill(
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         parts = inspect_model(model, config.backend)
+        require_same_sharding(parts, hosts)
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
         if not isinstance(model_inputs, ModelInputs):

@@ -104,7 +104,8 @@ class PrefillResult:
 
         Returns:
             A DynamicCache of n tokens per layer, ``[1, Hkv, n, D]``, on ``host``; None on the others. It may
-            share memory with this result; growing or cropping it leaves this result as it is.
+            share memory with this result; growing or cropping it leaves this result as it is. With tensor
+            parallelism every member of the host gets that of its KV heads.
 
         Raises:
             ValueError: the KV was gathered on host 0 and another host is asked for.
@@ -119,7 +120,8 @@ class PrefillResult:
         """Keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
 
         The whole prompt, an all-ones mask, explicit positions, and a cache of all tokens but the last, which
-        ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts.
+        ``generate`` then runs itself. Collective where the KV is sharded. Empty on the other hosts. With tensor
+        parallelism all members of host 0 have to call ``generate``, with the same settings.
 
         Not together with ``assistant_model`` or ``prompt_lookup_num_tokens``, which run the whole prompt again, on
         top of this KV: the cache refuses them with a ValueError.
@@ -157,19 +159,19 @@ class PrefillResult:
         path, hosts = Path(path), self._hosts
         with ExitStack() as stack:
             with hosts.local_stage("saving the KV"):
-                if hosts.rank == 0:
+                if hosts.is_leader:
                     stack.enter_context(alone_in(path))
-            (number,) = hosts.broadcast_ints([Writer.new_generation()] if hosts.rank == 0 else None, 1)
+            (number,) = hosts.broadcast_ints([Writer.new_generation()] if hosts.is_leader else None, 1)
             writer = Writer(path, Writer.folder_name(number))
             try:
                 with hosts.local_stage("saving the KV"):
                     shard = self._write_shard(writer)
                 shards = hosts.gather_json(None if shard is None else asdict(shard))
                 with hosts.local_stage("saving the KV"):
-                    if hosts.rank == 0:
+                    if hosts.is_leader:
                         writer.publish(self._manifest(writer, [Shard.of(each) for each in shards if each]))
             except BaseException:
-                if hosts.rank == 0:
+                if hosts.is_leader:
                     writer.discard()
                 raise
 
@@ -184,10 +186,11 @@ class PrefillResult:
             return None
         rows = sum(map(len, spans))
         layers = [(layer.keys[:, :, :rows], layer.values[:, :, :rows]) for layer in cache.layers]
-        return writer.write_shard(hosts.rank, spans, range(layers[0][0].shape[1]), layers)
+        number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+        return writer.write_shard(number, spans, _own_heads(layers[0][0].shape[1], hosts), layers)
 
     def _manifest(self, writer: Writer, shards: list[Shard]) -> Manifest:
-        """Of host 0, which has written a shard itself."""
+        """By the leader, which has written a shard itself."""
         inputs, layout = self.inputs, self.layout
         layers = (self._shards or self._gathered).layers
         positions = inputs.position_ids[:, 0] if inputs.position_ids.dim() == 3 else inputs.position_ids[0]
@@ -295,11 +298,14 @@ def identify(parts: ModelParts) -> ModelIdentity:
 def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
     """Raises StorageError where another model wrote the KV, or in another precision."""
     writer, reader = saved.manifest.model, identify(parts)
+    member, _ = parts.tensor_parallel
     for name, what in (
         ("family", "a model of another family"),
         ("config_sha256", "a model with another configuration"),
         ("weights_sha256", "a model with other weights"),
     ):
+        if name == "weights_sha256" and member != 0:
+            continue  # of the first KV head, which the first member has
         if getattr(writer, name) != getattr(reader, name):
             raise StorageError(
                 f"the KV in {saved.path} was computed by {what}: {writer.name} ({writer.family}), "
@@ -327,11 +333,23 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
 
 
 def _read_layers(saved: SavedKV, spans: Sequence[range], hosts: HostGroup) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``[1, Hkv, T, D]`` of some tokens, of every layer, on this host's device."""
+    """Keys and values ``[1, Hkv, T, D]`` of some tokens, of every layer and this process's heads."""
+    count, rest = divmod(saved.manifest.num_kv_heads, hosts.tensor_parallel_size)
+    if rest:
+        raise StorageError(
+            f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
+            f"{hosts.tensor_parallel_size} processes cannot share evenly"
+        )
+    heads = _own_heads(count, hosts)
     return [
-        tuple(states[None].to(hosts.device) for states in saved.layer(index, spans))
+        tuple(states[None].to(hosts.device) for states in saved.layer(index, spans, heads))
         for index in range(saved.manifest.num_layers)
     ]
+
+
+def _own_heads(count: int, hosts: HostGroup) -> range:
+    """Which of the model's KV heads this process has, where every member of a host has so many."""
+    return range(count * hosts.tensor_parallel_rank, count * (hosts.tensor_parallel_rank + 1))
 
 
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:

@@ -57,7 +57,8 @@ class StageTimer:
     def summary(self, num_new_tokens: int = 0) -> dict:
         """The request's figures, equal on every host; collective.
 
-        Times are the slowest host's, in milliseconds; ``comm_bytes`` and ``peak_memory_bytes`` are per host.
+        Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts, and
+        ``peak_memory_bytes`` are per process.
         """
         mine = [*map(self.stages.seconds, STAGES), self._first_token, self._hosts.clock() - self._began]
         everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
@@ -81,7 +82,7 @@ class StageTimer:
 
 
 def gather_spans(spans: Sequence[Span], hosts: HostGroup) -> list[list[Span]]:
-    """Every host's spans, on every host; collective."""
+    """Every process's spans, on every process; collective."""
     return [[Span(**fields) for fields in theirs] for theirs in hosts.gather_json([asdict(s) for s in spans])]
 
 

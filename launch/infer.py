@@ -99,6 +99,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="processes (GPUs) that share a model (default 1)",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
     options = parser.parse_args(arguments)
     defaults = {"frames": 64, "dtype": "auto", "max_new_tokens": 128}
@@ -131,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         _quieten(hosts)
         run(options, hosts)
 
-    return run_on_hosts(answer, options.timeout)
+    return run_on_hosts(answer, options.timeout, options.tensor_parallel)
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> None:
@@ -188,13 +195,13 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
         dtype=options.dtype,
         captioner=captioner,
     )
-    streamer = TextStreamer(engine.tokenizer, skip_special_tokens=True) if hosts.rank == 0 else None
+    streamer = TextStreamer(engine.tokenizer, skip_special_tokens=True) if hosts.is_leader else None
 
     def show(token: int) -> None:
         if streamer is not None:
             streamer.put(torch.tensor([token]))
 
-    with _progress(engine, enabled=hosts.rank == 0 and sys.stderr.isatty()):
+    with _progress(engine, enabled=hosts.is_leader and sys.stderr.isatty()):
         answer = engine.generate(
             options.prompt,
             video=options.video,
@@ -211,7 +218,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
         )
     # Of the hosts that answered: a draft host is by itself.
     with engine.hosts.local_stage("writing the figures"):
-        if hosts.rank == 0:
+        if hosts.is_leader:
             streamer.end()
             sys.stdout.flush()
             print(_table(answer.stats), file=sys.stderr, flush=True)
@@ -281,25 +288,30 @@ def _table(stats: dict) -> str:
     """The figures that a person wants to see at a glance."""
     mebibyte = 2**20
     rows = [
-        ("method", f"{stats['method']} on {stats['hosts']} host(s), {stats['device']}, {stats['dtype']}"),
+        ("method", f"{stats['method']} on {_hosts(stats)}, {stats['device']}, {stats['dtype']}"),
         ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"),
         ("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"),
         *((name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items()),
         ("time to first token", f"{stats['ttft_ms']:.1f} ms"),
         ("decoding", f"{stats['output_throughput'] or 0:.1f} tokens/s"),
         ("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"),
-        ("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest host"),
+        ("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest process"),
     ]
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
 
 
+def _hosts(stats: dict) -> str:
+    size = stats["tensor_parallel_size"]
+    return f"{stats['hosts']} host(s)" + (f" of {size} processes" if size > 1 else "")
+
+
 def _quieten(hosts: HostGroup) -> None:
-    """Warnings and progress bars once, not once per host."""
-    if hosts.rank != 0:
+    """Warnings and progress bars once, not once per process."""
+    if not hosts.is_leader:
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()
         logging.disable(logging.WARNING)
-    if hosts.rank != 0 or not sys.stderr.isatty():
+    if not hosts.is_leader or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
 

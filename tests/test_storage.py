@@ -246,3 +246,31 @@ def test_only_one_saves_at_a_time(tmp_path):
     with alone_in(tmp_path), pytest.raises(StorageError, match="somebody else"), alone_in(tmp_path):
         pass
     assert Writer.folder_name(1) != Writer.folder_name(2)
+
+
+# ---- hosts of several processes ----
+
+
+def shared_out_job(processes: HostGroup, path: Path, kv: str, writes: bool) -> list[int]:
+    """Hosts of two processes save, or load what others have saved."""
+    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60.0, tensor_parallel=2)
+    engine = engine_on(hosts, kv=kv, passing_len=8)
+    if writes:
+        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+        state.save(path)
+    else:
+        state = apbv.load(path, engine.model, hosts=hosts, kv=kv)
+    return engine.decode(state, max_new_tokens=STEPS).token_ids
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_processes_that_share_a_model_save_and_load_their_heads(pool, tmp_path, kv):
+    tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", kv, True)
+    assert others == [tokens] * 3
+    saved = SavedKV.open(tmp_path / "a")
+    assert [shard.kv_heads for shard in saved.manifest.shards] == [(0, 1), (1, 2)] * (2 if kv == "sharded" else 1)
+    whole, *_ = pool.run(2, save_job, tmp_path / "b", {"kv": kv, "passing_len": 8})
+    for index in range(saved.manifest.num_layers):
+        torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(tmp_path / "b").layer(index)[0])
+    assert pool.run(1, load_job, tmp_path / "a", "gathered")[0][0] == tokens == whole
+    assert pool.run(4, shared_out_job, tmp_path / "b", kv, False) == [tokens] * 4

@@ -25,7 +25,7 @@ LAYERS = (
     ),
     ("apbv.hosts", "apbv.demo", "apbv.storage"),
     ("apbv.attention", "apbv.cache", "apbv.models", "apbv.sampling", "apbv.simulate", "apbv.stats"),
-    ("apbv.methods", "apbv.inputs"),
+    ("apbv.methods", "apbv.inputs", "apbv.tensor_parallel"),
     ("apbv.encode", "apbv.decode", "apbv.prompt"),
     ("apbv.result",),
     ("apbv.prefill", "apbv.reuse"),

@@ -17,7 +17,7 @@ from ..models import ModelParts
 def prefill_draft(
     parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
 ) -> DynamicCache | None:
-    """Run the draft over the prompt's text and some of its visual tokens, on host 0; collective.
+    """Run the draft over the prompt's text and some of its visual tokens, on the leader; collective.
 
     Only the embeddings of kept tokens travel.
 
@@ -29,12 +29,12 @@ def prefill_draft(
             visual is kept.
 
     Returns:
-        The KV of the kept tokens on host 0, None elsewhere.
+        The KV of the kept tokens on the leader, None elsewhere.
     """
     is_visual = parts.is_visual(inputs.input_ids[0])
     kept = torch.cat([(~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]]).sort().values
     rows = _collect_rows(rows, inputs, kept_visual, hosts) if len(kept_visual) else None
-    if hosts.rank != 0:
+    if not hosts.is_leader:
         return None
     return run_prompt(parts, inputs.input_ids[:, kept], inputs.position_ids[..., kept], rows)
 

@@ -114,17 +114,17 @@ def read_contexts(
     tokenize: Callable[[str], list[int]],
     caption: str | None,
 ) -> list[Context] | None:
-    """Let the draft read the prompt in each of these ways, one after the other, on host 0; collective.
+    """Let the draft read the prompt in each of these ways, one after the other, on the leader; collective.
 
     M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of their own.
 
     Args:
         letters: of M, T, C and P.
         kept_visual, rows: of M; see :func:`apbv.speculate.draft_prompt.prefill_draft`.
-        caption: on host 0, for C.
+        caption: on the leader, for C.
 
     Returns:
-        The contexts on host 0, None elsewhere.
+        The contexts on the leader, None elsewhere.
     """
 
     def multimodal(kept: Tensor, rows: Tensor) -> Context | None:
@@ -136,7 +136,7 @@ def read_contexts(
         return multimodal(cells.unique(), pool_rows(rows, cells[piece.start : piece.stop] - piece.start))
 
     def text(instead: str) -> Context | None:
-        if hosts.rank != 0:
+        if not hosts.is_leader:
             return None
         prompt = inputs.input_ids[0]
         others = tokenize(LINE_BREAK)
@@ -153,7 +153,7 @@ def read_contexts(
         "P": pooled,
     }
     contexts = [read[letter]() for letter in letters]
-    return contexts if hosts.rank == 0 else None
+    return contexts if hosts.is_leader else None
 
 
 def as_text(input_ids: Sequence[int], is_visual: Sequence[bool], first: list[int], others: list[int]) -> list[int]:

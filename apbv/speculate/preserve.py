@@ -73,7 +73,7 @@ class AttentionScores(_VisualObserver):
     def result(self) -> Tensor:
         """``[visual tokens]``, on every host; collective, after the prefill."""
         mine = (self._total / self._num_layers).float() if self._num_layers else None
-        return gather_scores(mine, self._owned, self._hosts)
+        return self._hosts.mean_over_members(gather_scores(mine, self._owned, self._hosts))
 
 
 class HeadAttention(_VisualObserver):

@@ -29,7 +29,7 @@ class Prompt:
         leave_last: the drafter is to run the prompt's last token itself, whose logits it then has.
         drafts_tree: its drafter fills trees.
         tokenize: text to token ids, without special tokens, for drafts that read other text than the prompt's.
-        caption: what is to be seen, in words; on host 0, where the strategy asks for it.
+        caption: what is to be seen, in words; on the leader, where the strategy asks for it.
     """
 
     target: ModelParts
@@ -84,7 +84,7 @@ class Draft:
     """Who drafts, and from what.
 
     Attributes:
-        drafter: on host 0; None on the others.
+        drafter: on the leader; None on the others.
         num_visual: how many visual tokens it sees.
         kept: which, by their number among the visual tokens, where all layers and heads see the same.
         successor: of a provisional draft, which writes while the target still prefills.

@@ -118,7 +118,7 @@ def generate_speculatively(
     Between rounds the target's KV is that of all tokens so far but the last.
 
     Args:
-        drafter: on host 0; None on the others.
+        drafter: on the leader; None on the others.
         num_draft_tokens: γ, or ``"auto"`` (:class:`WindowLength`).
         on_token, stop: as there; several calls after each round.
 
@@ -142,13 +142,13 @@ def generate_speculatively(
         room = config.max_new_tokens - len(tokens) - 1
         proposal = plan = None
         with stats.record.span("draft") as details:
-            if hosts.rank == 0:
+            if hosts.is_leader:
                 proposal = drafter.propose(tokens, min(window_length(), room))
             drafted = _share(proposal, min(window_length.most, room), hosts)
             details["tokens"] = len(drafted)
         with stats.record.span("verify", tokens=len(drafted) + 1) as details:
             rows = decoder.advance([tokens[-1], *drafted])
-            if hosts.rank == 0:
+            if hosts.is_leader:
                 verdict = judge(proposal, rows, prompt_len + len(tokens), config)
                 accepted, token = verdict.num_accepted, verdict.next_token
                 new, has_ended = ending.cut(tokens, [*drafted[:accepted], token])

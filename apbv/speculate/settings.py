@@ -35,6 +35,9 @@ def require_consistent(
     name, strategy, tree = config.strategy, strategy_of(config), draft_tree(config)
     if config.draft_host and not strategy.needs_draft_model:
         raise ValueError(f"{name} drafts without a second model: there is nothing for a draft host to do")
+    if hosts.tensor_parallel_size > 1 and (config.draft_host or strategy.runs_target):
+        asked = "a draft host" if config.draft_host else f"{name}, with which the target drafts itself,"
+        raise ValueError(f"{asked} is not supported with tensor parallelism: the first member of host 0 drafts")
     if config.draft_host and strategy.needs_verdicts:
         raise ValueError(f"{name} learns from every verification before it drafts on: not on a draft host")
     if config.draft_host and tree is not None:

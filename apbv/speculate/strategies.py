@@ -34,6 +34,8 @@ class Strategy:
         build: collective.
         observer: makes what has to watch the target's prefill; None if nothing has to.
         needs_draft_model: a second model drafts.
+        runs_target: the target drafts itself, which only whole hosts can do: member by member nobody would see to
+            it that all members draft the same tokens.
         needs_passing: the prefill has to pass blocks on between hosts.
         needs_verdicts: the draft learns from every verification before it goes on: it takes turns with the target.
         keep: which visual tokens the draft sees unless the configuration says otherwise; None where it has no say.
@@ -44,6 +46,7 @@ class Strategy:
     build: Callable[[Prompt], Draft]
     observer: Callable[[SpeculativeConfig, ModelParts], Callable | None] = lambda config, parts: None
     needs_draft_model: bool = False
+    runs_target: bool = False
     needs_passing: bool = False
     needs_verdicts: bool = False
     keep: str | None = None
@@ -251,7 +254,7 @@ def first_layers(language_model: nn.Module, count: int) -> nn.Module:
 
 def _ngram(prompt: Prompt) -> Draft:
     text = prompt.inputs.input_ids[0, ~prompt.is_visual].tolist()
-    return Draft(NgramDrafter(text) if prompt.hosts.rank == 0 else None, 0)
+    return Draft(NgramDrafter(text) if prompt.hosts.is_leader else None, 0)
 
 
 def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | None:
@@ -273,10 +276,10 @@ STRATEGIES: dict[str, Strategy] = {
     "tabed": Strategy(
         _tabed, _for_keeping, needs_draft_model=True, needs_verdicts=True, keep="full", drafts_trees=False
     ),
-    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention),
-    "std_apbv": Strategy(_std_apbv, lambda config, parts: preserve.PassedOn, needs_passing=True),
-    "streaming": Strategy(_streaming),
-    "layerskip": Strategy(_layerskip),
+    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention, runs_target=True),
+    "std_apbv": Strategy(_std_apbv, lambda config, parts: preserve.PassedOn, runs_target=True, needs_passing=True),
+    "streaming": Strategy(_streaming, runs_target=True),
+    "layerskip": Strategy(_layerskip, runs_target=True),
     "ngram": Strategy(_ngram, drafts_trees=False),
 }
 

@@ -235,7 +235,7 @@ def generate_by_tree(
     The tokens are :func:`apbv.decode.generate_tokens`'s own, also where they are sampled; see :func:`verify_tree`.
 
     Args:
-        drafter: on host 0; None on the others.
+        drafter: on the leader; None on the others.
         tree: what is drafted per round, on every host.
 
     Returns:
@@ -257,7 +257,7 @@ def generate_by_tree(
         verdict = None
         with stats.record.span("verify", tokens=len(shape)) as details:
             rows = decoder.advance_tree(drafted, shape.depths, shape.visible)
-            if hosts.rank == 0:
+            if hosts.is_leader:
                 path, token = verify_tree(shape, drafted, rows, prompt_len + len(tokens), config)
                 new, has_ended = ending.cut(tokens, [*(drafted[node] for node in path[1:]), token])
                 verdict = [token, len(new), has_ended, *packed(path, shape.depth + 1)]
@@ -278,5 +278,5 @@ def _fill(tree: Tree, drafter: TreeProposer | None, tokens: list[int], hosts: Ho
     """What every node says, the root included, on every host."""
     if not tree.num_drafted:
         return tokens[-1:]
-    proposed = drafter.propose(tokens, tree) if hosts.rank == 0 else None
+    proposed = drafter.propose(tokens, tree) if hosts.is_leader else None
     return [tokens[-1], *hosts.broadcast_ints(proposed, tree.num_drafted)]
