@@ -189,6 +189,7 @@ class Engine:
         messages: Sequence[dict] | None = None,
         num_frames: int = 64,
         fps: float | None = None,
+        positions: str = "transformers",
     ) -> PrefillResult:
         """Prefill a question about at most one source.
 
@@ -200,6 +201,7 @@ class Engine:
             messages: a chat in transformers' format, instead of all these.
             num_frames: so many frames are sampled, evenly; with ``fps`` at most so many.
             fps: sample at this rate instead.
+            positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
 
         Raises:
             ValueError: the prompt, the file or a length cannot be handled; the message says why.
@@ -207,9 +209,13 @@ class Engine:
         """
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
+        if positions not in ("transformers", "vllm"):
+            raise ValueError(f"positions must be 'transformers' or 'vllm', not {positions!r}")
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
         inputs = self._prepare(prompt, source, num_frames, fps, timer)
+        if positions == "vllm":
+            inputs = inputs.at_vllm_positions(self._parts)
         return prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
 
     def generate(

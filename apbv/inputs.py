@@ -85,6 +85,21 @@ class ModelInputs:
         """The same prompt with its pixels released."""
         return self if self.visual is None else replace(self, visual=replace(self.visual, pixels=None))
 
+    def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
+        """The same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
+
+        There every run of text or of visual tokens begins one past the greatest position before it. In
+        transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
+        which comes earlier where the video's time positions reach further. Other models have one rule.
+        """
+        visual = parts.is_visual(self.input_ids[0])
+        edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
+        position_ids, start = self.position_ids.clone(), 0
+        for run in position_ids.tensor_split(edges, dim=-1):  # views
+            run += start - run.min()
+            start = int(run.max()) + 1
+        return replace(self, position_ids=position_ids, position_rule="vllm")
+
     @classmethod
     def from_processor(
         cls,
