@@ -328,6 +328,8 @@ def check_positions(folder: Path, expected: None) -> None:
     """apbv's idea of vLLM's positions against vLLM's own, for a long video, a short one, and two images."""
     from vllm.model_executor.models.registry import ModelRegistry
 
+    from apbv.integrations.vllm import without_weights
+
     sources = {
         "long video": {"videos": [families.synthetic_video(24)]},
         "short video": {"videos": [families.synthetic_video(2)]},
@@ -336,12 +338,8 @@ def check_positions(folder: Path, expected: None) -> None:
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
         model, processor = families.build_model(family), families.build_processor(family)
         parts = apbv.models.inspect_model(model)
-        architecture = model.config.architectures or [type(model).__name__]
-        theirs = SimpleNamespace(config=model.config)
-        model_class = ModelRegistry._try_load_model_cls(architecture[0])
-        for method in ("iter_mm_grid_thw", "_get_mrope_input_positions"):
-            if hasattr(model_class, method):
-                setattr(theirs, method, getattr(model_class, method).__get__(theirs))
+        (architecture,) = model.config.architectures or [type(model).__name__]
+        theirs = without_weights(ModelRegistry._try_load_model_cls(architecture), model.config)
         for name, source in sources.items():
             content = [{"type": kind[:-1]} for kind, items in source.items() for _ in items]
             turn = [{"role": "user", "content": [*content, {"type": "text", "text": QUESTION}]}]
@@ -354,9 +352,8 @@ def check_positions(folder: Path, expected: None) -> None:
                 source = source | {"video_metadata": [metadata], "do_sample_frames": False}
             batch = processor(text=[text], return_tensors="pt", **source)
             inputs = apbv.ModelInputs.from_processor(parts, batch, apbv.HostGroup.single("cpu"))
-            wanted, _ = model_class.get_mrope_input_positions(
-                theirs, inputs.input_ids[0].tolist(), features_of(batch, parts)
-            )
+            features = features_of(batch, parts)
+            wanted, _ = theirs.get_mrope_input_positions(inputs.input_ids[0].tolist(), features)
             moved = inputs.at_vllm_positions(parts).position_ids
             check(f"{family}, {name}: vLLM's positions", moved[:, 0].tolist(), wanted.tolist())
             same = torch.equal(moved, inputs.position_ids)
@@ -381,20 +378,11 @@ def features_of(batch, parts) -> list:
     return features
 
 
-def check_tensor_parallel(folder: Path, expected: dict) -> None:
-    """Two workers, each with one of the two KV heads."""
-    from apbv.integrations.vllm import request_params
-
-    server = Server(folder / "qwen2", tensor_parallel_size=2)
-    case = expected["text-unaligned"]
-    request = {"prompt_token_ids": case["prompt"]} | request_params(folder / "text-unaligned")
-    check("loaded by two tensor-parallel workers", server.run(request), [case["tokens"]])
-
-
 def check_video(folder: Path, expected: dict) -> None:
+    """By two tensor-parallel workers, each with one of the two KV heads."""
     from apbv.integrations.vllm import request_params
 
-    server = Server(demo.model_path(), limit_mm_per_prompt={"video": 1, "image": 0})
+    server = Server(demo.model_path(), limit_mm_per_prompt={"video": 1, "image": 0}, tensor_parallel_size=2)
     processor = server.llm.get_tokenizer()
     turn = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
     text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
@@ -430,9 +418,9 @@ def check_video(folder: Path, expected: dict) -> None:
 
 PARTS = {
     "prefill": lambda folder, expected: prefill_all(folder),
+    "positions": check_positions,
     "text": check_text,
     "video": check_video,
-    "tp": check_tensor_parallel,
 }
 
 
@@ -457,7 +445,7 @@ def main(options: argparse.Namespace) -> None:
         if not (folder / "expected.json").exists():
             save_text_model(folder / "qwen2")
             run_part("prefill", folder, hosts=2)
-        for part in ("text", "video"):
+        for part in ("positions", "text", "video"):
             run_part(part, folder)
 
 

@@ -89,14 +89,14 @@ class Load:
         path: the saved KV, and ``generation`` which save of it the scheduler saw.
         tokens: which tokens are loaded.
         slots: where each goes in the paged cache.
-        refusal: why this request must fail instead.
+        is_refused: whether the request must fail instead.
     """
 
     path: str = ""
     generation: str = ""
     tokens: range = range(0)
     slots: tuple[int, ...] = ()
-    refusal: str | None = None
+    is_refused: bool = False
 
 
 @dataclass
@@ -138,7 +138,7 @@ class ApbvConnector(KVConnectorBase_V1):
         else:
             layers = vllm_config.compilation_config.static_forward_context
             self._layers = {extract_layer_index(name): layers[name] for name in group.layer_names}
-            self._loading: dict[str, Iterator[None]] = {}
+            self._loading: dict[str, Iterator[int]] = {}
             self._results = KVConnectorTransferResults()
 
     # Scheduler's side.
@@ -150,7 +150,8 @@ class ApbvConnector(KVConnectorBase_V1):
         try:
             load = self._admission.check(request, params["apbv_path"])
         except Exception as error:  # whatever a request names, the engine serves the others
-            load = Load(refusal=str(error) if isinstance(error, ValueError) else repr(error))
+            logger.error("request %s is refused: %s", request.request_id, _reason(error))
+            load = Load(is_refused=True)
             # vLLM drops loads for requests that skip its prefix cache: this one would run instead of failing.
             request.skip_reading_prefix_cache = False
         self._requests[request.request_id] = load
@@ -160,7 +161,7 @@ class ApbvConnector(KVConnectorBase_V1):
         if load is None:
             return 0, False
         # All tokens of a refused request are announced, so that vLLM begins the load whatever it has cached.
-        stop = request.num_tokens if load.refusal else load.tokens.stop
+        stop = request.num_tokens if load.is_refused else load.tokens.stop
         count = max(0, stop - num_computed_tokens)
         return count, count > 0
 
@@ -168,7 +169,7 @@ class ApbvConnector(KVConnectorBase_V1):
         load = self._requests.get(request.request_id)
         if load is None or num_external_tokens == 0:
             return
-        if load.refusal is None:
+        if not load.is_refused:
             (block_ids,) = blocks.get_block_ids()
             tokens = range(load.tokens.stop - num_external_tokens, load.tokens.stop)
             size = self._block_size
@@ -188,24 +189,26 @@ class ApbvConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
         for request_id, load in self._get_connector_metadata().loads.items():
-            self._loading[request_id] = self._load_layers(load)
+            if load.is_refused:
+                self._end(request_id, failed=True)
+            else:
+                self._loading[request_id] = self._load_layers(load)
         for request_id, layers in list(self._loading.items()):
             try:
-                next(layers)
-                continue
-            except StopIteration:
-                pass
+                if next(layers, None) is None:
+                    self._end(request_id)
             except Exception as error:  # this request fails, not the engine
-                reason = error if isinstance(error, ValueError) else repr(error)
-                logger.error("request %s is refused: %s", request_id, reason)
-                self._results.failed_recving.add(request_id)
-            del self._loading[request_id]
-            self._results.finished_recving.add(request_id)
+                logger.error("the KV of request %s cannot be loaded: %s", request_id, _reason(error))
+                self._end(request_id, failed=True)
 
-    def _load_layers(self, load: Load) -> Iterator[None]:
-        """Put a request's KV into its blocks, one layer at a time."""
-        if load.refusal is not None:
-            raise ValueError(load.refusal)
+    def _end(self, request_id: str, failed: bool = False) -> None:
+        self._loading.pop(request_id, None)
+        self._results.finished_recving.add(request_id)
+        if failed:
+            self._results.failed_recving.add(request_id)
+
+    def _load_layers(self, load: Load) -> Iterator[int]:
+        """Put a request's KV into its blocks, one layer at a time; yields their numbers."""
         saved = SavedKV.open(load.path)
         if saved.manifest.generation != load.generation:
             raise StorageError(f"{load.path} was replaced after the request began")
@@ -218,7 +221,7 @@ class ApbvConnector(KVConnectorBase_V1):
             if slots is None:
                 slots = torch.tensor(load.slots, dtype=torch.int64, device=keys.device)
             layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
-            yield
+            yield index
 
     @staticmethod
     def _own_heads(saved: SavedKV, layer) -> range:
@@ -259,10 +262,7 @@ class Admission:
         self.weights_sha256 = weights_digest(_sampled_rows(model_config, vllm_config.load_config.download_dir))
         self.model = None
         if model_config.uses_mrope:
-            model_class = get_model_cls(model_config)
-            self.model = model_class.__new__(model_class)
-            torch.nn.Module.__init__(self.model)  # no weights: the positions depend on the config alone
-            self.model.config = model_config.hf_config
+            self.model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
     def check(self, request: Request, path: Any) -> Load:
         """What to load for this request.
@@ -350,6 +350,18 @@ class Admission:
                 f"the KV was computed at other positions (positions={saved.manifest.positions!r}) than vLLM gives "
                 "the request: prefill with positions='vllm'"
             )
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else repr(error)
+
+
+def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Module:
+    """A model of vLLM's to ask for positions, which depend on its config alone."""
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    return model
 
 
 def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
