@@ -35,7 +35,6 @@ os.environ |= {
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.video_utils import VideoMetadata
 
 import apbv  # before transformers and vLLM: see apbv.torchvision_guard
 from apbv import demo
@@ -198,7 +197,7 @@ class Log(logging.Handler):
 class Server:
     """vLLM with one model; ``run`` answers requests in one batch."""
 
-    def __init__(self, model: Path, **options):
+    def __init__(self, model: Path, root: Path, **options):
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -206,6 +205,7 @@ class Server:
             kv_connector="ApbvConnector",
             kv_connector_module_path="apbv.integrations.vllm",
             kv_role="kv_consumer",
+            kv_connector_extra_config={"root": str(root)},
         )
         self.llm = LLM(
             str(model),
@@ -258,7 +258,7 @@ def check(name: str, found, wanted) -> None:
 def check_text(folder: Path, expected: dict) -> None:
     from apbv.integrations.vllm import request_params
 
-    server = Server(folder / "qwen2")
+    server = Server(folder / "qwen2", folder)
 
     def request(name: str, more: list[int] = (), **changes) -> dict:
         prompt = {"prompt_token_ids": [*expected[name]["prompt"], *more]}
@@ -299,6 +299,7 @@ def check_text(folder: Path, expected: dict) -> None:
         "other tokens": (request(name, prompt_token_ids=other), "part at token 134"),
         "shorter prompt": (request(name, prompt_token_ids=other[:50]), "part at token 50"),
         "no KV": (request(name, kv_transfer_params={"apbv_path": str(folder / "nowhere")}), "no saved KV"),
+        "another folder": (request(name, kv_transfer_params={"apbv_path": str(demo.model_path())}), "is outside"),
         "no path": (request(name, kv_transfer_params={"apbv_path": 7}), "must be a string"),
         "another model": (request(name, **request_params(folder / "video-exact")), "config"),
     }
@@ -326,6 +327,7 @@ def check_refusals(server: Server, refused: dict[str, tuple[dict, str]], plain: 
 
 def check_positions(folder: Path, expected: None) -> None:
     """apbv's idea of vLLM's positions against vLLM's own, for a long video, a short one, and two images."""
+    from transformers.video_utils import VideoMetadata
     from vllm.model_executor.models.registry import ModelRegistry
 
     from apbv.integrations.vllm import without_weights
@@ -382,7 +384,9 @@ def check_video(folder: Path, expected: dict) -> None:
     """By two tensor-parallel workers, each with one of the two KV heads."""
     from apbv.integrations.vllm import request_params
 
-    server = Server(demo.model_path(), limit_mm_per_prompt={"video": 1, "image": 0}, tensor_parallel_size=2)
+    server = Server(
+        demo.model_path(), folder, limit_mm_per_prompt={"video": 1, "image": 0}, tensor_parallel_size=2
+    )
     processor = server.llm.get_tokenizer()
     turn = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
     text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)

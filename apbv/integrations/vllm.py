@@ -56,7 +56,7 @@ def request_params(path: str | Path) -> dict[str, Any]:
         Offline the first goes into ``SamplingParams(extra_args={"kv_transfer_params": …})``, the second into the
         prompt. With a video or images also ``uuid``, by which they are named: a field of the message's
         ``video_url`` or ``image_url`` part (of each image, with a suffix of its own); offline the prompt's
-        ``multi_modal_uuids``.
+        ``multi_modal_uuids``. The client vouches with it that vLLM is shown what apbv was shown.
 
     Raises:
         StorageError: there is no usable KV in this folder.
@@ -129,6 +129,8 @@ class ApbvConnector(KVConnectorBase_V1):
             raise ValueError("ApbvConnector needs a model all of whose layers are of full attention")
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
             raise ValueError("ApbvConnector does not support vLLM's context parallelism")
+        if vllm_config.speculative_config is not None:
+            raise ValueError("ApbvConnector does not support vLLM's speculative decoding: no draft's KV is saved")
         group = kv_cache_config.kv_cache_groups[0]
         self._block_size = group.kv_cache_spec.block_size
         if role is KVConnectorRole.SCHEDULER:
