@@ -122,7 +122,8 @@ def continue_greedily(model, cache, tokens: list[int], position: int) -> list[in
 
 def damaged(source: Path, target: Path, change) -> Path:
     """A copy of saved KV, changed."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
     change(target)
     return target
 
