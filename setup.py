@@ -10,6 +10,7 @@ setup(
     packages=[
         "apbv",
         "apbv.demo",
+        "apbv.integrations",
         "apbv.kernels",
         "apbv.launch",
         "apbv.methods",

@@ -21,7 +21,7 @@ from .attention import PrefillObserver
 from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
 from .decode import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
 from .hosts import HostGroup
-from .inputs import FramePiece, ModelInputs
+from .inputs import POSITION_RULES, FramePiece, ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
@@ -203,6 +203,7 @@ class Engine:
         messages: Sequence[dict] | None = None,
         num_frames: int = 64,
         fps: float | None = None,
+        positions: str = "transformers",
     ) -> PrefillResult:
         """Prefill a question about at most one source.
 
@@ -214,6 +215,7 @@ class Engine:
             messages: a chat in transformers' format, instead of all these.
             num_frames: so many frames are sampled, evenly; with ``fps`` at most so many.
             fps: sample at this rate instead.
+            positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
 
         Raises:
             ValueError: the prompt, the file or a length cannot be handled; the message says why.
@@ -223,7 +225,7 @@ class Engine:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
-        inputs, kept = self._prepare(prompt, source, num_frames, fps, timer)
+        inputs, kept = self._prepare(prompt, source, num_frames, fps, timer, positions=positions)
         return self._prefill(inputs, kept, timer)
 
     def _prefill(
@@ -514,6 +516,7 @@ class Engine:
         fps: float | None,
         timer: StageTimer,
         stop: Stop | None = None,
+        positions: str = "transformers",
     ) -> tuple[ModelInputs, KeptPrefix | None]:
         """A request's prompt, and what is kept of its beginning."""
         self._require_wanted(stop)
@@ -521,6 +524,10 @@ class Engine:
             with timer.stage("preprocess"):
                 rendered = render_prompt(self._parts, self.processor, prompt, **source)
             inputs, piece = self._read(rendered, num_frames, fps, timer)
+            if positions not in POSITION_RULES:
+                raise ValueError(f"positions must be one of {', '.join(POSITION_RULES)}, not {positions!r}")
+            if positions == "vllm":
+                inputs = inputs.at_vllm_positions(self._parts)
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
         kept = None if self._reuse is None else self._reuse.find_prefix(inputs, self.hosts)

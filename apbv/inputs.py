@@ -18,6 +18,8 @@ from .layout import split_evenly
 from .models import ModelParts
 from .video import VideoInfo, read_frames
 
+POSITION_RULES = ("transformers", "vllm")
+
 
 class PromptError(ValueError):
     """The prompt cannot be answered by this model; the message says why."""
@@ -73,7 +75,7 @@ class ModelInputs:
         context_start: what comes before it belongs to the anchor: the tokens before the first visual one.
         query_start: first token of the query block: after the last visual token, or after a text's context.
         visual: images or video; None for a text prompt.
-        position_rule: whose rule gave ``position_ids``.
+        position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
 
     input_ids: Tensor
@@ -99,6 +101,21 @@ class ModelInputs:
     def without_pixels(self) -> "ModelInputs":
         """The same prompt with its pixels released."""
         return self if self.visual is None else replace(self, visual=replace(self.visual, pixels=None))
+
+    def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
+        """The same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
+
+        There every run of text or of visual tokens begins one past the greatest position before it. In
+        transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
+        which comes earlier where the video's time positions reach further. Other models have one rule.
+        """
+        visual = parts.is_visual(self.input_ids[0])
+        edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
+        position_ids, start = self.position_ids.clone(), 0
+        for run in position_ids.tensor_split(edges, dim=-1):  # views
+            run += start - run.min()
+            start = int(run.max()) + 1
+        return replace(self, position_ids=position_ids, position_rule="vllm")
 
     @classmethod
     def from_processor(

@@ -1,6 +1,5 @@
 """What apbv needs to know of a Hugging Face model. The only place that reads a model's config."""
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .kernels.library_attention import require_usable
+from .storage import weights_digest
 
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
@@ -125,16 +125,9 @@ class ModelParts:
         return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
     def weights_digest(self) -> str:
-        """SHA-256 of a sample of the weights that make KV: tells models of one architecture apart.
-
-        A member of a host samples what it has; member 0's is that of the whole model.
-        """
-        digest = hashlib.sha256()
-        for layer in self.language_model.layers:
-            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-                row = _here(projection.weight)[0]
-                digest.update(row.detach().float().cpu().numpy().tobytes())
-        return digest.hexdigest()
+        """See :func:`apbv.storage.weights_digest`; a member of a host samples its share, member 0 as of the whole."""
+        attentions = [layer.self_attn for layer in self.language_model.layers]
+        return weights_digest(_here(proj.weight)[0] for attn in attentions for proj in (attn.k_proj, attn.v_proj))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[1, S, d]`` to ``[1, S, V]``."""

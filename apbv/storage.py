@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -168,6 +168,18 @@ def config_digest(config) -> str:
     """SHA-256 of what in a transformers configuration decides the KV of its language model."""
     text = config.get_text_config().to_dict()
     return _digest({name: text[name] for name in _CONFIG_FIELDS if text.get(name) is not None})
+
+
+def weights_digest(rows: Iterable[Tensor]) -> str:
+    """SHA-256 of a sample of the weights that make KV, which tells models of one architecture apart.
+
+    Args:
+        rows: the first row of every layer's key projection and, behind it, of its value projection.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class SavedKV:

@@ -32,7 +32,7 @@ LAYERS = (
     ("apbv.speculate",),
     ("apbv.engine",),
     ("apbv",),
-    ("apbv.launch", "apbv.demo.evaluate"),
+    ("apbv.launch", "apbv.demo.evaluate", "apbv.integrations"),
     ("apbv.demo.agreement",),
     ("benchmarks", "tests"),
 )
@@ -121,6 +121,8 @@ def violations(module: str, is_package: bool, source: str) -> list[str]:
                 against(line, f"imports {name}: kernels import torch, triton and the standard library")
         elif top == "triton" and module in OURS:
             against(line, "imports triton outside a kernel file")
+        elif top == "vllm" and module in OURS and not starts_with(module, "apbv.integrations"):
+            against(line, "imports vllm outside apbv.integrations")
     if module in OURS and module != "apbv.hosts":
         for name, line in [*imports(tree, module, is_package), *attributes(tree)]:
             if starts_with(name, "torch.distributed"):
@@ -180,6 +182,7 @@ def test_scripts_import_apbv_before_transformers():
         ("apbv.kernels.attention", "from ..config import PrefillConfig"),
         ("apbv.kernels.attention", "import numpy"),
         ("apbv.kernels.attention", "from transformers import Cache"),
+        ("apbv.result", "from vllm import LLM"),
         ("apbv.cache", "import torch.distributed as dist"),
         ("apbv.cache", "from torch import distributed"),
         ("apbv.launch.infer", "from torch.distributed import barrier"),

@@ -1,0 +1,1 @@
+"""Serving engines that go on from what apbv prefilled."""
