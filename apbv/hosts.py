@@ -308,6 +308,18 @@ class HostGroup:
         self._wait(work)
         return tensor.tolist()
 
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Any number of bytes from host 0 to everybody; ``data`` matters on host 0 only."""
+        if self.size == 1:
+            return data
+        (length,) = self.broadcast_ints([len(data)] if self.rank == 0 else None, 1)
+        if not length:
+            return b""
+        if self.rank != 0:
+            return self.start_broadcast(torch.empty(length, dtype=torch.uint8), 0).wait().numpy().tobytes()
+        self.start_broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0).wait()
+        return data
+
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """The same number of floats from every host, on every host: one list per host."""
         return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()

@@ -66,6 +66,11 @@ class ModelParts:
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of the longest sequence that the model was made for."""
+        return self.language_model.config.max_position_embeddings
+
+    @property
     def num_deepstack_layers(self) -> int:
         """After how many of the first layers visual features are added to the hidden states (Qwen3-VL)."""
         vision_config = getattr(self.model.config, "vision_config", None)
