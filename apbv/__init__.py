@@ -5,7 +5,7 @@ from .torchvision_guard import ensure_torchvision_imports
 ensure_torchvision_imports()
 
 from .config import PrefillConfig, SamplingConfig, SpeculativeConfig  # noqa: E402  (transformers must find torchvision usable)
-from .engine import Engine, GenerateResult  # noqa: E402
+from .engine import Engine, GenerateResult, RequestCancelled  # noqa: E402
 from .hosts import HostError, HostGroup  # noqa: E402
 from .inputs import ModelInputs  # noqa: E402
 from .prefill import PrefillResult, prefill  # noqa: E402
@@ -18,6 +18,7 @@ __all__ = [
     "ModelInputs",
     "PrefillConfig",
     "PrefillResult",
+    "RequestCancelled",
     "SamplingConfig",
     "SpeculativeConfig",
     "prefill",

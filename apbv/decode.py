@@ -1,6 +1,7 @@
 """Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +14,36 @@ from .config import SamplingConfig
 from .hosts import HostGroup
 from .models import ModelParts
 from .sampling import sample
+
+# Asked on host 0 with all new tokens so far; true ends the answer there.
+Stop = Callable[[Sequence[int]], bool]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where an answer ends, as host 0 sees it, which tells the others.
+
+    Attributes:
+        eos_token_ids: an end token is the answer's last.
+        max_new_tokens: at most so many tokens.
+        stop: what else may end it.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop: Stop | None = None
+
+    def cut(self, tokens: Sequence[int], new: Sequence[int]) -> tuple[list[int], bool]:
+        """Of at least one new token, which follow others, those up to the answer's end; and whether it ends."""
+        for count in range(1, len(new) + 1):
+            answer = [*tokens, *new[:count]]
+            if (
+                answer[-1] in self.eos_token_ids
+                or len(answer) >= self.max_new_tokens
+                or (self.stop is not None and self.stop(answer))
+            ):
+                return list(new[:count]), True
+        return list(new), False
 
 
 class Decoder(Protocol):
@@ -135,8 +166,9 @@ def generate_tokens(
     config: SamplingConfig,
     eos_token_ids: tuple[int, ...],
     on_token: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
 ) -> list[int]:
-    """Choose and append tokens until an end token, which is included, or ``max_new_tokens``.
+    """Choose and append tokens until an end token, which is included, ``max_new_tokens``, or ``stop``.
 
     Host 0 chooses, so that every host continues with the same token. Collective.
 
@@ -144,15 +176,38 @@ def generate_tokens(
         logits: ``[V]``, for the first new token.
         prompt_len: n; a token's random number depends on the seed and its index in the sequence.
         on_token: called on every host with each token as soon as it is chosen.
+        stop: see :data:`Stop`; matters on host 0 only.
     """
+    ending = Ending(eos_token_ids, config.max_new_tokens, stop)
     tokens: list[int] = []
     while True:
-        chosen = [sample(logits, config, prompt_len + len(tokens))] if hosts.rank == 0 else None
-        (token,) = hosts.broadcast_ints(chosen, 1)
+        token, has_ended = choose_token(logits, prompt_len, tokens, hosts, config, ending)
         tokens.append(token)
         if on_token is not None:
             on_token(token)
-        if token in eos_token_ids or len(tokens) == config.max_new_tokens:
+        if has_ended:
             return tokens
         rows = decoder.advance([token])
         logits = None if rows is None else rows[-1]
+
+
+def choose_token(
+    logits: Tensor | None,
+    prompt_len: int,
+    tokens: Sequence[int],
+    hosts: HostGroup,
+    config: SamplingConfig,
+    ending: Ending,
+) -> tuple[int, bool]:
+    """The token that follows, and whether the answer ends with it; on every host.
+
+    Args:
+        logits: ``[V]`` on host 0.
+        tokens: the answer so far.
+    """
+    chosen = None
+    if hosts.rank == 0:
+        token = sample(logits, config, prompt_len + len(tokens))
+        chosen = [token, ending.cut(tokens, [token])[1]]
+    token, has_ended = hosts.broadcast_ints(chosen, 2)
+    return token, bool(has_ended)

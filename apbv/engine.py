@@ -19,7 +19,7 @@ from transformers import (
 from . import demo
 from .attention import PrefillObserver
 from .config import PrefillConfig, SamplingConfig, SpeculativeConfig
-from .decode import Decoder, GatheredDecoder, ShardedDecoder, generate_tokens
+from .decode import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
 from .hosts import HostGroup
 from .inputs import ModelInputs
 from .models import VIDEO_FAMILIES, ModelParts, inspect_model
@@ -57,6 +57,10 @@ Captioner = Callable[[RenderedPrompt], str]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+class RequestCancelled(RuntimeError):
+    """``stop`` ended a request before it was prefilled; the hosts stay ready for the next one."""
+
+
 @dataclass(frozen=True)
 class GenerateResult:
     """An answer; the same on every host.
@@ -64,6 +68,7 @@ class GenerateResult:
     Attributes:
         text: the answer, without special tokens.
         token_ids: the generated tokens, the end token included.
+        finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
         stats: what the request took; the fields of ``launch/infer.py --json``.
         kept: with a draft that sees some of a video's tokens: bool ``[T, h, w]``, for what the model merges to
             T frames; else None.
@@ -74,6 +79,7 @@ class GenerateResult:
     text: str
     token_ids: list[int]
     stats: dict[str, Any]
+    finish_reason: str
     kept: torch.Tensor | None = None
     timeline: dict[str, list[Span]] | None = None
 
@@ -221,6 +227,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
+        stop: Stop | None = None,
         timeline: bool = False,
     ) -> GenerateResult:
         """Answer a question; the arguments up to ``fps`` are those of :meth:`prefill`.
@@ -232,10 +239,17 @@ class Engine:
             seed: the same seed draws the same tokens; where a draft's windows depend on time (``num_draft_tokens``
                 is ``"auto"``, or there is a draft host) it draws others of the same distribution.
             on_token: called on every host with each token as soon as it is chosen; on a draft host at the end.
+            stop: asked on host 0 after each token with all tokens so far; true ends the answer there. Also asked
+                before and after the prompt is read, with no tokens; true then cancels the request. Given on every
+                host, or on none.
             timeline: collect what happened when on every host.
 
         Returns:
             The answer, the same on every host; ``stats`` on a draft host are its own.
+
+        Raises:
+            RequestCancelled: ``stop`` was true before there was a token.
+            ValueError, HostError: as :meth:`prefill`.
         """
         with self.hosts.local_stage("reading the settings"):
             sampling = SamplingConfig(
@@ -243,19 +257,24 @@ class Engine:
             )
         timer = StageTimer(self.hosts)
         source = {"video": video, "images": images, "context": context, "messages": messages}
-        inputs = self._begin(sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer))
+        if self.model is None:
+            stop = None  # a draft host is told where the answer ends
+        inputs = self._begin(sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer, stop))
         if self.model is None:
             return self._draft_for_others(inputs, sampling, timer, on_token)
         stats = draft = None
         if self.speculative_config is None:
             state = prefill(self.model, inputs, hosts=self.hosts, config=self.prefill_config, timer=timer)
             with self.hosts.collective_stage("decode"), timer.stage("decode"):
-                tokens = generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token)
+                ends = self._parts.eos_token_ids
+                tokens = generate_tokens(*self._start(state), sampling, ends, on_token, stop)
         elif self._pair is not None:
-            state, tokens, stats = self._generate_beside_draft(inputs, sampling, timer, on_token)
+            state, tokens, stats = self._generate_beside_draft(inputs, sampling, timer, on_token, stop)
         else:
             asked = {"prompt": prompt, **source}
-            state, tokens, stats, draft = self._generate_speculatively(inputs, asked, sampling, timer, on_token)
+            state, tokens, stats, draft = self._generate_speculatively(
+                inputs, asked, sampling, timer, on_token, stop
+            )
         speculation = None if stats is None else {**asdict(self.speculative_config), **stats.summary(len(tokens))}
         kept = None
         if draft is not None:
@@ -265,7 +284,7 @@ class Engine:
         spans = self._collect_timeline(timer, stats) if timeline else None
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         record = self._record(state, sampling, tokens, text, speculation)
-        return GenerateResult(text, tokens, record, kept, spans)
+        return GenerateResult(text, tokens, record, self._finish_reason(tokens, sampling), kept, spans)
 
     def _begin(self, sampling: SamplingConfig, read: Callable[[], ModelInputs]) -> ModelInputs:
         """Read a request; where somebody drafts beside the target, both sides tell each other."""
@@ -314,6 +333,7 @@ class Engine:
         sampling: SamplingConfig,
         timer: StageTimer,
         on_token,
+        stop: Stop | None,
     ) -> tuple[PrefillResult, list[int], SpeculationStats, Draft]:
         """Prefill, let the draft read the prompt, and decode."""
         config, hosts = self.speculative_config, self.hosts
@@ -348,6 +368,7 @@ class Engine:
                 self._parts.eos_token_ids,
                 self._tree or config.num_draft_tokens,
                 on_token,
+                stop,
             )
         return state, tokens, stats, draft
 
@@ -365,7 +386,7 @@ class Engine:
             return caption.strip()
 
     def _generate_beside_draft(
-        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token
+        self, inputs: ModelInputs, sampling: SamplingConfig, timer: StageTimer, on_token, stop: Stop | None
     ) -> tuple[PrefillResult, list[int], PipelineStats]:
         """The target hosts' part of drafting on another host."""
         config, pair = self.speculative_config, self._pair
@@ -383,6 +404,7 @@ class Engine:
                     self._parts.eos_token_ids,
                     config.most_draft_tokens,
                     on_token,
+                    stop,
                 )
         except BaseException:
             pair.fail()
@@ -407,7 +429,12 @@ class Engine:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         figures = {"role": "draft", "num_drafted": report.num_drafted, **timer.summary(len(tokens))}
         kept = kept_by_frame(self._draft, inputs, draft.kept)
-        return GenerateResult(text, tokens, {"token_ids": tokens, "text": text, **figures}, kept)
+        reason = self._finish_reason(tokens, sampling)
+        return GenerateResult(text, tokens, {"token_ids": tokens, "text": text, **figures}, reason, kept)
+
+    def _finish_reason(self, tokens: list[int], sampling: SamplingConfig) -> str:
+        is_cut = len(tokens) == sampling.max_new_tokens and tokens[-1] not in self._parts.eos_token_ids
+        return "length" if is_cut else "stop"
 
     def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
         """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""
@@ -418,15 +445,36 @@ class Engine:
         return decoder, state.logits[0], state.num_tokens, self.hosts
 
     def _prepare(
-        self, prompt: str | None, source: dict[str, Any], num_frames: int, fps: float | None, timer: StageTimer
+        self,
+        prompt: str | None,
+        source: dict[str, Any],
+        num_frames: int,
+        fps: float | None,
+        timer: StageTimer,
+        stop: Stop | None = None,
     ) -> ModelInputs:
+        self._require_wanted(stop)
         with self.hosts.local_stage("reading the prompt"):
             with timer.stage("preprocess"):
                 rendered = render_prompt(self._parts, self.processor, prompt, **source)
             inputs = self._read(rendered, num_frames, fps, timer)
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
-            return inputs
+        self._require_wanted(stop)
+        return inputs
+
+    def _require_wanted(self, stop: Stop | None) -> None:
+        """Go on only if ``stop`` lets us; collective.
+
+        Raises:
+            RequestCancelled: on every host.
+        """
+        if stop is None:
+            return
+        with self.hosts.local_stage("asking whether to go on"):
+            is_over = self.hosts.rank == 0 and stop(())
+        if self.hosts.broadcast_ints([is_over], 1)[0]:
+            raise RequestCancelled("the request was cancelled before it was prefilled")
 
     def _read(
         self, rendered: RenderedPrompt, num_frames: int, fps: float | None, timer: StageTimer

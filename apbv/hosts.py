@@ -199,6 +199,11 @@ class HostGroup:
         return time.perf_counter()
 
     @property
+    def is_broken(self) -> bool:
+        """Whether a host failed in an exchange: this group can be used no more."""
+        return self._broken
+
+    @property
     def process_group(self):
         """The torch.distributed group of the data, for libraries that exchange data themselves; None alone."""
         return self._data_group

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..decode import Decoder
+from ..decode import Decoder, Ending, Stop
 from ..hosts import HostError, HostGroup
 from ..timeline import Recorder, Span, seconds_of
 from .drafters import Proposal, packed, unpacked
 from .link import CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, Link
 from .prompt import Draft
-from .serial import SpeculationStats, judge, say, until_the_end
+from .serial import SpeculationStats, judge, say
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,26 @@ class _Target:
         link: Link | None,
         prompt_len: int,
         config: SamplingConfig,
-        eos_token_ids: tuple[int, ...],
+        ending: Ending,
         stats: PipelineStats,
     ):
         self.link, self._prompt_len = link, prompt_len
-        self._config, self._eos_token_ids, self._stats = config, eos_token_ids, stats
+        self._config, self._ending, self._stats = config, ending, stats
         self._pending = Proposal([])
 
-    def decide(self, tokens: list[int], rows: Tensor) -> tuple[list[int], list[int]]:
-        """What a round confirms, and what the next one is to verify. The draft hears of it in between.
+    def decide(self, tokens: list[int], rows: Tensor) -> tuple[list[int], list[int], bool]:
+        """What a round confirms, what the next one is to verify, and whether the answer ends.
+
+        The draft hears of it in between.
 
         Args:
             tokens: all that is verified so far.
             rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one after.
         """
         new, code = self._judge(tokens, rows)
-        new = until_the_end(new, self._eos_token_ids)[: self._config.max_new_tokens - len(tokens)]
+        new, has_ended = self._ending.cut(tokens, new)
         has_rest = code == GO_ON
-        if new[-1] in self._eos_token_ids or len(tokens) + len(new) == self._config.max_new_tokens:
+        if has_ended:
             code = DONE
         self._use(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
         self._pending = Proposal([])
@@ -114,7 +116,7 @@ class _Target:
             self._pending = self._await(lambda link: link.receive_rest()) or self._pending
         elif has_rest:
             self._use(lambda link: link.skip(first=False))
-        return new, self._pending.tokens
+        return new, self._pending.tokens, has_ended
 
     def _judge(self, tokens: list[int], rows: Tensor) -> tuple[list[int], int]:
         """What a round confirms, and the code of its verdict: after GO_ON the window at hand has a rest."""
@@ -170,6 +172,7 @@ def generate_beside_draft(
     eos_token_ids: tuple[int, ...],
     num_draft_tokens: int,
     on_token: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
 ) -> tuple[list[int], PipelineStats]:
     """The target's side: :func:`apbv.decode.generate_tokens` with :func:`draft_beside` on another host.
 
@@ -181,7 +184,8 @@ def generate_beside_draft(
         num_draft_tokens: γ, the longest window but for the first.
     """
     stats = PipelineStats()
-    target = _Target(link, prompt_len, config, eos_token_ids, stats) if hosts.rank == 0 else None
+    ending = Ending(eos_token_ids, config.max_new_tokens, stop)
+    target = _Target(link, prompt_len, config, ending, stats) if hosts.rank == 0 else None
     tokens: list[int] = []
     pending: list[int] = []
     rows: Tensor | None = logits[None]
@@ -189,14 +193,14 @@ def generate_beside_draft(
     while True:
         plan = None
         if target is not None:
-            new, waiting = target.decide(tokens, rows)
-            plan = [*packed(new, width), *packed(waiting, width)]
-        plan = hosts.broadcast_ints(plan, 2 * (1 + width))
+            new, waiting, has_ended = target.decide(tokens, rows)
+            plan = [has_ended, *packed(new, width), *packed(waiting, width)]
+        has_ended, *plan = hosts.broadcast_ints(plan, 1 + 2 * (1 + width))
         new, waiting = unpacked(plan[: 1 + width]), unpacked(plan[1 + width :])
         # The target has run all verified tokens and the pending ones; of the new ones all but the last are kept.
         decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
         say(new, tokens, on_token)
-        if tokens[-1] in eos_token_ids or len(tokens) == config.max_new_tokens:
+        if has_ended:
             if target is not None:
                 target.finish()
             return tokens, stats

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from torch import Tensor
 
 from ..config import SamplingConfig, longest_window
-from ..decode import Decoder
+from ..decode import Decoder, Ending, Stop, choose_token
 from ..hosts import HostGroup
-from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
+from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, probabilities, uniform
 from ..timeline import Recorder
 from .drafters import Drafter, Learner, Proposal, packed, unpacked
 from .verify import Verdict, verify_greedy, verify_sampled
@@ -110,6 +110,7 @@ def generate_speculatively(
     eos_token_ids: tuple[int, ...],
     num_draft_tokens: int | str,
     on_token: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
 ) -> tuple[list[int], SpeculationStats]:
     """:func:`apbv.decode.generate_tokens`, with several tokens per forward pass of the target.
 
@@ -119,7 +120,7 @@ def generate_speculatively(
     Args:
         drafter: on host 0; None on the others.
         num_draft_tokens: γ, or ``"auto"`` (:class:`WindowLength`).
-        on_token: as there; several calls after each round.
+        on_token, stop: as there; several calls after each round.
 
     Returns:
         The new tokens, and the statistics; their times are as this host saw them.
@@ -128,18 +129,18 @@ def generate_speculatively(
     window_length = WindowLength(num_draft_tokens, stats)
     tokens: list[int] = []
     drafted: list[int] = []
-    chosen = [sample(logits, config, prompt_len)] if hosts.rank == 0 else None
-    new = hosts.broadcast_ints(chosen, 1)
+    ending = Ending(eos_token_ids, config.max_new_tokens, stop)
+    token, has_ended = choose_token(logits, prompt_len, tokens, hosts, config, ending)
+    new = [token]
     while True:
-        new = until_the_end(new, eos_token_ids)
         # The target has run the last token and all drafted ones: all new tokens but one are in its KV, no others.
         decoder.take_back(len(drafted) + 1 - len(new))
         say(new, tokens, on_token)
-        if tokens[-1] in eos_token_ids or len(tokens) >= config.max_new_tokens:
+        if has_ended:
             return tokens, stats
         # The target adds one token to those that it accepts.
         room = config.max_new_tokens - len(tokens) - 1
-        proposal = verdict = None
+        proposal = plan = None
         with stats.record.span("draft") as details:
             if hosts.rank == 0:
                 proposal = drafter.propose(tokens, min(window_length(), room))
@@ -149,9 +150,12 @@ def generate_speculatively(
             rows = decoder.advance([tokens[-1], *drafted])
             if hosts.rank == 0:
                 verdict = judge(proposal, rows, prompt_len + len(tokens), config)
-            accepted, token = hosts.broadcast_ints(verdict and [verdict.num_accepted, verdict.next_token], 2)
+                accepted, token = verdict.num_accepted, verdict.next_token
+                new, has_ended = ending.cut(tokens, [*drafted[:accepted], token])
+                plan = [accepted, token, len(new), has_ended]
+            accepted, token, num_new, has_ended = hosts.broadcast_ints(plan, 4)
             details["accepted"] = accepted
-        new = [*drafted[:accepted], token]
+        new = [*drafted[:accepted], token][:num_new]
         if isinstance(drafter, Learner):
             drafter.learn(new, rows[: len(new)])
         stats.rounds += 1
@@ -191,11 +195,3 @@ def say(new: Sequence[int], tokens: list[int], on_token: Callable[[int], None] |
         tokens.append(token)
         if on_token is not None:
             on_token(token)
-
-
-def until_the_end(tokens: list[int], eos_token_ids: tuple[int, ...]) -> list[int]:
-    """The tokens up to the first end token, which is included."""
-    for number, token in enumerate(tokens, start=1):
-        if token in eos_token_ids:
-            return tokens[:number]
-    return tokens

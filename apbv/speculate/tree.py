@@ -18,13 +18,13 @@ from transformers import DynamicCache
 from ..attention import TreeAttention
 from ..cache import appending_in_place, keep_of_last
 from ..config import SamplingConfig
-from ..decode import Decoder, run_language_model
+from ..decode import Decoder, Ending, Stop, choose_token, run_language_model
 from ..hosts import HostGroup
 from ..models import ModelParts
 from ..sampling import sample
 from .draft_prompt import forget_prompt
 from .drafters import common_length, packed, unpacked
-from .serial import SpeculationStats, say, until_the_end
+from .serial import SpeculationStats, say
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,7 @@ def generate_by_tree(
     eos_token_ids: tuple[int, ...],
     tree: Tree,
     on_token: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
 ) -> tuple[list[int], SpeculationStats]:
     """:func:`apbv.speculate.serial.generate_speculatively` with a tree per round in place of a window.
 
@@ -242,11 +243,12 @@ def generate_by_tree(
     """
     stats = SpeculationStats()
     tokens: list[int] = []
-    chosen = [sample(logits, config, prompt_len)] if hosts.rank == 0 else None
-    new = until_the_end(hosts.broadcast_ints(chosen, 1), eos_token_ids)
+    ending = Ending(eos_token_ids, config.max_new_tokens, stop)
+    token, has_ended = choose_token(logits, prompt_len, tokens, hosts, config, ending)
+    new = [token]
     while True:
         say(new, tokens, on_token)
-        if tokens[-1] in eos_token_ids or len(tokens) >= config.max_new_tokens:
+        if has_ended:
             return tokens, stats
         # The target adds one token to those that it accepts.
         shape = tree.cut(config.max_new_tokens - len(tokens) - 1)
@@ -257,10 +259,11 @@ def generate_by_tree(
             rows = decoder.advance_tree(drafted, shape.depths, shape.visible)
             if hosts.rank == 0:
                 path, token = verify_tree(shape, drafted, rows, prompt_len + len(tokens), config)
-                verdict = [token, *packed(path, shape.depth + 1)]
-            token, *path = hosts.broadcast_ints(verdict, shape.depth + 3)
+                new, has_ended = ending.cut(tokens, [*(drafted[node] for node in path[1:]), token])
+                verdict = [token, len(new), has_ended, *packed(path, shape.depth + 1)]
+            token, num_new, has_ended, *path = hosts.broadcast_ints(verdict, shape.depth + 5)
             path = unpacked(path)
-            new = until_the_end([*(drafted[node] for node in path[1:]), token], eos_token_ids)
+            new = [*(drafted[node] for node in path[1:]), token][:num_new]
             # All new tokens but the last are in the KV then, and no others.
             decoder.keep_path(len(shape), path[: len(new)])
             details["accepted"] = len(path) - 1
