@@ -13,6 +13,7 @@ setup(
         "apbv.kernels",
         "apbv.launch",
         "apbv.methods",
+        "apbv.serve",
         "apbv.speculate",
     ],
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},

@@ -30,6 +30,7 @@ LAYERS = (
     ("apbv.speculate",),
     ("apbv.engine",),
     ("apbv",),
+    ("apbv.serve",),
     ("apbv.launch", "apbv.demo.evaluate"),
     ("apbv.demo.agreement",),
     ("benchmarks", "tests"),
@@ -37,6 +38,7 @@ LAYERS = (
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 FOLDERS = {"apbv": "apbv", "kernels": "apbv.kernels", "launch": "apbv.launch"}
 SCRIPTS = {"benchmarks": "benchmarks", "tests": "tests"}
+ONLY_FOR_SERVING = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"}
 
 Import = tuple[str, int]  # the full dotted name that is imported, and the line
 
@@ -119,6 +121,8 @@ def violations(module: str, is_package: bool, source: str) -> list[str]:
                 against(line, f"imports {name}: kernels import torch, triton and the standard library")
         elif top == "triton" and module in OURS:
             against(line, "imports triton outside a kernel file")
+        if top in ONLY_FOR_SERVING and module in OURS and not starts_with(module, "apbv.serve"):
+            against(line, f"imports {name}, which only the extra 'serve' installs")
     if module in OURS and module != "apbv.hosts":
         for name, line in [*imports(tree, module, is_package), *attributes(tree)]:
             if starts_with(name, "torch.distributed"):
@@ -183,6 +187,8 @@ def test_scripts_import_apbv_before_transformers():
         ("apbv.launch.infer", "from torch.distributed import barrier"),
         ("apbv.stats", "import torch\ntorch.distributed.barrier()"),
         ("apbv.demo.clips", "from apbv import Engine"),
+        ("apbv.engine", "import fastapi"),
+        ("apbv", "from .serve import app"),
     ],
 )
 def test_the_rules_see_a_violation(module, source):

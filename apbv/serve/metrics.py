@@ -22,7 +22,10 @@ class Metrics:
     def __init__(self):
         self._registry = registry = CollectorRegistry()
         self.ttft = Histogram(
-            "apbv_time_to_first_token_seconds", "From arrival to the first token", buckets=_SECONDS, registry=registry
+            "apbv_time_to_first_token_seconds",
+            "From arrival to the first token",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.latency = Histogram(
             "apbv_request_latency_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry

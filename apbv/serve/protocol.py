@@ -3,7 +3,9 @@
 A field that is not served is refused by name wherever ignoring it would change the answer.
 """
 
+import re
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -31,6 +33,8 @@ _NEUTRAL: Mapping[str, tuple] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
 }
+# Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
+_NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)str$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 
 
@@ -123,9 +127,9 @@ class ChatRequest(_Strict):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Literal[1] | None = None
+    n: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     num_frames: Annotated[int, Field(ge=1, le=2**20)] | None = None
@@ -135,6 +139,10 @@ class ChatRequest(_Strict):
     def _check(self) -> "ChatRequest":
         if self.temperature is not None and 0 < self.temperature < 1e-6:
             raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
+        if self.n not in (None, 1):
+            raise _refused("n", "n must be 1: this server gives one answer per request")
+        if len(self.stop_strings) > 4:
+            raise _refused("stop", "there may be at most 4 stop strings")
         if any(not 1 <= len(string) <= _MAX_STOP_LENGTH for string in self.stop_strings):
             raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
         if self.stream_options is not None and not self.stream:
@@ -163,10 +171,19 @@ class ChatRequest(_Strict):
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            about = first.get("ctx", {}).get("param")
-            path = ".".join(map(str, (*first["loc"], *([about] if about else []))))
-            raise ApiError(400, f"{path}: {first['msg']}" if path else first["msg"], param=path or None) from error
+            # Of the alternatives that a value fits none of, the one that it fits best.
+            worst = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+            steps = [
+                step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
+            ]
+            message = worst["msg"]
+            if worst["type"] == "refused":
+                steps.append(worst["ctx"]["param"])
+            elif steps:
+                message = f"{steps[-1]}: {message}"
+            raise ApiError(
+                400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None
+            ) from error
 
 
 class Usage(BaseModel):
