@@ -175,7 +175,10 @@ def fetch(url: str, settings: MediaSettings) -> bytes:
                 if response.status in _REDIRECTS:
                     url = urljoin(url, response.getheader("Location", ""))
                 elif response.status == 200:
-                    return _read(response, host, settings.max_bytes)
+                    data = _read(response, host, settings.max_bytes)
+                    if time.monotonic() >= deadline:  # what it was cut at may look like its end
+                        raise TimeoutError
+                    return data
                 else:
                     raise MediaError(f"{host} answers with status {response.status}")
         except (OSError, ValueError, http.client.HTTPException) as error:
