@@ -150,7 +150,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         if kind == "short":
             self.send_header("Content-Length", "50")
         self.end_headers()
-        for _ in range(100 if kind == "slow" else 1):
+        for _ in range(600 if kind == "slow" else 1):
             try:
                 self.wfile.write(b"x" * (1000 if kind == "large" else 3))
                 self.wfile.flush()
@@ -174,16 +174,16 @@ def site():
 
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     port = site.server_address[1]
-    media = MediaSettings(hosts=frozenset({"127.0.0.1", "media.example"}), max_bytes=100, fetch_seconds=0.5)
+    media = MediaSettings(hosts=frozenset({"127.0.0.1", "media.example"}), max_bytes=100, fetch_seconds=2.0)
     here = f"http://127.0.0.1:{port}"
     assert fetch(f"{here}/file", media) == b"xxx"
     assert fetch(f"{here}/to/{here}/file", media) == fetch(f"{here}/to//file", media) == b"xxx"
     began = time.monotonic()
-    refused = {"missing": "404", "large": "at most 100", "slow": "more than 0.5 s", "short": "middle"}
+    refused = {"missing": "404", "large": "at most 100", "slow": "more than 2 s", "short": "middle"}
     for path, reason in {**refused, "to//to//to//to//to//file": "redirects more"}.items():
         with pytest.raises(MediaError, match=reason):
             fetch(f"{here}/{path}", media)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30, "a bound on hanging, not on speed"
     # To other hosts, as itself, by a redirect, or by a name that means this machine.
     resolve = socket.getaddrinfo
     inside = {"media.example": "127.0.0.1", "other.example": "127.0.0.1"}
