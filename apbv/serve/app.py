@@ -83,21 +83,19 @@ def build_app(
         openapi_extra=_body_schema(),
     )
     async def chat_completions(request: Request) -> Response:
-        loop = asyncio.get_running_loop()
         job = worker.admit()
         try:
-            body = await asyncio.wait_for(_read_body(request, max_body_bytes), _BODY_SECONDS)
-            asked = await loop.run_in_executor(readers, ChatRequest.parse, body)
+            asked = await _read_request(request, max_body_bytes, readers)
             _require_model(asked.model, model)
-        except (ApiError, ClientDisconnect, asyncio.TimeoutError, asyncio.CancelledError) as error:
-            is_invalid = isinstance(error, ApiError)
-            worker.end(job, None, "invalid" if is_invalid else "cancelled")
-            if is_invalid or isinstance(error, asyncio.CancelledError):
-                raise
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except BaseException as error:
+            worker.end(job, None, "invalid" if isinstance(error, ApiError) else "cancelled")
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            raise
         watch = asyncio.create_task(_cancel_when_gone(request, worker, job))
         events = _events(worker, job, watch)
         readers.submit(worker.submit, job, asked)
+        is_streamed = False
         try:
             first = await anext(events)
             if isinstance(first, ApiError):
@@ -105,12 +103,16 @@ def build_app(
             if asked.stream:
                 include_usage = asked.stream_options is not None and asked.stream_options.include_usage
                 stream = _stream(job, model, first, events, include_usage)
+                is_streamed = True
                 return StreamingResponse(
                     stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
                 )
             return JSONResponse((await _completion(job, model, first, events)).model_dump())
         except StopAsyncIteration:  # cancelled
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        finally:
+            if not is_streamed:
+                await events.aclose()
 
     @app.get("/health", responses={503: {"model": ErrorBody}})
     async def health() -> Response:
@@ -124,6 +126,14 @@ def build_app(
 
     app.include_router(v1)
     return _with_schemas(app)
+
+
+async def _read_request(request: Request, max_bytes: int, readers: ThreadPoolExecutor) -> ChatRequest:
+    try:
+        body = await asyncio.wait_for(_read_body(request, max_bytes), _BODY_SECONDS)
+    except asyncio.TimeoutError as error:
+        raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from error
+    return await asyncio.get_running_loop().run_in_executor(readers, ChatRequest.parse, body)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
