@@ -14,6 +14,7 @@ setup(
         "apbv.kernels",
         "apbv.launch",
         "apbv.methods",
+        "apbv.serve",
         "apbv.speculate",
     ],
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},

@@ -427,6 +427,18 @@ class HostGroup:
         self._wait(work)
         return tensor.tolist()
 
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Any number of bytes from the leader to everybody; ``data`` matters on the leader only."""
+        if self.num_processes == 1:
+            return data
+        (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
+        if not length:
+            return b""
+        if not self.is_leader:
+            return self.start_broadcast(torch.empty(length, dtype=torch.uint8), 0).wait().numpy().tobytes()
+        self.start_broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0).wait()
+        return data
+
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """The same number of floats from every process, on every process: one list per process."""
         return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()

@@ -81,6 +81,11 @@ class ModelParts:
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of the longest sequence that the model was made for."""
+        return self.language_model.config.max_position_embeddings
+
+    @property
     def num_deepstack_layers(self) -> int:
         """After how many of the first layers visual features are added to the hidden states (Qwen3-VL)."""
         vision_config = getattr(self.model.config, "vision_config", None)
@@ -125,7 +130,7 @@ class ModelParts:
         return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
     def weights_digest(self) -> str:
-        """See :func:`apbv.storage.weights_digest`; a member of a host samples its share, member 0 as of the whole."""
+        """See :func:`apbv.storage.weights_digest`; a member of a host samples its share of the model."""
         attentions = [layer.self_attn for layer in self.language_model.layers]
         return weights_digest(_here(proj.weight)[0] for attn in attentions for proj in (attn.k_proj, attn.v_proj))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from .inputs import PromptError
 from .models import ModelParts
@@ -145,5 +145,5 @@ def _load_image(image: Any) -> Image.Image:
     try:
         with Image.open(image) as opened:
             return opened.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except Exception as error:  # of a damaged file, Pillow's decoders raise nearly anything
         raise PromptError(f"cannot read the image {image}: {error}") from error

@@ -36,7 +36,7 @@ from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder
 from apbv.demo.scale import scale_model
 from apbv.hosts import run_on_hosts
-from apbv.launch.infer import draft_tokens
+from apbv.launch.options import draft_tokens
 from apbv.methods import METHODS
 from apbv.prompt import RenderedPrompt
 from apbv.speculate import STRATEGIES, draft_tree, theory

@@ -7,11 +7,8 @@
 """
 
 import argparse
-import importlib
-import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
@@ -20,17 +17,19 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from tqdm import tqdm
 from transformers import TextStreamer
-from transformers.utils import logging as transformers_logging
 
-from apbv import Engine, GenerateResult, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, GenerateResult, HostGroup, demo
 from apbv.allocator import keep_freed_memory
-from apbv.config import HIPPO_TERMS, KEEP_POLICIES, KV_PLACEMENTS, PRUNINGS
-from apbv.engine import DTYPES
 from apbv.hosts import run_on_hosts
-from apbv.kernels.backends import BACKENDS
-from apbv.methods import METHODS
-from apbv.methods.importance import IMPORTANCE
-from apbv.speculate import STRATEGIES
+from apbv.launch.options import (
+    add_draft_options,
+    add_host_options,
+    add_prefill_options,
+    fill_in,
+    load_engine,
+    quieten,
+    require_draft,
+)
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
@@ -48,85 +47,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--context", metavar="FILE", help="a text file that the question is about")
     parser.add_argument("--prompt", help="the question")
 
-    prefill = parser.add_argument_group("prefill")
-    prefill.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
-    prefill.add_argument("--frames", type=int, help="frames sampled from a video (default 64; demo 2048)")
-    prefill.add_argument("--fps", type=float, help="sample at this rate, at most --frames")
-    prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
-    prefill.add_argument("--passing-len", type=int, help="KV pairs each block passes on (default: likewise)")
-    prefill.add_argument(
-        "--importance", default=PrefillConfig().importance, help=f"one of {', '.join(sorted(IMPORTANCE))}"
-    )
-    prefill.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered", help="where decoding finds the KV")
-    prefill.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="auto",
-        help="what computes attention (default: by device)",
-    )
-    prefill.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default auto; demo float32)")
-
+    add_prefill_options(parser)
     decode = parser.add_argument_group("decode")
     decode.add_argument("--max-new-tokens", type=int, help="default 128; demo 512")
     decode.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     decode.add_argument("--top-p", type=float, default=1.0)
     decode.add_argument("--seed", type=int, default=0)
 
-    draft = parser.add_argument_group("speculative decoding")
-    draft.add_argument("--speculate", default="off", help=f"off, or one of {', '.join(sorted(STRATEGIES))}")
-    draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
-    draft.add_argument(
-        "--draft-host", action="store_true", help="the last host (of one: a thread) drafts while the others verify"
-    )
-    draft.add_argument(
-        "--num-draft-tokens", type=draft_tokens, default=5, metavar="N|auto", help="per round (default 5)"
-    )
-    draft.add_argument("--num-tree-nodes", type=int, help="draft a tree of so many, as deep at most (sd_tree: 25)")
-    draft.add_argument("--keep", help=f"which visual tokens (default: the strategy's): {', '.join(KEEP_POLICIES)}")
-    draft.add_argument("--hippo-terms", nargs="+", choices=HIPPO_TERMS, default=HIPPO_TERMS, help="of its scores")
-    draft.add_argument(
-        "--prune",
-        choices=PRUNINGS,
-        default=SpeculativeConfig().prune,
-        help="what the draft reads or keeps",
-    )
-    draft.add_argument("--vision-first", action="store_true", help="a draft host begins before attention is known")
+    draft = add_draft_options(parser)
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
-    draft.add_argument("--keep-ratio", type=float, default=0.1, help="the share of them the draft sees (0.1)")
-
-    draft.add_argument("--ensemble", default="MT*", help="what tabed drafts from: MT, MT*, MTCP, MTCP*, …")
-    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="gets the prompt, says what it shows")
 
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
-    parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="T",
-        help="processes (GPUs) that share a model (default 1)",
-    )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
+    add_host_options(parser)
     options = parser.parse_args(arguments)
-    defaults = {"frames": 64, "dtype": "auto", "max_new_tokens": 128}
+    fill_in(options)
     if options.model == "demo":
-        # Every frame of its clip, the precision its scores were measured in, and room for a description.
-        defaults = {"frames": 2048, "dtype": "float32", "max_new_tokens": 512, "prompt": demo.DEMO_QUESTION}
-        if not (options.image or options.context):
-            defaults["video"] = "demo"
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+        options.prompt = demo.DEMO_QUESTION if options.prompt is None else options.prompt
+        if options.video is None and not (options.image or options.context):
+            options.video = "demo"
     if options.video == "demo":
         options.video = str(demo.video_path())
     if options.prompt is None:
         parser.error("--prompt is required")
     return options
-
-
-def draft_tokens(text: str) -> int | str:
-    """A number, or ``auto``."""
-    return text if text == "auto" else int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -135,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     def answer(hosts: HostGroup) -> None:
         if hosts.device.type == "cpu":
             keep_freed_memory()
-        _quieten(hosts)
+        quieten(hosts)
         run(options, hosts)
 
     return run_on_hosts(answer, options.timeout, options.tensor_parallel)
@@ -143,43 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> None:
     with hosts.local_stage("reading the options"):
-        config = PrefillConfig(
-            method=options.method,
-            anchor_len=options.anchor_len,
-            passing_len=options.passing_len,
-            importance=options.importance,
-            kv=options.kv,
-            backend=options.backend,
-        )
-        speculate = None
-        for name in (
-            "draft_model",
-            "draft_host",
-            "num_tree_nodes",
-            "keep",
-            "vision_first",
-            "captioner",
-            "save_kept",
-        ):
-            if options.speculate == "off" and getattr(options, name):
-                raise ValueError(f"--{name.replace('_', '-')} needs --speculate")
+        require_draft(options, "save_kept")
         if options.draft_host and options.save_kept:
             raise ValueError("--save-kept shows what host 0's draft saw: not together with --draft-host")
-        if options.speculate != "off":
-            speculate = SpeculativeConfig(
-                strategy=options.speculate,
-                draft_model=options.draft_model,
-                num_draft_tokens=options.num_draft_tokens,
-                num_tree_nodes=options.num_tree_nodes,
-                keep=options.keep,
-                keep_ratio=options.keep_ratio,
-                hippo_terms=tuple(options.hippo_terms),
-                prune=options.prune,
-                vision_first=options.vision_first,
-                ensemble=options.ensemble,
-                draft_host=options.draft_host,
-            )
-        captioner = load_function(options.captioner) if options.captioner else None
         context = None
         if options.context:
             try:
@@ -187,14 +97,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                     context = file.read()
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"cannot read the context {options.context}: {error}") from error
-    engine = Engine.from_pretrained(
-        options.model,
-        prefill=config,
-        speculate=speculate,
-        hosts=hosts,
-        dtype=options.dtype,
-        captioner=captioner,
-    )
+    engine = load_engine(options, hosts)
     streamer = TextStreamer(engine.tokenizer, skip_special_tokens=True) if hosts.is_leader else None
 
     def show(token: int) -> None:
@@ -228,19 +131,6 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 save_kept(answer, options)
             if options.timeline:
                 write_timeline(options.timeline, answer.timeline)
-
-
-def load_function(name: str) -> Callable:
-    """A function by its name, ``package.module:function``, of an importable module.
-
-    Raises:
-        ValueError: there is none.
-    """
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load {name}, which should be MODULE:FUNCTION: {error}") from error
 
 
 def save_kept(answer: GenerateResult, options: argparse.Namespace) -> None:
@@ -303,16 +193,6 @@ def _table(stats: dict) -> str:
 def _hosts(stats: dict) -> str:
     size = stats["tensor_parallel_size"]
     return f"{stats['hosts']} host(s)" + (f" of {size} processes" if size > 1 else "")
-
-
-def _quieten(hosts: HostGroup) -> None:
-    """Warnings and progress bars once, not once per process."""
-    if not hosts.is_leader:
-        warnings.simplefilter("ignore")
-        transformers_logging.set_verbosity_error()
-        logging.disable(logging.WARNING)
-    if not hosts.is_leader or not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

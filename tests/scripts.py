@@ -6,6 +6,9 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Process
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -28,15 +31,11 @@ def run_hosts(
     everything. What torchrun itself does, such as ending all hosts when one fails, is for the tests that run it.
     """
     arguments = [str(option) for option in options]
-    # What torchrun's agent holds for its processes.
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False) if hosts > 1 else None
-    with tempfile.TemporaryDirectory() as outputs:
-        processes = []
-        for rank in range(hosts):
-            folder = folders[rank] if folders else ROOT
-            place = (rank, hosts, store.port) if store else None
-            processes.append(start(script_job, script, arguments, place, folder, Path(outputs, str(rank))))
-        statuses = exit_statuses(processes, timeout)
+    with (
+        tempfile.TemporaryDirectory() as outputs,
+        started_hosts(script, arguments, hosts, outputs, folders) as started,
+    ):
+        statuses = exit_statuses(started, timeout)
         return [
             CompletedProcess(
                 [str(script), *arguments],
@@ -45,6 +44,25 @@ def run_hosts(
             )
             for rank, status in enumerate(statuses)
         ]
+
+
+@contextmanager
+def started_hosts(
+    script: Path, arguments: list[str], hosts: int, outputs: str | Path, folders: list[Path] | None = None
+) -> Iterator[list[Process]]:
+    """The hosts' processes, which write to RANK.stdout and RANK.stderr in ``outputs``."""
+    # What torchrun's agent holds for its processes.
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False) if hosts > 1 else None
+    processes = []
+    try:
+        for rank in range(hosts):
+            folder = folders[rank] if folders else ROOT
+            place = (rank, hosts, store.port) if store else None
+            processes.append(start(script_job, script, arguments, place, folder, Path(outputs, str(rank))))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def run_script(script: Path, *options, hosts: int = 1, timeout: float = 240.0) -> CompletedProcess:

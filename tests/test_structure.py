@@ -32,13 +32,15 @@ LAYERS = (
     ("apbv.speculate",),
     ("apbv.engine",),
     ("apbv",),
-    ("apbv.launch", "apbv.demo.evaluate", "apbv.integrations"),
+    ("apbv.serve", "apbv.integrations"),
+    ("apbv.launch", "apbv.demo.evaluate"),
     ("apbv.demo.agreement",),
     ("benchmarks", "tests"),
 )
 LAYER = {name: height for height, names in enumerate(LAYERS) for name in names}
 FOLDERS = {"apbv": "apbv", "kernels": "apbv.kernels", "launch": "apbv.launch"}
 SCRIPTS = {"benchmarks": "benchmarks", "tests": "tests"}
+ONLY_FOR_SERVING = {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"}
 
 Import = tuple[str, int]  # the full dotted name that is imported, and the line
 
@@ -123,6 +125,8 @@ def violations(module: str, is_package: bool, source: str) -> list[str]:
             against(line, "imports triton outside a kernel file")
         elif top == "vllm" and module in OURS and not starts_with(module, "apbv.integrations"):
             against(line, "imports vllm outside apbv.integrations")
+        if top in ONLY_FOR_SERVING and module in OURS and not starts_with(module, "apbv.serve"):
+            against(line, f"imports {name}, which only the extra 'serve' installs")
     if module in OURS and module != "apbv.hosts":
         for name, line in [*imports(tree, module, is_package), *attributes(tree)]:
             if starts_with(name, "torch.distributed"):
@@ -188,6 +192,8 @@ def test_scripts_import_apbv_before_transformers():
         ("apbv.launch.infer", "from torch.distributed import barrier"),
         ("apbv.stats", "import torch\ntorch.distributed.barrier()"),
         ("apbv.demo.clips", "from apbv import Engine"),
+        ("apbv.engine", "import fastapi"),
+        ("apbv.engine", "from .serve import app"),
     ],
 )
 def test_the_rules_see_a_violation(module, source):

@@ -1,0 +1,262 @@
+"""What a URL in a request may mean: a file of an allowed folder, inline data, or an allowed host's file.
+
+Where a file comes from is decided on host 0. Files of the folder are opened on every host at the same relative
+path; bytes from elsewhere travel to the other hosts, and lie in private temporary files during the request.
+"""
+
+import base64
+import binascii
+import http.client
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
+
+_MAX_REDIRECTS = 3
+_CHUNK = 2**16
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+class MediaError(ValueError):
+    """The URL is not allowed, or leads to nothing; the message says why."""
+
+
+@dataclass(frozen=True)
+class MediaSettings:
+    """What requests may refer to.
+
+    Attributes:
+        folder: the allowed folder; None: no files.
+        hosts: names of the hosts that may be fetched from, lower case; an address or ``localhost`` that stands
+            here itself may be one of this machine or its network.
+        max_bytes: of one file that is sent inline or fetched.
+        fetch_seconds: a fetch may take.
+    """
+
+    folder: Path | None = None
+    hosts: frozenset[str] = frozenset()
+    max_bytes: int = 64 * 2**20
+    fetch_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Media:
+    """A file that a request refers to.
+
+    Attributes:
+        name: how messages call it.
+        relative: its path in the allowed folder, on every host; None where it came as bytes.
+        path: of the file on this host.
+    """
+
+    name: str
+    relative: str | None
+    path: Path
+
+
+def find_in_folder(folder: Path | None, path: str) -> Path:
+    """The real path of a file that is truly inside the folder: after ``..`` and symbolic links.
+
+    Raises:
+        MediaError: there is no folder, it lies elsewhere, or is no regular file. What lies elsewhere is refused in
+            the same words whether it exists or not.
+    """
+    if folder is None:
+        raise MediaError("this server reads no files: it was started without --media-dir")
+    try:
+        root = folder.resolve(strict=True)
+        found = (root / path).resolve()
+        inside = found.is_relative_to(root)
+        regular = inside and stat.S_ISREG(found.stat().st_mode)
+    except FileNotFoundError:
+        regular = False
+    except (OSError, ValueError, RuntimeError) as error:  # too long a name, a null character, a loop of links
+        raise MediaError(f"{path!r:.200} is no usable path") from error
+    if not inside:
+        raise MediaError(f"{path!r:.200} is not in the folder that this server may read")
+    if not regular:
+        raise MediaError(f"there is no file {path!r:.200} in the folder that this server may read")
+    return found
+
+
+@contextmanager
+def private_file(data: bytes) -> Iterator[Path]:
+    """A file that only this user can read, and that is gone afterwards."""
+    handle, name = tempfile.mkstemp(prefix="apbv-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        yield Path(name)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+@contextmanager
+def opened(url: str, settings: MediaSettings) -> Iterator[Media]:
+    """The file that a URL, or a path in the allowed folder, stands for; on host 0.
+
+    Raises:
+        MediaError: it is not allowed, or cannot be read.
+    """
+    scheme = url[: url.index(":")].lower() if ":" in url[:16] else ""
+    if scheme == "data":
+        with private_file(_decode_data(url, settings.max_bytes)) as path:
+            yield Media("the inline data", None, path)
+    elif scheme in ("http", "https"):
+        with private_file(fetch(url, settings)) as path:
+            yield Media(f"{url:.200}", None, path)
+    elif scheme and "/" not in scheme and scheme != "file":
+        raise MediaError(f"a URL must begin with file:, data: or https:, not with {scheme}:")
+    else:
+        named = _path_of(url) if scheme else url
+        path = find_in_folder(settings.folder, named)
+        yield Media(named, str(path.relative_to(settings.folder.resolve())), path)
+
+
+def _path_of(url: str) -> str:
+    """``file:a/b``, ``file:///a/b`` or ``file://localhost/a/b``, with percent escapes, as a path."""
+    rest = url[len("file:") :]
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        if host not in ("", "localhost"):
+            raise MediaError(f"file: URLs name files of this machine, not of {host!r:.100}")
+        rest = slash + path
+    try:
+        return unquote(rest, errors="strict")
+    except UnicodeDecodeError as error:
+        raise MediaError(f"{url!r:.200} is no usable path") from error
+
+
+def _decode_data(url: str, max_bytes: int) -> bytes:
+    header, comma, data = url.partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        raise MediaError("a data: URL must read data:TYPE;base64,DATA")
+    if len(data) > 2 * max_bytes:  # before anything is copied; percent escapes make it longer than 4/3
+        raise MediaError(f"inline data may have at most {max_bytes} bytes")
+    try:
+        decoded = base64.b64decode(unquote_to_bytes(data) if "%" in data else data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"a data: URL is no valid base64: {error}") from error
+    if len(decoded) > max_bytes:
+        raise MediaError(f"inline data may have at most {max_bytes} bytes, not {len(decoded)}")
+    return decoded
+
+
+def fetch(url: str, settings: MediaSettings) -> bytes:
+    """A file from an allowed host.
+
+    The address is resolved once, checked, and then connected to, so that a name cannot change its meaning in
+    between. A redirect may lead to the same host only.
+
+    Raises:
+        MediaError: host or address are not allowed, or the file is too large, too slow or not to be had.
+    """
+    deadline = time.monotonic() + settings.fetch_seconds
+    host = _host_of(url, settings)
+    for _ in range(1 + _MAX_REDIRECTS):
+        if _host_of(url, settings) != host:
+            raise MediaError(f"{host} redirects to another host")
+        try:
+            with _connected(url, host, settings, deadline) as connection:
+                parts = urlsplit(url)
+                target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+                connection.request("GET", target, headers={"User-Agent": "apbv", "Accept-Encoding": "identity"})
+                response = connection.getresponse()
+                if response.status in _REDIRECTS:
+                    url = urljoin(url, response.getheader("Location", ""))
+                elif response.status == 200:
+                    data = _read(response, host, settings.max_bytes)
+                    if time.monotonic() >= deadline:  # what it was cut at may look like its end
+                        raise TimeoutError
+                    return data
+                else:
+                    raise MediaError(f"{host} answers with status {response.status}")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if time.monotonic() >= deadline:
+                raise MediaError(f"{host} took more than {settings.fetch_seconds:g} s") from error
+            if isinstance(error, MediaError):
+                raise
+            raise MediaError(f"cannot fetch from {host}: {type(error).__name__}: {error}") from error
+    raise MediaError(f"{host} redirects more than {_MAX_REDIRECTS} times")
+
+
+def _host_of(url: str, settings: MediaSettings) -> str:
+    """The host of an http(s) URL, if it may be fetched from."""
+    try:
+        parts = urlsplit(url)
+        host, _ = (parts.hostname or "").lower(), parts.port
+    except ValueError as error:
+        raise MediaError(f"{url!r:.200} is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or host not in settings.hosts:
+        raise MediaError(f"this server does not fetch from {host!r:.100} (see --allow-media-host)")
+    return host
+
+
+@contextmanager
+def _connected(
+    url: str, host: str, settings: MediaSettings, deadline: float
+) -> Iterator[http.client.HTTPConnection]:
+    """A connection to the host's first address, if all of them are allowed; cut at the deadline."""
+    secure = urlsplit(url).scheme == "https"
+    port = urlsplit(url).port or (443 if secure else 80)
+    addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if not _is_local_by_name(host) and not all(map(is_public, addresses)):
+        raise MediaError(f"the address of {host} is not a public one")
+    sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
+
+    def shut() -> None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    # A timeout of the socket would begin anew with every byte.
+    cut = threading.Timer(max(0.0, deadline - time.monotonic()), shut)
+    cut.start()
+    try:
+        if secure:
+            sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+        connection = (http.client.HTTPSConnection if secure else http.client.HTTPConnection)(host, port)
+        connection.sock = sock
+        yield connection
+    finally:
+        cut.cancel()
+        sock.close()
+
+
+def _is_local_by_name(host: str) -> bool:
+    """Whether the operator who lists this name knows that it means this machine or network."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet, also where it wraps an IPv4 address."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    inner = ip.version == 6 and (ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]))
+    if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    ip = inner or ip
+    return ip.is_global and not ip.is_multicast
+
+
+def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> bytes:
+    data = bytearray()
+    while chunk := response.read1(_CHUNK):
+        data += chunk
+        if len(data) > max_bytes:
+            raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
+    if response.length:
+        raise MediaError(f"{host} ended in the middle of the file")
+    return bytes(data)

@@ -1,0 +1,73 @@
+"""The text of an answer while it grows: whole characters only, and nothing that may become a stop string."""
+
+from collections.abc import Callable, Sequence
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class AnswerText:
+    """Turns tokens into text that is certain.
+
+    Args:
+        decode: token ids to text, without special tokens.
+        stop: strings that end the answer; the one that is complete first counts, of several the longest. They are
+            no part of it.
+
+    Attributes:
+        stopped: a stop string has ended the answer.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
+        self.stopped = False
+        self._decode, self._stop = decode, stop
+        self._tokens: list[int] = []
+        # Tokens before _read are text already; those from _context on are decoded again with every new one, as
+        # how a token reads may depend on the one before it.
+        self._context = self._read = 0
+        self._held = ""  # text that is or may become part of a stop string
+
+    def update(self, tokens: Sequence[int]) -> str:
+        """Take in all tokens so far; returns the text that has become certain."""
+        piece = ""
+        for token in tokens[len(self._tokens) :]:
+            self._tokens.append(token)
+            piece += self._next_characters()
+        return self._until_stop(piece)
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        """The rest, now that these are all tokens. Last bytes that make no whole character are left out."""
+        certain = self.update(tokens) + self._until_stop(self._undecided().rstrip(_INCOMPLETE))
+        rest, self._held = self._held, ""
+        return certain + rest
+
+    def _until_stop(self, piece: str) -> str:
+        """What is certain once this text has been added."""
+        if self.stopped:
+            return ""
+        self._held += piece
+        ends = [(at + len(string), at) for string in self._stop if (at := self._held.find(string)) >= 0]
+        if ends:
+            self.stopped = True
+            certain, self._held = self._held[: min(ends)[1]], ""
+            return certain
+        keep = max((_overlap(self._held, string) for string in self._stop), default=0)
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def _undecided(self) -> str:
+        """What the tokens that are no text yet add to those before them."""
+        before = self._decode(self._tokens[self._context : self._read])
+        return self._decode(self._tokens[self._context :])[len(before) :]
+
+    def _next_characters(self) -> str:
+        new = self._undecided()
+        if not new or new.endswith(_INCOMPLETE):
+            return ""
+        self._context, self._read = self._read, len(self._tokens)
+        return new
+
+
+def _overlap(text: str, string: str) -> int:
+    """The longest proper beginning of ``string`` that ends ``text``."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if string.startswith(text[-n:])), 0)

@@ -1,0 +1,135 @@
+"""Serve a model over HTTP, with OpenAI's chat-completions interface.
+
+torchrun --nproc-per-node 2 launch/serve.py --model demo --media-dir clips
+torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen2.5-VL-7B-Instruct --api-key SECRET
+python launch/serve.py --model demo          (one host)
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from apbv import HostGroup, ReuseConfig
+from apbv.allocator import keep_freed_memory
+from apbv.config import REUSE_MODES
+from apbv.hosts import run_on_hosts
+from apbv.launch.options import (
+    add_draft_options,
+    add_host_options,
+    add_prefill_options,
+    fill_in,
+    load_engine,
+    quieten,
+)
+from apbv.serve.media import MediaSettings
+from apbv.serve.reading import RequestSettings
+from apbv.serve.server import ServerSettings, bind, serve
+
+_MIB = 2**20
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1)")
+    http.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
+    http.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: --model)")
+    http.add_argument(
+        "--api-key", metavar="KEY", help="wanted as a bearer token (default: $APBV_API_KEY, or none)"
+    )
+    http.add_argument("--max-queue", type=int, default=64, help="requests that may wait (default 64)")
+    http.add_argument("--max-body-mib", type=float, default=96.0, help="of a request (default 96)")
+    http.add_argument(
+        "--grace", type=float, default=20.0, help="seconds to finish the running answer (default 20)"
+    )
+
+    requests = parser.add_argument_group("requests")
+    requests.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (default: the model's)")
+    requests.add_argument("--max-frames", type=int, default=2048, help="of a video, or images (default 2048)")
+    requests.add_argument("--max-new-tokens", type=int, help="where a request does not say; default 128; demo 512")
+    requests.add_argument("--temperature", type=float, default=0.0, help="likewise; 0 is greedy (default)")
+    requests.add_argument("--top-p", type=float, default=1.0, help="likewise")
+    requests.add_argument(
+        "--media-dir", type=Path, metavar="DIR", help="files that requests may name, on every host"
+    )
+    requests.add_argument(
+        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; may be repeated"
+    )
+    requests.add_argument(
+        "--max-media-mib", type=float, default=64.0, help="of a file sent or fetched (default 64)"
+    )
+    requests.add_argument(
+        "--max-decoded-mib", type=float, default=8192.0, help="of a request's frames (default 8192)"
+    )
+    requests.add_argument("--fetch-seconds", type=float, default=30.0, help="that fetching may take (default 30)")
+
+    add_prefill_options(parser)
+    add_draft_options(parser)
+    reuse = parser.add_argument_group("further questions about the same video or text")
+    reuse.add_argument("--reuse", choices=REUSE_MODES, help="keep embeddings (exact) or KV (default: nothing)")
+    reuse.add_argument("--reuse-mib", type=int, default=4096, help="that each process keeps at most (4096)")
+    add_host_options(parser)
+    options = parser.parse_args(arguments)
+    fill_in(options)
+    for name in ("max_queue", "max_body_mib", "max_frames", "max_media_mib", "max_decoded_mib", "fetch_seconds"):
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    if not options.grace >= 0:
+        parser.error("--grace must not be negative")
+    if options.media_dir is not None and not options.media_dir.is_dir():
+        parser.error(f"--media-dir {options.media_dir} is no folder")
+    return options
+
+
+def settings_of(options: argparse.Namespace) -> ServerSettings:
+    media = MediaSettings(
+        folder=options.media_dir,
+        hosts=frozenset(host.lower() for host in options.allow_media_host),
+        max_bytes=int(options.max_media_mib * _MIB),
+        fetch_seconds=options.fetch_seconds,
+    )
+    requests = RequestSettings(
+        max_model_len=options.max_model_len,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        num_frames=options.frames,
+        fps=options.fps,
+        max_frames=options.max_frames,
+        max_decoded_bytes=int(options.max_decoded_mib * _MIB),
+        media=media,
+    )
+    return ServerSettings(
+        model=options.served_model_name or options.model,
+        max_queue=options.max_queue,
+        max_body_bytes=int(options.max_body_mib * _MIB),
+        grace=options.grace,
+        api_key=options.api_key or os.environ.get("APBV_API_KEY") or None,
+        requests=requests,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+
+    def run(hosts: HostGroup) -> None:
+        if hosts.device.type == "cpu":
+            keep_freed_memory()
+        quieten(hosts)
+        with hosts.local_stage("opening the port"):
+            reuse = None
+            if options.reuse is not None:
+                reuse = ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
+            sock = bind(options.host, options.port) if hosts.is_leader else None
+        serve(load_engine(options, hosts, reuse), hosts, sock, settings_of(options))
+
+    return run_on_hosts(run, options.timeout, options.tensor_parallel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
