@@ -1,6 +1,7 @@
 """What the README says, run."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_serve import serving
 
 from apbv import demo
 from apbv.demo.clips import make_clip, questions
@@ -74,6 +76,20 @@ def test_the_library_examples_run(tmp_path):
     assert lines[1].strip() == answer_to("how many letters are shown")
     assert "torch.Size([1, " in said[1]
     assert said[2].strip() == answer_to("name the letters in order")
+
+
+def test_the_server_is_started_and_asked_as_it_says(tmp_path):
+    _, start, ask = blocks("bash serving")[0].split("\n", 2)
+    torchrun, per_node, hosts, script, *options = shlex.split(start)
+    assert (torchrun, per_node, script) == ("torchrun", "--nproc-per-node", "launch/serve.py")
+    (client,) = blocks("python client")
+    with serving(tmp_path / "server", *options, hosts=int(hosts)) as server:
+        at_its_port = server.url.removesuffix("/v1")
+        said = json.loads(run(ask.replace("http://127.0.0.1:8000", at_its_port)))
+        assert said["choices"][0]["message"]["content"] == answer_to("which letter has the border: red")
+        script = tmp_path / "client.py"
+        script.write_text(client.replace("http://127.0.0.1:8000", at_its_port))
+        assert run(f"{sys.executable} {script}").strip() == answer_to("name the letters in order")
 
 
 def test_the_benchmark_commands_are_understood(monkeypatch):
