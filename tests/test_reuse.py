@@ -126,17 +126,26 @@ def test_what_changed_is_read_again(pool, tmp_path):
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] is None
 
 
-def forgetful_job(hosts: HostGroup):
+def forgetful_job(hosts: HostGroup, mode: str):
     """Host 1 has lost what host 0 still has."""
-    config = ReuseConfig(mode="kv", max_bytes=2**30 if hosts.rank == 0 else 1)
+    config = ReuseConfig(mode=mode, max_bytes=2**30 if hosts.rank == 0 else 1)
     engine = Engine.from_pretrained(
         "demo", hosts=hosts, dtype="float32", reuse=config, prefill=PrefillConfig(kv="sharded")
     )
-    return [ask(engine, question).stats["reused"] for question in QUESTIONS]
+    answers = [ask(engine, question) for question in QUESTIONS]
+    return [answer.token_ids for answer in answers], [answer.stats["reused"] for answer in answers]
 
 
-def test_all_hosts_have_it_or_none(pool):
-    assert pool.run(2, forgetful_job) == [[None] * 3] * 2
+def test_kept_kv_is_used_where_all_hosts_have_it(pool):
+    assert [reused for _, reused in pool.run(2, forgetful_job, "kv")] == [[None] * 3] * 2
+
+
+def test_kept_embeddings_are_used_by_the_hosts_that_have_them(pool):
+    plain = [tokens for tokens, *_ in pool.run(2, questions_job, None, {"kv": "sharded"})[0]]
+    assert pool.run(2, forgetful_job, "exact") == [
+        (plain, [None, "embeddings", "embeddings"]),
+        (plain, [None] * 3),
+    ]
 
 
 def test_a_text_is_kept_too():
