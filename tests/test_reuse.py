@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
 from apbv.result import first_tokens
-from apbv.reuse import ByteBoundedCache
+from apbv.reuse import ByteBoundedCache, KeptPrefix
 
 FRAMES, STEPS = 48, 8
 QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
@@ -146,6 +146,17 @@ def test_kept_embeddings_are_used_by_the_hosts_that_have_them(pool):
         (plain, [None, "embeddings", "embeddings"]),
         (plain, [None] * 3),
     ]
+
+
+def kept_bytes_job(hosts: HostGroup) -> tuple[int, int]:
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    state = engine.prefill(QUESTIONS[0], video=demo.video_path(), num_frames=FRAMES)
+    return KeptPrefix.of(state, hosts).num_bytes, state.inputs.position_ids.nbytes
+
+
+def test_a_host_without_kv_keeps_a_bounded_number_of_prompts(pool):
+    (first, _), (second, described) = pool.run(2, kept_bytes_job)
+    assert first > second > described
 
 
 def test_a_text_is_kept_too():
