@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
 from apbv.result import first_tokens
 from apbv.reuse import ByteBoundedCache, KeptPrefix
+from apbv.serve.media import private_file
 
 FRAMES, STEPS = 48, 8
 QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
@@ -124,6 +125,19 @@ def test_what_changed_is_read_again(pool, tmp_path):
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] == "kv"
     videos[0].touch()
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] is None
+
+
+@pytest.mark.parametrize("mode", ["exact", "kv"])
+def test_a_video_that_a_request_brings_along_is_known_again(mode):
+    engine = Engine.from_pretrained(
+        "demo", hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode=mode)
+    )
+    answers = []
+    for question in QUESTIONS[:2]:
+        with private_file(demo.video_path().read_bytes()) as video:
+            answers.append(ask(engine, question, video))
+    assert answers[0].stats["reused"] is None and answers[1].stats["reused"] is not None
+    assert answers[1].token_ids == ask(engine, QUESTIONS[1]).token_ids
 
 
 def forgetful_job(hosts: HostGroup, mode: str):

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
@@ -16,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apbv import Engine, HostGroup, demo
+from apbv.files import FileIdentity
 from apbv.serve.app import build_app
-from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, opened
+from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, opened, private_file
 from apbv.serve.metrics import Metrics
 from apbv.serve.protocol import ApiError, ChatRequest
 from apbv.serve.reading import Reader, RequestSettings
@@ -133,6 +135,26 @@ def test_inline_data_lies_in_a_private_file_and_then_nowhere():
         wrong = f"data:{data}"
         with pytest.raises(MediaError):
             read(wrong, media)
+
+
+def test_equal_bytes_are_one_file_until_nobody_uses_it():
+    data, other = b"x" * 100, b"y" * 100
+    with private_file(other) as different, private_file(data) as path:
+        with private_file(data) as again:
+            assert again == path != different
+            before = FileIdentity.of(path)
+        assert path.read_bytes() == data and different.read_bytes() == other
+    assert not path.exists()
+    with private_file(data) as path:
+        assert FileIdentity.of(path) == before
+
+    def use(number: int) -> bool:
+        with private_file(data) as path:
+            return path.read_bytes() == data
+
+    with ThreadPoolExecutor(8) as users:
+        assert all(users.map(use, range(500)))
+    assert not any(path.parent.iterdir())
 
 
 class Site(http.server.BaseHTTPRequestHandler):
@@ -388,6 +410,21 @@ def asking(**fields) -> bytes:
 def test_an_error_names_the_field(app, body, param):
     reply = app.request("POST", "/v1/chat/completions", content=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * 1000},
+        {"messages": [{"role": "user", "content": [1] * 1000}]},
+        {"stop": [1] * 1000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_of_many_errors_few_are_looked_for(fields):
+    with pytest.raises(ApiError) as error:
+        ChatRequest.parse(asking(**fields))
+    assert error.value.__cause__.error_count() <= 2
 
 
 def test_fields_without_effect_are_ignored(app):
