@@ -199,7 +199,7 @@ class Worker:
             if self._running is not None:
                 left.append(self._running)
             for job in left:
-                self.end(job, ApiError(503, "a host has failed"), "failed")
+                self.end(job, ApiError(503, self.why_not()), "failed" if self.failure else "rejected")
             self._on_end()
 
     def _round(self) -> bool:
