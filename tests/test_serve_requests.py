@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from apbv import Engine, HostGroup, demo
 from apbv.files import FileIdentity
+from apbv.launch.serve import parse_arguments
 from apbv.serve.app import build_app
 from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, opened, private_file
 from apbv.serve.metrics import Metrics
 from apbv.serve.protocol import ApiError, ChatRequest
 from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.server import bind, listen
 from apbv.serve.text import AnswerText
 from apbv.serve.worker import Worker
 
@@ -163,6 +165,7 @@ class Site(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.paths.append(self.path)
         kind, _, rest = self.path[1:].partition("/")
+        time.sleep(kind == "late")
         if kind == "to":
             self.send_response(302)
             self.send_header("Location", rest)
@@ -438,6 +441,47 @@ def test_fields_without_effect_are_ignored(app):
     body = asking(messages=[{"role": "user", "content": "x", "name": None}], user="somebody", **neutral)
     reply = app.request("POST", "/v1/chat/completions", content=body)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 1
+
+
+def test_a_request_that_is_still_read_when_the_server_stops(site):
+    """It hears so at once, and what is fetched for it after that does not stay."""
+    app = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})))
+    url = f"http://127.0.0.1:{site.server_address[1]}/late"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "x"}]
+    request = ChatRequest.parse(asking(messages=[{"role": "user", "content": content}]))
+
+    async def stop_meanwhile():
+        job = app.worker.admit()
+        reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
+        while not site.paths:
+            await asyncio.sleep(0.01)
+        app.worker.stop()
+        event = await job.events.get()
+        assert not reading.done()
+        await reading
+        return event
+
+    with private_file(b"") as path:
+        error = app.loop.run_until_complete(asyncio.wait_for(stop_meanwhile(), 30))
+        assert (error.status, str(error)) == (503, "the server is stopping")
+        assert list(path.parent.iterdir()) == [path]
+    app.close()
+
+
+def test_of_two_servers_that_want_one_port_the_second_says_so():
+    """Both may bind it while neither listens: loading a model takes long."""
+    first = bind("127.0.0.1", 0)
+    second = bind(*first.getsockname())
+    with first, second:
+        listen(first)
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:"):
+            listen(second)
+
+
+def test_an_empty_key_is_no_key(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "demo", "--api-key", ""])
+    assert "--api-key is empty" in capsys.readouterr().err
 
 
 def test_a_video_too_large_to_decode_is_refused(app):
