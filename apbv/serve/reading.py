@@ -1,6 +1,7 @@
 """From a request to an order: files opened, tokens counted, limits kept. On host 0, beside the engine's thread."""
 
 import copy
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -195,6 +196,8 @@ def described(error: Exception, media: list[Media]) -> str:
     text = str(error) or type(error).__name__
     for file in media:
         text = text.replace(str(file.path), file.name)
+        if file.relative is None:  # other hosts have it elsewhere, by the same name
+            text = re.sub(rf"\S*/{file.path.name}", lambda _, name=file.name: name, text)
     return text
 
 
