@@ -279,7 +279,8 @@ def is_public(address: str) -> bool:
     if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     ip = inner or ip
-    return ip.is_global and not ip.is_multicast
+    is_unicast = ip.version == 4 or ip in ipaddress.ip_network("2000::/3")  # all that IANA has given out
+    return is_unicast and ip.is_global and not ip.is_multicast
 
 
 def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> bytes:
