@@ -531,13 +531,14 @@ class Engine:
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
         kept = None if self._reuse is None else self._reuse.find_prefix(inputs, self.hosts)
-        is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs))
-        if piece is not None and (self._draft is not None or not is_known):  # a draft sees for itself
+        if piece is not None:
             with self.hosts.local_stage("reading the video"):
-                with timer.stage("decode_video"):
-                    pixels = piece.read()
-                with timer.stage("preprocess"):
-                    inputs = inputs.with_frames(self.processor, piece, pixels)
+                is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs))
+                if self._draft is not None or not is_known:  # a draft sees for itself
+                    with timer.stage("decode_video"):
+                        pixels = piece.read()
+                    with timer.stage("preprocess"):
+                        inputs = inputs.with_frames(self.processor, piece, pixels)
         self._require_wanted(stop)
         return inputs, kept
 

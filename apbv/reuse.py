@@ -9,6 +9,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,10 +91,12 @@ class KeptPrefix:
 
     @property
     def num_bytes(self) -> int:
-        layers = self.shares or []
+        """Of the KV and, as a host may keep none of that, of what describes the prompt."""
+        inputs, layers = self.state.inputs, self.shares or []
         if self.gathered is not None:
             layers = [(layer.keys, layer.values) for layer in self.gathered.layers]
-        return sum(keys.nbytes + values.nbytes for keys, values in layers)
+        tensors = [self.state.logits, inputs.input_ids, inputs.position_ids, *chain.from_iterable(layers)]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 class Reuse:
@@ -121,7 +124,8 @@ class Reuse:
         if rows is None:
             rows = encode_visual(parts, inputs.visual)
             # In host memory, because a GPU's is what long videos are short of.
-            self._cache.put(inputs.visual.source, rows.cpu(), rows.nbytes)
+            if rows.nbytes:  # there are hosts without frames
+                self._cache.put(inputs.visual.source, rows.cpu(), rows.nbytes)
         return rows.to(parts.device)
 
     # ---- "kv" ----

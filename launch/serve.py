@@ -81,6 +81,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if not options.grace >= 0:
         parser.error("--grace must not be negative")
+    if options.api_key == "":
+        parser.error("--api-key is empty: nobody would be asked for it")
     if options.media_dir is not None and not options.media_dir.is_dir():
         parser.error(f"--media-dir {options.media_dir} is no folder")
     return options

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
 from apbv.result import first_tokens
-from apbv.reuse import ByteBoundedCache
+from apbv.reuse import ByteBoundedCache, KeptPrefix
+from apbv.serve.media import private_file
 
 FRAMES, STEPS = 48, 8
 QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
@@ -126,17 +127,50 @@ def test_what_changed_is_read_again(pool, tmp_path):
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] is None
 
 
-def forgetful_job(hosts: HostGroup):
+@pytest.mark.parametrize("mode", ["exact", "kv"])
+def test_a_video_that_a_request_brings_along_is_known_again(mode):
+    engine = Engine.from_pretrained(
+        "demo", hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode=mode)
+    )
+    answers = []
+    for question in QUESTIONS[:2]:
+        with private_file(demo.video_path().read_bytes()) as video:
+            answers.append(ask(engine, question, video))
+    assert answers[0].stats["reused"] is None and answers[1].stats["reused"] is not None
+    assert answers[1].token_ids == ask(engine, QUESTIONS[1]).token_ids
+
+
+def forgetful_job(hosts: HostGroup, mode: str):
     """Host 1 has lost what host 0 still has."""
-    config = ReuseConfig(mode="kv", max_bytes=2**30 if hosts.rank == 0 else 1)
+    config = ReuseConfig(mode=mode, max_bytes=2**30 if hosts.rank == 0 else 1)
     engine = Engine.from_pretrained(
         "demo", hosts=hosts, dtype="float32", reuse=config, prefill=PrefillConfig(kv="sharded")
     )
-    return [ask(engine, question).stats["reused"] for question in QUESTIONS]
+    answers = [ask(engine, question) for question in QUESTIONS]
+    return [answer.token_ids for answer in answers], [answer.stats["reused"] for answer in answers]
 
 
-def test_all_hosts_have_it_or_none(pool):
-    assert pool.run(2, forgetful_job) == [[None] * 3] * 2
+def test_kept_kv_is_used_where_all_hosts_have_it(pool):
+    assert [reused for _, reused in pool.run(2, forgetful_job, "kv")] == [[None] * 3] * 2
+
+
+def test_kept_embeddings_are_used_by_the_hosts_that_have_them(pool):
+    plain = [tokens for tokens, *_ in pool.run(2, questions_job, None, {"kv": "sharded"})[0]]
+    assert pool.run(2, forgetful_job, "exact") == [
+        (plain, [None, "embeddings", "embeddings"]),
+        (plain, [None] * 3),
+    ]
+
+
+def kept_bytes_job(hosts: HostGroup) -> tuple[int, int]:
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    state = engine.prefill(QUESTIONS[0], video=demo.video_path(), num_frames=FRAMES)
+    return KeptPrefix.of(state, hosts).num_bytes, state.inputs.position_ids.nbytes
+
+
+def test_a_host_without_kv_keeps_a_bounded_number_of_prompts(pool):
+    (first, _), (second, described) = pool.run(2, kept_bytes_job)
+    assert first > second > described
 
 
 def test_a_text_is_kept_too():

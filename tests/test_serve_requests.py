@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx
@@ -16,11 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apbv import Engine, HostGroup, demo
+from apbv.files import FileIdentity
+from apbv.launch.serve import parse_arguments
 from apbv.serve.app import build_app
-from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, opened
+from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, opened, private_file
 from apbv.serve.metrics import Metrics
 from apbv.serve.protocol import ApiError, ChatRequest
 from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.server import bind, listen
 from apbv.serve.text import AnswerText
 from apbv.serve.worker import Worker
 
@@ -135,12 +139,33 @@ def test_inline_data_lies_in_a_private_file_and_then_nowhere():
             read(wrong, media)
 
 
+def test_equal_bytes_are_one_file_until_nobody_uses_it():
+    data, other = b"x" * 100, b"y" * 100
+    with private_file(other) as different, private_file(data) as path:
+        with private_file(data) as again:
+            assert again == path != different
+            before = FileIdentity.of(path)
+        assert path.read_bytes() == data and different.read_bytes() == other
+    assert not path.exists()
+    with private_file(data) as path:
+        assert FileIdentity.of(path) == before
+
+    def use(number: int) -> bool:
+        with private_file(data) as path:
+            return path.read_bytes() == data
+
+    with ThreadPoolExecutor(8) as users:
+        assert all(users.map(use, range(500)))
+    assert not any(path.parent.iterdir())
+
+
 class Site(http.server.BaseHTTPRequestHandler):
     """A server on this machine that must not be reached unless it is meant."""
 
     def do_GET(self):
         self.server.paths.append(self.path)
         kind, _, rest = self.path[1:].partition("/")
+        time.sleep(kind == "late")
         if kind == "to":
             self.send_response(302)
             self.send_header("Location", rest)
@@ -220,6 +245,7 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
         ("172.16.0.1", False), ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
         ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False), ("::1", False), ("::", False),
         ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False),
+        ("::127.0.0.1", False), ("::ffff:0:127.0.0.1", False), ("fec0::1", False), ("64:ff9b:1::7f00:1", False),
         ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("64:ff9b::5db8:d822", True),
     ],
 )  # fmt: skip
@@ -390,6 +416,21 @@ def test_an_error_names_the_field(app, body, param):
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * 1000},
+        {"messages": [{"role": "user", "content": [1] * 1000}]},
+        {"stop": [1] * 1000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_of_many_errors_few_are_looked_for(fields):
+    with pytest.raises(ApiError) as error:
+        ChatRequest.parse(asking(**fields))
+    assert error.value.__cause__.error_count() <= 2
+
+
 def test_fields_without_effect_are_ignored(app):
     neutral = {
         "n": 1,
@@ -401,6 +442,47 @@ def test_fields_without_effect_are_ignored(app):
     body = asking(messages=[{"role": "user", "content": "x", "name": None}], user="somebody", **neutral)
     reply = app.request("POST", "/v1/chat/completions", content=body)
     assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 1
+
+
+def test_a_request_that_is_still_read_when_the_server_stops(site):
+    """It hears so at once; what is being fetched for it does not stay, and nothing else is fetched."""
+    app = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})))
+    url = f"http://127.0.0.1:{site.server_address[1]}/late"
+    content = [{"type": "image_url", "image_url": {"url": url}}] * 3
+    request = ChatRequest.parse(asking(messages=[{"role": "user", "content": content}]))
+
+    async def stop_meanwhile():
+        job = app.worker.admit()
+        reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
+        while not site.paths:
+            await asyncio.sleep(0.01)
+        app.worker.stop()
+        event = await job.events.get()
+        assert not reading.done()
+        await reading
+        return event
+
+    with private_file(b"") as path:
+        error = app.loop.run_until_complete(asyncio.wait_for(stop_meanwhile(), 30))
+        assert (error.status, str(error)) == (503, "the server is stopping")
+        assert list(path.parent.iterdir()) == [path] and site.paths == ["/late"]
+    app.close()
+
+
+def test_of_two_servers_that_want_one_port_the_second_says_so():
+    """Both may bind it while neither listens: loading a model takes long."""
+    first = bind("127.0.0.1", 0)
+    second = bind(*first.getsockname())
+    with first, second:
+        listen(first)
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:"):
+            listen(second)
+
+
+def test_an_empty_key_is_no_key(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "demo", "--api-key", ""])
+    assert "--api-key is empty" in capsys.readouterr().err
 
 
 def test_a_video_too_large_to_decode_is_refused(app):

@@ -6,6 +6,7 @@ path; bytes from elsewhere travel to the other hosts, and lie in private tempora
 
 import base64
 import binascii
+import hashlib
 import http.client
 import ipaddress
 import os
@@ -15,15 +16,20 @@ import stat
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
 _MAX_REDIRECTS = 3
 _CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
+
+_lock = threading.Lock()  # of private files
+_num_users: Counter[str] = Counter()  # of a private file
 
 
 class MediaError(ValueError):
@@ -88,17 +94,42 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     return found
 
 
+@cache
+def _private_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="apbv-")
+
+
 @contextmanager
 def private_file(data: bytes) -> Iterator[Path]:
-    """A file that only this user can read, and that is gone afterwards."""
-    handle, name = tempfile.mkstemp(prefix="apbv-")
+    """A file that only this user can read, and that is gone when nobody uses it any more.
+
+    The same bytes are always the same file, by name and date, so that :mod:`apbv.reuse` knows it again.
+    """
+    name = hashlib.sha256(data).hexdigest()
+    with _lock:
+        path = Path(_private_folder().name, name)
+        if not _num_users[name]:
+            _write_private(path, data)
+        _num_users[name] += 1
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        yield Path(name)
+        yield path
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
+        with _lock:
+            _num_users[name] -= 1
+            if not _num_users[name]:
+                del _num_users[name]
+                path.unlink(missing_ok=True)
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(0o700, exist_ok=True)  # whoever tidies up temporary files may have removed it
+        path.touch(0o600)
+        path.write_bytes(data)
+        os.utime(path, (0, 0))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -248,7 +279,8 @@ def is_public(address: str) -> bool:
     if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
         inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
     ip = inner or ip
-    return ip.is_global and not ip.is_multicast
+    is_unicast = ip.version == 4 or ip in ipaddress.ip_network("2000::/3")  # all that IANA has given out
+    return is_unicast and ip.is_global and not ip.is_multicast
 
 
 def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> bytes:

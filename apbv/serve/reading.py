@@ -1,8 +1,10 @@
 """From a request to an order: files opened, tokens counted, limits kept. On host 0, beside the engine's thread."""
 
 import copy
+import re
 import secrets
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,17 +74,25 @@ class Reader:
         self._lock = threading.Lock()
         self.max_model_len = settings.max_model_len or self._parts.max_position_embeddings
 
-    def read(self, request: ChatRequest, stack: ExitStack) -> ReadRequest:
+    def read(
+        self, request: ChatRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
+    ) -> ReadRequest:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
+        Args:
+            is_wanted: asked before each file, as fetching many may take long.
+
         Raises:
-            ApiError: with status 400; something is not allowed, unreadable or too long.
+            ApiError: with status 400 where something is not allowed, unreadable or too long, with 503 where the
+                request is not wanted any more.
         """
         settings, media = self._settings, []
         messages = [
             {
                 "role": "system" if message.role == "developer" else message.role,
-                "content": self._read_parts(message.content, f"messages.{number}.content", media, stack),
+                "content": self._read_parts(
+                    message.content, f"messages.{number}.content", media, stack, is_wanted
+                ),
             }
             for number, message in enumerate(request.messages)
         ]
@@ -120,7 +130,12 @@ class Reader:
         return ReadRequest(order, media, request.stop_strings)
 
     def _read_parts(
-        self, content: str | list, where: str, media: list[Media], stack: ExitStack
+        self,
+        content: str | list,
+        where: str,
+        media: list[Media],
+        stack: ExitStack,
+        is_wanted: Callable[[], bool],
     ) -> list[dict[str, Any]]:
         if isinstance(content, str):
             return [{"type": "text", "text": content}]
@@ -132,6 +147,8 @@ class Reader:
             kind, url = ("image", part.image_url) if isinstance(part, ImagePart) else ("video", part.video_url)
             if len(media) == self._settings.max_frames:
                 raise ApiError(400, f"at most {self._settings.max_frames} images are allowed", param="messages")
+            if not is_wanted():
+                raise ApiError(503, "the server is stopping, or the client has gone")
             try:
                 parts.append({"type": kind, "file": len(media)})
                 media.append(stack.enter_context(opened(url.url, self._settings.media)))
@@ -179,6 +196,8 @@ def described(error: Exception, media: list[Media]) -> str:
     text = str(error) or type(error).__name__
     for file in media:
         text = text.replace(str(file.path), file.name)
+        if file.relative is None:  # other hosts have it elsewhere, by the same name
+            text = re.sub(rf"\S*/{file.path.name}", lambda _, name=file.name: name, text)
     return text
 
 

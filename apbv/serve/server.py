@@ -59,6 +59,18 @@ def bind(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
 
 
+def listen(sock: socket.socket) -> None:
+    """Take connections from now on.
+
+    Raises:
+        ValueError: another server, which bound its socket before anybody listened, was first.
+    """
+    try:
+        sock.listen()
+    except OSError as error:
+        raise ValueError(f"cannot listen on {':'.join(map(str, sock.getsockname()[:2]))}: {error}") from error
+
+
 def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings: ServerSettings) -> None:
     """Answer requests until asked to end, by SIGTERM or SIGINT to any host; collective.
 
@@ -70,6 +82,8 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     """
     with hosts.local_stage("preparing the server"):
         reader = Reader(engine, settings.requests) if hosts.is_leader else None
+        if sock is not None:
+            listen(sock)
     if reader is None:
         asked = threading.Event()
         for number in _SIGNALS:

@@ -127,14 +127,19 @@ class Worker:
 
     def submit(self, job: Job, request: ChatRequest) -> None:
         """Read a request and put it into the queue; blocks meanwhile. What is wrong becomes its last event."""
+
+        def is_wanted() -> bool:
+            return not (job.is_cancelled or self._is_stopping)
+
         try:
-            job.read = self._reader.read(request, job.files)
+            job.read = self._reader.read(request, job.files, is_wanted)
         except ApiError as error:
-            return self.end(job, error, "invalid")
+            if is_wanted():
+                return self.end(job, error, "invalid")
         except Exception as error:
             return self.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
         with self._changed:
-            if not (job.is_cancelled or self._is_stopping):
+            if job.read is not None and is_wanted():
                 self._ready.append(job)
                 self._changed.notify()
                 return
@@ -199,7 +204,7 @@ class Worker:
             if self._running is not None:
                 left.append(self._running)
             for job in left:
-                self.end(job, ApiError(503, "a host has failed"), "failed")
+                self.end(job, ApiError(503, self.why_not()), "failed" if self.failure else "rejected")
             self._on_end()
 
     def _round(self) -> bool:
