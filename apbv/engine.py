@@ -236,7 +236,7 @@ class Engine:
             return prefill_question(self._parts, inputs, kept, self.hosts, timer)
         encoded = reused = None
         if self._reuse is not None:
-            reused = "embeddings" if self._reuse.has_embeddings(inputs) else None
+            reused = "embeddings" if self._reuse.has_embeddings(inputs, self.hosts) else None
             with self.hosts.local_stage("encode"), timer.stage("encode"):
                 encoded = self._reuse.embeddings(inputs, self._parts)
         config = self.prefill_config
@@ -531,7 +531,7 @@ class Engine:
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
         kept = None if self._reuse is None else self._reuse.find_prefix(inputs, self.hosts)
-        is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs))
+        is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs, self.hosts))
         if piece is not None and (self._draft is not None or not is_known):  # a draft sees for itself
             with self.hosts.local_stage("reading the video"):
                 with timer.stage("decode_video"):

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
 from apbv.result import first_tokens
-from apbv.reuse import ByteBoundedCache
+from apbv.reuse import ByteBoundedCache, KeptPrefix
 
 FRAMES, STEPS = 48, 8
 QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
@@ -126,17 +126,35 @@ def test_what_changed_is_read_again(pool, tmp_path):
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] is None
 
 
-def forgetful_job(hosts: HostGroup):
+def forgetful_job(hosts: HostGroup, mode: str):
     """Host 1 has lost what host 0 still has."""
-    config = ReuseConfig(mode="kv", max_bytes=2**30 if hosts.rank == 0 else 1)
+    config = ReuseConfig(mode=mode, max_bytes=2**30 if hosts.rank == 0 else 1)
     engine = Engine.from_pretrained(
         "demo", hosts=hosts, dtype="float32", reuse=config, prefill=PrefillConfig(kv="sharded")
     )
     return [ask(engine, question).stats["reused"] for question in QUESTIONS]
 
 
-def test_all_hosts_have_it_or_none(pool):
-    assert pool.run(2, forgetful_job) == [[None] * 3] * 2
+@pytest.mark.parametrize("mode", ["exact", "kv"])
+def test_all_hosts_have_it_or_none(pool, mode):
+    assert pool.run(2, forgetful_job, mode) == [[None] * 3] * 2
+
+
+def held_job(hosts: HostGroup, kv: str) -> tuple[int, int]:
+    """Bytes that are counted for a short text before a long question, and those of all of its KV that is here."""
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv=kv, anchor_len=0)
+    )
+    state = engine.prefill("why? " * 200, context="a few words")
+    layers = [] if state.shards is None else state.shards.layers
+    if kv == "gathered" and hosts.rank == 0:
+        layers = state.to_dynamic_cache().layers
+    return KeptPrefix.of(state, hosts).num_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_all_that_is_kept_from_being_freed_counts(pool, kv):
+    assert all(counted > held for counted, held in pool.run(2, held_job, kv))
 
 
 def test_a_text_is_kept_too():
