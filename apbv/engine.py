@@ -330,7 +330,7 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
         stop: Stop | None = None,
     ) -> GenerateResult:
-        """Answer from what :meth:`prefill` or :func:`apbv.load` returned, which it uses up; without a draft.
+        """Answer from what :meth:`prefill` or :func:`apbv.load` returned, without a draft.
 
         The arguments are those of :meth:`generate`.
         """
@@ -503,6 +503,7 @@ class Engine:
     def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
         """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""
         if state.shards is not None:
+            state.shards.crop(state.num_tokens - state.shards.get_seq_length())  # an earlier answer's tokens
             decoder = ShardedDecoder(self._parts, state.shards, state.next_position, self.hosts)
         else:
             decoder = GatheredDecoder(self._parts, state.to_dynamic_cache(), state.next_position, self.hosts)

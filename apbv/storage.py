@@ -98,7 +98,7 @@ class ModelIdentity:
         revision: the hub's commit; None for a directory.
         family: its ``model_type``.
         config_sha256: :func:`config_digest` of its configuration.
-        weights_sha256: of its language model's final norm, which tells fine-tuned siblings apart.
+        weights_sha256: :func:`weights_digest` of its language model, which tells fine-tuned siblings apart.
     """
 
     name: str
@@ -341,7 +341,7 @@ class Writer:
         _require_complete(manifest, self.path)
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
         content = json.dumps({**record, "sha256": _digest(record)})
-        fresh = self.path / f"{_MANIFEST}.{self.generation}"
+        fresh = self._folder / _MANIFEST  # until it is moved, removed with the rest of a save that failed
         _write_through(fresh, content.encode())
         _sync_folder(self._folder)
         os.replace(fresh, self.path / _MANIFEST)

@@ -86,6 +86,36 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     for assistance in ({"assistant_model": build(family, torch.float32)}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(ValueError, match="speculat"):
             model.generate(**state.generate_inputs(), **settings, **assistance)
+    with pytest.raises(ValueError, match="one sequence"):
+        model.generate(**state.generate_inputs(), **settings, num_beams=2)
+
+
+def repeating_job(hosts: HostGroup, kv: str) -> tuple:
+    """Two answers, and by how many tokens the KV is longer than the prompt afterwards."""
+    engine = engine_on(hosts, kv=kv, passing_len=8)
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    answers = [engine.decode(state, max_new_tokens=STEPS).token_ids for _ in range(2)]
+    lengths = [layer.keys.shape[2] for layer in getattr(state.to_dynamic_cache(), "layers", ())]
+    return answers, {length - state.num_tokens for length in lengths}
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_an_answer_leaves_its_prompt_as_it_was(pool, kv):
+    for (first, second), longer in pool.run(2, repeating_job, kv):
+        assert first == second and len(first) > 1 and longer <= {0}
+
+
+def test_what_star_computed_on_one_host_is_shared_out(pool, tmp_path):
+    """Its anchor is all of the context."""
+    (tokens,) = pool.run(1, save_job, tmp_path, {"method": "star", "on_single_host": True})
+    for hosts, kv in ((1, "gathered"), (2, "sharded")):
+        assert pool.run(hosts, answer_job, tmp_path, kv) == [tokens] * hosts
+
+
+def answer_job(hosts: HostGroup, path: Path, kv: str) -> list[int]:
+    state = apbv.load(path, hosts=hosts, kv=kv)
+    assert state.layout.is_split
+    return engine_on(hosts).decode(state, max_new_tokens=STEPS).token_ids
 
 
 # ---- what is refused ----
@@ -240,6 +270,13 @@ def test_a_crash_leaves_the_old_state_or_none(tmp_path):
     assert len(seen) == 12
     apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(path)
     assert len(list(path.glob("kv-*"))) == 1  # and what the crashes left is gone
+
+
+def test_a_save_that_fails_at_its_end_leaves_nothing(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(OSError):
+        apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "manifest.json"]
 
 
 def test_only_one_saves_at_a_time(tmp_path):
