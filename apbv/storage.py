@@ -48,6 +48,16 @@ _CONFIG_FIELDS = (
 )
 
 
+# Of a decoder layer: the matrices whose first row lies whole on the first process of a host.
+SAMPLED_PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+
+
 class StorageError(ValueError):
     """Saved KV cannot be written, read or used; the message says why."""
 
@@ -174,7 +184,7 @@ def weights_digest(rows: Iterable[Tensor]) -> str:
     """SHA-256 of a sample of the weights that make KV, which tells models of one architecture apart.
 
     Args:
-        rows: the first row of every layer's key projection and, behind it, of its value projection.
+        rows: layer by layer, the first row of each of :data:`SAMPLED_PROJECTIONS`.
     """
     digest = hashlib.sha256()
     for row in rows:

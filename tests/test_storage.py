@@ -178,10 +178,15 @@ def test_what_was_spoilt_is_refused(saved, spoil):
 def test_another_model_is_refused(saved):
     single = HostGroup.single("cpu")
     engine = engine_on(single)
-    with torch.no_grad():
-        engine.model.get_decoder().layers[3].self_attn.v_proj.weight[0, 0] += 0.5
-    with pytest.raises(StorageError, match="other weights"):
-        apbv.load(saved, engine.model, hosts=single)
+    layer = engine.model.get_decoder().layers[3]
+    for matrix in (layer.self_attn.v_proj, layer.mlp.up_proj):
+        before = matrix.weight.detach().clone()
+        with torch.no_grad():
+            matrix.weight[0, 0] += 0.5
+            with pytest.raises(StorageError, match="other weights"):
+                apbv.load(saved, engine.model, hosts=single)
+            matrix.weight.copy_(before)
+    apbv.load(saved, engine.model, hosts=single)
     with pytest.raises(StorageError, match="another configuration"):
         apbv.load(saved, build("qwen2_5_vl", torch.float32), hosts=single)
     with pytest.raises(StorageError, match="another family"):
