@@ -87,6 +87,7 @@ class PrefillResult:
     _model: Callable[[], ModelIdentity] = field(repr=False)
     _shards: ShardedCache | None = field(repr=False)
     _gathered: DynamicCache | None = field(repr=False, default=None)
+    _video_sha256: str | None = field(repr=False, default=None)  # of loaded KV, whose video is not at hand
     reused: str | None = None
 
     @property
@@ -222,7 +223,9 @@ class PrefillResult:
             rope_delta=int(positions.max()) + 1 - self.num_tokens if positions.dim() == 2 else None,
             visual=visual
             and VisualIdentity(
-                visual.kind, inputs.num_visual_tokens, visual.source and visual.source.file.sha256()
+                visual.kind,
+                inputs.num_visual_tokens,
+                visual.source.file.sha256() if visual.source else self._video_sha256,
             ),
             method=self.method,
             exact=self.exact,
@@ -293,6 +296,7 @@ def load(
         _model=lambda: manifest.model,
         _shards=shards,
         _gathered=gathered,
+        _video_sha256=manifest.visual and manifest.visual.sha256,
     )
 
 

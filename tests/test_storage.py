@@ -37,6 +37,9 @@ def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
     engine = engine_on(hosts)
     state = apbv.load(path, engine.model, hosts=hosts, kv=kv)
     assert (state.method, state.exact, state.inputs.num_visual_tokens) == ("apbv", False, 2 * FRAMES)
+    state.save(path.with_name("again"))
+    first, again = (SavedKV.open(folder).manifest for folder in (path, path.with_name("again")))
+    assert (again.model, again.visual) == (first.model, first.visual)
     cache = state.to_dynamic_cache()
     layers = cache and [(layer.keys, layer.values) for layer in cache.layers]
     answer = engine.decode(state, max_new_tokens=STEPS)
