@@ -236,7 +236,7 @@ class Engine:
             return prefill_question(self._parts, inputs, kept, self.hosts, timer)
         encoded = reused = None
         if self._reuse is not None:
-            reused = "embeddings" if self._reuse.has_embeddings(inputs) else None
+            reused = "embeddings" if self._reuse.has_embeddings(inputs, self.hosts) else None
             with self.hosts.local_stage("encode"), timer.stage("encode"):
                 encoded = self._reuse.embeddings(inputs, self._parts)
         config = self.prefill_config
@@ -330,7 +330,7 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
         stop: Stop | None = None,
     ) -> GenerateResult:
-        """Answer from what :meth:`prefill` or :func:`apbv.load` returned, which it uses up; without a draft.
+        """Answer from what :meth:`prefill` or :func:`apbv.load` returned, without a draft.
 
         The arguments are those of :meth:`generate`.
         """
@@ -503,6 +503,7 @@ class Engine:
     def _start(self, state: PrefillResult) -> tuple[Decoder, torch.Tensor, int, HostGroup]:
         """Where decoding begins: the decoder, the first token's logits, the prompt's length, the hosts."""
         if state.shards is not None:
+            state.shards.crop(state.num_tokens - state.shards.get_seq_length())  # an earlier answer's tokens
             decoder = ShardedDecoder(self._parts, state.shards, state.next_position, self.hosts)
         else:
             decoder = GatheredDecoder(self._parts, state.to_dynamic_cache(), state.next_position, self.hosts)
@@ -531,14 +532,13 @@ class Engine:
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
         kept = None if self._reuse is None else self._reuse.find_prefix(inputs, self.hosts)
-        if piece is not None:
+        is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs, self.hosts))
+        if piece is not None and (self._draft is not None or not is_known):  # a draft sees for itself
             with self.hosts.local_stage("reading the video"):
-                is_known = kept is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs))
-                if self._draft is not None or not is_known:  # a draft sees for itself
-                    with timer.stage("decode_video"):
-                        pixels = piece.read()
-                    with timer.stage("preprocess"):
-                        inputs = inputs.with_frames(self.processor, piece, pixels)
+                with timer.stage("decode_video"):
+                    pixels = piece.read()
+                with timer.stage("preprocess"):
+                    inputs = inputs.with_frames(self.processor, piece, pixels)
         self._require_wanted(stop)
         return inputs, kept
 

@@ -473,7 +473,7 @@ class HostGroup:
 
     @contextmanager
     def local_stage(self, name: str) -> Iterator[None]:
-        """A stage without exchanges inside; at its end all hosts raise, or none does.
+        """A stage without exchanges inside; at its end all hosts raise, or none does. Every host enters it.
 
         A host that failed raises its own error, the others a HostError that quotes it.
         """

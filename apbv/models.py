@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .kernels.library_attention import require_usable
-from .storage import weights_digest
+from .storage import SAMPLED_PROJECTIONS, weights_digest
 
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
@@ -131,8 +131,11 @@ class ModelParts:
 
     def weights_digest(self) -> str:
         """See :func:`apbv.storage.weights_digest`; a member of a host samples its share of the model."""
-        attentions = [layer.self_attn for layer in self.language_model.layers]
-        return weights_digest(_here(proj.weight)[0] for attn in attentions for proj in (attn.k_proj, attn.v_proj))
+        return weights_digest(
+            _here(layer.get_submodule(name).weight)[0]
+            for layer in self.language_model.layers
+            for name in SAMPLED_PROJECTIONS
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[1, S, d]`` to ``[1, S, V]``."""

@@ -32,7 +32,7 @@ from .storage import (
 
 
 class HandoffCache(DynamicCache):
-    """KV of the first tokens of a prompt, for transformers to go on from.
+    """KV of the first tokens of a prompt, for transformers to go on from by one sequence.
 
     Its assisted decoding would run the whole prompt on top of what such a cache holds, and say wrong tokens.
 
@@ -52,6 +52,14 @@ class HandoffCache(DynamicCache):
                 "wrong tokens; for speculative decoding use Engine(speculate=…), or launch/infer.py --speculate"
             )
         super().activate_past_recording()
+
+    def update(self, key_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if key_states.shape[0] != 1:
+            raise ValueError(
+                "the KV is of one sequence: num_beams and num_return_sequences must be 1; for another answer call "
+                "generate() again, with new generate_inputs()"
+            )
+        return super().update(key_states, *args, **kwargs)
 
 
 @dataclass
@@ -79,6 +87,7 @@ class PrefillResult:
     _model: Callable[[], ModelIdentity] = field(repr=False)
     _shards: ShardedCache | None = field(repr=False)
     _gathered: DynamicCache | None = field(repr=False, default=None)
+    _video_sha256: str | None = field(repr=False, default=None)  # of loaded KV, whose video is not at hand
     reused: str | None = None
 
     @property
@@ -110,11 +119,12 @@ class PrefillResult:
         Raises:
             ValueError: the KV was gathered on host 0 and another host is asked for.
         """
+        cache = self._gathered
         if self._shards is not None:
-            return self._shards.gather(self._hosts, host)
-        if host != 0:
+            cache = self._shards.gather(self._hosts, host)
+        elif host != 0:
             raise ValueError(f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}")
-        return None if self._gathered is None else first_tokens(self._gathered, self.num_tokens, DynamicCache())
+        return None if cache is None else first_tokens(cache, self.num_tokens, DynamicCache())
 
     def generate_inputs(self) -> dict[str, Any]:
         """Keyword arguments with which plain ``model.generate`` continues from this prefill, on host 0.
@@ -124,7 +134,9 @@ class PrefillResult:
         parallelism all members of host 0 have to call ``generate``, with the same settings.
 
         Not together with ``assistant_model`` or ``prompt_lookup_num_tokens``, which run the whole prompt again, on
-        top of this KV: the cache refuses them with a ValueError.
+        top of this KV, nor with several beams or returned sequences: the cache refuses them with a ValueError.
+        ``generate`` grows the cache: ask for these arguments anew for every call. Who appends tokens to
+        ``input_ids`` has to append to the mask and, one further each, to ``position_ids`` as well.
         """
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
@@ -211,7 +223,9 @@ class PrefillResult:
             rope_delta=int(positions.max()) + 1 - self.num_tokens if positions.dim() == 2 else None,
             visual=visual
             and VisualIdentity(
-                visual.kind, inputs.num_visual_tokens, visual.source and visual.source.file.sha256()
+                visual.kind,
+                inputs.num_visual_tokens,
+                visual.source.file.sha256() if visual.source else self._video_sha256,
             ),
             method=self.method,
             exact=self.exact,
@@ -252,12 +266,14 @@ def load(
             _require_written_by(inspect_model(model), saved)
         prompt = saved.prompt()
         inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
+        query_start = min(manifest.query_start, manifest.num_tokens - 1)
         layout = plan_layout(
             num_hosts=hosts.size,
             num_tokens=manifest.num_tokens,
             context_start=manifest.context_start,
-            query_start=min(manifest.query_start, manifest.num_tokens - 1),
-            anchor_len=manifest.anchor_len,
+            query_start=query_start,
+            # Star's on a single host is all of the context, which leaves nothing to share out.
+            anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
             passing_len=manifest.passing_len,
             zigzag=True,
         )
@@ -280,6 +296,7 @@ def load(
         _model=lambda: manifest.model,
         _shards=shards,
         _gathered=gathered,
+        _video_sha256=manifest.visual and manifest.visual.sha256,
     )
 
 

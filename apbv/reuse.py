@@ -91,12 +91,13 @@ class KeptPrefix:
 
     @property
     def num_bytes(self) -> int:
-        """Of the KV and, as a host may keep none of that, of what describes the prompt."""
-        inputs, layers = self.state.inputs, self.shares or []
+        """What it keeps from being freed: with a view all of its tensor, the question's rows included."""
+        layers = self.shares or []
         if self.gathered is not None:
             layers = [(layer.keys, layer.values) for layer in self.gathered.layers]
+        inputs = self.state.inputs
         tensors = [self.state.logits, inputs.input_ids, inputs.position_ids, *chain.from_iterable(layers)]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class Reuse:
@@ -108,9 +109,12 @@ class Reuse:
 
     # ---- "exact" ----
 
-    def has_embeddings(self, inputs: ModelInputs) -> bool:
-        """Whether this host's frames need not be read."""
-        return self._mode == "exact" and inputs.visual is not None and inputs.visual.source in self._cache
+    def has_embeddings(self, inputs: ModelInputs, hosts: HostGroup) -> bool:
+        """Whether no host's frames need be read; collective."""
+        visual = inputs.visual
+        if self._mode != "exact" or visual is None:
+            return False
+        return _on_all(hosts, visual.source in self._cache or not visual.pieces[hosts.rank])
 
     def embeddings(self, inputs: ModelInputs, parts: ModelParts) -> Tensor | None:
         """What the vision tower makes of this host's frames, now or before; None where that is not kept.
@@ -124,7 +128,7 @@ class Reuse:
         if rows is None:
             rows = encode_visual(parts, inputs.visual)
             # In host memory, because a GPU's is what long videos are short of.
-            if rows.nbytes:  # there are hosts without frames
+            if rows.nbytes:  # some hosts have no frames
                 self._cache.put(inputs.visual.source, rows.cpu(), rows.nbytes)
         return rows.to(parts.device)
 
@@ -135,7 +139,7 @@ class Reuse:
         if self._mode != "kv":
             return None
         kept = self._cache.get(_prefix_key(inputs))
-        return kept if all(found for (found,) in hosts.gather_floats([kept is not None])) else None
+        return kept if _on_all(hosts, kept is not None) else None
 
     def keep_prefix(self, state: PrefillResult, hosts: HostGroup) -> None:
         """Keep the KV of a prompt up to its question, where its source is known."""
@@ -180,6 +184,11 @@ def prefill_question(
         _shards=shards,
         _gathered=cache,
     )
+
+
+def _on_all(hosts: HostGroup, is_here: bool) -> bool:
+    """Collective: hosts keep different numbers of bytes, and so forget at different times."""
+    return all(found for (found,) in hosts.gather_floats([is_here]))
 
 
 def _prefix_key(inputs: ModelInputs) -> Hashable:

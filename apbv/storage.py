@@ -48,6 +48,16 @@ _CONFIG_FIELDS = (
 )
 
 
+# Of a decoder layer: the matrices whose first row lies whole on the first process of a host.
+SAMPLED_PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+
+
 class StorageError(ValueError):
     """Saved KV cannot be written, read or used; the message says why."""
 
@@ -98,7 +108,7 @@ class ModelIdentity:
         revision: the hub's commit; None for a directory.
         family: its ``model_type``.
         config_sha256: :func:`config_digest` of its configuration.
-        weights_sha256: of its language model's final norm, which tells fine-tuned siblings apart.
+        weights_sha256: :func:`weights_digest` of its language model, which tells fine-tuned siblings apart.
     """
 
     name: str
@@ -174,7 +184,7 @@ def weights_digest(rows: Iterable[Tensor]) -> str:
     """SHA-256 of a sample of the weights that make KV, which tells models of one architecture apart.
 
     Args:
-        rows: the first row of every layer's key projection and, behind it, of its value projection.
+        rows: layer by layer, the first row of each of :data:`SAMPLED_PROJECTIONS`.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -341,7 +351,7 @@ class Writer:
         _require_complete(manifest, self.path)
         record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
         content = json.dumps({**record, "sha256": _digest(record)})
-        fresh = self.path / f"{_MANIFEST}.{self.generation}"
+        fresh = self._folder / _MANIFEST  # until it is moved, removed with the rest of a save that failed
         _write_through(fresh, content.encode())
         _sync_folder(self._folder)
         os.replace(fresh, self.path / _MANIFEST)

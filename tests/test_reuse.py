@@ -150,16 +150,27 @@ def forgetful_job(hosts: HostGroup, mode: str):
     return [answer.token_ids for answer in answers], [answer.stats["reused"] for answer in answers]
 
 
-def test_kept_kv_is_used_where_all_hosts_have_it(pool):
-    assert [reused for _, reused in pool.run(2, forgetful_job, "kv")] == [[None] * 3] * 2
-
-
-def test_kept_embeddings_are_used_by_the_hosts_that_have_them(pool):
+@pytest.mark.parametrize("mode", ["exact", "kv"])
+def test_all_hosts_have_it_or_none(pool, mode):
     plain = [tokens for tokens, *_ in pool.run(2, questions_job, None, {"kv": "sharded"})[0]]
-    assert pool.run(2, forgetful_job, "exact") == [
-        (plain, [None, "embeddings", "embeddings"]),
-        (plain, [None] * 3),
-    ]
+    assert pool.run(2, forgetful_job, mode) == [(plain, [None] * 3)] * 2
+
+
+def held_job(hosts: HostGroup, kv: str) -> tuple[int, int]:
+    """Bytes that are counted for a short text before a long question, and those of all of its KV that is here."""
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv=kv, anchor_len=0)
+    )
+    state = engine.prefill("why? " * 200, context="a few words")
+    layers = [] if state.shards is None else state.shards.layers
+    if kv == "gathered" and hosts.rank == 0:
+        layers = state.to_dynamic_cache().layers
+    return KeptPrefix.of(state, hosts).num_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_all_that_is_kept_from_being_freed_counts(pool, kv):
+    assert all(counted > held for counted, held in pool.run(2, held_job, kv))
 
 
 def kept_bytes_job(hosts: HostGroup) -> tuple[int, int]:

@@ -37,6 +37,9 @@ def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
     engine = engine_on(hosts)
     state = apbv.load(path, engine.model, hosts=hosts, kv=kv)
     assert (state.method, state.exact, state.inputs.num_visual_tokens) == ("apbv", False, 2 * FRAMES)
+    state.save(path.with_name("again"))
+    first, again = (SavedKV.open(folder).manifest for folder in (path, path.with_name("again")))
+    assert (again.model, again.visual) == (first.model, first.visual)
     cache = state.to_dynamic_cache()
     layers = cache and [(layer.keys, layer.values) for layer in cache.layers]
     answer = engine.decode(state, max_new_tokens=STEPS)
@@ -86,6 +89,36 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     for assistance in ({"assistant_model": build(family, torch.float32)}, {"prompt_lookup_num_tokens": 2}):
         with pytest.raises(ValueError, match="speculat"):
             model.generate(**state.generate_inputs(), **settings, **assistance)
+    with pytest.raises(ValueError, match="one sequence"):
+        model.generate(**state.generate_inputs(), **settings, num_beams=2)
+
+
+def repeating_job(hosts: HostGroup, kv: str) -> tuple:
+    """Two answers, and by how many tokens the KV is longer than the prompt afterwards."""
+    engine = engine_on(hosts, kv=kv, passing_len=8)
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    answers = [engine.decode(state, max_new_tokens=STEPS).token_ids for _ in range(2)]
+    lengths = [layer.keys.shape[2] for layer in getattr(state.to_dynamic_cache(), "layers", ())]
+    return answers, {length - state.num_tokens for length in lengths}
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_an_answer_leaves_its_prompt_as_it_was(pool, kv):
+    for (first, second), longer in pool.run(2, repeating_job, kv):
+        assert first == second and len(first) > 1 and longer <= {0}
+
+
+def test_what_star_computed_on_one_host_is_shared_out(pool, tmp_path):
+    """Its anchor is all of the context."""
+    (tokens,) = pool.run(1, save_job, tmp_path, {"method": "star", "on_single_host": True})
+    for hosts, kv in ((1, "gathered"), (2, "sharded")):
+        assert pool.run(hosts, answer_job, tmp_path, kv) == [tokens] * hosts
+
+
+def answer_job(hosts: HostGroup, path: Path, kv: str) -> list[int]:
+    state = apbv.load(path, hosts=hosts, kv=kv)
+    assert state.layout.is_split
+    return engine_on(hosts).decode(state, max_new_tokens=STEPS).token_ids
 
 
 # ---- what is refused ----
@@ -148,10 +181,15 @@ def test_what_was_spoilt_is_refused(saved, spoil):
 def test_another_model_is_refused(saved):
     single = HostGroup.single("cpu")
     engine = engine_on(single)
-    with torch.no_grad():
-        engine.model.get_decoder().layers[3].self_attn.v_proj.weight[0, 0] += 0.5
-    with pytest.raises(StorageError, match="other weights"):
-        apbv.load(saved, engine.model, hosts=single)
+    layer = engine.model.get_decoder().layers[3]
+    for matrix in (layer.self_attn.v_proj, layer.mlp.up_proj):
+        before = matrix.weight.detach().clone()
+        with torch.no_grad():
+            matrix.weight[0, 0] += 0.5
+            with pytest.raises(StorageError, match="other weights"):
+                apbv.load(saved, engine.model, hosts=single)
+            matrix.weight.copy_(before)
+    apbv.load(saved, engine.model, hosts=single)
     with pytest.raises(StorageError, match="another configuration"):
         apbv.load(saved, build("qwen2_5_vl", torch.float32), hosts=single)
     with pytest.raises(StorageError, match="another family"):
@@ -240,6 +278,13 @@ def test_a_crash_leaves_the_old_state_or_none(tmp_path):
     assert len(seen) == 12
     apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(path)
     assert len(list(path.glob("kv-*"))) == 1  # and what the crashes left is gone
+
+
+def test_a_save_that_fails_at_its_end_leaves_nothing(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(OSError):
+        apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "manifest.json"]
 
 
 def test_only_one_saves_at_a_time(tmp_path):

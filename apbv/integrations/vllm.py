@@ -41,9 +41,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from ..storage import SavedKV, StorageError, config_digest, weights_digest
+from ..storage import SAMPLED_PROJECTIONS, SavedKV, StorageError, config_digest, weights_digest
 
-_PROJECTION = re.compile(r".*\.layers\.(?P<layer>\d+)\.self_attn\.(?P<kind>[kv])_proj\.weight")
+_PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name only
 
@@ -382,7 +382,7 @@ def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[T
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                 if (found := _PROJECTION.fullmatch(name)) and "vision" not in name:
                     row = tensors.get_slice(name)[:1].to(model_config.dtype)
-                    rows[int(found["layer"]), found["kind"]] = row
+                    rows[int(found["layer"]), SAMPLED_PROJECTIONS.index(found["name"])] = row
     if not rows:
-        raise ValueError(f"ApbvConnector found no key and value projections in {folder}/*.safetensors")
+        raise ValueError(f"ApbvConnector found no decoder layers in {folder}/*.safetensors")
     return [rows[place] for place in sorted(rows)]
