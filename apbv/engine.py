@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from . import demo
 from .attention import PrefillObserver
@@ -22,7 +15,8 @@ from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfi
 from .decode import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
 from .hosts import HostGroup
 from .inputs import POSITION_RULES, FramePiece, ModelInputs
-from .models import VIDEO_FAMILIES, ModelParts, inspect_model
+from .loading import load_model
+from .models import ModelParts, inspect_model
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
 from .reuse import KeptPrefix, Reuse, prefill_question
@@ -49,14 +43,11 @@ from .speculate import (
     strategy_of,
 )
 from .stats import StageTimer, gather_spans, provenance
-from .tensor_parallel import load_sharded
 from .timeline import Span
 from .video import probe, sample_fps, sample_uniform
 
 # Says on host 0 in words what a prompt's video or images show: for drafts that read it.
 Captioner = Callable[[RenderedPrompt], str]
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class RequestCancelled(RuntimeError):
@@ -176,11 +167,9 @@ class Engine:
         # Members of a host exchange data while transformers loads the model's shares.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
-            if isinstance(dtype, str) and dtype not in DTYPES:
-                raise ValueError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
             beside = drafts_elsewhere(speculate, hosts)
             drafts_only = beside and hosts.rank == hosts.size - 1
-            model, processor = _load(path, dtype, hosts, with_model=not drafts_only, sharded=True)
+            model, processor = load_model(path, dtype, hosts, with_model=not drafts_only, sharded=True)
         draft = None
         if speculate is not None and strategy_of(speculate).needs_draft_model:
             wanted = speculate.draft_model or ("demo" if str(name) == "demo" else None)
@@ -188,7 +177,7 @@ class Engine:
                 if wanted is None:
                     raise ValueError(f"speculative decoding by {speculate.strategy} needs a draft model")
                 if drafts_only or not beside:
-                    draft, _ = _load(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
+                    draft, _ = load_model(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
         with hosts.local_stage(f"preparing {name}"):
             _take_apart(model, draft, prefill or PrefillConfig(), speculate, hosts, captioner)
         return cls(model, processor, hosts, prefill, str(name), speculate, draft, captioner, reuse)
@@ -619,35 +608,6 @@ class Engine:
             "dtype": str(self._parts.dtype).removeprefix("torch."),
             **provenance(),
         }
-
-
-def _load(
-    path: str | Path,
-    dtype: str | torch.dtype,
-    hosts: HostGroup,
-    with_model: bool = True,
-    sharded: bool = False,
-) -> tuple[PreTrainedModel | None, Any]:
-    """A model, where it is wanted, and its processor.
-
-    Args:
-        sharded: with tensor parallelism load only this process's share.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(path)
-        is_video = config.model_type in VIDEO_FAMILIES
-        auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
-        model = None
-        if with_model and sharded and hosts.tensor_parallel_size > 1:
-            model = load_sharded(auto, path, config, dtype, hosts).eval()
-        elif with_model:
-            model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
-        return model, (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"cannot load the model {path}: {error}") from error
 
 
 def _take_apart(

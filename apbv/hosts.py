@@ -1,4 +1,5 @@
-"""HostGroup: rank, size, device and process group as one argument; the only file that imports torch.distributed.
+"""HostGroup: rank, size, device and process group as one argument. Only this file and polled_group.py import
+torch.distributed.
 
 How a failure reaches everybody. A stage is either *local* (no data travels in it: reading a video,
 tokenising) or *collective* (hosts exchange data inside it). A local stage ends with a small exchange of
@@ -32,10 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .polled_group import POLLED, PolledGroup
+
 _FAILURE_KEY = "apbv/failure"
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
-_POLLED = "apbv"  # the back end of :class:`_PolledGroup`
 
 
 class HostError(RuntimeError):
@@ -114,7 +116,7 @@ class HostGroup:
         self.size = dist.get_world_size(data_group) if data_group is not None else 1
         self.tensor_parallel_rank = dist.get_rank(member_group) if member_group is not None else 0
         self.tensor_parallel_size = dist.get_world_size(member_group) if member_group is not None else 1
-        if isinstance(member_group, _PolledGroup):
+        if isinstance(member_group, PolledGroup):
             member_group.wait_for = self._wait
 
     @classmethod
@@ -226,7 +228,7 @@ class HostGroup:
         member_group = dist.new_group(
             ranks[host * tensor_parallel : (host + 1) * tensor_parallel],
             # What transformers exchanges on a CPU is waited for in Python; with NCCL nobody waits on the CPU.
-            backend=_POLLED if self.device.type == "cpu" else backend,
+            backend=POLLED if self.device.type == "cpu" else backend,
             **options,
         )
         return HostGroup(
@@ -630,60 +632,6 @@ class HostGroup:
                 return failure
             time.sleep(0.05)
         return HostError(f"another host ended, or did not answer in time (seen by {self.name}): {error}")
-
-
-class _PolledWork(dist.Work):
-    """An exchange in a :class:`_PolledGroup`."""
-
-    def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], None]):
-        super().__init__()
-        self._work, self._wait_for = work, wait_for
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._wait_for(self._work)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-
-class _PolledGroup(dist.ProcessGroup):
-    """A gloo group in which others start exchanges, and wait for them as its HostGroup does for its own.
-
-    Left to itself gloo waits for another process until a timeout, without a look at whether it has failed.
-
-    Attributes:
-        wait_for: blocks until an exchange is complete.
-    """
-
-    def __init__(self, store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)
-        self.wait_for: Callable[[dist.Work], None] = lambda work: work.wait()
-        self._gloo = dist.ProcessGroup(store, rank, size)
-        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-
-    def getBackendName(self) -> str:
-        return _POLLED
-
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def allreduce(self, *args) -> _PolledWork:
-        return _PolledWork(self._gloo.allreduce(*args), self.wait_for)
-
-    def allgather_into_tensor_coalesced(self, *args) -> _PolledWork:
-        return _PolledWork(self._gloo.allgather_into_tensor_coalesced(*args), self.wait_for)
-
-    def allgather(self, *args) -> _PolledWork:
-        return _PolledWork(self._gloo.allgather(*args), self.wait_for)
-
-    def broadcast(self, *args) -> _PolledWork:
-        return _PolledWork(self._gloo.broadcast(*args), self.wait_for)
-
-
-dist.Backend.register_backend(_POLLED, _PolledGroup, devices=["cpu"])
 
 
 def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0, tensor_parallel: int = 1) -> int:

@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
 from apbv.config import HIPPO_TERMS, KEEP_POLICIES, KV_PLACEMENTS, PRUNINGS
-from apbv.engine import DTYPES
 from apbv.kernels.backends import BACKENDS
+from apbv.loading import DTYPES
 from apbv.methods import METHODS
 from apbv.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES

@@ -1,0 +1,67 @@
+"""A process group on the CPU whose exchanges are waited for in Python.
+
+transformers' tensor parallelism exchanges data by itself, inside the model's layers. So that a process which fails
+there does not leave the others of its host waiting, these wait as a HostGroup does: see :mod:`apbv.hosts`.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+POLLED = "apbv"  # the back end's name in torch.distributed
+
+
+class PolledWork(dist.Work):
+    """An exchange in a :class:`PolledGroup`."""
+
+    def __init__(self, work: dist.Work, wait_for: Callable[[dist.Work], None]):
+        super().__init__()
+        self._work, self._wait_for = work, wait_for
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._wait_for(self._work)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class PolledGroup(dist.ProcessGroup):
+    """A gloo group in which others start exchanges, and wait for them as its HostGroup does for its own.
+
+    Left to itself gloo waits for another process until a timeout, without a look at whether it has failed.
+
+    Attributes:
+        wait_for: blocks until an exchange is complete.
+    """
+
+    def __init__(self, store, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self.wait_for: Callable[[dist.Work], None] = lambda work: work.wait()
+        self._gloo = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+
+    def getBackendName(self) -> str:
+        return POLLED
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def allreduce(self, *args) -> PolledWork:
+        return PolledWork(self._gloo.allreduce(*args), self.wait_for)
+
+    def allgather_into_tensor_coalesced(self, *args) -> PolledWork:
+        return PolledWork(self._gloo.allgather_into_tensor_coalesced(*args), self.wait_for)
+
+    def allgather(self, *args) -> PolledWork:
+        return PolledWork(self._gloo.allgather(*args), self.wait_for)
+
+    def broadcast(self, *args) -> PolledWork:
+        return PolledWork(self._gloo.broadcast(*args), self.wait_for)
+
+
+dist.Backend.register_backend(POLLED, PolledGroup, devices=["cpu"])
