@@ -48,7 +48,7 @@ def test_the_first_command_answers_right():
     first, second = blocks("bash quickstart")[0].splitlines()
     install, job = first.split(" && ")
     assert install == "pip install -c constraints.txt -e ."
-    assert second == 'pip install -c constraints.txt -e ".[test]" && pytest'
+    assert second == 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadfile'
     expected = answer_to(demo.DEMO_QUESTION)
     assert f"(`{expected}`)" in README
     assert run(job).strip() == expected
