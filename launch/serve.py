@@ -13,7 +13,7 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from apbv import HostGroup, ReuseConfig
+from apbv import HostGroup, ReuseConfig, SamplingConfig
 from apbv.allocator import keep_freed_memory
 from apbv.config import REUSE_MODES
 from apbv.hosts import run_on_hosts
@@ -30,6 +30,7 @@ from apbv.serve.reading import RequestSettings
 from apbv.serve.server import ServerSettings, bind, serve
 
 _MIB = 2**20
+_LONGEST_GRACE = 86_400
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -79,8 +80,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in ("max_queue", "max_body_mib", "max_frames", "max_media_mib", "max_decoded_mib", "fetch_seconds"):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
-    if not options.grace >= 0:
-        parser.error("--grace must not be negative")
+    if not 0 <= options.grace <= _LONGEST_GRACE:
+        parser.error(f"--grace must lie in 0 .. {_LONGEST_GRACE} seconds")
     if options.api_key == "":
         parser.error("--api-key is empty: nobody would be asked for it")
     if options.media_dir is not None and not options.media_dir.is_dir():
@@ -124,6 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
             keep_freed_memory()
         quieten(hosts)
         with hosts.local_stage("opening the port"):
+            SamplingConfig(  # refuses what no request could mean
+                max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
+            )
             reuse = None
             if options.reuse is not None:
                 reuse = ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)

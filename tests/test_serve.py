@@ -23,7 +23,7 @@ from apbv.video import probe, read_frames
 
 import families
 from pool import exit_statuses
-from scripts import ROOT, started_hosts
+from scripts import ROOT, run_script, started_hosts
 
 SERVE = ROOT / "launch" / "serve.py"
 KEY = "a key"
@@ -422,3 +422,11 @@ def test_options_that_make_no_server_are_one_error(tmp_path):
         assert exit_statuses(processes, 60) == [1, 1]
     errors = "".join(path.read_text() for path in outputs.glob("*.stderr"))
     assert errors.count("error (host") == 2 and f"cannot listen on 127.0.0.1:{port}" in errors
+
+
+@pytest.mark.parametrize("option", ["--temperature=-1", "--top-p=0", "--max-new-tokens=0", "--grace=inf"])
+def test_what_no_request_could_mean_is_refused_at_the_start(option):
+    result = run_script(SERVE, "--model", "demo", "--port", 0, option)
+    assert result.returncode in (1, 2)
+    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    assert option.split("=")[0].strip("-").replace("-", "_") in line.replace("-", "_")
