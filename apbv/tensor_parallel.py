@@ -65,8 +65,8 @@ def load_sharded(
     kind = type(whole)
     mesh = _HostMesh(hosts)
 
-    # from_pretrained takes no mesh but asks its class for one: so it is called on a class that gives ours, and what
-    # it returns is then what the caller asked for.
+    # from_pretrained takes no mesh but asks its class for one: so it is called on a class that gives ours, and
+    # what it returns is then made what the caller asked for.
     def prepare_distribute_model(cls, distributed_config, device_map=None):
         return distributed_config, hosts.device, mesh
 

@@ -38,9 +38,9 @@ Event = str | Finished | ApiError
 class Job:
     """A request on its way, from its arrival to its last event.
 
-    It is *admitted* (its body and files are read), then *ready* (it waits for the engine), then *running*. From each
-    of these :meth:`Worker.end` takes it to its end: once it has failed, was answered, or was cancelled, which takes
-    effect at the engine's next token.
+    It is *admitted* (its body and files are read), then *ready* (it waits for the engine), then *running*. From
+    each of these :meth:`Worker.end` takes it to its end: once it has failed, was answered, or was cancelled,
+    which takes effect at the engine's next token.
 
     Attributes:
         events: pieces of text, and at last Finished or an ApiError; for the loop it was made in.
