@@ -460,12 +460,12 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
         event = await job.events.get()
         assert not reading.done()
         await reading
-        return event
+        return job, event  # kept, so that nothing is tidied up by its going
 
     with private_file(b"") as path:
-        error = app.loop.run_until_complete(asyncio.wait_for(stop_meanwhile(), 30))
+        job, error = app.loop.run_until_complete(asyncio.wait_for(stop_meanwhile(), 30))
         assert (error.status, str(error)) == (503, "the server is stopping")
-        assert list(path.parent.iterdir()) == [path] and site.paths == ["/late"]
+        assert list(path.parent.iterdir()) == [path] and site.paths == ["/late"] and job.has_ended
     app.close()
 
 

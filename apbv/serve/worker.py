@@ -162,12 +162,12 @@ class Worker:
     def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> None:
         """Send a request's last event, count it, and delete its files; once."""
         with self._changed:
-            if job.has_ended:
-                return
-            job.has_ended = True
+            had_ended, job.has_ended = job.has_ended, True
             self._admitted.discard(job)
             self._count()
-        job.files.close()
+        job.files.close()  # of a request that ended while it was read, those opened since, too
+        if had_ended:
+            return
         self.metrics.requests.labels(outcome).inc()
         if event is not None:
             job.send(event)
