@@ -35,12 +35,11 @@ class Ending:
 
     def cut(self, tokens: Sequence[int], new: Sequence[int]) -> tuple[list[int], bool]:
         """Of at least one new token, which follow others, those up to the answer's end; and whether it ends."""
-        for count in range(1, len(new) + 1):
-            answer = [*tokens, *new[:count]]
+        for count, token in enumerate(new, start=1):
             if (
-                answer[-1] in self.eos_token_ids
-                or len(answer) >= self.max_new_tokens
-                or (self.stop is not None and self.stop(answer))
+                token in self.eos_token_ids
+                or len(tokens) + count >= self.max_new_tokens
+                or (self.stop is not None and self.stop([*tokens, *new[:count]]))
             ):
                 return list(new[:count]), True
         return list(new), False
