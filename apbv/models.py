@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .kernels.library_attention import require_usable
+from .layout import split_evenly
 from .storage import SAMPLED_PROJECTIONS, weights_digest
 
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
@@ -67,8 +68,7 @@ class ModelParts:
     def kv_heads(self) -> range:
         """Which of the whole model's KV heads are here."""
         rank, size = self.tensor_parallel
-        count = self.language_model.config.num_key_value_heads // size
-        return range(rank * count, (rank + 1) * count)
+        return split_evenly(range(self.language_model.config.num_key_value_heads), size)[rank]
 
     @property
     def num_kv_heads(self) -> int:

@@ -15,7 +15,7 @@ from .cache import ShardedCache
 from .config import KV_PLACEMENTS
 from .hosts import HostGroup
 from .inputs import ModelInputs, VisualInput
-from .layout import ContextLayout, plan_layout
+from .layout import ContextLayout, plan_layout, split_evenly
 from .models import ModelParts, inspect_model
 from .stats import StageTimer
 from .storage import (
@@ -199,7 +199,8 @@ class PrefillResult:
         rows = sum(map(len, spans))
         layers = [(layer.keys[:, :, :rows], layer.values[:, :, :rows]) for layer in cache.layers]
         number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-        return writer.write_shard(number, spans, _own_heads(layers[0][0].shape[1], hosts), layers)
+        num_kv_heads = layers[0][0].shape[1] * hosts.tensor_parallel_size
+        return writer.write_shard(number, spans, _own_heads(num_kv_heads, hosts), layers)
 
     def _manifest(self, writer: Writer, shards: list[Shard]) -> Manifest:
         """By the leader, which has written a shard itself."""
@@ -351,22 +352,21 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
 
 def _read_layers(saved: SavedKV, spans: Sequence[range], hosts: HostGroup) -> list[tuple[Tensor, Tensor]]:
     """Keys and values ``[1, Hkv, T, D]`` of some tokens, of every layer and this process's heads."""
-    count, rest = divmod(saved.manifest.num_kv_heads, hosts.tensor_parallel_size)
-    if rest:
+    if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
             f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
             f"{hosts.tensor_parallel_size} processes cannot share evenly"
         )
-    heads = _own_heads(count, hosts)
+    heads = _own_heads(saved.manifest.num_kv_heads, hosts)
     return [
         tuple(states[None].to(hosts.device) for states in saved.layer(index, spans, heads))
         for index in range(saved.manifest.num_layers)
     ]
 
 
-def _own_heads(count: int, hosts: HostGroup) -> range:
-    """Which of the model's KV heads this process has, where every member of a host has so many."""
-    return range(count * hosts.tensor_parallel_rank, count * (hosts.tensor_parallel_rank + 1))
+def _own_heads(num_kv_heads: int, hosts: HostGroup) -> range:
+    """Which of the whole model's KV heads this process has."""
+    return split_evenly(range(num_kv_heads), hosts.tensor_parallel_size)[hosts.tensor_parallel_rank]
 
 
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
