@@ -3,38 +3,40 @@
 torchrun --nproc-per-node 2 launch/serve.py --model demo --media-dir clips
 torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen2.5-VL-7B-Instruct --api-key SECRET
 python launch/serve.py --model demo          (one host)
+
+SIGTERM to host 0's process, which the greeting names, finishes the running answer (--grace) and ends all hosts,
+and torchrun, with status 0. torchrun itself passes a SIGTERM on to its processes, but kills what still runs after
+its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 1 in any case.
 """
 
 import argparse
+import logging
 import os
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
-
-# isort: split
-from apbv import HostGroup, ReuseConfig, SamplingConfig
-from apbv.allocator import keep_freed_memory
-from apbv.config import REUSE_MODES
-from apbv.hosts import run_on_hosts
+from apbv.config import REUSE_MODES, ReuseConfig
 from apbv.launch.options import (
+    OptionParser,
     add_draft_options,
     add_host_options,
     add_prefill_options,
-    fill_in,
+    check,
+    exit_with,
     load_engine,
     quieten,
 )
-from apbv.serve.media import MediaSettings
-from apbv.serve.reading import RequestSettings
-from apbv.serve.server import ServerSettings, bind, serve
+
+if TYPE_CHECKING:
+    from apbv import HostGroup
+    from apbv.serve.server import ServerSettings
 
 _MIB = 2**20
 _LONGEST_GRACE = 86_400
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    parser = OptionParser(prog, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1)")
@@ -46,13 +48,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     http.add_argument("--max-queue", type=int, default=64, help="requests that may wait (default 64)")
     http.add_argument("--max-body-mib", type=float, default=96.0, help="of a request (default 96)")
     http.add_argument(
-        "--grace", type=float, default=20.0, help="seconds to finish the running answer (default 20)"
+        "--grace",
+        type=float,
+        default=20.0,
+        help="seconds to finish the running answer after SIGTERM (default 20); under torchrun at most its "
+        "--shutdown-timeout less 10",
     )
 
     requests = parser.add_argument_group("requests")
     requests.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (default: the model's)")
     requests.add_argument("--max-frames", type=int, default=2048, help="of a video, or images (default 2048)")
-    requests.add_argument("--max-new-tokens", type=int, help="where a request does not say; default 128; demo 512")
+    requests.add_argument("--max-new-tokens", type=int, help="where a request does not say (default: the model's)")
     requests.add_argument("--temperature", type=float, default=0.0, help="likewise; 0 is greedy (default)")
     requests.add_argument("--top-p", type=float, default=1.0, help="likewise")
     requests.add_argument(
@@ -65,9 +71,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max-media-mib", type=float, default=64.0, help="of a file sent or fetched (default 64)"
     )
     requests.add_argument(
-        "--max-decoded-mib", type=float, default=8192.0, help="of a request's frames (default 8192)"
+        "--max-decoded-mib", type=float, default=8192.0, help="of a video's frames (default 8192)"
     )
-    requests.add_argument("--fetch-seconds", type=float, default=30.0, help="that fetching may take (default 30)")
+    requests.add_argument(
+        "--max-image-mib", type=float, default=512.0, help="of a request's images, decoded (default 512)"
+    )
+    requests.add_argument("--fetch-seconds", type=float, default=30.0, help="to fetch a request's files (30)")
 
     add_prefill_options(parser)
     add_draft_options(parser)
@@ -76,8 +85,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     reuse.add_argument("--reuse-mib", type=int, default=4096, help="that each process keeps at most (4096)")
     add_host_options(parser)
     options = parser.parse_args(arguments)
-    fill_in(options)
-    for name in ("max_queue", "max_body_mib", "max_frames", "max_media_mib", "max_decoded_mib", "fetch_seconds"):
+    sizes = ("max_body_mib", "max_media_mib", "max_decoded_mib", "max_image_mib")
+    for name in ("max_queue", "max_frames", "fetch_seconds", *sizes):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if not 0 <= options.grace <= _LONGEST_GRACE:
@@ -86,10 +95,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--api-key is empty: nobody would be asked for it")
     if options.media_dir is not None and not options.media_dir.is_dir():
         parser.error(f"--media-dir {options.media_dir} is no folder")
+    check(parser, options)
+    try:
+        reuse_config(options)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
-def settings_of(options: argparse.Namespace) -> ServerSettings:
+def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
+    """Raises ValueError where the bound makes no sense."""
+    if options.reuse is None:
+        return None
+    return ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
+
+
+def settings_of(options: argparse.Namespace) -> "ServerSettings":
+    from apbv.serve.media import MediaSettings
+    from apbv.serve.reading import RequestSettings
+    from apbv.serve.server import ServerSettings
+
     media = MediaSettings(
         folder=options.media_dir,
         hosts=frozenset(host.lower() for host in options.allow_media_host),
@@ -105,6 +130,7 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         fps=options.fps,
         max_frames=options.max_frames,
         max_decoded_bytes=int(options.max_decoded_mib * _MIB),
+        max_image_bytes=int(options.max_image_mib * _MIB),
         media=media,
     )
     return ServerSettings(
@@ -117,25 +143,38 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+def log_requests() -> None:
+    """Let one line on stderr say what became of each request."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger = logging.getLogger("apbv.serve")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.propagate = False
 
-    def run(hosts: HostGroup) -> None:
+
+def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
+    options = parse_arguments(arguments, prog)
+    # Only now what takes seconds to import.
+    from apbv.allocator import keep_freed_memory
+    from apbv.hosts import run_on_hosts
+    from apbv.launch.torchrun import warn_of_early_kill
+    from apbv.serve.server import bind, serve
+
+    def run(hosts: "HostGroup") -> None:
         if hosts.device.type == "cpu":
             keep_freed_memory()
         quieten(hosts)
+        warn_of_early_kill(options.grace)
+        if hosts.is_leader:
+            log_requests()
         with hosts.local_stage("opening the port"):
-            SamplingConfig(  # refuses what no request could mean
-                max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p
-            )
-            reuse = None
-            if options.reuse is not None:
-                reuse = ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
+            settings = settings_of(options)
             sock = bind(options.host, options.port) if hosts.is_leader else None
-        serve(load_engine(options, hosts, reuse), hosts, sock, settings_of(options))
+        serve(load_engine(options, hosts, reuse_config(options)), hosts, sock, settings)
 
     return run_on_hosts(run, options.timeout, options.tensor_parallel)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -30,7 +30,7 @@ from .protocol import (
 from .worker import Event, Finished, Job, Worker
 
 _BODY_SECONDS = 60.0
-_READERS = 4  # requests that are read at a time, most of which may wait for another server
+_PARSERS = 4  # bodies that are looked at at a time
 _CLIENT_CLOSED_REQUEST = 499  # nobody sees it
 _REFERENCE = "#/components/schemas/{model}"
 
@@ -49,7 +49,9 @@ def build_app(
     app.add_exception_handler(HTTPException, _error)
     app.add_exception_handler(Exception, _error)
     started = int(time.time())
-    readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
+    parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
+    # One for everybody in the queue: who waits for another server's files keeps nobody else waiting.
+    readers = ThreadPoolExecutor(worker.max_admitted, thread_name_prefix="reader")
 
     def authorise(request: Request) -> None:
         if api_key is None:
@@ -85,7 +87,7 @@ def build_app(
     async def chat_completions(request: Request) -> Response:
         job = worker.admit()
         try:
-            asked = await _read_request(request, max_body_bytes, readers)
+            asked = await _read_request(request, max_body_bytes, parsers)
             _require_model(asked.model, model)
         except BaseException as error:
             worker.end(job, None, "invalid" if isinstance(error, ApiError) else "cancelled")
@@ -120,6 +122,12 @@ def build_app(
             raise ApiError(503, reason)
         return Response()
 
+    app.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(worker.metrics.render(), media_type=worker.metrics.content_type)
@@ -128,12 +136,12 @@ def build_app(
     return _with_schemas(app)
 
 
-async def _read_request(request: Request, max_bytes: int, readers: ThreadPoolExecutor) -> ChatRequest:
+async def _read_request(request: Request, max_bytes: int, parsers: ThreadPoolExecutor) -> ChatRequest:
     try:
         body = await asyncio.wait_for(_read_body(request, max_bytes), _BODY_SECONDS)
     except asyncio.TimeoutError as error:
         raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from error
-    return await asyncio.get_running_loop().run_in_executor(readers, ChatRequest.parse, body)
+    return await asyncio.get_running_loop().run_in_executor(parsers, ChatRequest.parse, body)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -36,6 +36,10 @@ class MediaError(ValueError):
     """The URL is not allowed, or leads to nothing; the message says why."""
 
 
+class FolderError(RuntimeError):
+    """The folder that requests may name files of cannot be read: no request is to blame for that."""
+
+
 @dataclass(frozen=True)
 class MediaSettings:
     """What requests may refer to.
@@ -45,7 +49,7 @@ class MediaSettings:
         hosts: names of the hosts that may be fetched from, lower case; an address or ``localhost`` that stands
             here itself may be one of this machine or its network.
         max_bytes: of one file that is sent inline or fetched.
-        fetch_seconds: a fetch may take.
+        fetch_seconds: fetching may take, of all files of a request together.
     """
 
     folder: Path | None = None
@@ -75,11 +79,12 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     Raises:
         MediaError: there is no folder, it lies elsewhere, or is no regular file. What lies elsewhere is refused in
             the same words whether it exists or not.
+        FolderError: the folder was removed, or became something else, since the server was started.
     """
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
+    root = _resolved(folder)
     try:
-        root = folder.resolve(strict=True)
         found = (root / path).resolve()
         inside = found.is_relative_to(root)
         regular = inside and stat.S_ISREG(found.stat().st_mode)
@@ -92,6 +97,16 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     if not regular:
         raise MediaError(f"there is no file {path!r:.200} in the folder that this server may read")
     return found
+
+
+def _resolved(folder: Path) -> Path:
+    try:
+        root = folder.resolve(strict=True)
+        if not root.is_dir():
+            raise NotADirectoryError
+    except (OSError, RuntimeError) as error:
+        raise FolderError("this server cannot read its folder of media files at present") from error
+    return root
 
 
 @cache
@@ -133,25 +148,29 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def opened(url: str, settings: MediaSettings) -> Iterator[Media]:
+def opened(url: str, settings: MediaSettings, deadline: float | None = None) -> Iterator[Media]:
     """The file that a URL, or a path in the allowed folder, stands for; on host 0.
+
+    Args:
+        deadline: see :func:`fetch`.
 
     Raises:
         MediaError: it is not allowed, or cannot be read.
+        FolderError: as :func:`find_in_folder`.
     """
     scheme = url[: url.index(":")].lower() if ":" in url[:16] else ""
     if scheme == "data":
         with private_file(_decode_data(url, settings.max_bytes)) as path:
             yield Media("the inline data", None, path)
     elif scheme in ("http", "https"):
-        with private_file(fetch(url, settings)) as path:
+        with private_file(fetch(url, settings, deadline)) as path:
             yield Media(f"{url:.200}", None, path)
     elif scheme and "/" not in scheme and scheme != "file":
         raise MediaError(f"a URL must begin with file:, data: or https:, not with {scheme}:")
     else:
         named = _path_of(url) if scheme else url
         path = find_in_folder(settings.folder, named)
-        yield Media(named, str(path.relative_to(settings.folder.resolve())), path)
+        yield Media(named, str(path.relative_to(_resolved(settings.folder))), path)
 
 
 def _path_of(url: str) -> str:
@@ -183,16 +202,19 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
     return decoded
 
 
-def fetch(url: str, settings: MediaSettings) -> bytes:
+def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> bytes:
     """A file from an allowed host.
 
     The address is resolved once, checked, and then connected to, so that a name cannot change its meaning in
     between. A redirect may lead to the same host only.
 
+    Args:
+        deadline: when it has to be done, by ``time.monotonic``, where it is not the request's only file.
+
     Raises:
         MediaError: host or address are not allowed, or the file is too large, too slow or not to be had.
     """
-    deadline = time.monotonic() + settings.fetch_seconds
+    deadline = deadline or time.monotonic() + settings.fetch_seconds
     host = _host_of(url, settings)
     for _ in range(1 + _MAX_REDIRECTS):
         if _host_of(url, settings) != host:
@@ -214,7 +236,9 @@ def fetch(url: str, settings: MediaSettings) -> bytes:
                     raise MediaError(f"{host} answers with status {response.status}")
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
-                raise MediaError(f"{host} took more than {settings.fetch_seconds:g} s") from error
+                raise MediaError(
+                    f"fetching took more than {settings.fetch_seconds:g} s, of which the last from {host}"
+                ) from error
             if isinstance(error, MediaError):
                 raise
             raise MediaError(f"cannot fetch from {host}: {type(error).__name__}: {error}") from error

@@ -41,13 +41,13 @@ class Order:
     def from_json(cls, data: bytes) -> "Order":
         return cls(**json.loads(data))
 
-    def chat(self, paths: Sequence[Path]) -> list[dict[str, Any]]:
-        """The messages as the engine takes them, naming files of this host."""
+    def chat(self, files: Sequence[Any]) -> list[dict[str, Any]]:
+        """The messages as the engine takes them, with paths of this host, or whatever stands for the files."""
         return [
             {
                 "role": message["role"],
                 "content": [
-                    {"type": part["type"], part["type"]: str(paths[part["file"]])} if "file" in part else part
+                    {"type": part["type"], part["type"]: files[part["file"]]} if "file" in part else part
                     for part in message["content"]
                 ],
             }

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..video import MAX_FPS
+
 # Fields that change how a request is filed, paid for or scheduled, but not its answer.
 _WITHOUT_EFFECT = {
     "metadata",
@@ -90,8 +92,10 @@ def _refused(param: str, message: str) -> PydanticCustomError:
 
 
 class MediaUrl(_Strict):
+    """A file. ``detail``, OpenAI's choice of a resolution, changes nothing: the model's processor has its own."""
+
     url: str
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class TextPart(_Strict):
@@ -141,7 +145,7 @@ class ChatRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     num_frames: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    fps: Annotated[float, Field(gt=0)] | None = None
+    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "ChatRequest":

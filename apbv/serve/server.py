@@ -1,6 +1,8 @@
 """The server's process on every host, from a loaded engine to its end."""
 
 import asyncio
+import logging
+import os
 import signal
 import socket
 import threading
@@ -11,6 +13,7 @@ import uvicorn
 from ..engine import Engine
 from ..hosts import HostGroup
 from .app import build_app
+from .log import OncePerPeriod
 from .metrics import Metrics
 from .order import follow
 from .reading import Reader, RequestSettings
@@ -18,6 +21,7 @@ from .worker import Worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_SECONDS = 5
+_WARNING_SECONDS = 60.0  # anybody can cause uvicorn's warnings, as often as they like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +122,14 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_LAST_RESPONSES_SECONDS,
             )
         )
+        # After uvicorn's own configuration of its loggers.
+        logging.getLogger("uvicorn.error").addFilter(OncePerPeriod(_WARNING_SECONDS))
         self._worker, self._settings = worker, settings
         host, port = sock.getsockname()[:2]
         self._greeting = (
             f"serving {settings.model} on {num_hosts} host(s): "
-            f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+            f"http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
+            f"SIGTERM to process {os.getpid()} finishes the running answer and ends all hosts"
         )
         self._ending: threading.Thread | None = None
 

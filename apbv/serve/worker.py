@@ -1,6 +1,7 @@
 """One request at a time through the engine: the queue, and the thread on host 0 that leads the other hosts."""
 
 import asyncio
+import logging
 import threading
 import time
 import uuid
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine import Engine, GenerateResult, RequestCancelled
-from ..hosts import HostError, HostGroup
+from ..hosts import AgreedError, HostError, HostGroup
 from .metrics import Metrics
 from .order import ANSWER, LEAVE, WAIT, answer, exchange, is_usable
 from .protocol import ApiError, ChatRequest, FinishReason, Usage
@@ -22,6 +23,8 @@ from .text import AnswerText
 # Less than what hosts wait for at a time, so that a wait between two requests is a single one.
 _HEARTBEAT_SECONDS = 0.5
 _SILENCE_SECONDS = 10.0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,13 @@ class Worker:
         max_queue: requests that may be read or wait while another one is answered.
 
     Attributes:
+        max_admitted: requests that may be read or wait.
         failure: what ended the engine's thread before it was told to stop.
     """
 
     def __init__(self, engine: Engine, hosts: HostGroup, reader: Reader, metrics: Metrics, max_queue: int):
         self._engine, self._hosts, self._reader, self.metrics = engine, hosts, reader, metrics
-        self._max_queue = max_queue
+        self._max_queue, self.max_admitted = max_queue, max_queue + 1
         self._changed = threading.Condition()
         self._admitted: set[Job] = set()  # not running yet
         self._ready: deque[Job] = deque()
@@ -139,7 +143,7 @@ class Worker:
             job.read = self._reader.read(request, job.files, is_wanted)
         except ApiError as error:
             if is_wanted():
-                return self.end(job, error, "invalid")
+                return self.end(job, error, "invalid" if error.status < 500 else "failed")
         except Exception as error:
             return self.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
         with self._changed:
@@ -169,6 +173,7 @@ class Worker:
         if had_ended:
             return
         self.metrics.requests.labels(outcome).inc()
+        _logger.info("%s %s", job.id, _account(job, event, outcome))
         if event is not None:
             job.send(event)
 
@@ -257,8 +262,8 @@ class Worker:
         except Exception as error:
             if not is_usable(self._engine, self._hosts):
                 raise
-            # All hosts have refused alike: the request is to blame, or the engine.
-            if isinstance(error, (ValueError, HostError)):
+            # All hosts have refused alike: the request is to blame, the model or the engine.
+            if isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError):
                 return self.end(job, ApiError(400, described(error, media), param="messages"), "invalid")
             return self.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
         if job.is_cancelled:
@@ -290,3 +295,15 @@ class Worker:
     def _count(self) -> None:
         self.metrics.waiting.set(len(self._admitted))
         self.metrics.running.set(self._running is not None)
+
+
+def _account(job: Job, event: Finished | ApiError | None, outcome: str) -> str:
+    """What became of a request, for the log: nothing of what was asked or said."""
+    status = 200 if isinstance(event, Finished) else 499 if event is None else event.status  # 499: the client left
+    parts = [f"{status} {outcome}"]
+    if isinstance(event, Finished):
+        parts.append(f"{event.usage.prompt_tokens} + {event.usage.completion_tokens} tokens")
+    if job.first_token is not None:
+        parts.append(f"first token {job.first_token - job.arrived:.3f} s")
+    parts.append(f"total {time.monotonic() - job.arrived:.3f} s")
+    return ", ".join(parts)
