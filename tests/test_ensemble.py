@@ -2,6 +2,7 @@
 
 import math
 import runpy
+import threading
 
 import pytest
 import torch
@@ -308,7 +309,7 @@ WAYS = [
 def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dict, draft_seed: int):
     answers = []
     for way in ways:
-        speculate = None if way is None else SpeculativeConfig(**way)
+        speculate = None if way is None else SpeculativeConfig(keep_losing_draft=True, **way)
         engine = build_engine(hosts, family, kv, speculate, draft_seed, caption)
         answer = engine.generate(QUESTION, max_new_tokens=24, **request)
         answers.append((answer.token_ids, answer.stats["speculation"]))
@@ -354,6 +355,32 @@ def test_text_prompts_have_one_context_and_need_no_caption(pool):
     for plain, ensemble, vanilla in pool.run(2, answers_job, "llama", "gathered", ways, context, 1):
         assert ensemble[0] == plain[0]
         assert ensemble[1]["num_accepted"] == vanilla[1]["num_accepted"]
+
+
+def beside_job(hosts: HostGroup, path: str):
+    """The target's first layer waits until the captioner is at work, which waits until the last one is reached."""
+    is_captioning, is_at_last = threading.Event(), threading.Event()
+
+    def slow(prompt) -> str:
+        is_captioning.set()
+        assert is_at_last.wait(60), "the captioner waits in vain for the target"
+        return caption(prompt)
+
+    def enter_first(*args) -> None:
+        assert hosts.rank or is_captioning.wait(60), "the target waits in vain for the captioner"
+
+    speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*", keep_losing_draft=True)
+    engine = build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, slow)
+    layers = engine.model.get_decoder().layers
+    layers[0].register_forward_pre_hook(enter_first)
+    layers[-1].register_forward_pre_hook(lambda *args: is_at_last.set())
+    return [engine.generate(QUESTION, video=path, num_frames=6, max_new_tokens=4).token_ids for _ in range(2)]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_the_caption_is_made_while_the_target_prefills(pool, clip, num_hosts):  # noqa: F811
+    results = pool.run(num_hosts, beside_job, str(clip))
+    assert all(answers == results[0] and answers[0] == answers[1] for answers in results)
 
 
 def failing(prompt) -> str:
@@ -412,5 +439,8 @@ def test_an_ensemble_does_not_draft_on_a_host_of_its_own(pool):
 @pytest.mark.parametrize("captioner", ["no.such.module:caption", "json:caption"])
 def test_the_command_line_names_a_captioner_that_is_not_there(captioner, capsys):
     script = runpy.run_path(str(INFER))
-    assert script["main"](["--model", "demo", "--speculate", "tabed", "--captioner", captioner]) == 1
+    assert (
+        script["main"](["--model", "demo", "--speculate", "tabed", "--ensemble", "MTCP", "--captioner", captioner])
+        == 1
+    )
     assert f"cannot load {captioner}, which should be MODULE:FUNCTION" in capsys.readouterr().err

@@ -170,7 +170,24 @@ def test_variety_in_space(height, width):
 
 
 def test_equal_scores_say_nothing():
-    assert standardised(torch.ones(2, 4)).abs().max() == 0
+    for unit in (None, 1.0):
+        assert standardised(torch.ones(2, 4), unit).abs().max() == 0
+        assert standardised(torch.zeros(2, 4), unit).abs().max() == 0
+
+
+@pytest.mark.parametrize("num_tokens", [100, 25_000, 1_000_000])
+def test_attention_weighs_the_same_however_many_tokens_share_it(num_tokens):
+    """Of N tokens each gets 1/N of the attention on average; HIPPO's sum of z-scores must not depend on N."""
+    scores = torch.rand(3, 36, generator=torch.Generator().manual_seed(2))
+    standard = standardised(scores / num_tokens)
+    torch.testing.assert_close(standard, standardised(scores))
+    torch.testing.assert_close(standard.std(dim=1, correction=0), torch.ones(3), rtol=1e-4, atol=0)
+
+
+def test_rounding_of_cosines_is_not_taken_for_change():
+    """Of a still picture every cosine is 1 but for rounding, which standardised would outvote what is seen."""
+    still = frames(1, 4, 4).expand(3, -1, -1)
+    assert standardised(temporal_change(still), unit=1.0).abs().max() < 0.5
 
 
 def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
@@ -190,7 +207,8 @@ def test_hosts_score_their_own_frames_as_one_host_would(pool, family, num_hosts,
     hidden = build(family, torch.float32).get_decoder().config.hidden_size
     size = height * width
     whole = rows[: len(rows) // size * size, :hidden].reshape(-1, size, hidden)
-    expected = standardised(temporal_change(whole)) + standardised(spatial_variety(whole, height, width))
+    expected = standardised(temporal_change(whole), unit=1.0)
+    expected = expected + standardised(spatial_variety(whole, height, width), unit=1.0)
     for scores, shape, _ in pool.run(num_hosts, semantics_job, family, frame_parallel):
         assert shape == (height, width)
         torch.testing.assert_close(scores[: expected.numel()], expected.flatten(), rtol=1e-4, atol=1e-4)
@@ -208,6 +226,49 @@ def test_the_best_are_kept_in_order():
 def test_whole_frames_are_kept_evenly():
     assert preserve.keep_uniform_frames(20, 4, 12).tolist() == [*range(4), *range(8, 12), *range(16, 20)]
     assert preserve.keep_uniform_frames(20, 4, 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("total", "count"), [(9, 1), (9, 4), (9, 9), (100_003, 100_003), (100_003, 77_777)])
+def test_even_choices_are_spread_over_all(total, count):
+    kept = preserve.keep_even(total, count)
+    steps = kept.diff()
+    assert len(kept) == count and kept[0] >= 0 and kept[-1] < total
+    if count > 1:
+        assert kept[[0, -1]].tolist() == [0, total - 1] and steps.min() >= 1 and steps.max() - steps.min() <= 1
+
+
+def test_specvlm_keeps_a_share_of_the_attention_and_spreads_the_rest():
+    """The fewest tokens that hold so much of it, and a stride over what is left."""
+    attention = torch.tensor([1.0, 1, 1, 20, 1, 1, 15, 1, 1, 1, 1, 1, 1, 40, 1, 1]) / 88
+    assert preserve.keep_specvlm(attention, 5, share=0.4).tolist() == [0, 4, 9, 13, 15]
+    assert preserve.keep_specvlm(attention, 5, share=0.6).tolist() == [0, 3, 7, 13, 15]
+    # Where those that hold the share are more than may be kept, the best of them.
+    assert preserve.keep_specvlm(attention, 2, share=0.9).tolist() == [3, 13]
+    for count in range(1, 17):
+        for share in (0.0, 0.4, 1.0):
+            kept = preserve.keep_specvlm(attention, count, share)
+            assert len(kept) == count and kept.unique().tolist() == kept.tolist()
+    assert preserve.keep_specvlm(torch.zeros(6), 3).tolist() == [0, 1, 5]
+
+
+def test_every_frame_keeps_its_share():
+    """Also where there is less than a token for each: then every so many frames."""
+    scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(3))
+    scores[2] += 10  # the best of all lie in one frame
+    for count in range(1, 25):
+        kept = preserve.keep_best_per_frame(scores.flatten(), 4, count)
+        per_frame = torch.bincount(kept // 4, minlength=6)
+        assert len(kept) == count and kept.unique().tolist() == kept.tolist()
+        assert per_frame.max() - per_frame.min() <= 1
+        for frame in range(6):
+            best = scores[frame].topk(int(per_frame[frame])).indices.sort().values
+            assert kept[kept // 4 == frame].tolist() == (best + 4 * frame).tolist()
+    assert torch.bincount(preserve.keep_best_per_frame(scores.flatten(), 4, 3) // 4, minlength=6).tolist() in (
+        [1, 0, 1, 0, 1, 0],
+        [0, 1, 0, 1, 0, 1],
+    )
+    # What belongs to no frame, such as a separator at the video's end, stays.
+    assert preserve.keep_best_per_frame(torch.rand(25), 4, 7)[-1] == 24
 
 
 def test_random_choices_depend_on_the_seed():

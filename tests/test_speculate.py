@@ -9,8 +9,7 @@ from apbv.config import SamplingConfig
 from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
 from apbv.models import inspect_model
 from apbv.speculate.drafters import Proposal
-from apbv.speculate.serial import SpeculationStats, WindowLength, generate_speculatively
-from apbv.timeline import Recorder
+from apbv.speculate.serial import generate_speculatively
 
 STEPS = 40
 VOCABULARY = 250
@@ -114,21 +113,3 @@ def test_greedy_speculation_changes_no_token_and_leaves_the_right_kv(pool, famil
     for (keys, values), layer in zip(states, fresh.layers, strict=True):
         torch.testing.assert_close(keys, layer.keys, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(values, layer.values, rtol=1e-9, atol=1e-9)
-
-
-def test_the_window_follows_the_costs():
-    """A target pass takes as long as seven drafted tokens."""
-    now = 0.0
-    stats = SpeculationStats(record=Recorder("decoding", lambda: now))
-    auto, fixed = WindowLength("auto", stats), WindowLength(3, stats)
-    assert auto.most == 16 and fixed.most == fixed() == 3
-    assert 1 <= auto() <= 16  # nothing is measured yet
-    for name, seconds in (("draft", 0.4), ("verify", 0.7), ("draft", 0.6), ("verify", 0.7)):
-        with stats.record.span(name):
-            now += seconds
-    stats.rounds = 2
-    stats.count(10, 4)
-    assert auto() == 7 and fixed() == 3
-    with stats.record.span("verify"):
-        now += 100.0
-    assert auto() == 16

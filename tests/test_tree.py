@@ -59,6 +59,47 @@ def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
         assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(most, tree.depth)
 
 
+@pytest.mark.parametrize(("nodes", "depth", "vocabulary"), [(40, 5, 3), (256, 5, 25), (40, 2, 2), (9, 4, 1)])
+def test_a_tree_has_no_more_children_than_there_are_tokens(nodes, depth, vocabulary):
+    tree = Tree.of(nodes, depth, vocabulary)
+    assert max(map(len, tree.children)) <= vocabulary
+    # As many nodes as were asked for, where so many fit in.
+    assert tree.num_drafted == min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
+    assert list(tree.parents[1:]) == sorted(tree.parents[1:])
+
+
+def small_vocabulary_job(hosts: HostGroup, num_tree_nodes: int):
+    """Greedy tokens of a target and a draft of few tokens, without and with trees wider than the vocabulary."""
+    found = []
+    for speculate in (None, {"strategy": "sd_tree", "num_tree_nodes": num_tree_nodes, "num_draft_tokens": 2}):
+        models = [families.build_model("llama", dtype=torch.float64, seed=seed) for seed in (0, 1)]
+        draft = models[1] if speculate else None
+        for model in models:
+            model.set_output_embeddings(narrowed(model.get_output_embeddings(), 4))
+        engine = Engine(
+            models[0],
+            families.build_processor("llama"),
+            hosts,
+            speculate=speculate and SpeculativeConfig(**speculate),
+            draft=draft,
+        )
+        answer = engine.generate(QUESTION, max_new_tokens=12)
+        found.append((answer.token_ids, answer.stats["speculation"]))
+    return found
+
+
+def narrowed(head: torch.nn.Linear, count: int) -> torch.nn.Linear:
+    """A head of the first tokens only."""
+    narrow = torch.nn.Linear(head.in_features, count, bias=False, dtype=head.weight.dtype)
+    narrow.weight.data = head.weight.data[:count].clone()
+    return narrow
+
+
+def test_a_tree_may_be_asked_for_that_is_wider_than_the_vocabulary(pool):
+    for (plain, _), (tokens, figures) in pool.run(2, small_vocabulary_job, 40):
+        assert tokens == plain and figures["num_tree_nodes"] == 4 + 16
+
+
 def test_the_default_tree_is_five_deep_and_wide_at_the_top():
     assert [TREE.depths.count(depth) for depth in range(6)] == [1, 4, 6, 9, 5, 1]
     # No node outside is likelier than one inside.
@@ -272,7 +313,7 @@ def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
 def engine_job(hosts: HostGroup, kv: str, ways: list, draft_seed: int, request: dict):
     answers = []
     for way in ways:
-        speculate = None if way is None else SpeculativeConfig(**way)
+        speculate = None if way is None else SpeculativeConfig(keep_losing_draft=True, **way)
         needs_draft = speculate and STRATEGIES[speculate.strategy].needs_draft_model
         draft = families.build_model("qwen2_5_vl", dtype=torch.float64, seed=draft_seed) if needs_draft else None
         model = families.build_model("qwen2_5_vl", dtype=torch.float64)
@@ -339,7 +380,10 @@ def test_the_command_line_drafts_a_tree(clip, tmp_path):  # noqa: F811
     families.save_checkpoint("qwen2_5_vl", tmp_path / "model")
     options = ["--model", tmp_path / "model", "--video", clip, "--frames", 12, "--prompt", QUESTION]
     options += ["--max-new-tokens", 9, "--draft-model", tmp_path / "model", "--speculate", "vanilla"]
-    result = infer(*options, "--num-tree-nodes", 8, "--json", tmp_path / "figures.jsonl", hosts=1)
+    result = infer(
+        *options, "--num-tree-nodes", 8, "--keep-losing-draft", "--json", tmp_path / "figures.jsonl", hosts=1
+    )
     assert result.returncode == 0, result.stderr
     figures = json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
+    assert figures["keep_losing_draft"] is True and figures["switched_off"] is None
     assert figures["num_tree_nodes"] == 8 and figures["num_drafted"] > figures["num_accepted"] > 0

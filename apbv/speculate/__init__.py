@@ -9,11 +9,13 @@ from .settings import (
     drafts_elsewhere,
     reads,
     require_consistent,
+    require_effective,
     require_fitting_draft,
     require_readable,
+    require_same_tokens,
     strategy_of,
 )
-from .strategies import STRATEGIES, draft_tree, make_observer
+from .strategies import STRATEGIES, draft_tree, make_observer, prunes
 from .threads import DraftThread
 from .tree import generate_by_tree
 
@@ -33,9 +35,12 @@ __all__ = [
     "generate_speculatively",
     "kept_by_frame",
     "make_observer",
+    "prunes",
     "reads",
     "require_consistent",
+    "require_effective",
     "require_fitting_draft",
     "require_readable",
+    "require_same_tokens",
     "strategy_of",
 ]

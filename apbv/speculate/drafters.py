@@ -6,7 +6,7 @@ of them, and drops the rest. So there is no second account of what was accepted 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,12 +15,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..attention import LayerAttention
-from ..cache import appending_in_place
+from ..cache import appending_in_place, replace_last
 from ..config import SamplingConfig
 from ..decode import run_language_model
 from ..models import ModelParts
-from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from ..sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
 from .draft_prompt import forget_prompt
+
+# The target's KV of so many new tokens, the last that are verified; see Decoder.newest_kv.
+NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,11 @@ class Drafter(Protocol):
     """Proposes how a sequence goes on."""
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
-        """At most ``count`` tokens to follow all the new ``tokens`` (at least one) since the prompt."""
+        """At most ``count`` tokens to follow all the new ``tokens`` (at least one) since the prompt.
+
+        Raises:
+            NotFiniteError: the draft's logits are NaN or infinite: it is of no use for this prompt.
+        """
 
 
 @runtime_checkable
@@ -99,6 +106,15 @@ class ModelDrafter:
         self._cache = appending_in_place(cache)
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
+        self._newest_kv: NewestKV | None = None
+        self._num_verified = 0  # so many of them with the target's KV
+
+    def follow(self, newest_kv: NewestKV) -> None:
+        """The target's KV of verified tokens will replace this drafter's own, which saw less of the prompt.
+
+        Only for a drafter that is the target itself (STD: dense KV takes the place of sparse).
+        """
+        self._newest_kv = newest_kv
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
         drafted = list(itertools.islice(self.stream(tokens), count))
@@ -135,8 +151,8 @@ class ModelDrafter:
 
     def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
         if self._config.temperature == 0:
-            return int(logits.argmax()), None
-        row = probabilities(logits, self._config.temperature, self._config.top_p)
+            return most_probable(logits), None
+        row = require_distribution(probabilities(logits, self._config.temperature, self._config.top_p))
         return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
 
     def _keep_common(self, tokens: Sequence[int]) -> None:
@@ -145,6 +161,10 @@ class ModelDrafter:
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
             del self._cached[common:]
+        if self._newest_kv is not None:
+            verified, known = list(tokens[:-1]), self._num_verified
+            replace_last(self._cache, common - known, self._newest_kv(len(verified) - known))
+            self._cached, self._num_verified = verified, len(verified)
 
 
 class NgramDrafter:

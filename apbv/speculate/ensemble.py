@@ -20,7 +20,7 @@ from ..config import SamplingConfig
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
 from ..models import ModelParts
-from ..sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from ..sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
 from .draft_prompt import prefill_draft, run_prompt
 from .drafters import ModelDrafter
 from .preserve import frame_shape
@@ -109,7 +109,7 @@ def read_contexts(
     parts: ModelParts,
     inputs: ModelInputs,
     kept_visual: Tensor,
-    rows: Tensor,
+    rows: Tensor | None,
     hosts: HostGroup,
     tokenize: Callable[[str], list[int]],
     caption: str | None,
@@ -120,7 +120,7 @@ def read_contexts(
 
     Args:
         letters: of M, T, C and P.
-        kept_visual, rows: of M; see :func:`apbv.speculate.draft_prompt.prefill_draft`.
+        kept_visual, rows: of M; see :func:`apbv.speculate.draft_prompt.prefill_draft`. P needs rows, too.
         caption: on the leader, for C.
 
     Returns:
@@ -292,8 +292,8 @@ class EnsembleDrafter(ModelDrafter):
 
     def _choose(self, distribution: Tensor, index: int) -> tuple[int, Tensor | None]:
         if self._config.temperature == 0:
-            return int(distribution.argmax()), None
-        row = probabilities(distribution.log(), 1.0, self._config.top_p)
+            return most_probable(distribution), None
+        row = require_distribution(probabilities(distribution.log(), 1.0, self._config.top_p))
         return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
 
     def _adapt(self) -> None:

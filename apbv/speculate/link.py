@@ -7,6 +7,7 @@ nothing else.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from .drafters import Proposal, packed, unpacked
 
 TARGET, DRAFT = 0, 1  # ranks within both channels
 STARTUP_WINDOWS = 3  # so many windows long may be what is drafted while the target prefills
-GO_ON, CORRECTED, DONE, FAILED = range(4)
-_BROKEN = -1
+GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)  # ALONE: no more windows; verdicts go on
+_BROKEN, _GAVE_UP = -1, -2
+
+
+class DraftGaveUp(Exception):
+    """The draft writes nothing more for this request; it still follows it to its end."""
 
 
 class Link:
@@ -57,6 +62,10 @@ class Link:
         self._answer = incoming.start_broadcast(torch.zeros(2, dtype=torch.int64), source)
         self._begun = is_ready, most, vocab_size, drawn
 
+    def has_heard(self) -> bool:
+        """Whether :meth:`other_is_ready` would return, or raise, at once."""
+        return self._answer.has_ended()
+
     def other_is_ready(self) -> bool:
         """Whether the other end has begun the request, too; waits until it has said."""
         is_ready, most, vocab_size, drawn = self._begun
@@ -82,6 +91,16 @@ class Link:
         self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
         self._sent.append(channel.start_broadcast(tensor, source))
 
+    def wait_until_received(self) -> None:
+        """Wait until the other end has received all that was sent: a process that ends takes the rest along.
+
+        Raises:
+            HostError: the other end is gone, or does not listen any more.
+        """
+        for exchange in self._sent:
+            exchange.wait()
+        self._sent = []
+
     # ---- the draft's end ----
 
     def send_first(self, token: int, row: Tensor | None = None) -> None:
@@ -95,16 +114,21 @@ class Link:
         self._send_rows(rows, self.most - 1)
         self.most = self._usual_most
 
-    def send_failure(self, first: bool) -> None:
-        """The draft cannot go on: in place of a window, or of what is missing of it."""
+    def send_failure(self, first: bool, for_good: bool = True) -> None:
+        """The draft cannot go on: in place of a window, or of what is missing of it.
+
+        Args:
+            for_good: it leaves; else it only writes nothing more for this request.
+        """
+        code = _BROKEN if for_good else _GAVE_UP
         if first:
-            self._send(torch.tensor([_BROKEN]))
+            self._send(torch.tensor([code]))
             self._send_rows([], 1)
-        self._send(torch.tensor([_BROKEN] * self.most))
+        self._send(torch.tensor([code] * self.most))
         self._send_rows([], self.most - 1)
 
     def expect_verdict(self) -> Exchange:
-        """Ask for a round's verdict: (GO_ON | CORRECTED | DONE | FAILED, new tokens that stand, the next one)."""
+        """Ask for a round's verdict: its code (:data:`GO_ON` and so on), new tokens that stand, the next one."""
         return self._to_draft.start_broadcast(torch.zeros(3, dtype=torch.int64), TARGET)
 
     def receive(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -132,17 +156,21 @@ class Link:
 
         Raises:
             HostError: the draft host failed, ended, or did not answer in time.
+            DraftGaveUp: nothing more will come.
         """
         self._receive_skipped()
-        (token,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
-        rows = self._expect_rows(1)
+        received, rows = self._expect(torch.zeros(1, dtype=torch.int64)).wait(), self._expect_rows(1)
+        if received[0] == _GAVE_UP:
+            self.skip(first=False)
+        (token,) = _refuse_failure(received).tolist()
         return Proposal([token], None if rows is None else rows.wait())
 
     def receive_rest(self) -> Proposal:
-        """The other tokens of the window."""
-        tokens = unpacked(_refuse_failure(self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()).tolist())
+        """The other tokens of the window; raises as :meth:`receive_first`."""
+        received = self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()
         rows = self._expect_rows(self.most - 1)
         self.most = self._usual_most
+        tokens = unpacked(_refuse_failure(received).tolist())
         return Proposal(tokens, None if rows is None else rows.wait()[: len(tokens)])
 
     def receive_json(self) -> Any:
@@ -152,7 +180,8 @@ class Link:
             HostError: as :meth:`receive_first`.
         """
         self.owes_account = False
-        self._receive_skipped()
+        with suppress(DraftGaveUp):
+            self._receive_skipped()
         (length,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
         return json.loads(bytes(self._expect(torch.zeros(length, dtype=torch.uint8)).wait().tolist()))
 
@@ -164,9 +193,9 @@ class Link:
         self.most = self._usual_most
 
     def _receive_skipped(self) -> None:
-        for exchange in self._skipped:
-            _refuse_failure(exchange.wait())
-        self._skipped = []
+        received, self._skipped = [exchange.wait() for exchange in self._skipped], []
+        for tensor in received:
+            _refuse_failure(tensor)
 
     def send_verdict(self, code: int, num_standing: int = 0, token: int = 0) -> None:
         """What became of a round; nothing follows DONE and FAILED."""
@@ -190,4 +219,6 @@ def _refuse_failure(received: Tensor) -> Tensor:
     """What the draft sent, unless that is that it failed."""
     if received.dtype == torch.int64 and received[0] == _BROKEN:
         raise HostError("the draft host failed")
+    if received.dtype == torch.int64 and received[0] == _GAVE_UP:
+        raise DraftGaveUp
     return received

@@ -1,6 +1,5 @@
 """Target hosts and a draft host: who is who, and how the two sides go through a request together."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from ..hosts import HostError, HostGroup
 from ..inputs import ModelInputs
 from ..models import ModelParts
 from ..stats import StageTimer
+from ..warn import warn_caller
 from .link import FAILED, GO_ON, Link
 from .pipeline import DraftReport, draft_beside
 from .prompt import Draft, Prompt
@@ -33,13 +33,14 @@ class Pair:
     is_draft: bool
     link: Link | None
     _takes_part: bool | None = field(default=False, init=False)  # None: it has not been heard yet
+    _has_scores: bool = field(default=False, init=False)  # of this request
 
     def open_link(self) -> Link | None:
         """The link, if there is somebody at its other end for this request; waits until that is known."""
         if self._takes_part is None:
             self._takes_part = self._hear()
             if not self._takes_part and self.link is not None and not self.is_draft:
-                warnings.warn("answering without the draft host, which cannot read this request", stacklevel=3)
+                warn_caller("answering without the draft host, which cannot read this request")
         return self.link if self._takes_part else None
 
     @classmethod
@@ -48,7 +49,8 @@ class Pair:
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
-        to_target = hosts.subgroup([0, last], min(config.draft_timeout, hosts.timeout / 4))
+        # Drafting is no work that the target waits for: it can do without.
+        to_target = hosts.subgroup([0, last], min(config.draft_timeout, hosts.timeout / 4), waits_for_work=False)
         # The draft waits while the target prefills; a target's host that ends is noticed at once.
         to_draft = hosts.subgroup([0, last], 10 * hosts.timeout)
         link = None if to_target is None else Link(to_target, to_draft)
@@ -80,7 +82,7 @@ class Pair:
             raise HostError("the target's hosts cannot answer this request")
 
     def _tell(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> None:
-        self._takes_part = None if is_ready else False
+        self._takes_part, self._has_scores = None if is_ready else False, False
         self._use(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
 
     def _hear(self) -> bool:
@@ -95,15 +97,23 @@ class Pair:
         except HostError as error:
             self.link = None
             if not self.is_draft:
-                warnings.warn(f"going on without the draft host: {error}", stacklevel=4)
+                warn_caller(f"going on without the draft host: {error}")
             return None
 
     def send_scores(self, scores: Tensor) -> None:
-        """From the target, where the draft waits for it: how much each visual token matters."""
+        """From the target, where the draft waits for it: how much each visual token matters; once a request."""
         link = self.open_link()
-        if link is not None:
+        if link is not None and not self._has_scores:
             link.send_verdict(GO_ON)
             link.send(scores)
+            self._has_scores = True
+
+    def offer_scores(self, scores: Tensor) -> bool:
+        """:meth:`send_scores`, unless it would have to wait for the draft to have read the request: then false."""
+        if self._takes_part is None and self.link is not None and not self.link.has_heard():
+            return False
+        self.send_scores(scores)
+        return True
 
     def fail(self) -> None:
         """The target cannot finish the request: tell the draft."""
@@ -115,7 +125,7 @@ class Pair:
                 link.send_verdict(FAILED)
             self.link = None
             if not self.is_draft:
-                warnings.warn("going on without the draft host after a request that failed", stacklevel=3)
+                warn_caller("going on without the draft host after a request that failed")
 
 
 class ReceivedScores:
@@ -130,7 +140,7 @@ class ReceivedScores:
         return self._announcement.has_ended()
 
     def wait(self) -> None:
-        """Until the target's prefill has ended.
+        """Until the target knows the scores: in its prefill, or at the end of that.
 
         Raises:
             HostError: the target's hosts failed.

@@ -3,7 +3,7 @@
 Only scores travel. Kept tokens keep their positions.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,19 @@ class _VisualObserver:
 
     def observe_passed(self, block: int, chosen: Tensor) -> None:
         """Not interested in what is passed on."""
+
+    def observe_nothing(self) -> None:
+        """Exchanges nothing before the prefill has ended."""
+
+    def tell_early(self, offer: Callable[[Tensor], bool], num_layers: int) -> None:
+        """Give the scores away as soon as they are known, where that is before the prefill ends; here it is not.
+
+        Called on every host before the prefill, or on none.
+
+        Args:
+            offer: takes the scores; false where it is to be asked again in the next layer.
+            num_layers: of the model that prefills.
+        """
 
     def _tokens(self, host: int) -> Tensor:
         spans = [torch.arange(span.start, span.stop) for span in self._layout.cache_spans(host)]
@@ -136,18 +149,41 @@ class SimilarityChange(_VisualObserver):
     The sum over layers of differences telescopes: ΔS_i = v̂_i^L · Σ_j x̂_j^L − v̂_i^0 · Σ_j x̂_j^0, with unit vectors
     of visual tokens v and of the question's tokens x.
 
+    So nothing of the layers behind L is needed (Section 4.2, Stage I).
+
     Args:
         last_layer: L; 20 in the paper.
     """
 
     def __init__(self, *args, last_layer: int):
         super().__init__(*args)
-        self.hidden_layers = (0, last_layer)
+        self._ends = self.hidden_layers = (0, last_layer)
+        self._offer: Callable[[Tensor], bool] | None = None
+        self._scores: Tensor | None = None
         self._text: dict[int, Tensor] = {}  # the sum of the question's unit vectors
         self._visual: dict[int, Tensor] = {}  # rows that wait for it, in a prefill whose query has its own pass
         self._similar: dict[int, Tensor] = {}
 
+    def tell_early(self, offer: Callable[[Tensor], bool], num_layers: int) -> None:
+        self._offer, self.hidden_layers = offer, (0, *range(self._ends[1], num_layers))
+
+    def observe_nothing(self) -> None:
+        if self._offer is not None:
+            self._offer(self.result())
+
     def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
+        if layer in self._ends:
+            self._compare(layer, query, kept)
+        # Every host comes to know the last of it in the same layer of the same pass, between two exchanges of the
+        # attention's own: so the scores can be gathered here.
+        if (
+            self._offer is not None
+            and all(end in self._similar for end in self._ends)
+            and self._offer(self.result())
+        ):
+            self._offer = None
+
+    def _compare(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
         if query is not None:
             self._text[layer] = functional.normalize(query.float(), dim=-1).sum(dim=0)
         if kept is not None:
@@ -156,12 +192,14 @@ class SimilarityChange(_VisualObserver):
             self._similar[layer] = similarity_to(self._visual.pop(layer), self._text[layer])
 
     def result(self) -> Tensor:
-        """``[visual tokens]``, on every host; collective, after the prefill."""
-        mine = None
-        if self._similar:
-            first, last = (self._similar[layer] for layer in self.hidden_layers)
-            mine = last - first
-        return gather_scores(mine, self._owned, self._hosts)
+        """``[visual tokens]``, on every host; collective when first asked for."""
+        if self._scores is None:
+            mine = None
+            if self._similar:
+                first, last = (self._similar[layer] for layer in self._ends)
+                mine = last - first
+            self._scores = gather_scores(mine, self._owned, self._hosts)
+        return self._scores
 
 
 def gather_scores(
@@ -233,9 +271,9 @@ def local_semantics(
         after = everybodys[with_frames[place + 1], 0] if place + 1 < len(with_frames) else None
     scores = torch.zeros(frames.shape[:2], device=frames.device)
     if "time" in terms:
-        scores = scores + standardised(temporal_change(frames, before, after))
+        scores = scores + standardised(temporal_change(frames, before, after), unit=1.0)
     if "space" in terms:
-        scores = scores + standardised(spatial_variety(frames, height, width))
+        scores = scores + standardised(spatial_variety(frames, height, width), unit=1.0)
     # A row that belongs to no frame (a separator at the video's end) is never pruned.
     scores = torch.cat([scores.flatten(), scores.new_full((len(rows) - scores.numel(),), float("inf"))])
     pieces = [
@@ -248,6 +286,45 @@ def local_semantics(
 def keep_best(scores: Tensor, count: int) -> Tensor:
     """The places of the highest scores, ascending; of equal ones the earlier."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def keep_best_per_frame(scores: Tensor, per_frame: int, count: int) -> Tensor:
+    """Of every frame the places of its highest scores, as many of each frame as of another, give or take one.
+
+    With fewer places than frames some frames, evenly spaced, keep one. Rows behind the last frame are kept first.
+    """
+    num_frames = len(scores) // per_frame
+    in_frames = num_frames * per_frame
+    behind = torch.arange(in_frames, len(scores))[:count]
+    ends = torch.arange(num_frames + 1) * (count - len(behind)) // num_frames
+    order = scores[:in_frames].view(num_frames, per_frame).argsort(dim=1, descending=True, stable=True)
+    chosen = torch.arange(per_frame) < ends.diff()[:, None]
+    places = order + torch.arange(num_frames)[:, None] * per_frame
+    return torch.cat([places[chosen].sort().values, behind])
+
+
+def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
+    """SpecVLM's choice: what holds most of the attention, and of the rest a token every so often.
+
+    Its first stage keeps the fewest tokens that together hold ``share`` of the attention (of these at most
+    ``count``, the best), its second fills up to ``count`` with tokens evenly spaced among the others. Attention
+    alone gathers in a few frames; the spaced ones let the draft see something of all of them.
+
+    Args:
+        attention: ``[visual tokens]``, at least 0.
+        share: 0.4 in the authors' code (github.com/zju-jiyicheng/SpecVLM).
+    """
+    order = attention.argsort(descending=True, stable=True)
+    held = attention[order].double().cumsum(dim=0)
+    num_attended = min(count, int((held < share * held[-1]).sum()) + 1)
+    attended, others = order[:num_attended], order[num_attended:].sort().values
+    spaced = others[keep_even(len(others), count - num_attended)]
+    return torch.cat([attended, spaced]).sort().values
+
+
+def keep_even(num_tokens: int, count: int) -> Tensor:
+    """Evenly spaced places, the first and the last among them."""
+    return torch.arange(count) * (num_tokens - 1) // max(1, count - 1)
 
 
 def keep_uniform_frames(num_tokens: int, per_frame: int, count: int) -> Tensor:

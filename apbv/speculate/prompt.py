@@ -56,24 +56,31 @@ class Prompt:
 
     @property
     def num_kept(self) -> int:
-        """How many visual tokens the draft may see."""
-        return min(self.num_visual, max(1, round(self.config.keep_ratio * self.num_visual)))
+        """How many visual tokens a pruned draft sees."""
+        count, num_visual = self.config.keep_tokens, self.num_visual
+        if count is None:
+            wanted = round(self.config.keep_ratio * num_visual)
+        else:
+            wanted = count - (self.inputs.num_tokens - num_visual)
+        return min(num_visual, max(1, wanted))
 
     def drafter(
-        self, parts: ModelParts, cache, attention: LayerAttention | None = None
+        self, parts: ModelParts, cache, attention: LayerAttention | None = None, next_position: int | None = None
     ) -> Drafter | TreeDrafter | None:
         """A model that continues from a cache; None where there is no cache.
 
         Args:
             attention: see :class:`ModelDrafter`; for chains, and where ``leave_last`` is not asked for: a draft
                 host has none of the target's KV.
+            next_position: rotary position behind the prompt; the target's by default.
         """
         if cache is None:
             return None
         left = int(self.leave_last)
         if left:
             cache.crop(-left)
-        position, length = self.inputs.next_position - left, self.inputs.num_tokens - left
+        position = self.inputs.next_position if next_position is None else next_position
+        position, length = position - left, self.inputs.num_tokens - left
         if self.drafts_tree:
             return TreeDrafter(parts, cache, position, self.vocab_size)
         return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, attention)
@@ -88,12 +95,15 @@ class Draft:
         num_visual: how many visual tokens it sees.
         kept: which, by their number among the visual tokens, where all layers and heads see the same.
         successor: of a provisional draft, which writes while the target still prefills.
+        follows_target: its drafter is the target on less of the prompt, and may follow the target's KV of what is
+            verified.
     """
 
     drafter: Drafter | TreeDrafter | None
     num_visual: int
     kept: Tensor | None = None
     successor: "Successor | None" = None
+    follows_target: bool = False
 
 
 @dataclass(frozen=True)

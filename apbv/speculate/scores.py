@@ -27,7 +27,17 @@ def mean_probability(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse[..., None]).exp().mean(dim=(0, 1))
 
 
-def standardised(scores: Tensor) -> Tensor:
-    """Zero mean and unit deviation within each frame (the last dimension); all 0 where a frame's are equal."""
+def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
+    """HIPPO's z-scores (before its Eq. 7) have zero mean and unit deviation within each frame, the last dimension.
+
+    Equal scores give 0. Deviations of a millionth of ``unit`` are taken for rounding, and damped.
+
+    Args:
+        unit: 1 for scores that are made of cosines, whose rounding errors do not shrink with the scores. None: the
+            frame's mean score, so that a multiple of the scores gives the same: attention shrinks with the number
+            of tokens that share it.
+    """
+    mean = scores.mean(dim=-1, keepdim=True)
+    rounding = 1e-6 * (mean.abs() if unit is None else torch.full_like(mean, unit))
     spread = scores.std(dim=-1, correction=0, keepdim=True)
-    return (scores - scores.mean(dim=-1, keepdim=True)) / (spread + 1e-6)
+    return (scores - mean) / (spread + rounding).clamp(min=torch.finfo(scores.dtype).tiny)

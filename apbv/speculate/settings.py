@@ -1,21 +1,18 @@
 """What of a speculative configuration goes together, and with which prefill, hosts and models."""
 
+from collections.abc import Collection
+from typing import Any
+
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..inputs import ModelInputs
 from ..models import ModelParts
 from ..prefill import passes_blocks_on
-from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy
+from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy, prunes
 
 
 def strategy_of(config: SpeculativeConfig) -> Strategy:
-    """How a configuration drafts.
-
-    Raises:
-        ValueError: there is no strategy of that name.
-    """
-    if config.strategy not in STRATEGIES:
-        raise ValueError(f"unknown strategy {config.strategy!r}; known are {', '.join(sorted(STRATEGIES))}")
+    """How a configuration drafts."""
     return STRATEGIES[config.strategy]
 
 
@@ -46,6 +43,8 @@ def require_consistent(
         raise ValueError(f"{name} drafts a chain of tokens: it cannot draft a tree")
     if config.keep is not None and strategy.keep is None:
         raise ValueError(f"{name} does not choose among visual tokens: keep does not apply")
+    if config.keep_tokens is not None and not prunes(config):
+        raise ValueError(f"how much of the prompt a draft by {name} sees is given: keep_tokens does not apply")
     by_vision = keep_policy(config) == "hippo" and set(config.hippo_terms) > {"attention"}
     if config.vision_first and not (by_vision and config.draft_host and config.prune == "prompt"):
         raise ValueError(
@@ -63,16 +62,63 @@ def require_consistent(
         raise ValueError(f"the ensemble {config.ensemble} drafts from a caption: it needs a captioner")
 
 
+def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
+    """Refuse what was asked for and would change nothing.
+
+    Args:
+        given: the settings that were asked for, also where they are as by default; ``"captioner"``, and
+            ``"save_kept"`` for a picture of the kept tokens, are among them.
+
+    Raises:
+        ValueError: the strategy, or what it keeps, has no use for one of them.
+    """
+    name, strategy, keep = config.strategy, strategy_of(config), keep_policy(config)
+    is_pruned = keep not in (None, "full")
+    for setting, applies, reason in (
+        ("draft_model", strategy.needs_draft_model, "drafts without a second model"),
+        ("keep_ratio", prunes(config), "keeps no share of the visual tokens"),
+        ("hippo_terms", keep == "hippo", "does not choose visual tokens by HIPPO's scores"),
+        ("prune", is_pruned and not strategy.needs_verdicts, "drops nothing that its draft has read"),
+        ("ensemble", name == "tabed", "drafts from one prompt"),
+        ("captioner", config.needs_caption, "drafts from no caption"),
+        ("save_kept", strategy.shows_kept, "does not choose the same visual tokens in all layers and heads"),
+    ):
+        if setting in given and not applies:
+            raise ValueError(f"{name} {reason}: {setting} does not apply")
+
+
 def require_fitting_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
     """Refuse a draft that is missing, or reads other prompts than the target.
+
+    From a prompt's text, which the target's tokenizer cuts, a text-only model may draft as well. On a host of its
+    own it could not: there it would have to read the request itself.
 
     Raises:
         ValueError: so it is.
     """
     if draft is None:
         raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
-    if reads(target) != reads(draft):
+    takes_text = strategy_of(config).reads_text_only and not draft.is_video_model and not config.draft_host
+    if reads(target) != reads(draft) and not takes_text:
         raise ValueError(f"the draft does not read the target's prompts: {reads(draft)}, not {reads(target)}")
+
+
+def require_same_tokens(target: Any, draft: Any) -> None:
+    """Refuse a draft for which a token id means something else than for the target.
+
+    Args:
+        target, draft: their processors or tokenizers.
+
+    Raises:
+        ValueError: of the ids that both have, one does.
+    """
+    theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
+    names = {number: name for name, number in own.get_vocab().items()}
+    for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
+        if names.get(number, name) != name:
+            raise ValueError(
+                f"the draft has other tokens than the target: {number} is {names[number]!r}, not {name!r}"
+            )
 
 
 def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
@@ -81,8 +127,9 @@ def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
     Raises:
         ValueError: it chooses among frames, and there are none.
     """
-    keep = keep_policy(config)
-    if keep in ("hippo", "uniform_frames") and inputs.visual is not None and inputs.visual.kind != "video":
+    keep, visual = keep_policy(config), inputs.visual
+    by_frame = keep in ("hippo", "uniform_frames", "attention_per_frame")
+    if by_frame and visual is not None and visual.kind != "video":
         raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
 
 

@@ -1,6 +1,7 @@
 """The ways to draft, by name: what each of them makes of a prefilled prompt."""
 
 import copy
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from ..kernels.backends import choose
 from ..layout import ContextLayout
 from ..models import ModelParts
 from . import preserve
-from .draft_prompt import collect_kv, prefill_draft, select_kv
+from .draft_prompt import collect_kv, prefill_draft, run_prompt, select_kv
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, make_weights, read_contexts
 from .prompt import Draft, Prompt, Successor
@@ -39,8 +40,10 @@ class Strategy:
         needs_passing: the prefill has to pass blocks on between hosts.
         needs_verdicts: the draft learns from every verification before it goes on: it takes turns with the target.
         keep: which visual tokens the draft sees unless the configuration says otherwise; None where it has no say.
+        prunes_kv: the target drafts on a share of its visual KV.
         drafts_trees: its drafter is :meth:`Prompt.drafter`'s, which can fill a tree, too.
         num_tree_nodes: of the tree that is drafted where the config does not say; None: a chain.
+        reads_text_only: its draft model sees the prompt's text and no more: any with the target's tokens will do.
     """
 
     build: Callable[[Prompt], Draft]
@@ -50,13 +53,25 @@ class Strategy:
     needs_passing: bool = False
     needs_verdicts: bool = False
     keep: str | None = None
+    prunes_kv: bool = False
     drafts_trees: bool = True
     num_tree_nodes: int | None = None
+    reads_text_only: bool = False
+
+    @property
+    def shows_kept(self) -> bool:
+        """Whether the draft sees the same visual tokens in all layers and heads, which can be shown."""
+        return self.needs_draft_model or self.build is _streaming
 
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
     """How the visual tokens that the draft sees are chosen."""
     return config.keep or STRATEGIES[config.strategy].keep
+
+
+def prunes(config: SpeculativeConfig) -> bool:
+    """Whether the draft sees only as much of what is visual as ``keep_ratio`` or ``keep_tokens`` says."""
+    return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
 
 
 def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
@@ -70,6 +85,12 @@ def kept_visual_tokens(prompt: Prompt, rows: Tensor | None) -> Tensor:
         return torch.arange(total)
     if keep in ("attention", "uv_prune"):
         return preserve.keep_best(prompt.observer.result(), count)
+    if keep == "specvlm":
+        return preserve.keep_specvlm(prompt.observer.result(), count)
+    if keep == "attention_per_frame":
+        return preserve.keep_best_per_frame(prompt.observer.result(), prompt.inputs.visual.rows_per_unit, count)
+    if keep == "even":
+        return preserve.keep_even(total, count)
     if keep == "random":
         return preserve.keep_random(total, count, prompt.sampling.seed)
     if keep == "uniform_frames":
@@ -132,8 +153,16 @@ def _pruned(prompt: Prompt, rows: Tensor, draft: Draft) -> Draft:
 
 def _text_only(prompt: Prompt) -> Draft:
     nothing = torch.empty(0, dtype=torch.long)
-    cache = prefill_draft(prompt.draft, prompt.inputs, nothing, prompt.hosts, None)
-    return Draft(prompt.drafter(prompt.draft, cache), 0, nothing)
+    if prompt.draft.is_video_model or not prompt.target.is_video_model:
+        cache = prefill_draft(prompt.draft, prompt.inputs, nothing, prompt.hosts, None)
+        return Draft(prompt.drafter(prompt.draft, cache), 0, nothing)
+    # A text-only model knows neither placeholders nor the target's positions: to it the text is all there is.
+    text = prompt.inputs.input_ids[:, ~prompt.is_visual]
+    text = text.where(text < prompt.draft.vocab_size, 0)  # as ModelDrafter reads what it has no token for
+    count, cache = text.shape[1], None
+    if prompt.hosts.is_leader:
+        cache = run_prompt(prompt.draft, text, torch.arange(count)[None], None)
+    return Draft(prompt.drafter(prompt.draft, cache, next_position=count), 0, nothing)
 
 
 def _tabed(prompt: Prompt) -> Draft:
@@ -141,8 +170,10 @@ def _tabed(prompt: Prompt) -> Draft:
     if not prompt.num_visual:
         return _by_model(prompt)
     ensemble = prompt.config.ensemble
-    rows = encode_visual(prompt.draft, prompt.inputs.visual)
-    kept = kept_visual_tokens(prompt, rows)
+    rows, kept = None, torch.empty(0, dtype=torch.long)
+    if set(ensemble) & set("MP"):  # the others are text
+        rows = encode_visual(prompt.draft, prompt.inputs.visual)
+        kept = kept_visual_tokens(prompt, rows)
     contexts = read_contexts(
         ensemble.rstrip("*"),
         prompt.draft,
@@ -185,7 +216,7 @@ def _on_best_kv(prompt: Prompt, scores: list[Tensor], count: int) -> Draft:
     """The target on all text and the visual tokens of the highest scores, ``[Hkv, visual tokens]`` per layer."""
     nothing = torch.empty(prompt.target.num_kv_heads, 0, dtype=torch.long)
     best = [layer.topk(count, dim=1).indices for layer in scores] or [nothing] * prompt.target.num_layers
-    return Draft(_on_own_kv(prompt, best), count)
+    return Draft(_on_own_kv(prompt, best), count, follows_target=True)
 
 
 def _streaming(prompt: Prompt) -> Draft:
@@ -194,7 +225,7 @@ def _streaming(prompt: Prompt) -> Draft:
     latest = torch.arange(prompt.num_visual - count, prompt.num_visual)
     heads = prompt.target.num_kv_heads
     drafter = _on_own_kv(prompt, [latest.expand(heads, -1)] * prompt.target.num_layers)
-    return Draft(drafter, count, latest)
+    return Draft(drafter, count, latest, follows_target=True)
 
 
 def _on_own_kv(prompt: Prompt, visual: list[Tensor]) -> Drafter | None:
@@ -262,32 +293,33 @@ def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> Callable | Non
     if keep == "uv_prune":
         last = min(config.uv_layer, parts.num_layers - 1)
         return partial(preserve.SimilarityChange, last_layer=last)
-    needs_attention = keep == "attention" or (keep == "hippo" and "attention" in config.hippo_terms)
+    by_attention = ("specvlm", "attention", "attention_per_frame")
+    needs_attention = keep in by_attention or (keep == "hippo" and "attention" in config.hippo_terms)
     return preserve.AttentionScores if needs_attention else None
 
 
 STRATEGIES: dict[str, Strategy] = {
     "vanilla": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="full"),
     "sd_tree": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="full", num_tree_nodes=25),
-    "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="attention"),
+    "specvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="specvlm"),
     "hippo": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="hippo"),
     "parallelvlm": Strategy(_by_model, _for_keeping, needs_draft_model=True, keep="uv_prune"),
-    "text_only": Strategy(_text_only, needs_draft_model=True),
+    "text_only": Strategy(_text_only, needs_draft_model=True, reads_text_only=True),
     "tabed": Strategy(
         _tabed, _for_keeping, needs_draft_model=True, needs_verdicts=True, keep="full", drafts_trees=False
     ),
-    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention, runs_target=True),
+    "std": Strategy(_std, lambda config, parts: preserve.HeadAttention, runs_target=True, prunes_kv=True),
     "std_apbv": Strategy(_std_apbv, lambda config, parts: preserve.PassedOn, runs_target=True, needs_passing=True),
-    "streaming": Strategy(_streaming, runs_target=True),
+    "streaming": Strategy(_streaming, runs_target=True, prunes_kv=True),
     "layerskip": Strategy(_layerskip, runs_target=True),
     "ngram": Strategy(_ngram, drafts_trees=False),
 }
 
 
-def draft_tree(config: SpeculativeConfig) -> Tree | None:
-    """The shape of what is drafted per round; None for a chain."""
+def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree | None:
+    """The shape of what is drafted per round, out of so many tokens; None for a chain."""
     num_nodes = config.num_tree_nodes or STRATEGIES[config.strategy].num_tree_nodes
-    return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens)
+    return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
 
 
 def make_observer(

@@ -5,6 +5,7 @@ tree, both with tree attention (SpecInfer, Miao et al., 2023): a token sees the 
 HIPPO and ParallelVLM compare with this under the name SD-Tree.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,15 +17,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..attention import TreeAttention
-from ..cache import appending_in_place, keep_of_last
+from ..cache import appending_in_place, keep_of_last, replace_last
 from ..config import SamplingConfig
-from ..decode import Decoder, Ending, Stop, choose_token, run_language_model
+from ..decode import NO_TOKEN, Decoder, Ending, Stop, choose_token, require_token, run_language_model
 from ..hosts import HostGroup
 from ..models import ModelParts
-from ..sampling import sample
+from ..sampling import NotFiniteError, sample
+from ..timeline import Recorder
 from .draft_prompt import forget_prompt
-from .drafters import common_length, packed, unpacked
-from .serial import SpeculationStats, say
+from .drafters import NewestKV, common_length, packed, unpacked
+from .pace import Pace
+from .serial import LOSING, SWITCHED_OFF, SpeculationStats, say
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Tree:
     parents: tuple[int, ...]
 
     @classmethod
-    def of(cls, num_drafted: int, max_depth: int) -> "Tree":
+    def of(cls, num_drafted: int, max_depth: int, max_children: int = sys.maxsize) -> "Tree":
         """The chain of first guesses, and about it the nodes that are most likely to be right.
 
         That is, where every guess for a place is right half as often as the one before it: the child of rank r
@@ -47,17 +50,19 @@ class Tree:
         one is taken: it can gain more. 25 nodes on 5 levels come close to EAGLE's tree.
 
         Args:
-            num_drafted: N >= 1.
+            num_drafted: N >= 1; fewer where so many do not fit in.
             max_depth: levels below the root, at most. The chain has as many, if there are as many nodes.
+            max_children: of a node: there are no more tokens to guess.
         """
         paths = [(0,) * depth for depth in range(1, min(num_drafted, max_depth) + 1)]  # ranks, from the root on
         heap = [(1, -1, (0,))]  # (depth + sum of ranks, -depth, path)
-        while len(paths) < num_drafted:
+        while len(paths) < num_drafted and heap:
             cost, _, path = heappop(heap)
             *above, rank = path
             if any(path):
                 paths.append(path)
-            heappush(heap, (cost + 1, -len(path), (*above, rank + 1)))
+            if rank + 1 < max_children:
+                heappush(heap, (cost + 1, -len(path), (*above, rank + 1)))
             if len(path) < max_depth:
                 heappush(heap, (cost + 1, -len(path) - 1, (*path, 0)))
         paths = [(), *sorted(paths, key=lambda path: (len(path), path))]
@@ -152,7 +157,11 @@ class TreeProposer(Protocol):
     """Fills a tree with guesses of how a sequence goes on."""
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> list[int]:
-        """What the nodes 1 .. N say, where the root is the last of all the new ``tokens`` (at least one)."""
+        """What the nodes 1 .. N say, where the root is the last of all the new ``tokens`` (at least one).
+
+        Raises:
+            NotFiniteError: the draft's logits are NaN or infinite.
+        """
 
 
 class TreeDrafter:
@@ -172,6 +181,12 @@ class TreeDrafter:
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, up to the root of the last tree
         self._tree, self._drafted = Tree((-1,)), [-1]
         self._behind: list[int] = []  # the nodes whose KV lies behind these
+        self._newest_kv: NewestKV | None = None
+        self._num_verified = 0  # so many new tokens in the cache with the target's KV
+
+    def follow(self, newest_kv: NewestKV) -> None:
+        """See :meth:`ModelDrafter.follow`."""
+        self._newest_kv = newest_kv
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> list[int]:
         self._keep_common(tokens)
@@ -186,8 +201,12 @@ class TreeDrafter:
                 level = [self._drafted[node] for node in nodes]
                 logits = self._advance(level, [depth - 1] * len(nodes), tree.visible[list(nodes)][:, self._behind])
             counts = [len(tree.children[node]) for node in nodes]
-            best = logits[:, : self._vocab_size].topk(max(counts), dim=-1).indices.tolist()
-            for row, count in zip(best, counts, strict=True):
+            best = logits[:, : self._vocab_size].topk(max(counts), dim=-1)
+            is_finite = best.values[:, :1].isfinite()  # NaN counts as the largest number
+            rows = torch.cat([is_finite.long(), best.indices], dim=1).tolist()  # in one wait for the device
+            if not all(row[0] for row in rows):
+                raise NotFiniteError
+            for (_, *row), count in zip(rows, counts, strict=True):
                 self._drafted += row[:count]
         return self._drafted[1:]
 
@@ -216,6 +235,10 @@ class TreeDrafter:
         self._cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
         self._behind = []
+        if self._newest_kv is not None:
+            verified = self._num_verified
+            replace_last(self._cache, len(self._cached) - verified, self._newest_kv(len(known) - verified))
+            self._cached, self._num_verified = list(known), len(known)
 
 
 def generate_by_tree(
@@ -229,6 +252,8 @@ def generate_by_tree(
     tree: Tree,
     on_token: Callable[[int], None] | None = None,
     stop: Stop | None = None,
+    drop_losing_draft: bool = False,
+    adapts_depth: bool = False,
 ) -> tuple[list[int], SpeculationStats]:
     """:func:`apbv.speculate.serial.generate_speculatively` with a tree per round in place of a window.
 
@@ -237,46 +262,88 @@ def generate_by_tree(
     Args:
         drafter: on the leader; None on the others.
         tree: what is drafted per round, on every host.
+        drop_losing_draft: as there.
+        adapts_depth: draft only as many levels of the tree as are expected to pay.
 
     Returns:
         The new tokens, and the statistics, in which a node of a tree is a drafted token.
+
+    Raises:
+        AgreedError: as there.
     """
-    stats = SpeculationStats()
+    stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
+    pace = Pace("auto" if adapts_depth else tree.depth, drop_losing_draft)
     tokens: list[int] = []
     ending = Ending(eos_token_ids, config.max_new_tokens, stop)
     token, has_ended = choose_token(logits, prompt_len, tokens, hosts, config, ending)
-    new = [token]
+    new, is_drafting = [token], True
     while True:
         say(new, tokens, on_token)
         if has_ended:
             return tokens, stats
         # The target adds one token to those that it accepts.
-        shape = tree.cut(config.max_new_tokens - len(tokens) - 1)
-        with stats.record.span("draft", tokens=shape.num_drafted):
-            drafted = _fill(shape, drafter, tokens, hosts)
+        shape, drafted = tree.cut(config.max_new_tokens - len(tokens) - 1), None
+        if is_drafting and shape.num_drafted:
+            with stats.record.span("draft") as details:
+                shape, drafted = _fill(shape, drafter, tokens, hosts, pace, stats)
+                details["tokens"] = shape.num_drafted
+            is_drafting = drafted is not None
+        else:
+            shape = tree.cut(0)
+        drafted = drafted or tokens[-1:]
         verdict = None
         with stats.record.span("verify", tokens=len(shape)) as details:
             rows = decoder.advance_tree(drafted, shape.depths, shape.visible)
             if hosts.is_leader:
-                path, token = verify_tree(shape, drafted, rows, prompt_len + len(tokens), config)
-                new, has_ended = ending.cut(tokens, [*(drafted[node] for node in path[1:]), token])
-                verdict = [token, len(new), has_ended, *packed(path, shape.depth + 1)]
+                try:
+                    path, token = verify_tree(shape, drafted, rows, prompt_len + len(tokens), config)
+                    new, has_ended = ending.cut(tokens, [*(drafted[node] for node in path[1:]), token])
+                    verdict = [token, len(new), has_ended, *packed(path, shape.depth + 1)]
+                except NotFiniteError:
+                    verdict = [NO_TOKEN, 1, True, *packed([0], shape.depth + 1)]
             token, num_new, has_ended, *path = hosts.broadcast_ints(verdict, shape.depth + 5)
+            require_token(token, tokens)
             path = unpacked(path)
             new = [*(drafted[node] for node in path[1:]), token][:num_new]
             # All new tokens but the last are in the KV then, and no others.
             decoder.keep_path(len(shape), path[: len(new)])
             details["accepted"] = len(path) - 1
-        stats.rounds += 1
+        stats.rounds += is_drafting
         stats.num_target_forwards += 1
         stats.num_drafted += shape.num_drafted
         stats.num_accepted += len(path) - 1
         stats.num_rejections += not shape.is_leaf(path[-1])
+        if is_drafting:
+            pace.learn(shape.depth, len(path) - 1, len(new), *stats.seconds_of_round())
 
 
-def _fill(tree: Tree, drafter: TreeProposer | None, tokens: list[int], hosts: HostGroup) -> list[int]:
-    """What every node says, the root included, on every host."""
-    if not tree.num_drafted:
-        return tokens[-1:]
-    proposed = drafter.propose(tokens, tree) if hosts.is_leader else None
-    return [tokens[-1], *hosts.broadcast_ints(proposed, tree.num_drafted)]
+def _fill(
+    tree: Tree,
+    drafter: TreeProposer | None,
+    tokens: list[int],
+    hosts: HostGroup,
+    pace: Pace,
+    stats: SpeculationStats,
+) -> tuple[Tree, list[int] | None]:
+    """The levels of a tree that are drafted, and what every node of them says, the root included; on every host.
+
+    None instead where host 0 has switched the draft off.
+    """
+    numbers = None
+    if hosts.is_leader:
+        depth, said = SWITCHED_OFF, []
+        if pace.is_losing():
+            stats.switch_off(LOSING, len(tokens))
+        else:
+            depth = min(pace.next_window(), tree.depth)
+            try:
+                said = drafter.propose(tokens, tree.cut(depth)) if depth else []
+            except NotFiniteError as error:
+                stats.switch_off(f"it gave {error}", len(tokens))
+                depth = SWITCHED_OFF
+        numbers = [depth, *said, *[0] * (tree.num_drafted - len(said))]
+    depth, *said = hosts.broadcast_ints(numbers, 1 + tree.num_drafted)
+    if depth == SWITCHED_OFF:
+        return tree.cut(0), None
+    shape = tree.cut(depth)
+    return shape, [tokens[-1], *said[: shape.num_drafted]]

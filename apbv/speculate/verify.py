@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sampling import draw
+from ..sampling import NotFiniteError, draw, most_probable_of_rows, require_distribution
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,16 @@ def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
         drafted: γ tokens.
         logits: the target's, ``[γ + 1, V]``: row i is for the place of drafted token i, the last for the bonus.
             With γ rows there is no bonus.
+
+    Raises:
+        NotFiniteError: a row that matters is NaN or infinite; those behind a rejected token do not.
     """
-    best = logits.argmax(dim=-1).tolist()
+    best, is_finite = most_probable_of_rows(logits)
     accepted = 0
-    while accepted < len(drafted) and drafted[accepted] == best[accepted]:
+    while accepted < len(drafted) and is_finite[accepted] and drafted[accepted] == best[accepted]:
         accepted += 1
+    if not all(is_finite[: accepted + 1]):
+        raise NotFiniteError
     return Verdict(accepted, best[accepted] if accepted < len(best) else None)
 
 
@@ -60,9 +65,12 @@ def verify_sampled(
             lacks has probability 0.
         accept_draws: γ numbers in [0, 1), each used for this decision and nothing else.
         next_draws: γ + 1 numbers in [0, 1) likewise, of which the one for the next token's place is used.
+
+    Raises:
+        NotFiniteError: a row of p that matters is NaN.
     """
     for place, token in enumerate(drafted):
-        p_row = p[place]
+        p_row = require_distribution(p[place])
         p_token = float(p_row[token]) if token < len(p_row) else 0.0
         q_token = 1.0 if q is None else float(q[place, token])
         if accept_draws[place] * q_token < p_token:
@@ -79,4 +87,4 @@ def verify_sampled(
         return Verdict(place, draw(left, next_draws[place]))
     if len(p) == len(drafted):
         return Verdict(len(drafted), None)
-    return Verdict(len(drafted), draw(p[-1], next_draws[len(drafted)]))
+    return Verdict(len(drafted), draw(require_distribution(p[-1]), next_draws[len(drafted)]))
