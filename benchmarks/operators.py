@@ -27,6 +27,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from figures import import_pyplot, legend_beside, save, short
 from operator_cases import Case, Draw, Outputs, Sizes, cases
 from tqdm import tqdm
 
@@ -307,32 +308,26 @@ def table(rows: list[dict]) -> str:
 
 def plot(rows: list[dict], path: Path) -> None:
     """The share of the ceiling, a group of bars for every case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in rows if row["ms"]]
     groups = list(dict.fromkeys((row["op"], row["case"], row["sizes"]["tokens"]) for row in rows))
     names = list(dict.fromkeys((row["backend"], row["variant"]) for row in rows))
     height = 0.8 / max(1, len(names))
-    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.12 * len(groups) * max(3, len(names))))
+    figure, axes = import_pyplot().subplots(figsize=(9, 1.5 + 0.12 * len(groups) * max(3, len(names))))
     for i, (backend, variant) in enumerate(names):
         own = [row for row in rows if (row["backend"], row["variant"]) == (backend, variant)]
         places = [groups.index((row["op"], row["case"], row["sizes"]["tokens"])) + i * height for row in own]
         label = backend if variant == "operator" else f"{backend}, kernels alone"
         axes.barh(places, [row["share_of_ceiling"] for row in own], height, label=label)
-    labels = [f"{op}: {case}, {tokens}" for op, case, tokens in groups]
+    labels = [f"{op}: {case}, {short(tokens)}" for op, case, tokens in groups]
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(groups))], labels, fontsize=7)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel("share of the ceiling (a large matrix product, or a large copy)")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=7)
+    legend_beside(axes)
     if rows:
         axes.set_title(f"{rows[0]['device']}, {rows[0]['dtype']}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -31,6 +31,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import throughput
 import torch
 from cost_model import Machine, Shape, Video, cost, explain, flop_ratio, predict
+from figures import import_pyplot, legend_beside, mark_factors, mark_values, save, short
 from presets import Case
 from tqdm import tqdm
 from transformers import AutoConfig
@@ -168,27 +169,21 @@ def _plan_row(record: dict) -> list:
 
 def plot_plan(records: list[dict], path: Path) -> None:
     """Speed-up over the tokens with the most hosts, and over the hosts with the most tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    figure, panels = import_pyplot().subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for axes, x, fixed in ((panels[0], "num_input_tokens", "hosts"), (panels[1], "hosts", "num_input_tokens")):
         most = max(record[fixed] for record in records)
         for method in dict.fromkeys(record["method"] for record in records if record["method"] != "full"):
             points = [r for r in records if r["method"] == method and r[fixed] == most]
             axes.plot([r[x] for r in points], [r["speedup_vs_full"] for r in points], marker="o", label=method)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xlabel(f"{x.replace('_', ' ')} ({fixed.replace('_', ' ')}: {most})")
-        axes.set_ylabel("speed-up over full attention on one host, predicted")
+        mark_values(axes.xaxis, (record[x] for record in records if record["method"] != "full"))
+        mark_factors(axes.yaxis)
+        names = {"num_input_tokens": "tokens", "hosts": "hosts"}
+        axes.set_xlabel(f"{names[x]}, with {short(most)} {names[fixed]}")
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+    panels[0].set_ylabel("predicted speed-up over `full` on one host")
+    legend_beside(panels[1])
     figure.suptitle(f"{records[0]['model']} on {records[0]['machine']['name']} (cost model, perfect overlap)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 # ---- simulate ----

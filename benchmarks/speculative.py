@@ -12,7 +12,7 @@ changing what it says (apbv.demo.scale), so that target and draft differ in cost
 every question in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
 attention: a way whose answer differs anywhere is reported without a speed. With --draft-host the last host drafts
 beside the others in some ways, and has no part in the rest; on a single host a thread does. A preset is a paper's
-table (speculative_presets.py), at the first of --keep-ratio.
+table (speculative_presets.py), at the first of --keep-ratio; "std1" keeps as many tokens as its paper does.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from figures import import_pyplot, legend_above, save
 from speculative_presets import PRESETS
 from tqdm import tqdm
 
@@ -39,7 +40,7 @@ from apbv.hosts import run_on_hosts
 from apbv.launch.options import draft_tokens
 from apbv.methods import METHODS
 from apbv.prompt import RenderedPrompt
-from apbv.speculate import STRATEGIES, draft_tree, theory
+from apbv.speculate import STRATEGIES, draft_tree, prunes, theory
 from apbv.stats import append_json_lines, markdown_table, provenance
 from apbv.video import probe
 
@@ -86,24 +87,29 @@ def configurations(options: argparse.Namespace) -> Iterator[tuple[str, Speculati
     if options.preset is not None:
         yield from PRESETS[options.preset](options.keep_ratio[0])
         return
+    sizes = [(str(ratio), {"keep_ratio": ratio}) for ratio in options.keep_ratio]
+    if options.keep_tokens:
+        sizes = [(f"{count} tokens", {"keep_tokens": count}) for count in options.keep_tokens]
     for strategy in options.strategies:
-        chooses = STRATEGIES[strategy].keep not in (None, "full")
         for keep in options.keep if strategy == "specvlm" else [None]:
-            prunes = (chooses and keep != "full") or strategy in ("std", "streaming")
-            for ratio in options.keep_ratio if prunes else [None]:
-                for prune in options.prune if chooses and keep != "full" else [None]:
+            way = {"strategy": strategy, "keep": keep}
+            is_pruned = prunes(SpeculativeConfig(**way))
+            for size, kept in sizes if is_pruned else [("", {})]:
+                for prune in options.prune if is_pruned and not STRATEGIES[strategy].prunes_kv else ["prompt"]:
                     for gamma in options.num_draft_tokens:
-                        chosen = {"keep": keep, "keep_ratio": ratio, "prune": prune}
-                        chosen = {name: value for name, value in chosen.items() if value is not None}
-                        kinds = [strategy, *(str(value) for value in chosen.values() if value != "prompt")]
-                        config = SpeculativeConfig(strategy=strategy, num_draft_tokens=gamma, **chosen)
-                        yield ", ".join([*kinds, f"γ = {gamma}"]), config
+                        kinds = [strategy, keep, size, prune if prune != "prompt" else None, f"γ = {gamma}"]
+                        config = SpeculativeConfig(**way, **kept, prune=prune, num_draft_tokens=gamma)
+                        yield ", ".join(kind for kind in kinds if kind), config
 
 
 def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
     """The ways, on one target and one draft."""
     prefill = PrefillConfig(method=options.method, kv=options.kv)
-    wanted = list(configurations(options))
+    # A layer of the target stands so many times as deep in the scaled one; a way that loses is to be seen losing.
+    wanted = [
+        (label, replace(config, uv_layer=options.scale * config.uv_layer, keep_losing_draft=True))
+        for label, config in configurations(options)
+    ]
     if options.draft_host and options.preset is None:
         wanted += [(f"{label}, draft host", replace(c, draft_host=True)) for label, c in wanted if may_move_out(c)]
     needs_draft = options.draft_host or any(STRATEGIES[config.strategy].needs_draft_model for _, config in wanted)
@@ -277,12 +283,14 @@ def speculation(runs: Runs, target_ms: float, num_tokens: int) -> dict:
     chance = accepted / max(1, accepted + runs.total("num_rejections"))
     gamma = drafted / max(1, rounds)  # a lookup may find less than was asked for
     idle = {f"{side}_idle_ms": runs.total(f"{side}_idle_seconds") for side in ("target", "draft")}
+    in_a_row = accepted / (runs.total("num_rejections") + len(runs.stats))
     per_forward = num_tokens / max(1, runs.total("num_target_forwards"))
     return {
         "config": asdict(config),
         "acceptance_rate": tau,
         "tokens_per_target_forward": per_forward,
-        "mean_accepted_tokens": accepted / (runs.total("num_rejections") + len(runs.stats)),
+        "mean_accepted_tokens": in_a_row if config.draft_host else per_forward,
+        "accepted_in_a_row": in_a_row,
         "draft_ms_per_token": draft_ms,
         "verify_ms_per_round": 1e3 * runs.total("verify_seconds") / max(1, rounds),
         **{name: None if value is None else 1e3 * value for name, value in idle.items()},
@@ -308,7 +316,7 @@ def kept_near_border(answers: list[GenerateResult]) -> float | None:
 
 def table(rows: list[dict]) -> str:
     """The figures for people, as Markdown."""
-    header = ["task", "way", "accepted", "MAT", "tokens / target pass", "T_p / T_q", "draft prefill ms"]
+    header = ["task", "way", "accepted", "MAT", "tokens / target pass", "T_p / T_q", "T_q ms", "draft prefill ms"]
     header += ["decode ms", "decode speed-up", "by theory", "end to end"]
     return markdown_table(header, [_cells(row) for row in rows])
 
@@ -317,9 +325,10 @@ def _cells(row: dict) -> list[str]:
     figures = row["speculation"]
     prefill = row["breakdown_ms"]["draft prefill"]
     times = ["–" if prefill is None else f"{prefill:.1f}", f"{statistics.mean(row['decode_ms']):.1f}"]
-    shares, predicted = ["–", "–", "1.00", "–"], None
+    shares, predicted = ["–", "–", "1.00", "–", "–"], None
     if figures:
-        names = ("acceptance_rate", "mean_accepted_tokens", "tokens_per_target_forward", "cost_ratio")
+        names = ["acceptance_rate", "mean_accepted_tokens", "tokens_per_target_forward"]
+        names += ["cost_ratio", "draft_ms_per_token"]
         shares = ["–" if figures[name] is None else f"{figures[name]:.2f}" for name in names]
         predicted = figures[predictor(figures)]
     speeds = [row["decode_speedup"], predicted, row["end_to_end_speedup"]]
@@ -343,13 +352,8 @@ def breakdown_table(rows: list[dict]) -> str:
 
 def plot(rows: list[dict], path: Path) -> None:
     """Measured decode speed-up of every way, beside what the theory makes of its costs and acceptance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown = [row for row in rows if row["speculation"] and row["decode_speedup"]]
-    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(shown)))
+    figure, axes = import_pyplot().subplots(figsize=(8, 1.5 + 0.3 * len(shown)))
     places = range(len(shown))
     axes.barh(places, [row["decode_speedup"] for row in shown], height=0.6, label="measured")
     predicted = [row["speculation"][predictor(row["speculation"])] for row in shown]
@@ -359,10 +363,8 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linewidth=1)
     axes.set_xlabel("decode speed-up over autoregressive")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    legend_above(axes)
+    save(figure, path)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -381,8 +383,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--draft-host", action="store_true", help="and once more with the last host drafting beside"
     )
-    parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["attention"])
-    parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1])
+    parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=["specvlm"])
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="of visual tokens (0.1)")
+    amount.add_argument("--keep-tokens", type=int, nargs="+", metavar="N", help="of the prompt, text included")
     parser.add_argument("--prune", nargs="+", choices=PRUNINGS, default=["prompt"])
     parser.add_argument(
         "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="of the demo's clips"

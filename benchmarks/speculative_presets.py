@@ -68,16 +68,18 @@ def _parallelvlm7(keep_ratio: float) -> Ways:
 
 
 def _std1(keep_ratio: float) -> Ways:
-    names = {"LayerSkip": "layerskip", "Streaming": "streaming", "STD": "std", "STD by APB-V": "std_apbv"}
+    """With the paper's γ = 9 and K + m_t = 1024, whatever the share asked for: a prompt has to be longer."""
+    amounts = {"layerskip": None, "streaming": 1024, "std": 1024, "std_apbv": None}
+    labels = ("LayerSkip", "Streaming", "STD", "STD by APB-V")
     return [
-        (label, SpeculativeConfig(strategy=strategy, keep_ratio=keep_ratio, num_draft_tokens=9))
-        for label, strategy in names.items()
+        (label, SpeculativeConfig(strategy=strategy, keep_tokens=amount, num_draft_tokens=9))
+        for label, (strategy, amount) in zip(labels, amounts.items(), strict=True)
     ]
 
 
 def _tabed1(keep_ratio: float) -> Ways:
-    ways = [("M", _vanilla()), ("T", SpeculativeConfig(strategy="text_only"))]
-    return ways + [(kind, SpeculativeConfig(strategy="tabed", ensemble=kind)) for kind in ("MT", "MT*")]
+    kinds = ("T", "MT", "MT*")
+    return [("M", _vanilla()), *((kind, SpeculativeConfig(strategy="tabed", ensemble=kind)) for kind in kinds)]
 
 
 def _tabed2(keep_ratio: float) -> Ways:

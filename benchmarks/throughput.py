@@ -25,6 +25,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from figures import import_pyplot, legend_beside, mark_values, save
 from presets import PRESETS, SWITCHES, Case
 from tqdm import tqdm
 from workloads import CONFIGS, RESOLUTIONS, build_model, text_prompt, video_prompt
@@ -277,33 +278,37 @@ def table(rows: list[dict]) -> str:
 
 def plot(rows: list[dict], path: Path) -> None:
     """Speed-up against full attention (requests per second where it was not run), over what varies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     varying = [name for name in ("num_input_tokens", "hosts", "passing_len", "anchor_len")]
     x = next((name for name in varying if len({row[name] for row in rows if row["hosts"] > 1}) > 1), varying[0])
     y = "speedup_vs_full" if all(row["speedup_vs_full"] for row in rows) else "request_throughput"
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    lines: dict[str, list[dict]] = {}
+    figure, axes = import_pyplot().subplots(figsize=(7, 4.5))
+    lines: dict[tuple[str, int | None], list[dict]] = {}
     several = len({row["hosts"] for row in rows if row["hosts"] > 1}) > 1
     for row in rows:
-        name = f"{row['label']}, {row['hosts']} hosts" if several and x != "hosts" else row["label"]
-        lines.setdefault(name, []).append(row)
-    for name, points in lines.items():
+        hosts = row["hosts"] if several and x != "hosts" else None
+        lines.setdefault((row["label"], hosts), []).append(row)
+    # A way has its colour, a number of hosts its kind of line.
+    labels = list(dict.fromkeys(label for label, _ in lines))
+    numbers = sorted({hosts for _, hosts in lines if hosts is not None}, reverse=True)
+    for (label, hosts), points in lines.items():
         points = sorted(points, key=lambda row: row[x])
-        axes.plot([row[x] for row in points], [row[y] for row in points], marker="o", label=name)
-    axes.set_xlabel(x.replace("_", " "))
+        axes.plot(
+            [row[x] for row in points],
+            [row[y] for row in points],
+            ("-", "--", "-.", ":")[numbers.index(hosts) % 4 if hosts else 0],
+            color=f"C{labels.index(label)}",
+            marker="o",
+            label=f"{label}, {hosts} host{'s' if hosts > 1 else ''}" if hosts else label,
+        )
+    mark_values(axes.xaxis, (row[x] for row in rows))
+    axes.set_xlabel(x.removeprefix("num_").replace("_", " "))
     axes.set_ylabel("speed-up over full attention" if y.startswith("speedup") else "requests per second")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    legend_beside(axes)
     simulated = " (simulated hosts)" if any(row["simulated"] for row in rows) else ""
     axes.set_title(f"{rows[0]['model']}, {rows[0]['device']}{simulated}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -426,7 +426,6 @@ def test_paper_equation_by_hand():
 prompts = {"num_hosts": st.integers(1, 9), "num_tokens": st.integers(2, 3000), "heads": st.sampled_from([1, 4, 6])}
 
 
-@settings(deadline=None)
 @given(method=st.sampled_from(["full", "zigzag_ring", "ulysses"]), **prompts)
 def test_exact_methods_compute_every_pair_once(method, num_hosts, num_tokens, heads):
     shape = replace(SMALL, heads=heads, kv_heads=1 if heads == 1 else 2)
@@ -437,7 +436,6 @@ def test_exact_methods_compute_every_pair_once(method, num_hosts, num_tokens, he
     assert sum(host.flops["mlp"] for host in costs) == 2 * 3 * 512 * 1536 * shape.layers * num_tokens
 
 
-@settings(deadline=None)
 @given(zigzag=st.booleans(), anchor_len=st.sampled_from([None, 0, 100]), **prompts)
 def test_uncompressed_apbv_computes_every_pair_once_but_the_anchors(zigzag, anchor_len, heads, **sizes):
     """With all KV passed on it is full attention, in which every host repeats the anchor's."""

@@ -24,11 +24,16 @@ def test_every_way_beside_autoregressive_decoding(tmp_path):
     assert alone["speculation"] is None and alone["new_tokens"] == 15
     for record in records:
         assert record["identical"]
+        if record["speculation"]:  # what "uv_prune" looks at: layer 20 of a target whose layers are repeated
+            assert record["speculation"]["config"]["uv_layer"] == 40
         assert record["decode_speedup"] == pytest.approx(alone["decode_ms"][0] / record["decode_ms"][0])
         assert record["end_to_end_speedup"] == pytest.approx(alone["total_ms"][0] / record["total_ms"][0])
     for record in records[1:]:
         figures = record["speculation"]
         assert figures["tokens_per_target_forward"] <= figures["config"]["num_draft_tokens"] + 1
+        # The papers' figure of drafting in turn is that of a round, and all rounds count.
+        assert figures["mean_accepted_tokens"] == figures["tokens_per_target_forward"]
+        assert figures["accepted_in_a_row"] >= 0 and figures["config"]["keep_losing_draft"] is True
 
 
 def test_several_hosts_and_sharded_kv(tmp_path):
@@ -54,11 +59,23 @@ def test_a_draft_host_beside_the_targets(tmp_path):
 def test_every_preset_is_a_table_of_ways(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     presets = importlib.import_module("speculative_presets").PRESETS
+    amounts = {label: (config.keep_tokens, config.num_draft_tokens) for label, config in presets["std1"](0.3)}
+    assert amounts["STD"] == amounts["Streaming"] == (1024, 9)  # Section 4 of the paper
     for name, ways in presets.items():
         labels, configs = zip(*ways(0.3), strict=True)
         assert len(set(labels)) == len(labels) > 1, name
         for config in configs:
             require_consistent(config, PrefillConfig(on_single_host=True), HostGroup.single(), has_captioner=True)
+
+
+def test_tabeds_text_only_context_has_line_breaks(monkeypatch):
+    """Appendix I.2; ParallelVLM's OnSD leaves the visual tokens out instead."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    presets = importlib.import_module("speculative_presets").PRESETS
+    for name in ("tabed1", "tabed2"):
+        config = dict(presets[name](0.3))["T"]
+        assert config.strategy == "tabed" and config.ensemble == "T"
+    assert dict(presets["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
 
 
 def test_a_caption_is_what_the_draft_says(tmp_path):
