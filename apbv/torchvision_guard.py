@@ -5,11 +5,14 @@ compiled operators cannot load, its import then fails while registering fake ker
 that do not exist, and that failure takes ``import transformers.models...processing`` with it. The
 video processors need only torchvision's Python transforms (resize, normalise), which run on plain
 torch. Declaring the missing operator schemas first is enough for the import to succeed.
+
+Whoever imports torchvision, and whenever: the import itself is watched, so that nothing is imported
+that nobody asked for.
 """
 
-import importlib.util
-
-import torch
+import importlib.abc
+import sys
+from functools import partial
 
 _OPERATORS = (
     "nms",
@@ -26,35 +29,58 @@ _OPERATORS = (
     "_deform_conv2d_backward",
 )
 
-# A torch.library.Library withdraws its definitions when it is collected, so it must stay referenced.
-_library: torch.library.Library | None = None
-
 
 def ensure_torchvision_imports() -> None:
-    """Declare torchvision's operator schemas where its own library cannot provide them.
+    """Let a later import of torchvision succeed where its own library cannot provide its operators.
 
-    Does nothing where torchvision is absent, already imported, or built for this torch.
+    Changes nothing where torchvision is absent, already imported, or built for this torch.
     """
-    global _library
-    if _library is not None or importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        import torchvision  # noqa: F401
+    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchvisionFinder())
 
-        return
-    except (RuntimeError, ImportError, OSError):
-        pass
-    _forget_partial_import()
+
+class _TorchvisionFinder(importlib.abc.MetaPathFinder):
+    """Finds torchvision as the finders after it do, and lets its import be tried a second time."""
+
+    def __init__(self):
+        # A torch.library.Library withdraws its definitions when it is collected, so it must stay referenced.
+        self._library = None
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "torchvision":
+            return None
+        # Not those before it, which have been asked: one of them may be a copy of this one, and would ask it again.
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            # The finders make a loader for each search; all else that one can be asked stays as it is.
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    def _execute(self, execute, module) -> None:
+        try:
+            execute(module)
+        except (RuntimeError, ImportError, OSError):
+            if self._library is not None:
+                raise
+            _forget_submodules()
+            self._library = _declared_operators()
+            execute(module)
+
+
+def _declared_operators():
+    """The schemas that are missing; they stand as long as what is returned is referenced."""
+    import torch  # which torchvision has imported by now
+
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             library.define(f"{name}(Tensor x) -> Tensor")
-    _library = library
+    return library
 
 
-def _forget_partial_import() -> None:
-    """A failed import leaves submodules behind which would hide the second attempt's errors."""
-    import sys
-
-    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+def _forget_submodules() -> None:
+    """A failed import leaves them behind, which would hide the second attempt's errors."""
+    for name in [name for name in sys.modules if name.startswith("torchvision.")]:
         del sys.modules[name]

@@ -1,0 +1,281 @@
+"""What launch/infer.py does with its options: read the sources, load the engine, answer, and say what it took."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from apbv import Engine, GenerateResult, HostGroup, demo
+from apbv.allocator import keep_freed_memory
+from apbv.demo.clips import is_question
+from apbv.launch.options import load_engine, quieten
+from apbv.speculate import STRATEGIES
+from apbv.speculate.picture import draw_kept
+from apbv.stats import append_json_lines
+from apbv.timeline import write_timeline
+from apbv.video import VideoInfo, probe, read_frames, sample_uniform
+
+MOST_FRAMES_DRAWN = 36
+DOING = {
+    "decode_video": "reading the video",
+    "preprocess": "preparing the prompt",
+    "encode": "encoding",
+    "exchange": "exchanging embeddings",
+    "handoff": "gathering the KV",
+    "draft": "letting the draft read",
+}
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    """Answer, and print; collective.
+
+    Raises:
+        ValueError: a source cannot be read, a file cannot be written, or the engine refuses the request.
+        HostError: another host failed.
+    """
+    if hosts.device.type == "cpu":
+        keep_freed_memory()
+    quieten(hosts)
+    with hosts.local_stage("reading the options"):
+        source = Source.of(options)
+        if hosts.is_leader:
+            require_writable_outputs(options)
+            if options.model == "demo" and not is_question(options.prompt):
+                known = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
+                print(
+                    f"note: the demo model understands questions such as {known}, and no others", file=sys.stderr
+                )
+    progress = Progress(enabled=hosts.is_leader and sys.stderr.isatty())
+    with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
+        progress.say("loading the model")
+        engine = load_engine(options, hosts)
+        progress.watch(engine)
+        with streamed(engine.tokenizer, enabled=hosts.is_leader) as show:
+            answer = engine.generate(
+                options.prompt,
+                video=options.video,
+                images=options.image,
+                context=source.context,
+                num_frames=options.frames,
+                fps=options.fps,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed,
+                on_token=show,
+                on_stage=progress.begin,
+                timeline=options.timeline is not None,
+            )
+    # Of the hosts that answered: a draft host is by itself.
+    with engine.hosts.local_stage("writing the figures"):
+        if hosts.is_leader:
+            print(table(answer, options, source, hosts.size), file=sys.stderr, flush=True)
+            if options.json:
+                append_json_lines(options.json, [answer.stats])
+            if options.save_kept:
+                save_kept(answer, options, source)
+            if options.timeline:
+                write_timeline(options.timeline, answer.timeline)
+
+
+@contextmanager
+def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Show tokens as they come; warnings that come meanwhile are held back until the answer's line has ended.
+
+    It is ended in any case: an error comes below it, and last.
+    """
+    streamer, shown = TextStreamer(tokenizer, skip_special_tokens=True), []
+
+    def show(token: int) -> None:
+        if enabled:
+            streamer.put(torch.tensor([token]))
+            shown.append(token)
+
+    held = []
+    try:
+        with warnings.catch_warnings(record=True) as held:
+            yield show
+    finally:
+        if shown:
+            streamer.end()
+        for each in held:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the question is about, as far as it is read before the weights are loaded.
+
+    Attributes:
+        context: the text of ``--context``.
+        video: what ``--video`` is.
+    """
+
+    context: str | None = None
+    video: VideoInfo | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Source":
+        """Read the text, look at the video and at the images.
+
+        Raises:
+            ValueError: one of the files cannot be read.
+        """
+        if options.context:
+            try:
+                return cls(context=Path(options.context).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot read the context {options.context}: {error}") from error
+        for path in options.image or ():
+            try:
+                Image.open(path).close()
+            except Exception as error:  # of a damaged file, Pillow raises nearly anything
+                raise ValueError(f"cannot read the image {path}: {error}") from error
+        return cls() if options.video is None else cls(video=probe(options.video))
+
+
+def require_writable_outputs(options: argparse.Namespace) -> None:
+    """Find out before the work is done, and without leaving files behind, whether its results can be kept.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    for name in ("json", "timeline", "save_kept"):
+        wanted = getattr(options, name)
+        if wanted is None:
+            continue
+        path, option = Path(wanted), f"--{name.replace('_', '-')}"
+        if path.is_dir():
+            raise ValueError(f"{option} {path} is a directory")
+        if not path.parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{option} {path} cannot be written")
+    if options.save_kept and Path(options.save_kept).suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"--save-kept {options.save_kept}: no picture format has this ending; .png has one")
+
+
+def save_kept(answer: GenerateResult, options: argparse.Namespace, source: Source) -> None:
+    """Draw at most so many frames, evenly chosen, with the visual tokens that the draft saw.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    shown = sample_uniform(len(answer.kept), MOST_FRAMES_DRAWN)
+    per_row = -(-len(answer.frames) // len(answer.kept))  # frames that the model merges
+    numbers = [answer.frames[row * per_row] for row in shown]
+    picture = draw_kept(read_frames(source.video, numbers), answer.kept[shown].numpy(), numbers)
+    try:
+        picture.save(options.save_kept)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot write the picture {options.save_kept}: {error}") from error
+
+
+class Progress:
+    """Says on a terminal what is being done; of the prefill, which may be long, how far it is."""
+
+    def __init__(self, enabled: bool):
+        self._enabled = enabled
+        self._bar: tqdm | None = None
+        self._layers: list[torch.nn.Module] = []
+
+    def watch(self, engine: Engine) -> None:
+        """Count the decoder's layers as they are done."""
+        if self._enabled and engine.model is not None:
+            self._layers = list(engine.model.get_decoder().layers)
+            for layer in self._layers:
+                layer.register_forward_hook(lambda *_: self._advance())
+
+    def say(self, what: str) -> None:
+        self.close()
+        if self._enabled:
+            self._bar = tqdm(desc=f"{what} …", bar_format="{desc}", leave=False)
+
+    def begin(self, stage: str) -> None:
+        """A stage of the request begins."""
+        if stage == "prefill" and self._enabled:
+            self.close()
+            self._bar = tqdm(total=len(self._layers), desc="prefill", unit="layer", leave=False)
+        elif stage in DOING:
+            self.say(DOING[stage])
+        else:  # decoding, which is seen by itself
+            self.close()
+
+    def _advance(self) -> None:
+        if self._bar is not None and self._bar.total:
+            self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def table(answer: GenerateResult, options: argparse.Namespace, source: Source, num_hosts: int) -> str:
+    """The figures that a person wants to see at a glance.
+
+    Args:
+        num_hosts: all that take part, a draft host included.
+    """
+    mebibyte, stats = 2**20, answer.stats
+    speculation = stats["speculation"]
+    rows = [("method", f"{stats['method']} on {_hosts(stats, num_hosts)}, {stats['device']}, {stats['dtype']}")]
+    if source.video is not None:
+        sampled = f"{len(answer.frames)} of {source.video.num_frames} frames, {source.video.duration:.1f} s"
+        rows.append(("video", sampled))
+    rows.append(("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"))
+    if stats["anchor_len"] or stats["passing_len"]:
+        rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
+    rows += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items() if milliseconds]
+    rows.append(("time to first token", f"{stats['ttft_ms']:.1f} ms"))
+    if stats["output_throughput"] is not None and len(stats["token_ids"]) > 1:
+        rows.append(("decoding", f"{stats['output_throughput']:.1f} tokens/s"))
+    if speculation is not None:
+        rows += _speculation(speculation, options, num_hosts > stats["hosts"])
+    if stats["comm_bytes_total"]:
+        rows.append(("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"))
+    rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest process"))
+    return "\n".join(f"  {name:<20} {value}" for name, value in rows)
+
+
+def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
+    """Those that prefilled, and the one that drafted."""
+    number, size = stats["hosts"], stats["tensor_parallel_size"]
+    text = f"{number} host{'s' if number > 1 else ''}" + (f" of {size} processes" if size > 1 else "")
+    return f"{text} and a draft host" if num_hosts > number else text
+
+
+def _speculation(
+    figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
+) -> list[tuple[str, str]]:
+    """Who drafted, where, and what became of it."""
+    strategy = STRATEGIES[figures["strategy"]]
+    if strategy.needs_draft_model:
+        who = options.draft_model or "the packaged draft"
+    else:
+        who = "the target itself" if strategy.runs_target else "no model"
+    place = (
+        "on the draft host" if on_draft_host else "in a thread of host 0" if options.draft_host else "on host 0"
+    )
+    rows = [("drafting", f"{figures['strategy']}, by {who} {place}")]
+    if figures.get("lost_draft"):
+        rows.append(("", f"went on alone: {figures['lost_draft']}"))
+    if figures["switched_off"]:
+        tokens = figures["switched_off_after"]
+        rows.append(("", f"switched off after {tokens} tokens: {figures['switched_off']}"))
+    if figures["num_drafted"]:
+        share = f"{figures['num_accepted']} of {figures['num_drafted']} drafted tokens"
+        rows.append(("accepted", f"{figures['acceptance_rate']:.0%}, {share}"))
+    if figures["tokens_per_target_forward"] is not None:
+        rows.append(("tokens per pass", f"{figures['tokens_per_target_forward']:.2f}"))
+    return rows
