@@ -10,6 +10,12 @@ that dies closes its connections, which wakes the others too. Where the network 
 anybody, and the store does not answer either: so it is asked in a thread, and nobody waits for that longer
 than for the exchange.
 
+How long one host waits for another. A host that works in a stage says so in the store (see :mod:`.heartbeat`),
+and whoever waits then waits on; it gives up once nobody has worked for the group's timeout: a host that is
+stopped, cut off, or outside every stage is silent. A single stretch of work counts for ten timeouts, so that a
+host that hangs ends the others, too. NCCL's exchanges are not waited for in Python: its own limit holds, which is
+above that.
+
 A host may be several processes, one per GPU, that share its language model (tensor parallelism). Each of them
 exchanges data with its like in the other hosts; statuses, chosen tokens and failures concern all processes.
 """
@@ -24,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -32,16 +38,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from .heartbeat import Heartbeat, Patience
 from .polled_group import POLLED, PolledGroup
 
 _FAILURE_KEY = "apbv/failure"
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
+_CLOSING_SECONDS = 10.0
+_LONGEST_WORK = 10.0  # times the timeout: a stretch of work that is believed
 
 
 class HostError(RuntimeError):
     """Another host failed, or could not be reached; the message says which, where and why."""
+
+
+class AgreedError(ValueError):
+    """A request that cannot be answered. All hosts raise this at the same point: it breaks no group."""
 
 
 class Exchange:
@@ -65,7 +79,7 @@ class Exchange:
         """Block until the exchange is complete (on CUDA: until it is ordered before later kernels).
 
         Raises:
-            HostError: a host failed, ended, or did not answer within the group's timeout.
+            HostError: a host failed, ended, or neither answered nor worked for the group's timeout.
         """
         if self._finish is not None:
             self._result = self._finish()
@@ -88,7 +102,7 @@ class HostGroup:
         tensor_parallel_rank: which member of its host this process is, t in 0 .. tensor_parallel_size-1.
         tensor_parallel_size: T.
         device: where this process computes.
-        timeout: seconds to wait for another process before giving up.
+        timeout: seconds to wait for other processes of which none works, before giving up.
         bytes_received: payload that this process received from other hosts since the group was built; what
             transformers exchanges between the members of a host is not counted.
     """
@@ -112,12 +126,17 @@ class HostGroup:
         self._owns_group = owns_group
         self._broken = False
         self._question: Future | None = None  # to the key-value store, as yet unanswered
+        self._waits_for_work = True
         self.rank = dist.get_rank(data_group) if data_group is not None else 0
         self.size = dist.get_world_size(data_group) if data_group is not None else 1
         self.tensor_parallel_rank = dist.get_rank(member_group) if member_group is not None else 0
         self.tensor_parallel_size = dist.get_world_size(member_group) if member_group is not None else 1
         if isinstance(member_group, PolledGroup):
             member_group.wait_for = self._wait
+        self._heart: Heartbeat | None = None
+        if control_group is not None:
+            store = control_group.get_group_store()
+            self._heart = Heartbeat(store, self.name, timeout, _LONGEST_WORK * timeout)
 
     @classmethod
     def single(cls, device: str | torch.device | None = None) -> "HostGroup":
@@ -132,7 +151,7 @@ class HostGroup:
 
         Args:
             device: this process's device. None: the GPU of LOCAL_RANK, or the CPU where there is none.
-            timeout: seconds to wait for another process.
+            timeout: seconds to wait for another process; of one that works, ten times as many.
             tensor_parallel: T, processes of a host.
 
         Raises:
@@ -148,7 +167,6 @@ class HostGroup:
         owns_group = not dist.is_initialized()
         if owns_group:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            # The back end waits a little longer than _wait, which can say what happened.
             limit = timeout + 2 * _POLL_SECONDS
 
             def meet() -> None:
@@ -157,7 +175,7 @@ class HostGroup:
                 dist.init_process_group(backend, timeout=timedelta(seconds=limit))
 
             # In a thread: gloo waits five times as long for hosts that are there, but cannot be connected to.
-            meeting = _in_thread(meet)
+            meeting = in_thread(meet)
             try:
                 if not wait_for_futures([meeting], limit + _POLL_SECONDS).done:
                     raise RuntimeError("a host cannot be connected to")
@@ -167,6 +185,7 @@ class HostGroup:
                     f"the hosts did not meet within {timeout:g} s: {error} (nodes reach each other by the network "
                     "interface that GLOO_SOCKET_IFNAME names, or else by the address of a node's own name)"
                 ) from error
+            _set_pg_timeout(_backend_limit(timeout), dist.group.WORLD)
         return cls.from_process_group(
             dist.group.WORLD, device, timeout, tensor_parallel=tensor_parallel, owns_group=owns_group
         )
@@ -184,9 +203,10 @@ class HostGroup:
         """The members of a process group that the caller made; collective over its members.
 
         Args:
-            group: a torch.distributed group with a gloo backend, an NCCL backend, or both.
+            group: a torch.distributed group with a gloo backend, an NCCL backend, or both. Its own timeout bounds
+                every exchange, also with a process that works.
             device: this process's device; None as in :meth:`from_env`.
-            timeout: seconds to wait for another process.
+            timeout: seconds to wait for another process; of one that works, ten times as many.
             tensor_parallel: T; the first T processes of the group are host 0, and so on.
 
         Raises:
@@ -200,7 +220,7 @@ class HostGroup:
             control_group = dist.new_group(
                 dist.get_process_group_ranks(group),
                 backend="gloo",
-                timeout=timedelta(seconds=timeout),
+                timeout=_backend_limit(timeout),
                 use_local_synchronization=True,
             )
         everybody = cls(
@@ -218,10 +238,7 @@ class HostGroup:
         ranks = dist.get_process_group_ranks(self._data_group)
         host, member = divmod(self.rank, tensor_parallel)
         backend = dist.get_backend_config(self._data_group)
-        options = {
-            "timeout": timedelta(seconds=self.timeout + 2 * _POLL_SECONDS),
-            "use_local_synchronization": True,
-        }
+        options = {"timeout": _backend_limit(self.timeout), "use_local_synchronization": True}
         data_group = None
         if len(ranks) > tensor_parallel:
             data_group = dist.new_group(ranks[member::tensor_parallel], backend=backend, **options)
@@ -240,8 +257,12 @@ class HostGroup:
             owns_group=self._owns_group,
         )
 
-    def subgroup(self, members: Sequence[int], timeout: float | None = None) -> "HostGroup | None":
+    def subgroup(
+        self, members: Sequence[int], timeout: float | None = None, waits_for_work: bool = True
+    ) -> "HostGroup | None":
         """A group of some of these hosts, which fails by itself; collective over all of them.
+
+        What a host works on in one of these groups is a sign of work in all of them.
 
         It lives as long as this process's groups do: torch gives a destroyed group's name to the next one, which
         then finds the old one's addresses.
@@ -250,6 +271,8 @@ class HostGroup:
             members: ranks in this group, ascending.
             timeout: seconds to wait for one another; by default as here. What was begun and is not waited for may
                 take a day.
+            waits_for_work: the timeout begins anew while any of these hosts works, as here; else it is a bound on
+                the wait, whatever the other does meanwhile.
 
         Returns:
             The group on its members, None on the others.
@@ -265,7 +288,9 @@ class HostGroup:
         if self.rank not in members:
             return None
         if len(members) == 1:
-            return HostGroup.single(self.device)
+            alone = HostGroup.single(self.device)
+            alone._heart = self._heart
+            return alone
         ranks = dist.get_process_group_ranks(self._data_group)
         group = dist.new_group(
             [ranks[member] for member in members],
@@ -273,7 +298,9 @@ class HostGroup:
             timeout=timedelta(days=1),
             use_local_synchronization=True,
         )
-        return HostGroup.from_process_group(group, self.device, timeout)
+        some = HostGroup.from_process_group(group, self.device, timeout)
+        some._heart, some._waits_for_work = self._heart, waits_for_work
+        return some
 
     def _level_group_counts(self) -> None:
         """Let every host have made the same number of groups.
@@ -300,6 +327,10 @@ class HostGroup:
     def name(self) -> str:
         """What messages call this process."""
         return self.name_of(self.rank * self.tensor_parallel_size + self.tensor_parallel_rank)
+
+    def __repr__(self) -> str:
+        members = f" x {self.tensor_parallel_size} processes" if self.tensor_parallel_size > 1 else ""
+        return f"HostGroup({self.name} of {self.size}{members}, {self.device})"
 
     def name_of(self, process: int) -> str:
         """What messages call one of the H * T processes."""
@@ -473,6 +504,10 @@ class HostGroup:
         if different:
             raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
 
+    def working(self, stage: str) -> AbstractContextManager:
+        """A context for long work outside a stage, so that other hosts go on waiting for this one."""
+        return nullcontext() if self._heart is None else self._heart.working(stage)
+
     @contextmanager
     def local_stage(self, name: str) -> Iterator[None]:
         """A stage without exchanges inside; at its end all hosts raise, or none does. Every host enters it.
@@ -480,24 +515,28 @@ class HostGroup:
         A host that failed raises its own error, the others a HostError that quotes it.
         """
         error = None
-        try:
-            yield
-        except HostError:
-            raise
-        except Exception as caught:
-            error = caught
-        self._agree(name, error)
+        with self.working(name):
+            try:
+                yield
+            except HostError:
+                raise
+            except Exception as caught:
+                error = caught
+            self._agree(name, error)
 
     @contextmanager
     def collective_stage(self, name: str) -> Iterator[None]:
         """A stage with exchanges inside; a host that fails in it tells the others and breaks the group.
 
-        A single host has no group to break, and may go on.
+        A single host has no group to break, and may go on. So may hosts that all raise :class:`AgreedError`.
         """
         if self._broken:
             raise HostError(f"cannot start {name}: this host group broke in an earlier request")
         try:
-            yield
+            with self.working(name):
+                yield
+        except AgreedError:
+            raise
         except HostError:
             self._broken = True
             raise
@@ -522,9 +561,13 @@ class HostGroup:
         time.sleep(_POLL_SECONDS + _GRACE_SECONDS)
 
     def close(self) -> None:
-        """Leave the process group, where :meth:`from_env` made it."""
+        """Leave the process group, where :meth:`from_env` made it; hosts that do not answer are not waited for."""
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            if self._heart is not None:
+                self._heart.stop()
+            left = threading.Event()
+            threading.Thread(target=_leave_groups, args=(left,), daemon=True).start()
+            left.wait(min(self.timeout, _CLOSING_SECONDS))
 
     # ---- inside ----
 
@@ -567,22 +610,28 @@ class HostGroup:
         if on_gpu:
             work.wait()
             return
-        deadline = time.monotonic() + self.timeout
-        while True:
-            try:
-                work.wait(timedelta(seconds=_POLL_SECONDS))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    return self._finish(work)
-                if failure := self._posted_failure():
-                    raise failure from None
-                if time.monotonic() > deadline:
-                    self._broken = True
-                    text = f"{self.name} waited more than {self.timeout:g} s for another host"
-                    if self._question is not None:
-                        text += "; the hosts' key-value store does not answer either: the network may be cut"
-                    raise HostError(text) from None
+        patience = Patience(self.timeout)
+        with self._heart.waiting():
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_POLL_SECONDS))
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        return self._finish(work)
+                    if failure := self._posted_failure(patience if self._waits_for_work else None):
+                        raise failure from None
+                    if patience.is_over:
+                        raise self._given_up(patience) from None
+
+    def _given_up(self, patience: Patience) -> HostError:
+        self._broken = True
+        text = f"{self.name} waited more than {self.timeout:g} s for another host"
+        if patience.last_heard:
+            text += f", {patience.seconds:.0f} s in all; the last sign of work was: {patience.last_heard}"
+        if self._question is not None:
+            text += "; the hosts' key-value store does not answer either: the network may be cut"
+        return HostError(text)
 
     def _finish(self, work) -> None:
         """The outcome of a completed exchange.
@@ -600,28 +649,37 @@ class HostGroup:
         text = f"{self.name} failed in {name}: {_described(error)}"
         store = self._control_group.get_group_store()
         # Where the store's host is gone, or out of reach, the others notice that by themselves.
-        wait_for_futures([_in_thread(lambda: store.set(_FAILURE_KEY, text))], _GRACE_SECONDS)
+        wait_for_futures([in_thread(lambda: store.set(_FAILURE_KEY, text))], _GRACE_SECONDS)
 
-    def _posted_failure(self) -> HostError | None:
-        """What the store says; where it does not answer at once, a later call does not ask again."""
-        store = self._control_group.get_group_store()
+    def _posted_failure(self, patience: Patience | None = None) -> HostError | None:
+        """What the store says; where it does not answer at once, a later call does not ask again.
+
+        Args:
+            patience: hears who works.
+        """
         question = self._question
         if question is None:
-            question = self._question = _in_thread(
-                lambda: store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
-            )
+            question = self._question = in_thread(self._ask_store)
             wait_for_futures([question], _POLL_SECONDS)
         if not question.done():
             return None
         self._question = None
         try:
-            text = question.result()
+            text, *beats = question.result()
+            if patience is not None:
+                patience.hear(*beats)
         except RuntimeError:
             text = "lost contact with the hosts' key-value store: the process that held it has ended"
         if text is None:
             return None
         self._broken = True
         return HostError(text)
+
+    def _ask_store(self) -> tuple[str | None, int, str]:
+        """A posted failure, and the beats of those that work."""
+        store = self._control_group.get_group_store()
+        failure = store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
+        return failure, *self._heart.heard()
 
     def _lost(self, error: RuntimeError) -> HostError:
         """An exchange failed outright: quote the host that posted a reason, or say that one has ended."""
@@ -649,13 +707,16 @@ def run_on_hosts(body: Callable[[HostGroup], None], timeout: float = 300.0, tens
         if hosts is not None:
             hosts.let_others_report()
         return 1
+    except KeyboardInterrupt:
+        hosts = None  # leaving the group would wait for exchanges that are under way
+        raise
     finally:
         if hosts is not None:
             hosts.close()
     return 0
 
 
-def _in_thread(call: Callable[[], Any]) -> Future:
+def in_thread(call: Callable[[], Any]) -> Future:
     """Begin a call that may never return; the interpreter does not wait for it when it exits."""
     future: Future = Future()
 
@@ -667,6 +728,24 @@ def _in_thread(call: Callable[[], Any]) -> Future:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _leave_groups(left: threading.Event) -> None:
+    """Destroy all process groups, but keep their objects for as long as the process lives.
+
+    A group's destructor waits for its exchanges, and one with a host that has stopped never ends. At exit, where
+    else the last reference goes, that would keep the process.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    left.set()
+    threading.Event().wait()
+    del groups
+
+
+def _backend_limit(timeout: float) -> timedelta:
+    """What an exchange may take by itself: longer than ``_wait`` does, which can say what happened."""
+    return timedelta(seconds=(_LONGEST_WORK + 2) * timeout + 2 * _POLL_SECONDS)
 
 
 def _require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:

@@ -1,0 +1,132 @@
+"""Signs of work in a group's key-value store, so that who waits can tell a slow process from a silent one.
+
+A process beats while it works in a stage, and not while it waits itself: so where all wait for each other, or for
+one that is stopped, cut off, or elsewhere, nobody beats. All beats of a group go to one counter, which costs the
+same for any number of processes, and need no key to exist.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_COUNT_KEY = "apbv/beats"
+_WORK_KEY = "apbv/work"
+_BEAT_SECONDS = 1.0
+_ENDING_SECONDS = 5.0  # a store whose host is out of reach answers late, or never
+
+
+class Heartbeat:
+    """This process's signs of work; a thread gives them, from the first stage on.
+
+    Args:
+        store: a torch.distributed store that all processes of the group share.
+        name: of this process.
+        timeout: seconds of silence after which the others give it up.
+        longest: seconds after which a stretch of work, between two exchanges, is no sign of work any more: a
+            process that hangs would else keep the others for ever.
+    """
+
+    def __init__(self, store, name: str, timeout: float, longest: float):
+        self._store, self._name, self._longest = store, name, longest
+        self._interval = min(_BEAT_SECONDS, timeout / 4)
+        self._stages: list[str] = []  # within each other
+        self._working_since: float | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._end: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def working(self, stage: str) -> Iterator[None]:
+        """Around work that others may wait for."""
+        if self._thread is None:
+            arguments = weakref.ref(self), self._stopped, self._interval
+            self._thread = threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True)
+            self._thread.start()
+            # At exit, too: a thread that is inside the store when the interpreter ends aborts the process.
+            self._end = weakref.finalize(self, _end, self._thread, self._stopped)
+        before, self._working_since = self._working_since, time.monotonic()
+        self._stages.append(stage)
+        try:
+            yield
+        finally:
+            self._stages.pop()
+            self._working_since = before
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for other processes."""
+        self._working_since = None
+        try:
+            yield
+        finally:
+            self._working_since = time.monotonic() if self._stages else None
+
+    def heard(self) -> tuple[int, str]:
+        """All beats of the group so far, and what the last one said; blocks while the store does not answer."""
+        count = self._store.add(_COUNT_KEY, 0)
+        return count, self._store.get(_WORK_KEY).decode(errors="replace") if count else ""
+
+    def stop(self) -> None:
+        """Beat no more."""
+        self._end()
+
+    def beat(self) -> None:
+        """Say what this process works on, if it does."""
+        stages, since = self._stages[-1:], self._working_since
+        if not stages or since is None:
+            return
+        seconds = time.monotonic() - since
+        if seconds < self._longest:
+            # In this order: where there is a beat there is something that it says.
+            self._store.set(_WORK_KEY, f"{self._name} has worked on {stages[0]} for {seconds:.0f} s")
+            self._store.add(_COUNT_KEY, 1)
+
+
+class Patience:
+    """How long one wait goes on: until nobody has worked for ``timeout`` seconds.
+
+    Attributes:
+        last_heard: what a beat during this wait said.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._began = self._heard = time.monotonic()
+        self._count: int | None = None
+        self.last_heard = ""
+
+    def hear(self, count: int, work: str) -> None:
+        """Take in what :meth:`Heartbeat.heard` says. What was said before this wait is no news."""
+        if self._count not in (None, count):
+            self._heard, self.last_heard = time.monotonic(), work
+        self._count = count
+
+    @property
+    def seconds(self) -> float:
+        """How long this wait has gone on."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._heard > self._timeout
+
+
+def _end(thread: threading.Thread, stopped: threading.Event) -> None:
+    stopped.set()
+    if thread is not threading.current_thread():
+        thread.join(_ENDING_SECONDS)
+
+
+def _beat(heart: "weakref.ref[Heartbeat]", stopped: threading.Event, interval: float) -> None:
+    """A heart's thread; ends with it, or when the store's host is gone, which others notice by themselves."""
+    while not stopped.wait(interval):
+        alive = heart()
+        if alive is None:
+            return
+        try:
+            alive.beat()
+        except RuntimeError:
+            return
+        del alive
