@@ -18,5 +18,8 @@ setup(
         "apbv.speculate",
     ],
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},
-    package_data={"apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"]},
+    package_data={
+        "apbv": ["py.typed"],
+        "apbv.demo": ["clip.mp4", "model/*", "draft/*", "*.png", "README.md"],
+    },
 )

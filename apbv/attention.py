@@ -166,6 +166,9 @@ class PrefillObserver(Protocol):
             kept: ``[T_i, d]`` for each of the layout's ``cache_spans`` of this host.
         """
 
+    def observe_nothing(self) -> None:
+        """This host computes nothing of the prompt; called where the others begin, to join in their exchanges."""
+
     def observe_passed(self, block: int, chosen: Tensor) -> None:
         """One layer's selection of a block's KV; see :attr:`apbv.methods.PrefillMethod.on_passed`."""
 

@@ -232,6 +232,20 @@ def keep_of_last(cache: Cache, count: int, kept: Sequence[int]) -> None:
             layer.crop(len(kept) - count)
 
 
+def last_rows(cache: Cache, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the last ``count`` rows of every layer, ``[1, Hkv, count, D]``, where they lie."""
+    rows = [(layer.keys.shape[2] - count, layer) for layer in cache.layers]
+    return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for start, layer in rows]
+
+
+def replace_last(cache: Cache, count: int, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Put these keys and values of every layer, ``[1, Hkv, T, D]``, in place of the last ``count`` rows."""
+    if count:
+        cache.crop(-count)
+    for index, (keys, values) in enumerate(layers):
+        cache.update(keys, values, index)
+
+
 def _move_to_front(layer: DynamicLayer, count: int, kept: Sequence[int]) -> None:
     """Within a layer's last ``count`` rows."""
     if list(kept) == list(range(len(kept))):

@@ -7,8 +7,39 @@ KV_PLACEMENTS = ("gathered", "sharded")
 REUSE_MODES = ("exact", "kv")
 HIPPO_TERMS = ("attention", "time", "space")
 PRUNINGS = ("kv", "prompt")
-KEEP_POLICIES = ("attention", "uv_prune", "hippo", "random", "uniform_frames", "full")
+KEEP_POLICIES = (
+    "specvlm",
+    "attention",
+    "attention_per_frame",
+    "uv_prune",
+    "hippo",
+    "even",
+    "uniform_frames",
+    "random",
+    "full",
+)
+DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
+DEFAULT_QUERY_LEN = 128
+# The names in the registries, which need torch: a command line says them without it.
+METHOD_NAMES = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
+IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
+BACKEND_NAMES = ("auto", "torch", "triton", "reference", "cudnn", "flash_attn", "flashinfer")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+STRATEGY_NAMES = (
+    "vanilla",
+    "sd_tree",
+    "specvlm",
+    "hippo",
+    "parallelvlm",
+    "text_only",
+    "tabed",
+    "std",
+    "std_apbv",
+    "streaming",
+    "layerskip",
+    "ngram",
+)
 
 
 def _is_int(value) -> bool:
@@ -17,6 +48,11 @@ def _is_int(value) -> bool:
 
 def _is_number(value) -> bool:
     return _is_int(value) or isinstance(value, float)
+
+
+def _require_known(name: str, value, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
 
 def longest_window(num_draft_tokens: int | str) -> int:
@@ -38,6 +74,8 @@ class PrefillConfig:
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
             ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
             (Tables 3, 8).
+        query_len: of a text whose question nobody has pointed out (as ``context=`` does), so many tokens at its
+            end are the query block, which every host computes; of a longer chat the last message's, at most.
         importance: how the l_p pairs are chosen; a name in :data:`apbv.methods.importance.IMPORTANCE`.
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
         fused_query: run query and context in one forward pass (Section 4.2; "F").
@@ -51,13 +89,13 @@ class PrefillConfig:
             and the shape.
 
     Raises:
-        ValueError: a length is negative or absurd, or ``kv`` is unknown. An unknown method, importance or backend
-            is refused by :func:`apbv.prefill`, which knows them.
+        ValueError: a length is negative or absurd, or a name is unknown.
     """
 
     method: str = "apbv"
     anchor_len: int | None = None
     passing_len: int | None = None
+    query_len: int = DEFAULT_QUERY_LEN
     importance: str = "peak"
     overlap: bool = True
     fused_query: bool = True
@@ -76,8 +114,12 @@ class PrefillConfig:
                 raise ValueError(f"{name} must be an integer number of tokens, not {value!r}")
             if not 0 <= value < 2**31:
                 raise ValueError(f"{name} must lie in 0 .. 2^31-1, not {value}")
-        if self.kv not in KV_PLACEMENTS:
-            raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {self.kv!r}")
+        if not _is_int(self.query_len) or not 1 <= self.query_len < 2**31:
+            raise ValueError(f"query_len must be an integer in 1 .. 2^31-1, not {self.query_len!r}")
+        _require_known("method", self.method, METHOD_NAMES)
+        _require_known("importance", self.importance, IMPORTANCE_NAMES)
+        _require_known("kv", self.kv, KV_PLACEMENTS)
+        _require_known("backend", self.backend, BACKEND_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +140,7 @@ class ReuseConfig:
     max_bytes: int = 4 * 2**30
 
     def __post_init__(self):
-        if self.mode not in REUSE_MODES:
-            raise ValueError(f"reuse must be one of {', '.join(REUSE_MODES)}, not {self.mode!r}")
+        _require_known("reuse", self.mode, REUSE_MODES)
         if not _is_int(self.max_bytes) or self.max_bytes < 1:
             raise ValueError(f"max_bytes must be a positive number of bytes, not {self.max_bytes!r}")
 
@@ -148,14 +189,23 @@ class SpeculativeConfig:
             (on the most attended visual KV), ``"std_apbv"`` (on what the prefill passed on between hosts),
             ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what followed
             the last tokens before.
-        draft_model: a directory or hub id, of the target's family and tokenizer; ``"demo"`` is the packaged one.
-        num_draft_tokens: γ, tokens drafted per round; ``"auto"``: as many as the draft says while the target runs
-            once, at most 16 (a draft host drafts until the target has run; else both are measured).
-        keep: how the visual tokens that a pruned draft sees are chosen: ``"attention"`` (SpecVLM's),
+        draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
+            draft host, also a text-only model with the target's tokens); ``"demo"`` is the packaged one.
+        num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, as many as promise the highest
+            speed-up by the costs and the acceptance so far (see :func:`apbv.speculate.pace.best_window`). A draft
+            host drafts until the target has run, where ParallelVLM's Theorem 6 is largest.
+        keep_losing_draft: go on with a draft that costs more time than it saves. Off, the rest of an answer is
+            decoded without a draft that has lost eight passes of the target; for this the target takes a pass
+            alone now and then.
+        keep: how the visual tokens that a pruned draft sees are chosen: by the question's attention to them
+            ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced),
+            ``"attention"`` (the highest) and ``"attention_per_frame"`` (the highest of each frame);
             ``"uv_prune"`` (ParallelVLM's: what comes closer to the question in the target's first layers),
-            ``"hippo"`` (see ``hippo_terms``), ``"random"``, ``"uniform_frames"``, ``"full"``; None: as the
-            strategy's paper does.
-        keep_ratio: the share of visual tokens that a pruned draft sees.
+            ``"hippo"`` (see ``hippo_terms``); ``"even"`` (evenly spaced), ``"uniform_frames"`` (whole frames,
+            evenly spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
+        keep_ratio: the share of visual tokens that a pruned draft sees; 0.1 where ``keep_tokens`` is not given.
+        keep_tokens: how many of the prompt's tokens a pruned draft sees instead: all text, and visual ones for the
+            rest, at least one. With ``"std"`` that is the paper's K + m_t, of each layer and KV head; 1024 there.
         hippo_terms: what HIPPO's scores consist of: attention, change over time, variety in space.
         prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and the KV of
             what is not kept is dropped; its prefill costs more. A draft host need not wait then for what the
@@ -172,17 +222,19 @@ class SpeculativeConfig:
             chain, or what the strategy says: ``"sd_tree"`` is ``"vanilla"`` with 25.
         draft_host: the last host of the group drafts while the others, which are the target's, verify; on a single
             host a thread does, on a CUDA stream of its own.
-        draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer.
+        draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer,
+            whether it works or not; at most a quarter of the hosts' own timeout.
 
     Raises:
-        ValueError: a number is out of range, or a name is unknown. An unknown strategy is refused by the engine.
+        ValueError: a number is out of range, or a name is unknown.
     """
 
     strategy: str = "specvlm"
     draft_model: str | None = None
     num_draft_tokens: int | str = 5
     keep: str | None = None
-    keep_ratio: float = 0.1
+    keep_ratio: float | None = None
+    keep_tokens: int | None = None
     hippo_terms: tuple[str, ...] = HIPPO_TERMS
     prune: str = "prompt"
     vision_first: bool = False
@@ -192,8 +244,10 @@ class SpeculativeConfig:
     num_tree_nodes: int | None = None
     draft_host: bool = False
     draft_timeout: float = 60.0
+    keep_losing_draft: bool = False
 
     def __post_init__(self):
+        _require_known("strategy", self.strategy, STRATEGY_NAMES)
         gamma = self.num_draft_tokens
         if gamma != "auto" and (not _is_int(gamma) or not 1 <= gamma <= 256):
             raise ValueError(f"num_draft_tokens must lie in 1 .. 256 or be 'auto', not {gamma!r}")
@@ -216,7 +270,14 @@ class SpeculativeConfig:
             raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
         if not _is_number(self.draft_timeout) or not self.draft_timeout > 0:
             raise ValueError(f"draft_timeout must be a positive number of seconds, not {self.draft_timeout!r}")
-        for name in ("keep_ratio", "layer_ratio"):
+        if self.keep_tokens is not None:
+            if self.keep_ratio is not None:
+                raise ValueError("keep_ratio and keep_tokens both say how much a draft sees: give one of them")
+            if not _is_int(self.keep_tokens) or not 1 <= self.keep_tokens < 2**31:
+                raise ValueError(f"keep_tokens must lie in 1 .. 2^31-1, not {self.keep_tokens!r}")
+        elif self.keep_ratio is None:
+            object.__setattr__(self, "keep_ratio", DEFAULT_KEEP_RATIO)
+        for name in ("layer_ratio",) if self.keep_ratio is None else ("keep_ratio", "layer_ratio"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], not {value!r}")

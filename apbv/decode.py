@@ -9,11 +9,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .attention import LayerAttention, PlainAttention, ShardedAttention, TreeAttention, apbv_attention
-from .cache import ShardedCache, appending_in_place, keep_of_last
+from .cache import ShardedCache, appending_in_place, keep_of_last, last_rows
 from .config import SamplingConfig
-from .hosts import HostGroup
+from .hosts import AgreedError, HostGroup
 from .models import ModelParts
-from .sampling import sample
+from .sampling import NotFiniteError, sample
+
+NO_TOKEN = -1  # what host 0 tells the others where the model's logits allow none
 
 # Asked on host 0 with all new tokens so far; true ends the answer there.
 Stop = Callable[[Sequence[int]], bool]
@@ -65,6 +67,9 @@ class Decoder(Protocol):
     def keep_path(self, count: int, path: Sequence[int]) -> None:
         """Of the ``count`` tokens of a tree keep those of a path from its root, and forget the others."""
 
+    def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """On host 0: the KV of the last ``count`` new tokens, ``[1, Hkv, count, D]`` per layer. Not collective."""
+
 
 class GatheredDecoder:
     """Host 0 decodes alone over a plain DynamicCache."""
@@ -96,6 +101,9 @@ class GatheredDecoder:
             keep_of_last(self._cache, count, path)
             self._position += len(path)
 
+    def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        return last_rows(self._cache, count)
+
 
 class ShardedDecoder:
     """Every host runs the new tokens against its own share of the KV; host 0 keeps the new tokens' KV."""
@@ -120,6 +128,9 @@ class ShardedDecoder:
     def keep_path(self, count: int, path: Sequence[int]) -> None:
         keep_of_last(self._cache, count, path)
         self._position += len(path)
+
+    def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        return last_rows(self._cache, count)
 
 
 @torch.no_grad()
@@ -176,6 +187,9 @@ def generate_tokens(
         prompt_len: n; a token's random number depends on the seed and its index in the sequence.
         on_token: called on every host with each token as soon as it is chosen.
         stop: see :data:`Stop`; matters on host 0 only.
+
+    Raises:
+        AgreedError: the model's logits are NaN or infinite; on every host.
     """
     ending = Ending(eos_token_ids, config.max_new_tokens, stop)
     tokens: list[int] = []
@@ -206,7 +220,21 @@ def choose_token(
     """
     chosen = None
     if hosts.is_leader:
-        token = sample(logits, config, prompt_len + len(tokens))
-        chosen = [token, ending.cut(tokens, [token])[1]]
+        try:
+            token = sample(logits, config, prompt_len + len(tokens))
+            chosen = [token, ending.cut(tokens, [token])[1]]
+        except NotFiniteError:
+            chosen = [NO_TOKEN, True]
     token, has_ended = hosts.broadcast_ints(chosen, 2)
+    require_token(token, tokens)
     return token, bool(has_ended)
+
+
+def require_token(token: int, tokens: Sequence[int]) -> None:
+    """Refuse :data:`NO_TOKEN` behind all tokens so far; called on every host with what host 0 has told.
+
+    Raises:
+        AgreedError: it is that.
+    """
+    if token == NO_TOKEN:
+        raise AgreedError(f"the model gave NaN or infinite logits behind {len(tokens)} tokens of its answer")

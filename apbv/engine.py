@@ -1,6 +1,8 @@
 """Engine: from a question about a file to an answer, over all hosts."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +15,11 @@ from . import demo
 from .attention import PrefillObserver
 from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
 from .decode import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
-from .hosts import HostGroup
+from .defaults import default_max_new_tokens, default_num_frames
+from .hosts import HostGroup, in_thread
 from .inputs import POSITION_RULES, FramePiece, ModelInputs
-from .loading import load_model
-from .models import ModelParts, inspect_model
+from .loading import load_model, read_config
+from .models import ModelParts, inspect_model, require_supported
 from .prefill import PrefillResult, prefill
 from .prompt import RenderedPrompt, render_prompt
 from .reuse import KeptPrefix, Reuse, prefill_question
@@ -40,6 +43,7 @@ from .speculate import (
     require_consistent,
     require_fitting_draft,
     require_readable,
+    require_same_tokens,
     strategy_of,
 )
 from .stats import StageTimer, gather_spans, provenance
@@ -48,6 +52,9 @@ from .video import probe, sample_fps, sample_uniform
 
 # Says on host 0 in words what a prompt's video or images show: for drafts that read it.
 Captioner = Callable[[RenderedPrompt], str]
+
+
+_SHOWN_CHARACTERS = 60
 
 
 class RequestCancelled(RuntimeError):
@@ -63,6 +70,7 @@ class GenerateResult:
         token_ids: the generated tokens, the end token included.
         finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
         stats: what the request took; the fields of ``launch/infer.py --json``.
+        frames: of a video, which of its frames were sampled, ascending; else None.
         kept: with a draft that sees some of a video's tokens: bool ``[T, h, w]``, for what the model merges to
             T frames; else None.
         timeline: if asked for, every host's spans by its name, for :func:`apbv.timeline.write_timeline`; a draft
@@ -73,8 +81,14 @@ class GenerateResult:
     token_ids: list[int]
     stats: dict[str, Any]
     finish_reason: str
+    frames: tuple[int, ...] | None = None
     kept: torch.Tensor | None = None
     timeline: dict[str, list[Span]] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
+        taken = f"ttft_ms={self.stats['ttft_ms']:.1f}, total_ms={self.stats['total_ms']:.1f}"
+        return f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, {taken})"
 
 
 class Engine:
@@ -91,8 +105,13 @@ class Engine:
         name: what the figures call the model.
         speculate: how answers are decoded speculatively; None: one token at a time.
         draft: the draft model, for strategies that need one; on every host that drafts.
-        captioner: says what a prompt's video or images show, for drafts that read a caption; called on host 0.
+        captioner: says what a prompt's video or images show, for drafts that read a caption; called on host 0, in
+            a thread while the target prefills: it must not run the target's model.
         reuse: what is kept for further questions about the same video or text; None: nothing.
+
+    Attributes:
+        num_frames, max_new_tokens: what a request gets that does not say: what the checkpoint says (see
+            :mod:`apbv.defaults`).
 
     Raises:
         ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model or
@@ -124,7 +143,8 @@ class Engine:
                 f"{speculate.strategy} watches how the target reads the whole prompt: with it reuse='exact' only"
             )
         self._reuse = None if reuse is None or model is None else Reuse(reuse)
-        self._tree = None if speculate is None else draft_tree(speculate)
+        vocab_size = min(parts.vocab_size for parts in (self._parts, self._draft) if parts is not None)
+        self._tree = None if speculate is None else draft_tree(speculate, vocab_size)
         self._pair, self._draft_thread = None, None
         if drafts_elsewhere(speculate, hosts):
             self._pair = Pair.of(hosts, speculate)
@@ -133,8 +153,16 @@ class Engine:
             self._pair = self._draft_thread.pair
         self.hosts = hosts if self._pair is None else self._pair.hosts
         self.name = name or type(self._parts.model).__name__
+        self.num_frames = default_num_frames(processor)
+        self.max_new_tokens = default_max_new_tokens(self._parts.model)
         if self._pair is not None:
+            (self.max_new_tokens,) = hosts.broadcast_ints([self.max_new_tokens], 1)  # the draft's may differ
             hosts.require_same("the kind of prompts that the model reads", reads(self._parts).encode())
+
+    def __repr__(self) -> str:
+        drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
+        settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
+        return f"Engine({self.name!r}, {self._parts.family}, {settings}, {self.hosts})"
 
     @classmethod
     def from_pretrained(
@@ -164,6 +192,13 @@ class Engine:
         """
         hosts = hosts or HostGroup.from_env()
         path = demo.model_path() if str(name) == "demo" else name
+        draft_path = None
+        with hosts.local_stage("reading the settings"):  # what can be refused before weights are loaded
+            if speculate is not None:
+                require_consistent(speculate, prefill or PrefillConfig(), hosts, captioner is not None)
+                draft_path = _draft_path(speculate, is_demo=str(name) == "demo")
+            for wanted in filter(None, (path, draft_path)):
+                require_supported(read_config(wanted))
         # Members of a host exchange data while transformers loads the model's shares.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
@@ -171,13 +206,12 @@ class Engine:
             drafts_only = beside and hosts.rank == hosts.size - 1
             model, processor = load_model(path, dtype, hosts, with_model=not drafts_only, sharded=True)
         draft = None
-        if speculate is not None and strategy_of(speculate).needs_draft_model:
-            wanted = speculate.draft_model or ("demo" if str(name) == "demo" else None)
-            with hosts.local_stage(f"loading the draft model {wanted}"):
-                if wanted is None:
-                    raise ValueError(f"speculative decoding by {speculate.strategy} needs a draft model")
+        if draft_path is not None:
+            with hosts.local_stage(f"loading the draft model {speculate.draft_model or draft_path}"):
                 if drafts_only or not beside:
-                    draft, _ = load_model(demo.draft_path() if wanted == "demo" else wanted, dtype, hosts)
+                    draft, reader = load_model(draft_path, dtype, hosts)
+                    if strategy_of(speculate).reads_text_only:
+                        require_same_tokens(processor, reader)
         with hosts.local_stage(f"preparing {name}"):
             _take_apart(model, draft, prefill or PrefillConfig(), speculate, hosts, captioner)
         return cls(model, processor, hosts, prefill, str(name), speculate, draft, captioner, reuse)
@@ -190,7 +224,7 @@ class Engine:
         images: Sequence[Any] | None = None,
         context: str | None = None,
         messages: Sequence[dict] | None = None,
-        num_frames: int = 64,
+        num_frames: int | None = None,
         fps: float | None = None,
         positions: str = "transformers",
     ) -> PrefillResult:
@@ -202,7 +236,8 @@ class Engine:
             images: image files or PIL images.
             context: a long text; it is split over the hosts, the question is the query block.
             messages: a chat in transformers' format, instead of all these.
-            num_frames: so many frames are sampled, evenly; with ``fps`` at most so many.
+            num_frames: so many frames are sampled, evenly; with ``fps`` at most so many. By default
+                :attr:`num_frames`.
             fps: sample at this rate instead.
             positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
 
@@ -244,25 +279,30 @@ class Engine:
         images: Sequence[Any] | None = None,
         context: str | None = None,
         messages: Sequence[dict] | None = None,
-        num_frames: int = 64,
+        num_frames: int | None = None,
         fps: float | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
+        on_stage: Callable[[str], None] | None = None,
         stop: Stop | None = None,
         timeline: bool = False,
     ) -> GenerateResult:
         """Answer a question; the arguments up to ``fps`` are those of :meth:`prefill`.
 
         Args:
-            max_new_tokens: at most so many tokens, the end token included.
+            max_new_tokens: at most so many tokens, the end token included. By default :attr:`max_new_tokens`, or
+                as many as the model has positions left.
             temperature: 0 is greedy.
             top_p: nucleus sampling, where temperature > 0.
-            seed: the same seed draws the same tokens; where a draft's windows depend on time (``num_draft_tokens``
-                is ``"auto"``, or there is a draft host) it draws others of the same distribution.
+            seed: the same seed draws the same tokens; where a draft's windows depend on time (a losing draft is
+                dropped, ``num_draft_tokens`` is ``"auto"``, or there is a draft host) it draws others of the same
+                distribution.
             on_token: called on every host with each token as soon as it is chosen; on a draft host at the end.
+            on_stage: called on every host as a stage begins, with its name in :data:`apbv.stats.STAGES`; a stage
+                may come again.
             stop: asked on host 0 after each token with all tokens so far; true ends the answer there. Also asked
                 before and after the prompt is read, with no tokens; true then cancels the request. Given on every
                 host, or on none.
@@ -276,14 +316,15 @@ class Engine:
             ValueError, HostError: as :meth:`prefill`.
         """
         with self.hosts.local_stage("reading the settings"):
-            sampling = SamplingConfig(
-                max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-            )
-        timer = StageTimer(self.hosts)
+            sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
+        timer = StageTimer(self.hosts, on_stage)
         source = {"video": video, "images": images, "context": context, "messages": messages}
         if self.model is None:
             stop = None  # a draft host is told where the answer ends
-        inputs, kept = self._begin(sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer, stop))
+        inputs, kept = self._begin(
+            sampling, lambda: self._prepare(prompt, source, num_frames, fps, timer, max_new_tokens or 1, stop)
+        )
+        sampling = self._within_room(sampling, inputs)
         if self.model is None:
             return self._draft_for_others(inputs, sampling, timer, on_token)
         stats = draft = None
@@ -306,13 +347,14 @@ class Engine:
         spans = self._collect_timeline(timer, stats) if timeline else None
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         record = self._record(state, sampling, tokens, text, speculation)
-        return GenerateResult(text, tokens, record, self._finish_reason(tokens, sampling), kept, spans)
+        reason, frames = self._finish_reason(tokens, sampling), _sampled_frames(inputs)
+        return GenerateResult(text, tokens, record, reason, frames, kept, spans)
 
     def decode(
         self,
         state: PrefillResult,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
@@ -324,9 +366,9 @@ class Engine:
         The arguments are those of :meth:`generate`.
         """
         with self.hosts.local_stage("reading the settings"):
-            sampling = SamplingConfig(
-                max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-            )
+            sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
+            state.inputs.require_room(self._parts.max_position_embeddings, max_new_tokens or 1)
+            sampling = self._within_room(sampling, state.inputs)
         tokens = self._decode(state, sampling, on_token, stop)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         record = self._record(state, sampling, tokens, text, None)
@@ -336,6 +378,15 @@ class Engine:
         """One token after the other."""
         with self.hosts.collective_stage("decode"), state.timer.stage("decode"):
             return generate_tokens(*self._start(state), sampling, self._parts.eos_token_ids, on_token, stop)
+
+    def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingConfig:
+        most = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return SamplingConfig(max_new_tokens=most, temperature=temperature, top_p=top_p, seed=seed)
+
+    def _within_room(self, sampling: SamplingConfig, inputs: ModelInputs) -> SamplingConfig:
+        """An answer no longer than the positions that the prompt leaves; one that was asked for fits."""
+        room = self._parts.max_position_embeddings - inputs.next_position
+        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
     def _begin(
         self, sampling: SamplingConfig, read: Callable[[], tuple[ModelInputs, KeptPrefix | None]]
@@ -362,11 +413,16 @@ class Engine:
     def _prefill_observed(
         self, inputs: ModelInputs, kept: KeptPrefix | None, timer: StageTimer
     ) -> tuple[PrefillResult, PrefillObserver | None]:
-        """Prefill; with what watched it, if the strategy asks for that."""
+        """Prefill; with what watched it, if the strategy asks for that.
+
+        Where somebody drafts beside the target, the scores leave as soon as they are known.
+        """
         make, observers = make_observer(self.speculative_config, self._parts), []
 
         def observe(*args) -> PrefillObserver:
             observers.append(make(*args))
+            if self._pair is not None and inputs.visual is not None:
+                observers[0].tell_early(self._pair.offer_scores, self._parts.num_layers)
             return observers[0]
 
         state = self._prefill(inputs, kept, timer, observe if make else None)
@@ -384,10 +440,10 @@ class Engine:
     ) -> tuple[PrefillResult, list[int], SpeculationStats, Draft]:
         """Prefill, let the draft read the prompt, and decode."""
         config, hosts = self.speculative_config, self.hosts
+        needs_caption = config.needs_caption and inputs.visual is not None
+        captioning = in_thread(partial(self._captioned, asked)) if needs_caption and hosts.is_leader else None
         state, observer = self._prefill_observed(inputs, kept, timer)
-        caption = None
-        if config.needs_caption and inputs.visual is not None:
-            caption = self._caption(asked, timer)
+        caption = self._caption(captioning, timer) if needs_caption else None
         with hosts.collective_stage("draft"), timer.stage("draft"):
             prompt = Prompt(
                 target=self._parts,
@@ -406,7 +462,11 @@ class Engine:
             draft = STRATEGIES[config.strategy].build(prompt)
         with hosts.collective_stage("decode"), timer.stage("decode"):
             decoder, *start = self._start(state)
-            generate = generate_by_tree if self._tree else generate_speculatively
+            if draft.follows_target and draft.drafter is not None:
+                draft.drafter.follow(decoder.newest_kv)
+            generate = generate_speculatively
+            if self._tree:
+                generate = partial(generate_by_tree, adapts_depth=config.num_draft_tokens == "auto")
             tokens, stats = generate(
                 decoder,
                 draft.drafter,
@@ -416,16 +476,23 @@ class Engine:
                 self._tree or config.num_draft_tokens,
                 on_token,
                 stop,
+                drop_losing_draft=not config.keep_losing_draft,
             )
         return state, tokens, stats, draft
 
-    def _caption(self, asked: dict[str, Any], timer: StageTimer) -> str | None:
-        """What the captioner says, on host 0; None elsewhere."""
+    def _captioned(self, asked: dict[str, Any]) -> str:
+        """What the captioner returns; in a thread, whose current GPU torch does not know."""
+        device = self.hosts.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._captioner(render_prompt(self._parts, self.processor, **asked))
+
+    def _caption(self, captioning: Future | None, timer: StageTimer) -> str | None:
+        """What the captioner has said by now, or will say, on host 0; None elsewhere."""
         with self.hosts.local_stage("captioning"), timer.stage("draft"):
-            if not self.hosts.is_leader:
+            if captioning is None:
                 return None
             try:
-                caption = self._captioner(render_prompt(self._parts, self.processor, **asked))
+                caption = captioning.result()
             except Exception as error:
                 raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
             if not isinstance(caption, str) or not caption.strip():
@@ -458,6 +525,7 @@ class Engine:
                     config.most_draft_tokens,
                     on_token,
                     stop,
+                    drop_losing_draft=not config.keep_losing_draft,
                 )
         except BaseException:
             pair.fail()
@@ -475,7 +543,8 @@ class Engine:
     ) -> GenerateResult:
         """The draft host's part."""
         config = self.speculative_config
-        tokens, report, draft = draft_request(self._pair, self._draft, inputs, config, sampling, timer)
+        with self.hosts.working("draft"):  # should the target go on alone, it meets this host after the request
+            tokens, report, draft = draft_request(self._pair, self._draft, inputs, config, sampling, timer)
         for token in tokens:
             if on_token is not None:
                 on_token(token)
@@ -483,7 +552,8 @@ class Engine:
         figures = {"role": "draft", "num_drafted": report.num_drafted, **timer.summary(len(tokens))}
         kept = kept_by_frame(self._draft, inputs, draft.kept)
         reason = self._finish_reason(tokens, sampling)
-        return GenerateResult(text, tokens, {"token_ids": tokens, "text": text, **figures}, reason, kept)
+        record = {"token_ids": tokens, "text": text, **figures}
+        return GenerateResult(text, tokens, record, reason, _sampled_frames(inputs), kept)
 
     def _finish_reason(self, tokens: list[int], sampling: SamplingConfig) -> str:
         is_cut = len(tokens) == sampling.max_new_tokens and tokens[-1] not in self._parts.eos_token_ids
@@ -502,9 +572,10 @@ class Engine:
         self,
         prompt: str | None,
         source: dict[str, Any],
-        num_frames: int,
+        num_frames: int | None,
         fps: float | None,
         timer: StageTimer,
+        num_new: int = 1,
         stop: Stop | None = None,
         positions: str = "transformers",
     ) -> tuple[ModelInputs, KeptPrefix | None]:
@@ -513,11 +584,12 @@ class Engine:
         with self.hosts.local_stage("reading the prompt"):
             with timer.stage("preprocess"):
                 rendered = render_prompt(self._parts, self.processor, prompt, **source)
-            inputs, piece = self._read(rendered, num_frames, fps, timer)
+            inputs, piece = self._read(rendered, self.num_frames if num_frames is None else num_frames, fps, timer)
             if positions not in POSITION_RULES:
                 raise ValueError(f"positions must be one of {', '.join(POSITION_RULES)}, not {positions!r}")
             if positions == "vllm":
                 inputs = inputs.at_vllm_positions(self._parts)
+            inputs.require_room(self._parts.max_position_embeddings, num_new)
             if self.speculative_config is not None:
                 require_readable(self.speculative_config, inputs)
         kept = None if self._reuse is None else self._reuse.find_prefix(inputs, self.hosts)
@@ -571,10 +643,15 @@ class Engine:
                 return_offsets_mapping=True,
                 return_tensors="pt",
             )
-            starts = batch["offset_mapping"][0, :, 0]
-            query_char = rendered.query_char or 0
-            query_start = int((starts < query_char).sum())
-            return ModelInputs.from_processor(self._parts, batch, self.hosts, query_start=query_start), None
+            query_start, query_len = None, self.prefill_config.query_len
+            if rendered.query_char is not None:
+                starts = batch["offset_mapping"][0, :, 0]
+                query_start = int((starts < rendered.query_char).sum())
+                if not rendered.has_context:
+                    query_start = max(query_start, len(starts) - query_len)
+            return ModelInputs.from_processor(
+                self._parts, batch, self.hosts, query_start=query_start, query_len=query_len
+            ), None
 
     def _record(
         self,
@@ -608,6 +685,25 @@ class Engine:
             "dtype": str(self._parts.dtype).removeprefix("torch."),
             **provenance(),
         }
+
+
+def _sampled_frames(inputs: ModelInputs) -> tuple[int, ...] | None:
+    source = None if inputs.visual is None else inputs.visual.source
+    return None if source is None else source.frames
+
+
+def _draft_path(config: SpeculativeConfig, is_demo: bool) -> str | Path | None:
+    """Where the draft model is; None for strategies without one.
+
+    Raises:
+        ValueError: the strategy needs one, and it is not named.
+    """
+    if not strategy_of(config).needs_draft_model:
+        return None
+    name = config.draft_model or ("demo" if is_demo else None)
+    if name is None:
+        raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
+    return demo.draft_path() if name == "demo" else name
 
 
 def _take_apart(

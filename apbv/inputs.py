@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .config import DEFAULT_QUERY_LEN
 from .files import FileIdentity
 from .hosts import HostGroup
 from .layout import split_evenly
@@ -73,7 +74,7 @@ class ModelInputs:
         input_ids: ``[1, n]``.
         position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else ``[1, n]``.
         context_start: what comes before it belongs to the anchor: the tokens before the first visual one.
-        query_start: first token of the query block: after the last visual token, or after a text's context.
+        query_start: first token of the query block: after the last visual token, or of a text's question.
         visual: images or video; None for a text prompt.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
@@ -97,6 +98,23 @@ class ModelInputs:
     @property
     def num_visual_tokens(self) -> int:
         return 0 if self.visual is None else max(piece.stop for piece in self.visual.pieces)
+
+    def require_room(self, max_positions: int, num_new: int = 1) -> None:
+        """Make sure that the prompt and its answer lie at positions that the model was made for.
+
+        Args:
+            max_positions: how many these are.
+            num_new: tokens that the answer may take.
+
+        Raises:
+            PromptError: they do not.
+        """
+        needed = max(int(self.position_ids.max()) + 1, self.next_position + num_new)
+        if needed > max_positions:
+            raise PromptError(
+                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} take {needed} positions, but "
+                f"the model was made for {max_positions} (max_position_embeddings)"
+            )
 
     def without_pixels(self) -> "ModelInputs":
         """The same prompt with its pixels released."""
@@ -125,6 +143,7 @@ class ModelInputs:
         hosts: HostGroup,
         frame_parallel: bool = True,
         query_start: int | None = None,
+        query_len: int = DEFAULT_QUERY_LEN,
     ) -> "ModelInputs":
         """Take over what a transformers processor or tokenizer returned for one prompt.
 
@@ -132,8 +151,9 @@ class ModelInputs:
             batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
                 ``pixel_values_videos`` with their grids; the whole of them, on every host.
             frame_parallel: each host keeps its share of the frames, instead of all.
-            query_start: where the query begins in a text prompt; by default the whole text is query, which
-                host 0 computes alone. A visual prompt's query begins after its last visual token.
+            query_start: where the query begins in a text prompt. A visual prompt's query begins after its last
+                visual token.
+            query_len: where ``query_start`` is not given, so many tokens at a text's end are its query.
 
         Raises:
             PromptError: an empty, batched or padded prompt, a mix of images and video, more than one video.
@@ -143,7 +163,7 @@ class ModelInputs:
         if not visual_mask.any():
             if "pixel_values" in batch or "pixel_values_videos" in batch:
                 raise PromptError("pixels were given, but the prompt has no placeholder tokens for them")
-            start = 0 if query_start is None else query_start
+            start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
             return cls(input_ids, _positions(parts, batch), 0, start)
         where = visual_mask.nonzero().flatten()
         return cls(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .kernels.library_attention import require_usable
 from .layout import split_evenly
@@ -82,8 +82,13 @@ class ModelParts:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Tokens of the longest sequence that the model was made for."""
-        return self.language_model.config.max_position_embeddings
+        """Positions that the model was made for; with YaRN and its like those that it was stretched to."""
+        config = self.language_model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):  # others state what they were stretched to
+            return config.max_position_embeddings
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        return max(config.max_position_embeddings, int(original * rope["factor"]))
 
     @property
     def num_deepstack_layers(self) -> int:
@@ -149,16 +154,11 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
         BackendError: the back end cannot be used for this model on its device.
     """
-    family = getattr(model.config, "model_type", type(model).__name__)
-    if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
-        raise UnsupportedModelError(
-            f"{family} models are not supported; supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
-        )
+    family = require_supported(model.config)
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
     language_model = model.get_decoder()
-    _refuse_unsupported_layers(family, language_model)
     parts = ModelParts(
         model=model,
         family=family,
@@ -173,8 +173,22 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
     return parts
 
 
-def _refuse_unsupported_layers(family: str, language_model: PreTrainedModel) -> None:
-    config = language_model.config
+def require_supported(config: PreTrainedConfig) -> str:
+    """The family of a whole model's config, from which it can be told before there are weights.
+
+    Raises:
+        UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
+    """
+    family = getattr(config, "model_type", type(config).__name__)
+    if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
+        raise UnsupportedModelError(
+            f"{family} models are not supported; supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+        )
+    _refuse_unsupported_layers(family, config.get_text_config())
+    return family
+
+
+def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     # VLMs such as InternVL and LLaVA-OneVision take any language model as their text part.
     text_families = tuple(f"{name}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
     if config.model_type not in text_families:

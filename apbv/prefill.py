@@ -1,6 +1,5 @@
 """prefill(): one sequence-parallel forward pass of an unmodified language model."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,11 +17,11 @@ from .hosts import HostGroup
 from .inputs import ModelInputs
 from .layout import ContextLayout, offsets_within
 from .methods import METHODS, PrefillMethod
-from .methods.importance import IMPORTANCE
 from .models import ModelParts, inspect_model
 from .result import PrefillResult, identify
 from .stats import StageTimer, reset_peak_memory
 from .tensor_parallel import require_same_sharding
+from .warn import warn_caller
 
 
 @torch.no_grad()
@@ -68,7 +67,10 @@ def prefill(
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
         if not isinstance(model_inputs, ModelInputs):
-            model_inputs = ModelInputs.from_processor(parts, model_inputs, hosts, config.frame_parallel)
+            model_inputs = ModelInputs.from_processor(
+                parts, model_inputs, hosts, config.frame_parallel, query_len=config.query_len
+            )
+        model_inputs.require_room(parts.max_position_embeddings)
         method_type = resolve_method(config, hosts)
         layout = method_type.plan(
             hosts.size,
@@ -78,11 +80,12 @@ def prefill(
             config,
         )
         if not layout.is_split and method_type.name != "full":
-            warnings.warn(
-                f"a prompt of {model_inputs.num_tokens} tokens, {model_inputs.query_start} of them before the "
-                f"question, is too short to be split over {hosts.size} hosts: host 0 computes it alone, exactly",
-                stacklevel=2,
-            )
+            if hosts.is_leader:
+                warn_caller(
+                    f"a prompt of {model_inputs.num_tokens} tokens, {model_inputs.query_start} of them before "
+                    f"the question, is too short to be split over {hosts.size} hosts: host 0 computes it alone, "
+                    "exactly"
+                )
             method_type = METHODS["full"]
         method = method_type(layout, hosts, config)
         observer = None
@@ -125,15 +128,7 @@ def prefill(
 
 
 def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMethod]:
-    """The method that a config means on these hosts.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    if config.method not in METHODS:
-        raise ValueError(f"unknown method {config.method!r}; known are {', '.join(sorted(METHODS))}")
-    if config.importance not in IMPORTANCE:
-        raise ValueError(f"unknown importance {config.importance!r}; known are {', '.join(sorted(IMPORTANCE))}")
+    """The method that a config means on these hosts."""
     if hosts.size == 1 and not config.on_single_host:
         return METHODS["full"]
     return METHODS[config.method]
@@ -174,6 +169,8 @@ def _forward(
                 with hooks:
                     hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
     else:  # host 0 computes the prompt alone
+        if observer is not None:
+            observer.observe_nothing()
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
     source = layout.last_token_host
     if source in (None, hosts.rank):

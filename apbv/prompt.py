@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from .inputs import PromptError
 from .models import ModelParts
@@ -20,15 +21,18 @@ class RenderedPrompt:
     Attributes:
         text: the rendered chat template; placeholders stand for the video or the images.
         video: path of the one video, or None.
-        images: the images, in prompt order.
-        query_char: where the question begins in ``text`` when it follows a text context; None otherwise.
+        images: the images, in prompt order; a tensor that was given for one.
+        query_char: where the question begins in ``text``: behind a text context, or with the last message of a
+            text chat; None otherwise.
+        has_context: whether the caller told context and question apart; the last message of a chat may hold both.
         has_template: whether a chat template was applied, special tokens included.
     """
 
     text: str
     video: str | None
-    images: list[Image.Image]
+    images: list[Image.Image | Tensor]
     query_char: int | None
+    has_context: bool
     has_template: bool
 
 
@@ -48,7 +52,7 @@ def render_prompt(
         processor: the model's processor; for a text-only model its tokenizer.
         prompt: the question.
         video: a video file.
-        images: image files or PIL images.
+        images: image files, PIL images, or tensors ``[3, H, W]``, which may have a shape but no pixels.
         context: a long text that the question is about.
         messages: instead of all these, a chat in transformers' format, whose content parts name local files
             (``{"type": "video", "video": "clip.mp4"}``).
@@ -88,6 +92,7 @@ def render_prompt(
         video=None if video is None else str(video),
         images=[_load_image(image) for image in images],
         query_char=None if question is None else _find_question(rendered, question),
+        has_context=context is not None,
         has_template=has_template,
     )
 
@@ -139,7 +144,9 @@ def _find_question(rendered: str, question: str) -> int:
     return start
 
 
-def _load_image(image: Any) -> Image.Image:
+def _load_image(image: Any) -> Image.Image | Tensor:
+    if isinstance(image, Tensor):
+        return image
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     try:

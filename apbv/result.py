@@ -90,6 +90,12 @@ class PrefillResult:
     _video_sha256: str | None = field(repr=False, default=None)  # of loaded KV, whose video is not at hand
     reused: str | None = None
 
+    def __repr__(self) -> str:
+        kv = "gathered" if self._shards is None else "sharded"
+        reused = "" if self.reused is None else f", reused={self.reused!r}"
+        what = f"{self.num_tokens} tokens, method={self.method!r}, exact={self.exact}, kv={kv!r}{reused}"
+        return f"PrefillResult({what}, {self._hosts})"
+
     @property
     def num_tokens(self) -> int:
         """n, the tokens of the prompt."""

@@ -4,7 +4,7 @@ import json
 import platform
 import resource
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -25,12 +25,15 @@ class StageTimer:
 
     On CUDA a stage ends when its kernels have.
 
+    Args:
+        on_stage: told the name of each stage as it begins.
+
     Attributes:
         stages: a span for each time that a stage ran.
     """
 
-    def __init__(self, hosts: HostGroup):
-        self._hosts = hosts
+    def __init__(self, hosts: HostGroup, on_stage: Callable[[str], None] | None = None):
+        self._hosts, self._on_stage = hosts, on_stage
         self.stages = Recorder("stages", hosts.clock)
         self._began = self._hosts.clock()
         self._first_token = 0.0
@@ -38,6 +41,8 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        if self._on_stage is not None:
+            self._on_stage(name)
         with self.stages.span(name):
             try:
                 yield

@@ -212,12 +212,13 @@ class SavedKV:
         """
         path = Path(path)
         try:
-            record = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+            saved = cls(path, _read_manifest(path, json.loads((path / _MANIFEST).read_text(encoding="utf-8"))))
+        except StorageError:
+            raise
         except FileNotFoundError:
             raise StorageError(f"there is no saved KV in {path}: it has no {_MANIFEST}") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # what is no JSON, or nested or long beyond reason
             raise StorageError(f"cannot read {path / _MANIFEST}: {error}") from error
-        saved = cls(path, _read_manifest(path, record))
         for file in saved._files():
             try:
                 size = (saved._folder / file.name).stat().st_size
@@ -402,7 +403,6 @@ def _read_manifest(path: Path, record: Any) -> Manifest:
     digest = record.pop("sha256", None)
     if digest != _digest(record):
         raise StorageError(f"{path / _MANIFEST} was changed since it was saved: its digest is wrong")
-    values = {field.name: record[field.name] for field in fields(Manifest)}
     read: dict[str, Callable] = {
         "model": lambda value: ModelIdentity(**value),
         "visual": lambda value: value and VisualIdentity(**value),
@@ -410,7 +410,20 @@ def _read_manifest(path: Path, record: Any) -> Manifest:
         "token_ids": tuple,
         "shards": lambda value: tuple(map(Shard.of, value)),
     }
-    return Manifest(**{name: read.get(name, lambda value: value)(value) for name, value in values.items()})
+    try:
+        values = {field.name: record[field.name] for field in fields(Manifest)}
+        for field in fields(Manifest):
+            if field.name in read:
+                values[field.name] = read[field.name](values[field.name])
+            elif not isinstance(values[field.name], field.type):
+                raise TypeError(f"{field.name} is {values[field.name]!r:.50}")
+        manifest = Manifest(**values)
+        _require_complete(manifest, path)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{path / _MANIFEST} is not a manifest of saved KV: {type(error).__name__}: {error}"
+        ) from error
+    return manifest
 
 
 def _rows_in(shard: Shard, wanted: Sequence[range]) -> Iterator[tuple[slice, slice]]:
@@ -428,14 +441,20 @@ def _rows_in(shard: Shard, wanted: Sequence[range]) -> Iterator[tuple[slice, sli
 
 
 def _require_complete(manifest: Manifest, path: Path) -> None:
-    """Every token of every KV head is in exactly one shard."""
+    """Every token of every KV head is in exactly one shard, and every layer of a shard in a file."""
+    if len(manifest.token_ids) != manifest.num_tokens or any(
+        len(shard.files) != manifest.num_layers for shard in manifest.shards
+    ):
+        raise StorageError(f"the manifest for {path} does not name every token and every layer")
     cells = sum(_length(shard.kv_heads) * sum(map(_length, shard.tokens)) for shard in manifest.shards)
-    held = torch.zeros(manifest.num_kv_heads, manifest.num_tokens, dtype=torch.bool)
-    for shard in manifest.shards:
-        for start, stop in shard.tokens:
-            held[slice(*shard.kv_heads), start:stop] = True
-    if cells != held.numel() or not held.all():
-        raise StorageError(f"the shards for {path} do not hold every token exactly once")
+    if cells == manifest.num_kv_heads * manifest.num_tokens:  # before memory is taken for them
+        held = torch.zeros(manifest.num_kv_heads, manifest.num_tokens, dtype=torch.bool)
+        for shard in manifest.shards:
+            for start, stop in shard.tokens:
+                held[slice(*shard.kv_heads), start:stop] = True
+        if held.all():
+            return
+    raise StorageError(f"the shards for {path} do not hold every token exactly once")
 
 
 def _length(run: tuple[int, int]) -> int:

@@ -44,6 +44,10 @@ class Recorder:
         self._track, self._clock = track, clock
         self._epoch = time.time() - clock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What was recorded, for another process; the clock is this host's."""
+        return {**self.__dict__, "_clock": None}
+
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
         """Record what happens inside, also where it fails; yields the details, to be added to."""

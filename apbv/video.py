@@ -15,7 +15,6 @@ Rotation and mirroring metadata are applied. The sample aspect ratio is ignored:
 
 import bisect
 import itertools
-import math
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,8 @@ _FORMATS = "mov,mp4,matroska,webm,avi,mpegts,flv,mpeg,mpegvideo,asf,ogg,gif,nut,
 _INTRA = (PictureType.I, PictureType.SI, PictureType.NONE)
 # Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
 _RUN = 64
+# Frames per second: more than any camera's, and small enough for times of years to be counted exactly.
+MAX_FPS = 1e9
 # No codec displays a frame further from its place in the file than this, in frames.
 _MAX_REORDER = 32
 
@@ -137,6 +138,15 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     return [(2 * i * (n - 1) + k - 1) // (2 * (k - 1)) for i in range(k)]
 
 
+def require_frame_rate(fps: float) -> None:
+    """Make sure that frames can be sampled at this rate, in frames per second.
+
+    Raises ValueError if it is not in 0 < fps <= MAX_FPS.
+    """
+    if not 0 < fps <= MAX_FPS:
+        raise ValueError(f"fps must lie in 0 < fps <= {MAX_FPS:g}, not {fps!r:.50}")
+
+
 def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int | None = None) -> list[int]:
     """Indices of the frames nearest to the times 0, 1/fps, 2/fps... up to the last; ascending, distinct.
 
@@ -144,10 +154,9 @@ def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int
     above the video's own gives every frame. Where this makes fewer than `min_frames` or more than
     `max_frames`, the result is `sample_uniform` of that many frames instead.
 
-    Raises ValueError if `fps` is not positive and finite or the limits are not 1 <= min_frames <= max_frames.
+    Raises ValueError if `fps` is not in 0 < fps <= MAX_FPS or the limits are not 1 <= min_frames <= max_frames.
     """
-    if not (math.isfinite(fps) and fps > 0):
-        raise ValueError(f"fps must be positive and finite, not {fps}")
+    require_frame_rate(fps)
     if min_frames < 1 or (max_frames is not None and max_frames < min_frames):
         raise ValueError(f"need 1 <= min_frames <= max_frames, got {min_frames} and {max_frames}")
     times = np.asarray(info.timestamps)

@@ -15,8 +15,18 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as property_settings
 
+from patience import TEST_TIMEOUT
 from pool import HostPool
+
+# How long an example takes says how busy the machine is, nothing of what is tested.
+property_settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+property_settings.load_profile("untimed")
+
+# pytest-timeout reads it when it is configured; an option of the command line goes before.
+os.environ.setdefault("PYTEST_TIMEOUT", str(TEST_TIMEOUT))
 
 
 @pytest.fixture(scope="session", autouse=True)

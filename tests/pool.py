@@ -13,22 +13,24 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from patience import GROUP_TIMEOUT, HANGING, limit
+
 GROUP_SIZES = (1, 2, 3, 4, 8)
 MAX_HOSTS = max(GROUP_SIZES)
-_JOB_TIMEOUT = 240.0
+_JOB_TIMEOUT = limit(600.0)
 
 
 def start(target: Callable, *args) -> mp.Process:
     """A process forked from the server that has imported everything."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["apbv", "families"])
+    context.set_forkserver_preload(["apbv.engine", "families"])
     process = context.Process(target=target, args=args, daemon=True)
     process.start()
     return process
 
 
-def exit_statuses(processes: list[mp.Process], seconds: float = 60.0) -> list[int]:
-    """How the processes ended; none may outlive the limit."""
+def exit_statuses(processes: list[mp.Process], seconds: float = limit(300.0)) -> list[int]:
+    """How the processes ended; none may outlive so many seconds."""
     deadline = time.monotonic() + seconds
     try:
         for rank, process in enumerate(processes):
@@ -73,7 +75,7 @@ class HostPool:
             with suppress(OSError):  # a process that a job killed
                 pipe.send(None)
         for process in self._processes:
-            process.join(timeout=10)
+            process.join(timeout=HANGING)
             process.kill()
 
 
@@ -93,7 +95,7 @@ def _serve(rank: int, rendezvous_file: str, pipe) -> None:
     )
     groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
     hosts = {
-        size: HostGroup.from_process_group(group, device="cpu", timeout=60.0)
+        size: HostGroup.from_process_group(group, device="cpu", timeout=GROUP_TIMEOUT)
         for size, group in groups.items()
         if rank < size
     }

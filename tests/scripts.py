@@ -15,15 +15,17 @@ from subprocess import CompletedProcess
 import jsonschema
 import torch.distributed as dist
 
+from patience import limit
 from pool import exit_statuses, start
 
 ROOT = Path(__file__).parents[1]
+SCRIPT_TIMEOUT = limit(600.0)
 BENCHMARKS = ROOT / "benchmarks"
 INFER = ROOT / "launch" / "infer.py"
 
 
 def run_hosts(
-    script: Path, *options, hosts: int = 1, folders: list[Path] | None = None, timeout: float = 240.0
+    script: Path, *options, hosts: int = 1, folders: list[Path] | None = None, timeout: float = SCRIPT_TIMEOUT
 ) -> list[CompletedProcess]:
     """What became of a script on so many hosts, started as torchrun starts it; each in a folder of its own.
 
@@ -65,7 +67,7 @@ def started_hosts(
             process.kill()
 
 
-def run_script(script: Path, *options, hosts: int = 1, timeout: float = 240.0) -> CompletedProcess:
+def run_script(script: Path, *options, hosts: int = 1, timeout: float = SCRIPT_TIMEOUT) -> CompletedProcess:
     """``run_hosts`` as one: the output of all hosts, one after the other, and the first status that is not 0."""
     results = run_hosts(script, *options, hosts=hosts, timeout=timeout)
     return CompletedProcess(

@@ -58,7 +58,7 @@ def test_compressed_equals_dense_oracle(pool, variant, num_hosts):
     for layer, (keys, values) in enumerate(kv):
         assert relative_error(keys, oracle.keys[layer]) < 1e-4
         assert relative_error(values, oracle.values[layer]) < 1e-4
-    assert all(torch.equal(result[0], logits) for result in results)
+    assert all(relative_error(result[0], logits) < 1e-4 for result in results)
 
 
 @pytest.mark.parametrize("method", ["full", "zigzag_ring", "ulysses", "apbv"])
@@ -108,7 +108,6 @@ def test_what_cannot_run_is_refused_with_the_reason():
     for backend, reason in {
         "triton": "triton back end cannot be used: its kernels accumulate in float32",
         "cudnn": "cudnn back end cannot be used: it runs on CUDA devices, and the tensors are on cpu",
-        "fastest": "backend must be one of auto, torch, triton",
     }.items():
         with pytest.raises(BackendError, match=reason):
             prefill(model, text_batch(20), config=PrefillConfig(backend=backend))

@@ -11,10 +11,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata, load_video
 
-from apbv import Engine, HostGroup, PrefillConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, prefill
 from apbv.demo import clips, data, scale, train
 from apbv.demo.agreement import count_agreements, predict_along
 from apbv.demo.evaluate import Candidate, Exam, markdown, score, wilson
+from apbv.models import inspect_model
+from apbv.speculate import make_observer
 
 
 def load(path):
@@ -145,10 +147,28 @@ def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
         assert torch.equal(scaled(ids).logits, target(ids).logits)
     # The added layers do attend, and would be heard if their output projections spoke.
     with torch.no_grad():
-        scaled.model.language_model.layers[1].self_attn.o_proj.weight.normal_()
+        scaled.model.language_model.layers[0].self_attn.o_proj.weight.normal_()
         assert not torch.allclose(scaled(ids).logits, target(ids).logits)
     with pytest.raises(ValueError, match="not by 0"):
         scale.scale_model(target, 0)
+
+
+@pytest.mark.parametrize("keep", ["attention", "uv_prune"])
+def test_a_scaled_model_finds_the_same_tokens_important(target, processor, tmp_path, keep):
+    """Layers that add nothing to what is said must have no vote in what the draft sees, either."""
+    hosts = HostGroup.single()
+    inputs = Candidate(target, processor, hosts).read(Exam(6, 10, 1).file(0, tmp_path), clips.DESCRIBE_QUESTION)
+    scores = []
+    for model, times in ((target, 1), (scale.scale_model(target, 3), 3)):
+        make, made = make_observer(SpeculativeConfig(keep=keep, uv_layer=20 * times), inspect_model(model)), []
+
+        def observe(*args, make=make, made=made):
+            made.append(make(*args))
+            return made[0]
+
+        prefill(model, inputs, hosts=hosts, observe=observe)
+        scores.append(made[0].result())
+    torch.testing.assert_close(*scores)
 
 
 @pytest.fixture(scope="module")

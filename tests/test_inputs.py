@@ -26,6 +26,11 @@ class OneOf(HostGroup):
         self.rank, self.size = rank, size
 
 
+def assert_encoded_alike(pieces: list[torch.Tensor], whole: torch.Tensor) -> None:
+    """Up to rounding: how a product of matrices is summed up depends on the CPU and on the number of rows."""
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-4)
+
+
 def render(processor, kind: str, count: int = 1) -> str:
     content = [{"type": kind}] * count + [{"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": content}]
@@ -67,8 +72,8 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
 @pytest.mark.parametrize("frames", [4, 13])
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
-def test_pieces_from_a_file_are_bit_equal_to_the_whole(family, frames, num_hosts, tmp_path):
-    """Also with more hosts than frames, odd frame counts, and frames that get resized."""
+def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tmp_path):
+    """Pixels to the bit; also with more hosts than frames, odd frame counts, and frames that get resized."""
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
     clip = families.synthetic_video(20, 150, 222).permute(0, 2, 3, 1)
@@ -99,8 +104,9 @@ def test_pieces_from_a_file_are_bit_equal_to_the_whole(family, frames, num_hosts
     assert rows == list(range(reference.num_visual_tokens))
     assert [p.visual.ends_video for p in pieces].count(True) == 1
 
-    encoded = torch.cat([encode_visual(parts, piece.visual) for piece in pieces])
-    assert torch.equal(encoded, encode_visual(parts, reference.visual))
+    assert_encoded_alike(
+        [encode_visual(parts, piece.visual) for piece in pieces], encode_visual(parts, reference.visual)
+    )
 
 
 def frames_of(pixels: dict) -> torch.Tensor:
@@ -124,10 +130,10 @@ def test_pieces_of_a_processors_batch_encode_to_the_whole(family, num_hosts):
     )
     pieces = [ModelInputs.from_processor(parts, batch, OneOf(rank, num_hosts)) for rank in range(num_hosts)]
     whole = ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"))
-    encoded = torch.cat([encode_visual(parts, piece.visual) for piece in pieces])
-    assert torch.equal(encoded, encode_visual(parts, whole.visual))
+    encoded = encode_visual(parts, whole.visual)
+    assert_encoded_alike([encode_visual(parts, piece.visual) for piece in pieces], encoded)
     everywhere = ModelInputs.from_processor(parts, batch, OneOf(num_hosts - 1, num_hosts), frame_parallel=False)
-    assert torch.equal(encode_visual(parts, everywhere.visual), encode_visual(parts, whole.visual))
+    assert_encoded_alike([encode_visual(parts, everywhere.visual)], encoded)
 
 
 def test_a_long_video_is_resized_as_a_whole():
@@ -167,8 +173,7 @@ def test_images_are_encoded_by_host_0_as_the_model_would(family, count):
         assert all(len(host_rows) for host_rows in rows)
     else:
         assert len(rows[1]) == 0
-    joined = torch.cat(rows)[:, : seen[0].shape[-1]]
-    assert torch.equal(joined, seen[0][0, visual])
+    assert_encoded_alike([host_rows[:, : seen[0].shape[-1]] for host_rows in rows], seen[0][0, visual])
 
 
 @pytest.mark.parametrize("family", [*VIDEO_FAMILIES, *TEXT_FAMILIES])

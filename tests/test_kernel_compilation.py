@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import limit
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -31,7 +33,7 @@ def kernels() -> list[dict]:
         pytest.skip(reason)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "tests" / "compiling.py")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(600.0))
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from apbv.layout import (
@@ -18,9 +18,6 @@ from apbv.layout import (
     split_evenly,
     star_layout,
 )
-
-# The time of one example says nothing on a busy machine.
-relaxed = settings(deadline=None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,6 @@ def tokens(spans) -> list[int]:
     return [token for span in spans for token in span]
 
 
-@relaxed
 @given(requests())
 @example(Request(num_hosts=4, num_tokens=512, context_start=3, query_start=500))
 @example(Request(num_hosts=1, num_tokens=1, context_start=0, query_start=0))
@@ -108,7 +104,6 @@ def test_anchor_blocks_and_query_partition_the_prompt(request):
         assert layout.query == range(request.query_start, request.num_tokens)
 
 
-@relaxed
 @given(requests(must_fit=True))
 def test_blocks_are_as_equal_as_they_can_be(request):
     layout = request.plan()
@@ -119,7 +114,6 @@ def test_blocks_are_as_equal_as_they_can_be(request):
     assert lengths == sorted(lengths, reverse=True)
 
 
-@relaxed
 @given(requests())
 def test_every_token_is_kept_by_exactly_one_host(request):
     layout = request.plan()
@@ -128,7 +122,6 @@ def test_every_token_is_kept_by_exactly_one_host(request):
     assert all(of_host == sorted(of_host) for of_host in kept)
 
 
-@relaxed
 @given(requests(max_tokens=400))
 def test_owner_follows_from_anchor_slices_blocks_and_query(request):
     layout = request.plan()
@@ -148,7 +141,6 @@ def test_owner_follows_from_anchor_slices_blocks_and_query(request):
             layout.owner(stranger)
 
 
-@relaxed
 @given(requests(must_fit=True))
 def test_virtual_hosts_pair_up_and_invert(request):
     layout, hosts = request.plan(), request.num_hosts
@@ -159,7 +151,6 @@ def test_virtual_hosts_pair_up_and_invert(request):
     assert all(layout.host_of_block(v) == host for host, pair in enumerate(pairs) for v in pair)
 
 
-@relaxed
 @given(requests())
 def test_anchor_slices_partition_the_anchor(request):
     layout = request.plan()
@@ -169,7 +160,6 @@ def test_anchor_slices_partition_the_anchor(request):
     assert max(lengths) - min(lengths) <= 1
 
 
-@relaxed
 @given(requests())
 def test_local_spans_are_what_a_host_computes_in_token_order(request):
     layout = request.plan()
@@ -185,7 +175,6 @@ def test_local_spans_are_what_a_host_computes_in_token_order(request):
         assert set(tokens(layout.cache_spans(host))) <= set(local)
 
 
-@relaxed
 @given(requests())
 def test_passing_lengths(request):
     layout = request.plan()
@@ -222,7 +211,6 @@ def test_prefix_is_anchor_unless_the_anchor_is_switched_off(anchor_len, anchor_s
     assert tokens(layout.blocks) == list(range(anchor_stop, 95))
 
 
-@relaxed
 @given(st.integers(1, 9), st.integers(1, 5000), st.booleans())
 def test_sharing_out_gives_every_token_to_one_host(num_hosts, num_tokens, zigzag):
     layout = shared_out_layout(num_hosts, num_tokens, zigzag)
@@ -236,7 +224,6 @@ def test_sharing_out_gives_every_token_to_one_host(num_hosts, num_tokens, zigzag
     assert not lengths or max(lengths) - min(lengths) <= 1
 
 
-@relaxed
 @given(st.integers(1, 9), st.integers(1, 5000), st.integers(1, 40))
 def test_star_takes_the_first_of_equal_blocks_as_everybodys_anchor(num_hosts, query_start, query_len):
     num_tokens = query_start + query_len
@@ -298,7 +285,6 @@ def test_prompt_without_context_takes_any_anchor_length():
     assert not Request(3, 20, 0, 0, anchor_len=64).plan().is_split
 
 
-@relaxed
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 50))
 def test_frames_go_to_hosts_by_equation_6(num_frames, num_hosts, start):
     shares = split_evenly(range(start, start + num_frames), num_hosts)
@@ -310,7 +296,6 @@ def test_frames_go_to_hosts_by_equation_6(num_frames, num_hosts, start):
 runs = st.builds(lambda start, length: range(start, start + length), st.integers(0, 40), st.integers(0, 40))
 
 
-@relaxed
 @given(runs, runs)
 def test_intersect_is_what_two_runs_share(a, b):
     common = intersect(a, b)
@@ -319,7 +304,6 @@ def test_intersect_is_what_two_runs_share(a, b):
     assert common.step == 1 and common.stop >= common.start
 
 
-@relaxed
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), min_size=1, max_size=6), st.data())
 def test_offsets_within_point_at_the_wanted_tokens(gaps_and_lengths, data):
     spans, position = [], 0
@@ -336,7 +320,6 @@ def test_offsets_within_point_at_the_wanted_tokens(gaps_and_lengths, data):
     assert all(run.start >= 0 for run in offsets)
 
 
-@relaxed
 @given(requests())
 def test_kept_tokens_lie_among_the_computed_ones(request):
     layout = request.plan()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import limit
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"apbv": "apbv", "kernels": "apbv/kernels", "launch": "apbv/launch"}
 FILES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")
@@ -46,7 +48,9 @@ def python(*arguments, cwd: Path, path: Path | None = None) -> str:
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     command = [sys.executable, *map(str, arguments)]
-    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=limit(600.0)
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -102,6 +106,10 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     }
     assert {name for name in names if name.endswith(".py")} == expected
     assert {"apbv/kernels/__init__.py", "apbv/launch/infer.py", "apbv/methods/apbv.py"} <= expected
+
+    entry_points = zipfile.ZipFile(wheel).read(f"{metadata}/entry_points.txt").decode()
+    assert entry_points.split() == ["[console_scripts]", "apbv", "=", "apbv.__main__:main"]
+    assert "apbv/py.typed" in names
 
     demo = ROOT / "apbv" / "demo"
     data = {

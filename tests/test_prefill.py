@@ -162,7 +162,8 @@ def check_against_hugging_face(pool, family, num_hosts, method):
             assert relative_error(keys, layer.keys) < 1e-4
             assert relative_error(values, layer.values) < 1e-4
         for results in others:
-            assert torch.equal(results[place][0], logits) and results[place][1] is None
+            # Computed by every host, amid rows of which others have another number.
+            assert relative_error(results[place][0], logits) < 1e-4 and results[place][1] is None
 
 
 @pytest.mark.parametrize("num_hosts", [1, 3, 8])
@@ -263,7 +264,7 @@ def check_against_oracle(pool, num_hosts, family, batch, query_start, settings):
     for layer, (keys, values) in enumerate(kv):
         assert relative_error(keys, oracle.keys[layer]) < 1e-6
         assert relative_error(values, oracle.values[layer]) < 1e-6
-    assert all(torch.equal(result[0], logits) for result in results)
+    assert all(relative_error(result[0], logits) < 1e-6 for result in results)
 
 
 def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> DenseOracle:
@@ -446,7 +447,7 @@ def merging_job(hosts: HostGroup, dtype: torch.dtype, num_queries: int):
     outs[1], lses[1] = torch.nan, float("-inf")
     before = hosts.bytes_received
     merged = gather_and_merge(outs[hosts.rank], lses[hosts.rank], hosts)()
-    assert torch.equal(merged, merge_states(outs, lses)[0].to(dtype)) and merged.dtype == dtype
+    torch.testing.assert_close(merged, merge_states(outs, lses)[0].to(dtype))  # of other strides
     assert hosts.bytes_received - before == (hosts.size - 1) * num_queries * 3 * (16 * dtype.itemsize + 4)
 
 

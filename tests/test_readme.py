@@ -15,7 +15,7 @@ from test_serve import serving
 from apbv import demo
 from apbv.demo.clips import make_clip, questions
 
-from scripts import ROOT, run_hosts, run_script
+from scripts import ROOT, SCRIPT_TIMEOUT, run_hosts, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -24,7 +24,7 @@ def run(command: str) -> str:
     """As it stands, by the shell."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     result = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -104,7 +104,7 @@ def approximate_job(hosts: HostGroup, kv: str):
 @pytest.mark.parametrize("kv", ["gathered", "sharded"])
 def test_kept_kv_of_an_approximate_method_is_the_first_questions(pool, kv):
     (logits, reference), (on_host_1, _) = pool.run(2, approximate_job, kv)
-    assert torch.equal(logits, on_host_1)
+    torch.testing.assert_close(logits, on_host_1, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
 
 

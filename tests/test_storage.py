@@ -13,9 +13,10 @@ import torch
 from test_prefill import ALL_FAMILIES, TEXT_FAMILIES, batch_of, build, reset_rope
 
 import apbv
-from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
+from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo, storage
 from apbv.storage import SavedKV, Writer, alone_in
 
+from patience import wait_for
 from pool import start
 
 QUESTION, FRAMES, STEPS = "name the letters in order", 48, 6
@@ -152,10 +153,23 @@ def flip_a_bit(path: Path) -> None:
     a_tensor_file(path).write_bytes(content)
 
 
+def nest(path: Path, depth: int) -> None:
+    """A manifest whose only fault is a value that lies deep in lists."""
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text[:-1] + ', "more": ' + "[" * depth + "]" * depth + "}")
+
+
 def change_manifest(path: Path, change) -> None:
     record = json.loads((path / "manifest.json").read_text())
     change(record)
     (path / "manifest.json").write_text(json.dumps(record))
+
+
+def sign(path: Path, change) -> None:
+    """A manifest that somebody made up, with the right digest."""
+    change_manifest(path, change)
+    change_manifest(path, lambda record: record.pop("sha256"))
+    change_manifest(path, lambda record: record.update(sha256=storage._digest(record)))
 
 
 SPOILS = {
@@ -165,6 +179,14 @@ SPOILS = {
     "other tokens": (lambda path: change_manifest(path, lambda r: r["token_ids"].reverse()), "digest"),
     "newer format": (lambda path: change_manifest(path, lambda r: r.update(format_version=9)), "format 9"),
     "half a manifest": (lambda path: os.truncate(path / "manifest.json", 200), "cannot read"),
+    "endless nesting": (lambda path: (path / "manifest.json").write_text("[" * 10**6), "cannot read"),
+    "nesting": (lambda path: nest(path, 10**5), "cannot read"),
+    "a huge integer": (lambda path: (path / "manifest.json").write_text("9" * 10**5), "cannot read"),
+    "a field too few": (lambda path: sign(path, lambda r: r.pop("num_layers")), "not a manifest"),
+    "a field of another kind": (lambda path: sign(path, lambda r: r.update(model=[1])), "not a manifest"),
+    "a number that is none": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
+    "more tokens than there are": (lambda path: sign(path, lambda r: r.update(num_tokens=10**30)), "every token"),
+    "more heads than there are": (lambda path: sign(path, lambda r: r.update(num_kv_heads=10**30)), "every token"),
     "another file": (lambda path: (path / "manifest.json").write_text("[]"), "not a manifest"),
     "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
 }
@@ -264,9 +286,7 @@ def test_a_crash_leaves_the_old_state_or_none(tmp_path):
     path, chance, before, seen = tmp_path / "kv", random.Random(0), None, set()
     for _ in range(12):
         process = start(save_for_ever, path)
-        began = time.monotonic()
-        while written_at(path) == before and time.monotonic() < began + 60:
-            time.sleep(0.005)
+        wait_for(lambda before=before: written_at(path) != before)
         time.sleep(chance.uniform(0.0, 0.1))
         os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from test_engine import QUESTION, checkpoints, clip  # noqa: F401  (fixtures)
-from test_hosts import HANGING, Store, described, run_fresh
+from test_hosts import Store, described, run_fresh
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.models import inspect_model
 
 import families
+from patience import GROUP_TIMEOUT, HANGING
 from scripts import INFER, run_script
 
 # fp32 sums over a layer's columns, in another order
@@ -23,7 +24,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 def joined(processes: HostGroup, size: int) -> HostGroup:
     """The processes of a group with so many of them to a host."""
-    return HostGroup.from_process_group(processes.process_group, "cpu", 60.0, tensor_parallel=size)
+    return HostGroup.from_process_group(processes.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=size)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def drafted_job(processes: HostGroup, size: int, target: str, draft: str, reques
     hosts, results = joined(processes, size) if size > 1 else processes, []
     settings = PrefillConfig(passing_len=6, anchor_len=8)
     for speculate in DRAFTED:
-        config = SpeculativeConfig(draft_model=draft, num_draft_tokens=3, **speculate)
+        config = SpeculativeConfig(draft_model=draft, num_draft_tokens=3, keep_losing_draft=True, **speculate)
         engine = Engine.from_pretrained(target, prefill=settings, speculate=config, hosts=hosts)
         answer = engine.generate(QUESTION, max_new_tokens=7, temperature=0.8, seed=3, **request)
         figures = answer.stats["speculation"]

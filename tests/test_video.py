@@ -3,7 +3,6 @@
 import itertools
 import pickle
 import struct
-import time
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
@@ -178,7 +177,7 @@ def test_any_frames_equal_those_of_decoding_everything(clip, name):
     assert (info.height, info.width) == reference[0].shape[:2]
     assert bool(info.packets) == (name not in FROM_START)
 
-    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.sets(st.integers(0, len(reference) - 1), min_size=1).map(sorted))
     def check(indices):
         got = read_frames(info, indices)
@@ -513,12 +512,10 @@ def part(n, container=None):
 def test_unusable(tmp_path, name, make, reason):
     path = tmp_path / name
     make(path)
-    begin = time.perf_counter()
     with pytest.raises(VideoError, match=reason) as caught:
         probe(path)
     assert str(path) in str(caught.value)
     assert isinstance(caught.value, ValueError)
-    assert time.perf_counter() - begin < 30, "a bound on hanging, not on speed"
 
 
 def test_first_frame_destroyed(tmp_path):
@@ -677,7 +674,10 @@ def test_fps_of_a_variable_rate_clip(clip):
         assert np.abs(times - t).min() == np.abs(chosen - t).min()
 
 
-@pytest.mark.parametrize("args", [(0,), (-1,), (float("nan"),), (float("inf"),), (1, 0), (1, 5, 4)])
+@pytest.mark.parametrize(
+    "args", [(0,), (-1,), (float("nan"),), (float("inf"),), (1e308,), (10**400,), (1, 0), (1, 5, 4)]
+)
+@pytest.mark.filterwarnings("error")
 def test_fps_arguments(args):
-    with pytest.raises(ValueError, match=r"must be positive|need 1 <="):
+    with pytest.raises(ValueError, match=r"fps must lie in|need 1 <="):
         sample_fps(info_at([0, 1]), *args)

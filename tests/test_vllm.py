@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from patience import limit
+
 ROOT = Path(__file__).parents[1]
-CHECK_SECONDS = 900
+CHECK_SECONDS = limit(900.0)
 
 
 @pytest.mark.timeout(CHECK_SECONDS + 60)

@@ -42,6 +42,7 @@ from apbv.video import probe, read_frames, sample_uniform
 
 sys.path.insert(0, str(Path(__file__).parent))
 import families
+from patience import limit
 
 NUM_FRAMES = 64
 QUESTION, FOLLOW_UP = demo.EXAMPLE_QUESTIONS[1::-1]
@@ -434,7 +435,7 @@ def run_part(part: str, folder: Path, hosts: int = 1) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
     command = [sys.executable, *(torchrun if hosts > 1 else []), __file__, "--part", part, "--folder", str(folder)]
     begin = time.perf_counter()
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=limit(600.0))
     print(f"{part}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 

@@ -1,21 +1,18 @@
 """The demo's two models, untrained, and how they are saved."""
 
+import json
 from pathlib import Path
 
 import torch
-
-from apbv.demo import clips
-from apbv.torchvision_guard import ensure_torchvision_imports
-
-ensure_torchvision_imports()
-
-from transformers import (  # noqa: E402
+from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
 )
+
+from apbv.demo import clips
 
 PATCH_SIZE = clips.TOKEN_SIZE // 2  # pixels; the merger joins 2 x 2 patches to one token
 
@@ -65,7 +62,10 @@ def build_model(size: str, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForC
     )
     model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        do_sample=False,
+        max_new_tokens=512,  # a description of 128 shots
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return model
 
@@ -73,9 +73,15 @@ def build_model(size: str, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForC
 def save_checkpoint(
     model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, folder: Path
 ) -> None:
-    """Writes model (bfloat16), tokenizer and processor as an ordinary Hugging Face checkpoint."""
+    """Write model, tokenizer and processor as an ordinary Hugging Face checkpoint.
+
+    The weights are stored in bfloat16, to be small; the configuration says float32, in which they are loaded.
+    """
     low = Qwen2_5_VLForConditionalGeneration(model.config)
     low.load_state_dict(model.state_dict())
     low.generation_config = model.generation_config
     low.to(torch.bfloat16).save_pretrained(folder)
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), "dtype": "float32"}
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     processor.save_pretrained(folder)

@@ -192,6 +192,12 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     ]
 
 
+def is_question(text: str) -> bool:
+    """Whether it is one of the questions that can be asked about clips."""
+    retrieval = [RETRIEVAL_QUESTION.format(colour=colour) for colour in COLOURS]
+    return text.strip() in (*retrieval, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
+
+
 def render(clip: ClipSpec) -> np.ndarray:
     """Pixels of a clip.
 

@@ -25,10 +25,9 @@ import torch
 from tqdm import tqdm
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
+from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
 from apbv.decode import GatheredDecoder, generate_tokens
 from apbv.demo import clips, model_path
-from apbv.methods import METHODS
-from apbv.methods.importance import IMPORTANCE
 from apbv.models import ModelParts, inspect_model
 from apbv.prefill import PrefillResult
 from apbv.prompt import render_prompt
@@ -258,10 +257,8 @@ def _cell(task: str, cells: dict[str, list[int]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=model_path(), help="checkpoint folder")
-    parser.add_argument("--method", default="apbv", help=f"one of {', '.join(sorted(METHODS))}")
-    parser.add_argument(
-        "--importance", default=PrefillConfig().importance, help=f"one of {', '.join(sorted(IMPORTANCE))}"
-    )
+    parser.add_argument("--method", choices=METHOD_NAMES, default="apbv")
+    parser.add_argument("--importance", choices=IMPORTANCE_NAMES, default=PrefillConfig().importance)
     parser.add_argument("--hosts", type=int, nargs="+", help="numbers of simulated hosts (default: the real ones)")
     parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
     parser.add_argument("--grids", type=int, nargs="+", default=[2], choices=clips.GRIDS)

@@ -6,15 +6,12 @@ sentences, so that every word in them, with the space before it and the punctuat
 
 import string
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
 from apbv.demo import clips
-from apbv.torchvision_guard import ensure_torchvision_imports
-
-ensure_torchvision_imports()
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor  # noqa: E402
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor  # noqa: E402
-from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor  # noqa: E402
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -79,7 +76,12 @@ def build_processor() -> Qwen2_5_VLProcessor:
     vision = {"size": size, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**vision),
-        video_processor=Qwen2VLVideoProcessor(**vision, do_sample_frames=False, cap_pixels_per_frame=False),
+        video_processor=Qwen2VLVideoProcessor(
+            **vision,
+            num_frames=2048,  # all of any clip: questions are about every shot
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+        ),
         tokenizer=build_tokenizer(),
         chat_template=CHAT_TEMPLATE,
     )

@@ -2,9 +2,10 @@
 
     python -m apbv.demo.scale --times 6 --out DIR
 
-Behind every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the KV
+Before every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the KV
 cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the
-original's while the time per token grows with `--times`.
+original's while the time per token grows with `--times`. Its input is that of the layer behind it, and so are its
+attention probabilities: means over layers, by which visual tokens are ranked, are the original's, too.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
         layer, _, parameter = rest.partition(".")
         silent = parameter in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
         for number in range(times):
-            copied = torch.zeros_like(value) if silent and number else value
+            copied = torch.zeros_like(value) if silent and number < times - 1 else value
             weights[f"{prefix}{found}{int(layer) * times + number}.{parameter}"] = copied
     scaled.load_state_dict(weights)
     scaled.generation_config = model.generation_config
