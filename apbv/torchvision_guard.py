@@ -49,7 +49,7 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "torchvision":
             return None
-        # Not those before it, which have been asked: one of them may be a copy of this one, and would ask it again.
+        # Not those before it: they have been asked, and one of them may be a copy of this one, which would ask it.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
