@@ -4,19 +4,10 @@ A top-level package named ``kernels`` would shadow the Hugging Face package of t
 transformers looks for, so the folder is mapped under ``apbv`` and never importable on its own.
 """
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 setup(
-    packages=[
-        "apbv",
-        "apbv.demo",
-        "apbv.integrations",
-        "apbv.kernels",
-        "apbv.launch",
-        "apbv.methods",
-        "apbv.serve",
-        "apbv.speculate",
-    ],
+    packages=["apbv.kernels", "apbv.launch", *find_packages(include=["apbv", "apbv.*"])],
     package_dir={"apbv.kernels": "kernels", "apbv.launch": "launch"},
     package_data={
         "apbv": ["py.typed"],

@@ -2,7 +2,6 @@
 
 import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
@@ -11,10 +10,10 @@ from .torchvision_guard import ensure_torchvision_imports
 if TYPE_CHECKING:
     from .engine import Engine, GenerateResult, RequestCancelled
     from .hosts import HostError, HostGroup
-    from .inputs import ModelInputs
-    from .prefill import prefill
-    from .result import PrefillResult, load
-    from .storage import StorageError
+    from .input.model_inputs import ModelInputs
+    from .kv.storage import StorageError
+    from .prefilling.forward import prefill
+    from .prefilling.result import PrefillResult, load
 
 __all__ = [
     "Engine",
@@ -41,11 +40,11 @@ _HOMES = {
     "RequestCancelled": "engine",
     "HostError": "hosts",
     "HostGroup": "hosts",
-    "ModelInputs": "inputs",
-    "prefill": "prefill",
-    "PrefillResult": "result",
-    "load": "result",
-    "StorageError": "storage",
+    "ModelInputs": "input.model_inputs",
+    "prefill": "prefilling.forward",
+    "PrefillResult": "prefilling.result",
+    "load": "prefilling.result",
+    "StorageError": "kv.storage",
 }
 
 
@@ -69,16 +68,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "demo", "kernels"})
 
 
-class _Package(ModuleType):
-    """This package, in which ``prefill`` is the function.
-
-    Once a submodule is imported Python puts it into its package, here in place of the function of its name.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_submodule = isinstance(value, ModuleType) and name in _HOMES
-        super().__setattr__(name, getattr(value, name) if is_submodule else value)
-
-
-sys.modules[__name__].__class__ = _Package
 ensure_torchvision_imports()

@@ -65,7 +65,7 @@ class PrefillConfig:
     """How a prompt is prefilled.
 
     Attributes:
-        method: name in :data:`apbv.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
+        method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
             ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``, ``"star"``. Of the settings
             below, lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths
             and the importance, ``"zigzag_ring"`` the overlap.
@@ -76,7 +76,7 @@ class PrefillConfig:
             (Tables 3, 8).
         query_len: of a text whose question nobody has pointed out (as ``context=`` does), so many tokens at its
             end are the query block, which every host computes; of a longer chat the last message's, at most.
-        importance: how the l_p pairs are chosen; a name in :data:`apbv.methods.importance.IMPORTANCE`.
+        importance: how the l_p pairs are chosen; a name in :data:`apbv.prefilling.methods.importance.IMPORTANCE`.
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").

@@ -12,17 +12,18 @@ import torch
 from transformers import PreTrainedModel
 
 from . import demo
-from .attention import PrefillObserver
 from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
-from .decode import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
-from .defaults import default_max_new_tokens, default_num_frames
+from .decode.decoder import Decoder, GatheredDecoder, ShardedDecoder, Stop, generate_tokens
 from .hosts import HostGroup, in_thread
-from .inputs import POSITION_RULES, FramePiece, ModelInputs
-from .loading import load_model, read_config
-from .models import ModelParts, inspect_model, require_supported
-from .prefill import PrefillResult, prefill
-from .prompt import RenderedPrompt, render_prompt
-from .reuse import KeptPrefix, Reuse, prefill_question
+from .input.model_inputs import POSITION_RULES, FramePiece, ModelInputs
+from .input.rendering import RenderedPrompt, render_prompt
+from .input.video import probe, sample_fps, sample_uniform
+from .model.attention import PrefillObserver
+from .model.defaults import default_max_new_tokens, default_num_frames
+from .model.loading import load_model, read_config
+from .model.parts import ModelParts, inspect_model, require_supported
+from .prefilling.forward import PrefillResult, prefill
+from .prefilling.reuse import KeptPrefix, Reuse, prefill_question
 from .speculate import (
     STRATEGIES,
     Draft,
@@ -48,7 +49,6 @@ from .speculate import (
 )
 from .stats import StageTimer, gather_spans, provenance
 from .timeline import Span
-from .video import probe, sample_fps, sample_uniform
 
 # Says on host 0 in words what a prompt's video or images show: for drafts that read it.
 Captioner = Callable[[RenderedPrompt], str]
@@ -111,7 +111,7 @@ class Engine:
 
     Attributes:
         num_frames, max_new_tokens: what a request gets that does not say: what the checkpoint says (see
-            :mod:`apbv.defaults`).
+            :mod:`apbv.model.defaults`).
 
     Raises:
         ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model or

@@ -8,7 +8,7 @@
 
 VNBench-shaped: retrieval, ordering and counting of needles that are edited into a running scene or inserted as
 shots of their own, at places drawn uniformly; clips of the test split, as real H.264 files. Without torchrun the
-hosts are simulated (apbv.simulate): same arithmetic and exchanges in one process, hence the same answers.
+hosts are simulated (apbv.hosts.simulated): same arithmetic and exchanges in one process, hence the same answers.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from apbv import Engine, HostGroup, PrefillConfig
 from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder, score_on, wilson
 from apbv.hosts import run_on_hosts
-from apbv.methods import METHODS
-from apbv.methods.importance import IMPORTANCE
-from apbv.simulate import share_weights, simulate
+from apbv.hosts.simulated import share_weights, simulate
+from apbv.prefilling.methods import METHODS
+from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import append_json_lines, markdown_table, provenance
 
 TASKS = ("retrieval", "ordering", "counting")

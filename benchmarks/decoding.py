@@ -28,8 +28,8 @@ from workloads import CONFIGS, build_model
 
 from apbv import HostGroup
 from apbv.allocator import keep_freed_memory
-from apbv.decode import GatheredDecoder
-from apbv.models import ModelParts, inspect_model
+from apbv.decode.decoder import GatheredDecoder
+from apbv.model.parts import ModelParts, inspect_model
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 # Relative to the largest logit: what rounding in a few layers may leave between two ways of the same numbers.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from apbv import PrefillConfig
-from apbv.simulate import Link, Network
+from apbv.hosts.simulated import Link, Network
 
 FRAMES = (16, 24, 32, 40, 48, 56)
 # The CPU's sizes keep the sweep's form; a frame of 240p has 8 x 15 tokens.

@@ -5,7 +5,7 @@
 
 Every clip is asked several questions, by engines that keep nothing, embeddings ("exact"), or KV ("kv"); the first
 question, after which the KV is kept, is another one from clip to clip, and is not scored. Clips are held-out ones,
-as real H.264 files. Without torchrun the hosts are simulated (apbv.simulate).
+as real H.264 files. Without torchrun the hosts are simulated (apbv.hosts.simulated).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from apbv.config import REUSE_MODES
 from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder, wilson
 from apbv.hosts import run_on_hosts
-from apbv.simulate import share_weights, simulate
+from apbv.hosts.simulated import share_weights, simulate
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 TASKS = ("retrieval", "ordering", "counting")

@@ -28,10 +28,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
 from apbv.demo.evaluate import answer_greedily, wilson
-from apbv.methods import METHODS
-from apbv.methods.importance import IMPORTANCE
-from apbv.models import ModelParts, inspect_model
-from apbv.prompt import render_prompt
+from apbv.input.rendering import render_prompt
+from apbv.model.parts import ModelParts, inspect_model
+from apbv.prefilling.methods import METHODS
+from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import append_json_lines, markdown_table
 
 TASKS = {"single": 1, "multikey4": 4, "multikey8": 8}  # needles in the haystack; one of them is asked for

@@ -6,8 +6,8 @@
     python benchmarks/scaling.py check --tokens 8192 --hosts 2
 
 plan      computes; nothing runs. Any Hugging Face config, any number of tokens and hosts.
-simulate  really computes every host's share, one after the other (apbv.simulate), several times, and sets the
-          speed-up over full attention at each host's mean pace beside what the cost model says: by arithmetic
+simulate  really computes every host's share, one after the other (apbv.hosts.simulated), several times, and sets
+          the speed-up over full attention at each host's mean pace beside what the cost model says: by arithmetic
           alone, and by the rates measured here.
 check     how far simulated hosts are from real ones: both on one thread per host, in turn, in one run.
 """
@@ -38,10 +38,10 @@ from transformers import AutoConfig
 from workloads import CONFIGS, PREFIX_LEN, RESOLUTIONS, patch_grid
 
 from apbv import HostGroup, PrefillConfig
+from apbv.hosts.simulated import Link, Network
 from apbv.kernels import segmented_attention
 from apbv.layout import ContextLayout
-from apbv.methods import METHODS
-from apbv.simulate import Link, Network
+from apbv.prefilling.methods import METHODS
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 # Peak dense bf16 arithmetic, of which large matrix products are taken to reach 70 % and attention 50 %; memory

@@ -37,12 +37,12 @@ from apbv.demo import clips
 from apbv.demo.evaluate import Exam, clips_folder
 from apbv.demo.scale import scale_model
 from apbv.hosts import run_on_hosts
+from apbv.input.rendering import RenderedPrompt
+from apbv.input.video import probe
 from apbv.launch.options import draft_tokens
-from apbv.methods import METHODS
-from apbv.prompt import RenderedPrompt
+from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, draft_tree, prunes, theory
 from apbv.stats import append_json_lines, markdown_table, provenance
-from apbv.video import probe
 
 BASELINE = "autoregressive"
 

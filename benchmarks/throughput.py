@@ -10,8 +10,9 @@ KV stays where it was computed. Rounds go through all of them in turn, so that a
 all. `full` is one host with the CPU threads of all hosts together; on GPUs it is one GPU. Weights are random,
 unless --model is a checkpoint.
 
-Simulated hosts (apbv.simulate) compute one after the other, each with the whole machine, and data arrives after
---latency plus size over --bandwidth. Their times are real computing on virtual clocks, and are marked as such.
+Simulated hosts (apbv.hosts.simulated) compute one after the other, each with the whole machine, and data arrives
+after --latency plus size over --bandwidth. Their times are real computing on virtual
+clocks, and are marked as such.
 """
 
 import argparse
@@ -33,10 +34,10 @@ from workloads import CONFIGS, RESOLUTIONS, build_model, text_prompt, video_prom
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
 from apbv.hosts import run_on_hosts
-from apbv.methods import METHODS
-from apbv.methods.importance import IMPORTANCE
-from apbv.models import inspect_model
-from apbv.simulate import Link, Network, share_weights, simulate
+from apbv.hosts.simulated import Link, Network, share_weights, simulate
+from apbv.model.parts import inspect_model
+from apbv.prefilling.methods import METHODS
+from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import StageTimer, append_json_lines, device_name, markdown_table, provenance
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -120,7 +121,7 @@ class Bench:
         return from_batch
 
     def run(self, case: Case, job, paces=None) -> dict:
-        """One run of a case; the figures, on every host. With ``paces``, see :func:`apbv.simulate.simulate`."""
+        """One run of a case; the figures, on every host. ``paces``: see :func:`apbv.hosts.simulated.simulate`."""
         config = replace(case.config, kv="sharded")
         if self.hosts.device.type == "cpu" and not self.simulated:
             return_freed_memory()  # peak memory is of one run

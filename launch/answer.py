@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from apbv import Engine, GenerateResult, HostGroup, demo
 from apbv.allocator import keep_freed_memory
 from apbv.demo.clips import is_question
+from apbv.input.video import VideoInfo, probe, read_frames, sample_uniform
 from apbv.launch.options import load_engine, quieten
 from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
-from apbv.video import VideoInfo, probe, read_frames, sample_uniform
 
 MOST_FRAMES_DRAWN = 36
 DOING = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from apbv.methods import METHODS
+from apbv.prefilling.methods import METHODS
 
 from scripts import figures_of, run_benchmark
 

@@ -17,9 +17,9 @@ from test_prefill import (
 )
 
 from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
-from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
+from apbv.decode.decoder import GatheredDecoder, ShardedDecoder, generate_tokens
 from apbv.kernels import BackendError
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
 from apbv.speculate.tree import Tree, TreeDrafter, generate_by_tree
 
 from oracle import run_oracle

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from apbv import HostGroup
-from apbv.cache import ShardedCache, appending_in_place
+from apbv.kv.cache import ShardedCache, appending_in_place
 from apbv.layout import plan_layout, single_host_layout
 
 LAYERS, HEADS, DIM = 2, 2, 4

@@ -7,9 +7,9 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, SpeculativeConfig, config
 from apbv.kernels.backends import BACKENDS
-from apbv.methods import METHODS
-from apbv.methods.importance import IMPORTANCE
-from apbv.prefill import resolve_method
+from apbv.prefilling.forward import resolve_method
+from apbv.prefilling.methods import METHODS
+from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
 
 # fields(): the name of every switch, so that one added later is covered.

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-import apbv.attention
-import apbv.methods.base
+import apbv.model.attention
+import apbv.prefilling.methods.base
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.encode import encode_visual
 from apbv.layout import ContextLayout, single_host_layout
-from apbv.methods import METHODS
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.methods import METHODS
 
 import families
 
@@ -151,8 +151,8 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype) -> dict:
     inputs = ModelInputs.from_processor(inspect_model(model), {"input_ids": ids}, hosts, query_start=QUERY_START)
     config = PrefillConfig(kv="sharded", on_single_host=True, **{"anchor_len": 11, "passing_len": 3, **options})
     with (
-        recorded(apbv.methods.base, "segmented_attention", flops_of_segments) as in_context_pass,
-        recorded(apbv.attention, "verify_attention", flops_of_new_tokens) as in_query_pass,
+        recorded(apbv.prefilling.methods.base, "segmented_attention", flops_of_segments) as in_context_pass,
+        recorded(apbv.model.attention, "verify_attention", flops_of_new_tokens) as in_query_pass,
         counted_exchanges(hosts) as exchanges,
         flop_counter() as counter,
     ):

@@ -4,8 +4,8 @@ import pytest
 from test_engine import checkpoints  # noqa: F401  (a fixture)
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
-from apbv.inputs import PromptError
-from apbv.models import inspect_model
+from apbv.input.model_inputs import PromptError
+from apbv.model.parts import inspect_model
 
 import families
 from families import build_model

@@ -15,7 +15,7 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, pref
 from apbv.demo import clips, data, scale, train
 from apbv.demo.agreement import count_agreements, predict_along
 from apbv.demo.evaluate import Candidate, Exam, markdown, score, wilson
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
 from apbv.speculate import make_observer
 
 

@@ -12,13 +12,13 @@ from test_engine import QUESTION, clip, infer  # noqa: F401  (a fixture)
 from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
-from apbv.attention import KeptAttention
 from apbv.config import KEEP_POLICIES, SamplingConfig
-from apbv.decode import GatheredDecoder
-from apbv.models import inspect_model
-from apbv.prefill import PrefillResult
+from apbv.decode.decoder import GatheredDecoder
+from apbv.model.attention import KeptAttention
+from apbv.model.parts import inspect_model
+from apbv.prefilling.forward import PrefillResult
 from apbv.speculate import STRATEGIES, strategies
-from apbv.speculate.draft_prompt import select_kv
+from apbv.speculate.draft_kv import select_kv
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter
 from apbv.speculate.picture import draw_kept
 from apbv.speculate.preserve import keep_even

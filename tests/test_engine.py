@@ -12,11 +12,11 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, HostGroup, PrefillConfig
-from apbv.inputs import PromptError
+from apbv.input.model_inputs import PromptError
+from apbv.input.video import VideoError
 from apbv.layout import LayoutError
-from apbv.models import UnsupportedModelError, inspect_model
+from apbv.model.parts import UnsupportedModelError, inspect_model
 from apbv.stats import STAGES
-from apbv.video import VideoError
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES

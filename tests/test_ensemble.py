@@ -14,10 +14,10 @@ from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs, SpeculativeConfig
 from apbv.config import SamplingConfig
-from apbv.encode import encode_visual
+from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.hosts import HostError
-from apbv.models import inspect_model
-from apbv.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
 from apbv.speculate.ensemble import (
     Context,
     EnsembleDrafter,

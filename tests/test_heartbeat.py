@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from test_hosts import HANGING, Store, agent_store, described, run_fresh, store, wait_for  # noqa: F401  (fixtures)
 
-import apbv.hosts
+import apbv.hosts.group
 from apbv import HostGroup
 from apbv.speculate.link import Link
 
@@ -145,7 +145,7 @@ def test_a_host_that_hangs_in_a_stage_is_given_up_in_the_end(tmp_path):
 
 def impatient(hosts: HostGroup, job, *args):
     """The job where only four seconds of work are believed."""
-    assert hosts._heart._longest == apbv.hosts._LONGEST_WORK * hosts.timeout
+    assert hosts._heart._longest == apbv.hosts.group._LONGEST_WORK * hosts.timeout
     hosts._heart._longest = 4.0
     return job(hosts, *args)
 

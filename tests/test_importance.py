@@ -7,7 +7,7 @@ import torch
 
 from apbv import PrefillConfig
 from apbv.kernels import importance
-from apbv.methods.importance import IMPORTANCE
+from apbv.prefilling.methods.importance import IMPORTANCE
 
 BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
 

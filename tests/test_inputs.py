@@ -6,11 +6,11 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
-from apbv.encode import encode_visual
-from apbv.inputs import PromptError, preprocess_frames
+from apbv.input.model_inputs import PromptError, preprocess_frames
+from apbv.input.video import VideoInfo, probe, sample_uniform
 from apbv.layout import split_evenly
-from apbv.models import inspect_model
-from apbv.video import VideoInfo, probe, sample_uniform
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES

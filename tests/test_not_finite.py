@@ -167,7 +167,7 @@ def test_a_target_beside_a_draft_too(pool, clip, num_hosts):  # noqa: F811
 def test_what_is_ruled_out_is_not_broken():
     """Vocabularies are padded, and tokens forbidden, with minus infinity."""
     from apbv.config import SamplingConfig
-    from apbv.sampling import NotFiniteError, probabilities, sample
+    from apbv.decode.sampling import NotFiniteError, probabilities, sample
 
     logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
     assert sample(logits, SamplingConfig(), 0) == 2

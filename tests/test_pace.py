@@ -11,11 +11,11 @@ from test_tree import ScriptedTree
 
 from apbv import HostGroup, SpeculativeConfig
 from apbv.config import SamplingConfig
-from apbv.decode import generate_tokens
+from apbv.decode.decoder import generate_tokens
+from apbv.speculate.draft import Draft
 from apbv.speculate.pace import TRIAL_PASSES, Pace, best_window, passes_lost
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
-from apbv.speculate.prompt import Draft
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree, generate_by_tree
 

@@ -105,7 +105,7 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
         for path in (ROOT / folder).rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == expected
-    assert {"apbv/kernels/__init__.py", "apbv/launch/infer.py", "apbv/methods/apbv.py"} <= expected
+    assert {"apbv/kernels/__init__.py", "apbv/launch/infer.py", "apbv/prefilling/methods/apbv.py"} <= expected
 
     entry_points = zipfile.ZipFile(wheel).read(f"{metadata}/entry_points.txt").decode()
     assert entry_points.split() == ["[console_scripts]", "apbv", "=", "apbv.__main__:main"]

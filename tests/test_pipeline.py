@@ -21,12 +21,12 @@ from test_verify import NUM_SAMPLES, TableModel, surprise_of, tables
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.config import KEEP_POLICIES, SamplingConfig
-from apbv.decode import generate_tokens
+from apbv.decode.decoder import generate_tokens
 from apbv.speculate import strategies
+from apbv.speculate.draft import Draft
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
-from apbv.speculate.prompt import Draft
 
 import families
 from patience import GROUP_TIMEOUT, limit

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
-from apbv.attention import gather_and_merge
-from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
+from apbv.decode.decoder import GatheredDecoder, ShardedDecoder, generate_tokens
 from apbv.kernels import merge_states
-from apbv.models import inspect_model
+from apbv.model.attention import gather_and_merge
+from apbv.model.parts import inspect_model
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES

@@ -7,11 +7,11 @@ import torch
 from test_prefill import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 
 from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
-from apbv.encode import encode_visual
 from apbv.kernels import spatial_variety, temporal_change
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
 from apbv.speculate import make_observer, preserve
-from apbv.speculate.draft_prompt import collect_kv, select_kv
+from apbv.speculate.draft_kv import collect_kv, select_kv
 from apbv.speculate.scores import standardised
 
 import families
@@ -74,7 +74,7 @@ def test_methods_that_share_out_the_question_cannot_be_watched():
     def job(hosts):
         return watched_job(hosts, "qwen2_5_vl", {"method": "ulysses"})
 
-    from apbv.simulate import simulate
+    from apbv.hosts.simulated import simulate
 
     with pytest.raises(ValueError, match="cannot be observed with ulysses"):
         simulate(2, job)

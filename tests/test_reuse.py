@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
-from apbv.result import first_tokens
-from apbv.reuse import ByteBoundedCache, KeptPrefix
+from apbv.prefilling.result import first_tokens
+from apbv.prefilling.reuse import ByteBoundedCache, KeptPrefix
 from apbv.serve.media import private_file
 
 FRAMES, STEPS = 48, 8

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from apbv import HostGroup, PrefillConfig, demo
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
 
 # benchmarks/ is no package. At the end of the path, where its file names shadow nothing.
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from apbv import SamplingConfig, sampling
-from apbv.sampling import PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
+from apbv import SamplingConfig
+from apbv.decode import sampling
+from apbv.decode.sampling import PURPOSE_NEXT_TOKEN, probabilities, sample, uniform
 
 
 def random_logits(seed, size, spread=2.0):

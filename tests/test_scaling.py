@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from apbv import demo
-from apbv.methods import METHODS
+from apbv.prefilling.methods import METHODS
 
 from scripts import assert_one_line_error, figures_of
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from apbv import Engine, HostGroup, demo
 from apbv.demo.clips import make_clip, questions
+from apbv.input.video import probe, read_frames
 from apbv.launch.torchrun import shutdown_timeout
-from apbv.video import probe, read_frames
 
 import families
 from patience import HANGING, limit, wait_for

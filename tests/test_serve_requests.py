@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from apbv import Engine, HostGroup, demo
-from apbv.files import FileIdentity
+from apbv.input.files import FileIdentity
 from apbv.launch.serve import parse_arguments
 from apbv.serve.app import build_app
 from apbv.serve.media import FolderError, MediaError, MediaSettings, fetch, is_public, opened, private_file

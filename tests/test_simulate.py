@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from apbv import HostError, HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.methods import METHODS
-from apbv.models import inspect_model
-from apbv.simulate import Link, Network, share_weights, simulate
+from apbv.hosts.simulated import Link, Network, share_weights, simulate
+from apbv.model.parts import inspect_model
+from apbv.prefilling.methods import METHODS
 
 import families
 

@@ -6,8 +6,8 @@ from test_prefill import UNCOMPRESSED, as_inputs, build, text_batch, video_batch
 
 from apbv import HostGroup, PrefillConfig, prefill
 from apbv.config import SamplingConfig
-from apbv.decode import GatheredDecoder, ShardedDecoder, generate_tokens
-from apbv.models import inspect_model
+from apbv.decode.decoder import GatheredDecoder, ShardedDecoder, generate_tokens
+from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import Proposal
 from apbv.speculate.serial import generate_speculatively
 

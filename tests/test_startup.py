@@ -133,7 +133,7 @@ def test_type_checkers_see_the_same_names():
     assert read == apbv._HOMES
 
 
-@pytest.mark.parametrize("before", ["", "import apbv.engine, apbv.prefill\n", "from apbv import Engine\n"])
+@pytest.mark.parametrize("before", ["", "import apbv.prefilling.forward\n", "from apbv import Engine\n"])
 def test_the_function_prefill_is_not_hidden_by_its_module(before):
     """The file of the function has its name; importing it must not put the module in the function's place."""
     result = python(f"{before}import apbv\nprint(apbv.prefill.__name__, type(apbv.prefill).__name__)")

@@ -13,8 +13,9 @@ import torch
 from test_prefill import ALL_FAMILIES, TEXT_FAMILIES, batch_of, build, reset_rope
 
 import apbv
-from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo, storage
-from apbv.storage import SavedKV, Writer, alone_in
+from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
+from apbv.kv import storage
+from apbv.kv.storage import SavedKV, Writer, alone_in
 
 from patience import wait_for
 from pool import start
@@ -54,7 +55,7 @@ def test_any_number_of_hosts_reads_what_two_have_written(pool, tmp_path, written
     tokens, _ = pool.run(2, save_job, path, {"kv": written, "passing_len": 8})
     saved = SavedKV.open(path)
     assert len(saved.manifest.shards) == {"gathered": 1, "sharded": 2}[written]
-    assert saved.manifest.visual.sha256 == apbv.files.FileIdentity.of(demo.video_path()).sha256()
+    assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
     logits = saved.prompt()["logits"]
     for hosts, kv in ((1, "gathered"), (3, "sharded"), (2, "gathered"), (4, "sharded")):
         (read, layers, _), *others = results = pool.run(hosts, load_job, path, kv)

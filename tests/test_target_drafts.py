@@ -8,9 +8,9 @@ from test_engine import QUESTION, clip  # noqa: F401  (a fixture)
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.config import SamplingConfig
-from apbv.decode import GatheredDecoder
-from apbv.models import inspect_model
-from apbv.speculate.draft_prompt import select_kv
+from apbv.decode.decoder import GatheredDecoder
+from apbv.model.parts import inspect_model
+from apbv.speculate.draft_kv import select_kv
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.tree import TreeDrafter
 

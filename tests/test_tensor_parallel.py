@@ -12,7 +12,7 @@ from test_engine import QUESTION, checkpoints, clip  # noqa: F401  (fixtures)
 from test_hosts import Store, described, run_fresh
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
 
 import families
 from patience import GROUP_TIMEOUT, HANGING

@@ -98,7 +98,7 @@ def test_presets_cover_the_papers_sweeps():
     finally:
         sys.path.remove(str(BENCHMARKS))
     from apbv import PrefillConfig
-    from apbv.simulate import Link
+    from apbv.hosts.simulated import Link
 
     assert set(PRESETS) == {"table4", "table5", "table7", "table8", "table9", "fig6", "fig7"}
     for build in PRESETS.values():

@@ -12,9 +12,9 @@ from test_speculate import decoders
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, prefill
 from apbv.config import SamplingConfig
-from apbv.decode import GatheredDecoder, generate_tokens
+from apbv.decode.decoder import GatheredDecoder, generate_tokens
 from apbv.kernels import reference, verify_attention
-from apbv.models import inspect_model
+from apbv.model.parts import inspect_model
 from apbv.speculate import STRATEGIES
 from apbv.speculate.tree import Tree, TreeDrafter, generate_by_tree, verify_tree
 

@@ -9,7 +9,7 @@ import torch
 
 from apbv import HostGroup
 from apbv.config import SamplingConfig
-from apbv.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.speculate import serial
 from apbv.speculate.drafters import Proposal
 from apbv.speculate.serial import generate_speculatively

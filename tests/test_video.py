@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from apbv import video
-from apbv.video import VideoError, VideoInfo, probe, read_frames, sample_fps, sample_uniform
+from apbv.input import video
+from apbv.input.video import VideoError, VideoInfo, probe, read_frames, sample_fps, sample_uniform
 
 OPEN_GOP = "open-gop=1:b-pyramid=normal:b-adapt=0:scenecut=0:bframes=3"
 

@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 
 import apbv  # before transformers and vLLM: see apbv.torchvision_guard
 from apbv import demo
-from apbv.video import probe, read_frames, sample_uniform
+from apbv.input.video import probe, read_frames, sample_uniform
 
 sys.path.insert(0, str(Path(__file__).parent))
 import families
@@ -341,7 +341,7 @@ def check_positions(folder: Path, expected: None) -> None:
     }
     for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
         model, processor = families.build_model(family), families.build_processor(family)
-        parts = apbv.models.inspect_model(model)
+        parts = apbv.model.parts.inspect_model(model)
         (architecture,) = model.config.architectures or [type(model).__name__]
         theirs = without_weights(ModelRegistry._try_load_model_cls(architecture), model.config)
         for name, source in sources.items():

@@ -7,7 +7,7 @@
 
 Every clip is rendered, written as an H.264 file, decoded from it, prefilled and answered greedily. Clips with an
 even number have edited needles, the others inserted ones. With `--hosts` the hosts are simulated in one process
-(apbv.simulate), under torchrun they are real; the answers are the same.
+(apbv.hosts.simulated), under torchrun they are real; the answers are the same.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from tqdm import tqdm
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
-from apbv.decode import GatheredDecoder, generate_tokens
+from apbv.decode.decoder import GatheredDecoder, generate_tokens
 from apbv.demo import clips, model_path
-from apbv.models import ModelParts, inspect_model
-from apbv.prefill import PrefillResult
-from apbv.prompt import render_prompt
-from apbv.simulate import share_weights, simulate
+from apbv.hosts.simulated import share_weights, simulate
+from apbv.input.rendering import render_prompt
+from apbv.input.video import probe, sample_uniform
+from apbv.model.parts import ModelParts, inspect_model
+from apbv.prefilling.forward import PrefillResult
 from apbv.stats import append_json_lines, markdown_table
-from apbv.video import probe, sample_uniform
 
 from transformers import PreTrainedModel, ProcessorMixin  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip

@@ -41,7 +41,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from ..storage import SAMPLED_PROJECTIONS, SavedKV, StorageError, config_digest, weights_digest
+from ..kv.storage import SavedKV, StorageError
+from ..model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
 
 _PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
 
@@ -367,7 +368,7 @@ def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Modu
 
 
 def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
-    """What :func:`apbv.storage.weights_digest` wants, from the checkpoint: a scheduler has no model.
+    """What :func:`apbv.kv.storage.weights_digest` wants, from the checkpoint: a scheduler has no model.
 
     Raises:
         ValueError: there are no such weights in safetensors files.

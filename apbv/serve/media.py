@@ -118,7 +118,7 @@ def _private_folder() -> tempfile.TemporaryDirectory:
 def private_file(data: bytes) -> Iterator[Path]:
     """A file that only this user can read, and that is gone when nobody uses it any more.
 
-    The same bytes are always the same file, by name and date, so that :mod:`apbv.reuse` knows it again.
+    The same bytes are always the same file, by name and date, so that :mod:`apbv.prefilling.reuse` knows it again.
     """
     name = hashlib.sha256(data).hexdigest()
     with _lock:

@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from ..decode import Stop
+from ..decode.decoder import Stop
 from ..engine import Engine, GenerateResult
 from ..hosts import HostGroup
 from .media import find_in_folder, private_file

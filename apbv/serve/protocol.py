@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..video import MAX_FPS
+from ..input.video import MAX_FPS
 
 # Fields that change how a request is filed, paid for or scheduled, but not its answer.
 _WITHOUT_EFFECT = {

@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from ..engine import Engine
-from ..inputs import video_skeleton
-from ..models import inspect_model
-from ..prompt import RenderedPrompt, render_prompt
-from ..video import probe, require_frame_rate, sample_fps, sample_uniform
+from ..input.model_inputs import video_skeleton
+from ..input.rendering import RenderedPrompt, render_prompt
+from ..input.video import probe, require_frame_rate, sample_fps, sample_uniform
+from ..model.parts import inspect_model
 from .media import FolderError, Media, MediaError, MediaSettings, opened
 from .order import Order
 from .protocol import ApiError, ChatRequest, ImagePart, TextPart

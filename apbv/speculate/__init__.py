@@ -1,9 +1,9 @@
 """Lossless speculative decoding: several tokens per forward pass of the target, and not one of them changed."""
 
+from .draft import Draft, Prompt
 from .pair import Pair, draft_request
 from .pipeline import PipelineStats, generate_beside_draft
 from .preserve import kept_by_frame
-from .prompt import Draft, Prompt
 from .serial import SpeculationStats, generate_speculatively
 from .settings import (
     drafts_elsewhere,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..attention import LayerAttention
-from ..cache import appending_in_place, replace_last
 from ..config import SamplingConfig
-from ..decode import run_language_model
-from ..models import ModelParts
-from ..sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
-from .draft_prompt import forget_prompt
+from ..decode.decoder import run_language_model
+from ..decode.sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
+from ..kv.cache import appending_in_place, replace_last
+from ..model.attention import LayerAttention
+from ..model.parts import ModelParts
+from .draft_kv import forget_prompt
 
 # The target's KV of so many new tokens, the last that are verified; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]

@@ -17,11 +17,11 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from ..config import SamplingConfig
+from ..decode.sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
 from ..hosts import HostGroup
-from ..inputs import ModelInputs
-from ..models import ModelParts
-from ..sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
-from .draft_prompt import prefill_draft, run_prompt
+from ..input.model_inputs import ModelInputs
+from ..model.parts import ModelParts
+from .draft_kv import prefill_draft, run_prompt
 from .drafters import ModelDrafter
 from .preserve import frame_shape
 
@@ -120,7 +120,7 @@ def read_contexts(
 
     Args:
         letters: of M, T, C and P.
-        kept_visual, rows: of M; see :func:`apbv.speculate.draft_prompt.prefill_draft`. P needs rows, too.
+        kept_visual, rows: of M; see :func:`apbv.speculate.draft_kv.prefill_draft`. P needs rows, too.
         caption: on the leader, for C.
 
     Returns:

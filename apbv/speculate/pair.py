@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..config import SamplingConfig, SpeculativeConfig
 from ..hosts import HostError, HostGroup
-from ..inputs import ModelInputs
-from ..models import ModelParts
+from ..input.model_inputs import ModelInputs
+from ..model.parts import ModelParts
 from ..stats import StageTimer
 from ..warn import warn_caller
+from .draft import Draft, Prompt
 from .link import FAILED, GO_ON, Link
 from .pipeline import DraftReport, draft_beside
-from .prompt import Draft, Prompt
 from .strategies import STRATEGIES
 
 

@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..decode import NO_TOKEN, Decoder, Ending, Stop, require_token
+from ..decode.decoder import NO_TOKEN, Decoder, Ending, Stop, require_token
+from ..decode.sampling import NotFiniteError
 from ..hosts import HostError, HostGroup
-from ..sampling import NotFiniteError
 from ..timeline import Recorder, Span, seconds_of
 from ..warn import warn_caller
+from .draft import Draft
 from .drafters import Proposal, packed, unpacked
 from .link import ALONE, CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link
 from .pace import Pace
-from .prompt import Draft
 from .serial import LOSING, SpeculationStats, judge, say
 
 
@@ -217,7 +217,7 @@ def generate_beside_draft(
     stop: Stop | None = None,
     drop_losing_draft: bool = False,
 ) -> tuple[list[int], PipelineStats]:
-    """The target's side: :func:`apbv.decode.generate_tokens` with :func:`draft_beside` on another host.
+    """The target's side: :func:`apbv.decode.decoder.generate_tokens` with :func:`draft_beside` on another host.
 
     Where the draft host is lost, the target says so once and goes on alone: greedy, to the same tokens. So it does
     where the draft's logits are NaN or infinite; then the draft host is asked again for the next request.

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..hosts import HostGroup
-from ..inputs import ModelInputs
+from ..input.model_inputs import ModelInputs
 from ..kernels import similarity_to, spatial_variety, temporal_change
 from ..layout import ContextLayout
-from ..models import ModelParts
+from ..model.parts import ModelParts
 from .scores import mean_probability, scores_of_keys, standardised
 
 

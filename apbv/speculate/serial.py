@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..decode import NO_TOKEN, Decoder, Ending, Stop, choose_token, require_token
+from ..decode.decoder import NO_TOKEN, Decoder, Ending, Stop, choose_token, require_token
+from ..decode.sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, NotFiniteError, probabilities, uniform
 from ..hosts import HostGroup
-from ..sampling import PURPOSE_ACCEPT, PURPOSE_NEXT_TOKEN, NotFiniteError, probabilities, uniform
 from ..timeline import Recorder
 from .drafters import Drafter, Learner, Proposal, packed, unpacked
 from .pace import Pace
@@ -113,7 +113,7 @@ def generate_speculatively(
     stop: Stop | None = None,
     drop_losing_draft: bool = False,
 ) -> tuple[list[int], SpeculationStats]:
-    """:func:`apbv.decode.generate_tokens`, with several tokens per forward pass of the target.
+    """:func:`apbv.decode.decoder.generate_tokens`, with several tokens per forward pass of the target.
 
     Every token is distributed as if the target had chosen it alone; at temperature 0 it is the same token.
     Between rounds the target's KV is that of all tokens so far but the last.

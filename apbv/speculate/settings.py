@@ -5,9 +5,9 @@ from typing import Any
 
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
-from ..inputs import ModelInputs
-from ..models import ModelParts
-from ..prefill import passes_blocks_on
+from ..input.model_inputs import ModelInputs
+from ..model.parts import ModelParts
+from ..prefilling.forward import passes_blocks_on
 from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy, prunes
 
 

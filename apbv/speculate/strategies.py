@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..attention import KeptAttention, PrefillObserver
 from ..config import SpeculativeConfig
-from ..encode import encode_visual
 from ..hosts import HostGroup
-from ..inputs import ModelInputs
+from ..input.model_inputs import ModelInputs
 from ..kernels.backends import choose
 from ..layout import ContextLayout
-from ..models import ModelParts
+from ..model.attention import KeptAttention, PrefillObserver
+from ..model.parts import ModelParts
+from ..prefilling.encode import encode_visual
 from . import preserve
-from .draft_prompt import collect_kv, prefill_draft, run_prompt, select_kv
+from .draft import Draft, Prompt, Successor
+from .draft_kv import collect_kv, prefill_draft, run_prompt, select_kv
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, make_weights, read_contexts
-from .prompt import Draft, Prompt, Successor
 from .scores import standardised
 from .tree import Tree
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..config import SamplingConfig, SpeculativeConfig
 from ..hosts import Exchange, HostError, HostGroup
-from ..inputs import ModelInputs
-from ..models import ModelParts
+from ..input.model_inputs import ModelInputs
+from ..model.parts import ModelParts
 from ..stats import StageTimer
 from .link import DRAFT, TARGET, Link
 from .pair import Pair, draft_request

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..attention import TreeAttention
-from ..cache import appending_in_place, keep_of_last, replace_last
 from ..config import SamplingConfig
-from ..decode import NO_TOKEN, Decoder, Ending, Stop, choose_token, require_token, run_language_model
+from ..decode.decoder import NO_TOKEN, Decoder, Ending, Stop, choose_token, require_token, run_language_model
+from ..decode.sampling import NotFiniteError, sample
 from ..hosts import HostGroup
-from ..models import ModelParts
-from ..sampling import NotFiniteError, sample
+from ..kv.cache import appending_in_place, keep_of_last, replace_last
+from ..model.attention import TreeAttention
+from ..model.parts import ModelParts
 from ..timeline import Recorder
-from .draft_prompt import forget_prompt
+from .draft_kv import forget_prompt
 from .drafters import NewestKV, common_length, packed, unpacked
 from .pace import Pace
 from .serial import LOSING, SWITCHED_OFF, SpeculationStats, say
@@ -257,7 +257,7 @@ def generate_by_tree(
 ) -> tuple[list[int], SpeculationStats]:
     """:func:`apbv.speculate.serial.generate_speculatively` with a tree per round in place of a window.
 
-    The tokens are :func:`apbv.decode.generate_tokens`'s own, also where they are sampled; see :func:`verify_tree`.
+    The tokens are those of decoding without a draft, also where they are sampled; see :func:`verify_tree`.
 
     Args:
         drafter: on the leader; None on the others.

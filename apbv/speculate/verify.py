@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..sampling import NotFiniteError, draw, most_probable_of_rows, require_distribution
+from ..decode.sampling import NotFiniteError, draw, most_probable_of_rows, require_distribution
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""From a question and its sources to what a model reads."""

@@ -1,0 +1,50 @@
+"""What tells one model from another: digests of what decides the numbers in its KV."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+from torch import Tensor
+
+# What decides the numbers in a KV cache. Other fields come and go with versions of transformers.
+_CONFIG_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+)
+
+# Of a decoder layer: the matrices whose first row lies whole on the first process of a host.
+SAMPLED_PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+
+
+def config_digest(config) -> str:
+    """SHA-256 of what in a transformers configuration decides the KV of its language model."""
+    text = config.get_text_config().to_dict()
+    fields = {name: text[name] for name in _CONFIG_FIELDS if text.get(name) is not None}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(rows: Iterable[Tensor]) -> str:
+    """SHA-256 of a sample of the weights that make KV, which tells models of one architecture apart.
+
+    Args:
+        rows: layer by layer, the first row of each of :data:`SAMPLED_PROJECTIONS`.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,93 @@
+"""Models and their processors, from a directory or the hub."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import utils as hub
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from ..config import DTYPE_NAMES
+from ..hosts import HostGroup
+from .parts import VIDEO_FAMILIES
+from .tensor_parallel import load_sharded
+
+
+def load_model(
+    path: str | Path,
+    dtype: str | torch.dtype,
+    hosts: HostGroup,
+    with_model: bool = True,
+    sharded: bool = False,
+) -> tuple[PreTrainedModel | None, Any]:
+    """A model, where it is wanted, and its processor.
+
+    Args:
+        dtype: of the weights; a name in :data:`apbv.config.DTYPE_NAMES`, or torch's own.
+        sharded: with tensor parallelism load only this process's share.
+
+    Raises:
+        ValueError: there is no such model, or no such dtype.
+    """
+    if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
+    config = read_config(path)
+    with _described_errors(path), _without_loading_bar():
+        is_video = config.model_type in VIDEO_FAMILIES
+        auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
+        model = None
+        if with_model and sharded and hosts.tensor_parallel_size > 1:
+            model = load_sharded(auto, path, config, dtype, hosts).eval()
+        elif with_model:
+            model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
+        return model, (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """A model's config, from a directory or the hub.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    is_path = isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1
+    if is_path and not Path(path).is_dir():  # the hub would say that this is no name that it could have
+        raise ValueError(f"cannot load the model {path}: there is no such directory")
+    with _described_errors(path):
+        return AutoConfig.from_pretrained(path)
+
+
+@contextmanager
+def _described_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the model {path}: {error}") from error
+
+
+@contextmanager
+def _without_loading_bar() -> Iterator[None]:
+    """Let transformers read weights in silence; the bars of downloads, which take long, stay as they are."""
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    shows_downloads = not hub.are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()
+    if shows_downloads:
+        hub.enable_progress_bars()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+        if not shows_downloads:
+            hub.disable_progress_bars()

@@ -1,0 +1,219 @@
+"""What apbv needs to know of a Hugging Face model. The only place that reads a model's config."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..kernels.library_attention import require_usable
+from ..layout import split_evenly
+from .digest import SAMPLED_PROJECTIONS, weights_digest
+
+TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
+_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+class UnsupportedModelError(ValueError):
+    """The model has a part that apbv's attention would compute wrongly; the message names it."""
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A causal language model, taken apart.
+
+    Attributes:
+        model: the whole model, as the caller passed it.
+        family: its ``model_type``.
+        language_model: the decoder without its head; what runs sequence-parallel.
+        lm_head: hidden states to logits.
+        video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
+        backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
+    """
+
+    model: PreTrainedModel
+    family: str
+    language_model: PreTrainedModel
+    lm_head: nn.Module
+    video_token_id: int | None
+    image_token_id: int | None
+    backend: str = "auto"
+
+    @property
+    def is_video_model(self) -> bool:
+        return self.family in VIDEO_FAMILIES
+
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether positions are (time, height, width) triples."""
+        return self.family in _MROPE_FAMILIES
+
+    @property
+    def num_rows_ending_video(self) -> int:
+        """Visual tokens behind a video's last frame: LLaVA-OneVision has a newline there."""
+        return int(self.family == "llava_onevision")
+
+    @property
+    def num_layers(self) -> int:
+        return self.language_model.config.num_hidden_layers
+
+    @property
+    def tensor_parallel(self) -> tuple[int, int]:
+        """(t, T): the model's attention and MLP are share t of T; (0, 1) where they are whole."""
+        mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
+        return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+    @property
+    def kv_heads(self) -> range:
+        """Which of the whole model's KV heads are here."""
+        rank, size = self.tensor_parallel
+        return split_evenly(range(self.language_model.config.num_key_value_heads), size)[rank]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that are here: those that a cache holds."""
+        return len(self.kv_heads)
+
+    @property
+    def head_dim(self) -> int:
+        config = self.language_model.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions that the model was made for; with YaRN and its like those that it was stretched to."""
+        config = self.language_model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):  # others state what they were stretched to
+            return config.max_position_embeddings
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        return max(config.max_position_embeddings, int(original * rope["factor"]))
+
+    @property
+    def num_deepstack_layers(self) -> int:
+        """After how many of the first layers visual features are added to the hidden states (Qwen3-VL)."""
+        vision_config = getattr(self.model.config, "vision_config", None)
+        return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that the vision tower makes for one visual token."""
+        return (1 + self.num_deepstack_layers) * self.language_model.config.hidden_size
+
+    def is_visual(self, input_ids: Tensor) -> Tensor:
+        """Which tokens are placeholders of images or video; bool, shaped like ``input_ids``."""
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        for token_id in (self.video_token_id, self.image_token_id):
+            if token_id is not None:
+                mask |= input_ids == token_id
+        return mask
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits, which may be more than the tokenizer has tokens."""
+        return self.lm_head.out_features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.language_model.get_input_embeddings()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, from the generation config."""
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+
+    def weights_digest(self) -> str:
+        """See :func:`apbv.kv.storage.weights_digest`; a member of a host samples its share of the model."""
+        return weights_digest(
+            _here(layer.get_submodule(name).weight)[0]
+            for layer in self.language_model.layers
+            for name in SAMPLED_PROJECTIONS
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[1, S, d]`` to ``[1, S, V]``."""
+        return self.lm_head(hidden)
+
+
+def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
+    """Take a model apart, and refuse what apbv cannot compute exactly as the model means it.
+
+    Raises:
+        UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
+        BackendError: the back end cannot be used for this model on its device.
+    """
+    family = require_supported(model.config)
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head to generate with")
+    language_model = model.get_decoder()
+    parts = ModelParts(
+        model=model,
+        family=family,
+        language_model=language_model,
+        lm_head=lm_head,
+        video_token_id=_token_id(model.config, "video") if family in VIDEO_FAMILIES else None,
+        image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
+        backend=backend,
+    )
+    groups = language_model.config.num_attention_heads // language_model.config.num_key_value_heads
+    require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
+    return parts
+
+
+def require_supported(config: PreTrainedConfig) -> str:
+    """The family of a whole model's config, from which it can be told before there are weights.
+
+    Raises:
+        UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
+    """
+    family = getattr(config, "model_type", type(config).__name__)
+    if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
+        raise UnsupportedModelError(
+            f"{family} models are not supported; supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+        )
+    _refuse_unsupported_layers(family, config.get_text_config())
+    return family
+
+
+def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
+    # VLMs such as InternVL and LLaVA-OneVision take any language model as their text part.
+    text_families = tuple(f"{name}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
+    if config.model_type not in text_families:
+        raise UnsupportedModelError(f"{family} with a {config.model_type} language model is not supported")
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    for index, layer_type in enumerate(layer_types):
+        if layer_type != "full_attention":
+            raise UnsupportedModelError(
+                f"layer {index} of this {family} model is of type {layer_type}; only full_attention is supported"
+            )
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise UnsupportedModelError(
+            f"this {family} model uses sliding_attention (sliding_window={config.sliding_window}); "
+            "only full_attention is supported"
+        )
+
+
+def _here(weight: Tensor) -> Tensor:
+    """What of a weight lies on this process, under tensor parallelism."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _token_id(config, modality: str) -> int | None:
+    """The placeholder's id; the families do not agree on its name."""
+    for name in (f"{modality}_token_id", f"{modality}_token_index"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return None

@@ -1,0 +1,213 @@
+"""prefill(): one sequence-parallel forward pass of an unmodified language model."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..config import PrefillConfig
+from ..hosts import HostGroup
+from ..input.model_inputs import ModelInputs
+from ..kv.cache import ShardedCache
+from ..layout import ContextLayout, offsets_within
+from ..model.attention import LayerAttention, ObservedAttention, PrefillObserver, ShardedAttention, apbv_attention
+from ..model.parts import ModelParts, inspect_model
+from ..model.tensor_parallel import require_same_sharding
+from ..stats import StageTimer, reset_peak_memory
+from ..warn import warn_caller
+from .encode import encode_visual, exchange_visual
+from .methods import METHODS, PrefillMethod
+from .result import PrefillResult, identify
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    model_inputs: ModelInputs | Mapping[str, Tensor],
+    *,
+    hosts: HostGroup | None = None,
+    config: PrefillConfig | None = None,
+    timer: StageTimer | None = None,
+    observe: Callable[[ModelInputs, ContextLayout, HostGroup], PrefillObserver] | None = None,
+    encoded: Tensor | None = None,
+) -> PrefillResult:
+    """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
+
+    Args:
+        model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the same full replica
+            on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it. It is
+            left as it was found.
+        model_inputs: prepared inputs, or what the model's transformers processor or tokenizer returned for one
+            unpadded prompt.
+        hosts: who takes part; ``HostGroup.from_env()`` by default.
+        config: method and lengths.
+        timer: the request's stage times; a new one by default.
+        observe: makes an observer of the question's attention (see :mod:`apbv.speculate`).
+        encoded: what the vision tower made of this host's share of the visual input, where that is known already
+            (see :func:`apbv.prefilling.encode.encode_visual`).
+
+    Returns:
+        The logits of the last token on every host, and the KV as ``config.kv`` says.
+
+    Raises:
+        ValueError: the prompt, the model or a length cannot be handled; raised on every host.
+        HostError: another host failed.
+    """
+    hosts = hosts or HostGroup.from_env()
+    config = config or PrefillConfig()
+    timer = timer or StageTimer(hosts)
+    reset_peak_memory(hosts.device)
+    with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
+        parts = inspect_model(model, config.backend)
+        require_same_sharding(parts, hosts)
+        if parts.device.type != hosts.device.type:
+            raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
+        if not isinstance(model_inputs, ModelInputs):
+            model_inputs = ModelInputs.from_processor(
+                parts, model_inputs, hosts, config.frame_parallel, query_len=config.query_len
+            )
+        model_inputs.require_room(parts.max_position_embeddings)
+        method_type = resolve_method(config, hosts)
+        layout = method_type.plan(
+            hosts.size,
+            model_inputs.num_tokens,
+            model_inputs.context_start,
+            model_inputs.query_start,
+            config,
+        )
+        if not layout.is_split and method_type.name != "full":
+            if hosts.is_leader:
+                warn_caller(
+                    f"a prompt of {model_inputs.num_tokens} tokens, {model_inputs.query_start} of them before "
+                    f"the question, is too short to be split over {hosts.size} hosts: host 0 computes it alone, "
+                    "exactly"
+                )
+            method_type = METHODS["full"]
+        method = method_type(layout, hosts, config)
+        observer = None
+        if observe is not None:
+            if layout.is_split and not len(layout.query):
+                raise ValueError(
+                    f"the attention of the question cannot be observed with {method.name}: "
+                    "the hosts share out the question, too"
+                )
+            observer = observe(model_inputs, layout, hosts)
+            if observer.wants_passed:
+                method.on_passed = observer.observe_passed
+    hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
+    hosts.require_same("the prefill configuration or the model", f"{config} {model.config}".encode())
+
+    with hosts.collective_stage("encode"):
+        with timer.stage("encode"):
+            features = encode_visual(parts, model_inputs.visual) if encoded is None else encoded
+        with timer.stage("exchange"):
+            visual = exchange_visual(parts, model_inputs, features, layout, hosts)
+    with hosts.collective_stage("prefill"), timer.stage("prefill"):
+        logits, shards = _forward(parts, model_inputs, visual, method, observer)
+        timer.mark_first_token()
+
+    result = PrefillResult(
+        logits=logits,
+        layout=layout,
+        method=method.name,
+        exact=method.gives_exact_kv,
+        inputs=model_inputs.without_pixels(),
+        timer=timer,
+        _hosts=hosts,
+        _model=partial(identify, parts),
+        _shards=shards,
+    )
+    if config.kv == "sharded":
+        return result
+    with hosts.collective_stage("handoff"), timer.stage("handoff"):
+        return replace(result, _gathered=shards.gather(hosts), _shards=None)
+
+
+def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMethod]:
+    """The method that a config means on these hosts."""
+    if hosts.size == 1 and not config.on_single_host:
+        return METHODS["full"]
+    return METHODS[config.method]
+
+
+def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
+    """Whether hosts tell each other some of their context's KV, where a prompt is long enough to be split."""
+    return resolve_method(config, hosts).passes_on and config.passing_len != 0
+
+
+def _forward(
+    parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod, observer: PrefillObserver | None
+) -> tuple[Tensor, ShardedCache]:
+    """Run this host's tokens through the language model; logits ``[1, V]`` and this host's KV."""
+    layout, hosts = method.layout, method.hosts
+    spans = layout.local_spans(hosts.rank)
+    cache = ShardedCache(parts.num_layers, layout, hosts.rank, keep_query=not method.separate_query)
+    if spans:
+        attention: LayerAttention = method
+        hooks = ExitStack()
+        if observer is not None:
+            query, *kept = offsets_within(
+                spans, [range(inputs.query_start, inputs.num_tokens), *layout.cache_spans(hosts.rank)]
+            )
+            if not method.separate_query:
+                attention = ObservedAttention(method, observer, query, kept)
+            hooks = _hidden_hooks(parts, observer, None if method.separate_query else query, kept)
+        with apbv_attention(parts.language_model):
+            with hooks:
+                hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
+            if method.separate_query:
+                attention = ShardedAttention(hosts, parts.backend)
+                if observer is not None:  # only now does the query see all of the context
+                    query = range(len(layout.query))
+                    kept = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))
+                    attention = ObservedAttention(attention, observer, query, kept)
+                    hooks = _hidden_hooks(parts, observer, query, None)
+                with hooks:
+                    hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
+    else:  # host 0 computes the prompt alone
+        if observer is not None:
+            observer.observe_nothing()
+        cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
+    source = layout.last_token_host
+    if source in (None, hosts.rank):
+        logits = parts.logits(hidden[:, -1:])[:, 0]
+    else:
+        logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
+    return (logits if source is None else hosts.broadcast(logits, source)), cache
+
+
+def _hidden_hooks(
+    parts: ModelParts, observer: PrefillObserver, query: range | None, kept: list[range] | None
+) -> ExitStack:
+    """Show the observer the inputs of the layers it asks for, for as long as the stack is open."""
+    hooks = ExitStack()
+    for layer in observer.hidden_layers:
+
+        def show(module, args, kwargs, layer=layer):
+            hidden = (args[0] if args else kwargs["hidden_states"])[0]
+            observer.observe_hidden(
+                layer,
+                None if query is None else hidden[query.start : query.stop],
+                None if kept is None else [hidden[rows.start : rows.stop] for rows in kept],
+            )
+
+        hook = parts.language_model.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
+        hooks.callback(hook.remove)
+    return hooks
+
+
+def _run(parts: ModelParts, inputs: ModelInputs, visual, spans, cache, **kwargs) -> Tensor:
+    tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    embeds, extra = visual.merge_into(parts, inputs.input_ids[:, tokens].to(parts.device))
+    return parts.language_model(
+        inputs_embeds=embeds,
+        position_ids=inputs.position_ids[..., tokens].to(parts.device),
+        past_key_values=cache,
+        use_cache=True,
+        **extra,
+        **kwargs,
+    ).last_hidden_state

@@ -1,0 +1,146 @@
+"""APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
+
+Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h holds
+[A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag.
+"""
+
+import torch
+from torch import Tensor
+
+from ...config import PrefillConfig
+from ...hosts import Exchange, HostGroup
+from ...kernels import select_topk
+from ...kernels.runs import Segment
+from ...layout import ContextLayout, offsets_within, plan_layout
+from ...model.attention import gather_and_merge
+from .base import PrefillMethod, State
+from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
+
+
+class ApbvMethod(PrefillMethod):
+    """Blocks see the anchor, the best KV pairs of all earlier blocks, and themselves; the query sees all."""
+
+    name = "apbv"
+    passes_on = True
+
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
+        super().__init__(layout, hosts, config)
+        self.separate_query = not config.fused_query
+        self._importance = IMPORTANCE[config.importance]
+        anchor, *blocks, query = offsets_within(layout.local_spans(hosts.rank), layout.local_spans(hosts.rank))
+        self._anchor = anchor
+        self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
+        self._query = query
+        # The lse that ranks a block's keys is that of the query's attention to it, which is wanted anyway.
+        self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
+
+    @staticmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        return plan_layout(
+            num_hosts=num_hosts,
+            num_tokens=num_tokens,
+            context_start=context_start,
+            query_start=query_start,
+            anchor_len=config.anchor_len,
+            passing_len=config.passing_len,
+            zigzag=config.zigzag,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q_query = _rows(q, self._query)
+        # Every transfer starts as early as its data exists, and is waited for where it is needed (Figure 5).
+        seen: dict[int, State] = {}
+        sent = [self._start_passing(block, q, k, v, scale, seen) for block in self._blocks]
+        finish_query = self._start_query(q_query, k, v, scale, seen)
+
+        anchor = (_rows(k, self._anchor), _rows(v, self._anchor))
+        outs = []
+        for order, (block, rows) in enumerate(self._blocks.items()):
+            segments, alone = [anchor, *self._passing_segments(block, sent)], 0
+            if order == 0:
+                # The anchor stands right before this block: one call for both, in which it does not see the
+                # passing block, and the block sees it as what comes before.
+                segments, alone = segments[1:], len(self._anchor)
+                rows = range(self._anchor.start, self._anchor.stop + len(rows))
+            segments.append((_rows(k, rows), _rows(v, rows)))
+            outs.append(self.attend(_rows(q, rows), segments, scale, causal_last=True, rows_alone=alone)[0])
+        return torch.cat([*outs, finish_query()], dim=2)
+
+    def _start_passing(
+        self, block: int, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]
+    ) -> Exchange | None:
+        """Send this block's l_p most important KV pairs to everybody: ``[2, B, Hkv, max k, D]`` per host.
+
+        Args:
+            seen: where the query's attention to this block is left, if its lse was needed to rank the pairs.
+        """
+        if self.layout.max_passed == 0:
+            return None
+        buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
+        rows, count = self._blocks[block], self.layout.num_passed(block)
+        is_last = block == len(self.layout.blocks) - 1  # nobody comes after it: its buffer is a dummy
+        if not is_last or self.on_passed is not None:
+            k_block, v_block = _rows(k, rows), _rows(v, rows)
+            if count < len(rows):
+                q_query, lse = _rows(q, self._query), None
+                if self._shares_lse:
+                    segment = (k_block, v_block)
+                    seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
+                    lse = seen[block][1]
+                options = {"lse": lse, "backend": self.config.backend}
+                scores = self._importance(q_query, _rows(q, rows), k_block, scale, **options)
+                chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
+            else:
+                chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
+                buffer[0, :, :, :count], buffer[1, :, :, :count] = k_block, v_block
+            if self.on_passed is not None:
+                self.on_passed(block, chosen)
+        exchange = self.hosts.all_gather(buffer)
+        if not self.config.overlap:
+            exchange.wait()
+        return exchange
+
+    def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
+        """The passing block: what all virtual hosts before this one sent, as it lies in the buffers."""
+        segments = []
+        for order, exchange in enumerate(sent):
+            # The exchange of order 0 carries blocks 0 .. H-1, that of order 1 carries 2H-1 .. H.
+            if exchange is None or (order == 1 and block < self.hosts.size):
+                continue
+            buffers = exchange.wait()
+            for host in range(self.hosts.size):
+                sender = self.layout.virtual_hosts(host)[order]
+                if sender < block:
+                    k, v = buffers[host, :, :, :, : self.layout.num_passed(sender)]
+                    segments.append((k, v))
+        return segments
+
+    def _start_query(self, q_query: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]):
+        """Query attention over everything this host owns, merged over hosts (Eq. 5, Appendix B.2).
+
+        Args:
+            seen: the query's attention to some of this host's blocks, as far as it is known already.
+        """
+        if self.separate_query:
+            # The query only rides along for the scores; a pass of its own will see the whole context.
+            segments = [(_rows(k, rows), _rows(v, rows)) for rows in (self._anchor, self._query)]
+            out, _ = self.attend(q_query, segments, scale, causal_last=True)
+            return lambda: out
+        owns_query = self.hosts.rank == 0
+        unseen = [self.layout.anchor_slice(self.hosts.rank)]
+        unseen += [rows for block, rows in self._blocks.items() if block not in seen]
+        unseen += [self._query] if owns_query else []
+        segments = [(_rows(k, rows), _rows(v, rows)) for rows in unseen]
+        states = [*seen.values(), self.attend(q_query, segments, scale, causal_last=owns_query)]
+        out, lse = self.merge(states)
+        finish = gather_and_merge(out.to(q_query.dtype), lse, self.hosts, self.config.backend)
+        if self.config.overlap:
+            return finish
+        merged = finish()
+        return lambda: merged
+
+
+def _rows(states: Tensor, rows: range) -> Tensor:
+    return states[:, :, rows.start : rows.stop]

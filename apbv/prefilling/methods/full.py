@@ -1,0 +1,21 @@
+"""Full attention: host 0 computes the whole prompt. The exact baseline."""
+
+from torch import Tensor
+
+from ...config import PrefillConfig
+from ...layout import ContextLayout, single_host_layout
+from .base import PrefillMethod
+
+
+class FullMethod(PrefillMethod):
+    name = "full"
+    is_exact = True
+
+    @staticmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        return single_host_layout(num_hosts, num_tokens)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self.attend(q, [(k, v)], scale, causal_last=True)[0]

@@ -1,0 +1,68 @@
+"""DeepSpeed Ulysses: exact; an all-to-all turns a share of the tokens into a share of the heads, and back."""
+
+import torch
+from torch import Tensor
+
+from ...config import PrefillConfig
+from ...hosts import HostGroup
+from ...layout import ContextLayout, shared_out_layout, split_evenly
+from .base import PrefillMethod
+
+
+class UlyssesMethod(PrefillMethod):
+    """Every host attends over the whole prompt with its share of the query heads.
+
+    Query heads are shared out as evenly as they can be, some hosts getting none where there are more hosts than
+    heads; a KV head goes to every host that has a query head of its group.
+    """
+
+    name = "ulysses"
+    is_exact = True
+
+    @staticmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        return shared_out_layout(num_hosts, num_tokens, zigzag=False)
+
+    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
+        super().__init__(layout, hosts, config)
+        self._lengths = [len(block) for block in layout.blocks]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        batch, num_heads, rows, dim = q.shape
+        group = num_heads // k.shape[1]
+        query_heads = split_evenly(range(num_heads), self.hosts.size)
+        kv_heads = [_groups(heads, group) for heads in query_heads]
+        mine, mine_kv = query_heads[self.hosts.rank], kv_heads[self.hosts.rank]
+
+        parts = [
+            torch.cat([_heads(q, heads), _heads(k, shared), _heads(v, shared)], dim=1)
+            for heads, shared in zip(query_heads, kv_heads, strict=True)
+        ]
+        width = len(mine) + 2 * len(mine_kv)
+        received = self.hosts.all_to_all(parts, [(batch, width, length, dim) for length in self._lengths]).wait()
+        q_mine, k_mine, v_mine = torch.cat(received, dim=2).split([len(mine), len(mine_kv), len(mine_kv)], dim=1)
+        out = self._attend(q_mine, k_mine, v_mine, mine, group, scale)
+
+        # Back: this host's heads of every host's tokens.
+        shapes = [(batch, len(heads), rows, dim) for heads in query_heads]
+        return torch.cat(self.hosts.all_to_all(out.split(self._lengths, dim=2), shapes).wait(), dim=1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float) -> Tensor:
+        if not len(heads):
+            return q
+        if heads.start % group or len(heads) % group:
+            # A group is shared with another host: give every query head its own KV head.
+            chosen = [head // group - heads.start // group for head in heads]
+            k, v = k[:, chosen], v[:, chosen]
+        return self.attend(q, [(k, v)], scale, causal_last=True)[0]
+
+
+def _groups(heads: range, group: int) -> range:
+    """The KV heads that a run of query heads attends to."""
+    return range(heads.start // group, -(-heads.stop // group)) if len(heads) else range(0)
+
+
+def _heads(states: Tensor, heads: range) -> Tensor:
+    return states[:, heads.start : heads.stop]
