@@ -1,6 +1,13 @@
-"""Operators of attention and of choosing keys. Imports torch (and, in kernel files only, triton); nothing of apbv.
+"""This package computes attention over sharded keys and values, and chooses which keys matter.
 
-Installed and imported as ``apbv.kernels``.
+It imports torch and, in the files named ``triton_*``, triton; it imports nothing else of apbv. The folder is
+installed and imported as ``apbv.kernels``. Each family of operators has four parts:
+
+- ``<family>.py`` documents and checks the public functions;
+- ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same signatures;
+- :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
+
+:mod:`apbv.kernels.backends` decides which implementation runs.
 """
 
 from .attention import segmented_attention, verify_attention
@@ -21,5 +28,5 @@ __all__ = [
     "verify_attention",
 ]
 
-# Whoever probes this folder by mistake as the Hugging Face package "kernels" must find a valid version.
+# Code that finds this folder by mistake as the Hugging Face package "kernels" must read a valid version.
 __version__ = "0.1.0"

@@ -1,8 +1,10 @@
-"""Which implementation of an operator runs. The one place that knows what a device and an installation can do."""
+"""This module decides which implementation of an operator runs, by what the device and the installation can do."""
 
 import math
 import os
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -12,13 +14,24 @@ ENVIRONMENT_VARIABLE = "APBV_BACKEND"
 LIBRARIES = ("cudnn", "flash_attn", "flashinfer")
 BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
 
+_FAMILIES = {
+    "segmented_attention": "attention",
+    "verify_attention": "attention",
+    "merge_states": "merging",
+    "kv_importance": "importance",
+    "select_topk": "importance",
+    "temporal_change": "visual_scores",
+    "spatial_variety": "visual_scores",
+    "similarity_to": "visual_scores",
+}
+
 
 class BackendError(ValueError):
-    """A back end was asked for that cannot compute this; the message says why."""
+    """The requested back end cannot compute this; the message says why."""
 
 
 def requested(backend: str = "auto") -> str:
-    """What the caller wants, or else the environment variable ``APBV_BACKEND``, or else ``"auto"``.
+    """Return what the caller asks for, or else what ``APBV_BACKEND`` asks for, or else ``"auto"``.
 
     Raises:
         BackendError: there is no such back end.
@@ -32,15 +45,16 @@ def requested(backend: str = "auto") -> str:
 
 
 def choose(backend: str, tensor: Tensor) -> str:
-    """``"torch"``, ``"triton"`` or ``"reference"``, for every operator but attention itself.
+    """Choose ``"torch"``, ``"triton"`` or ``"reference"`` for an operator other than segmented attention.
 
-    A library of attention kernels has no say here: with one, these operators run as with ``"auto"``.
+    Libraries of attention kernels do not have these operators: naming one is the same as ``"auto"`` here.
 
     Args:
-        tensor: an operand; its device and dtype decide.
+        backend: see :func:`requested`.
+        tensor: an operand, whose device and dtype decide.
 
     Raises:
-        BackendError: what was asked for cannot run here.
+        BackendError: the requested back end cannot run here.
     """
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
@@ -51,8 +65,24 @@ def choose(backend: str, tensor: Tensor) -> str:
     return "triton" if wanted == "triton" or (tensor.is_cuda and not obstacle) else "torch"
 
 
+def implementation(operator: str, backend: str) -> Callable:
+    """Return the function that computes an operator with a back end.
+
+    Modules are imported here and not at the top of a file, because triton need not be installed.
+
+    Args:
+        operator: a public function of :mod:`apbv.kernels`, by name.
+        backend: what :func:`choose` or :func:`apbv.kernels.library_attention.choose_attention` returned.
+    """
+    if backend in LIBRARIES:
+        # A library attends over one segment; torch code splits the problem and merges the results.
+        return partial(implementation(operator, "torch"), library=backend)
+    module = "reference" if backend == "reference" else f"{backend}_{_FAMILIES[operator]}"
+    return getattr(import_module(f".{module}", __package__), operator)
+
+
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps Triton from running on such tensors; None: nothing."""
+    """Return what keeps Triton from running on such tensors, or None if nothing does."""
     if not _is_installed("triton"):
         return "triton is not installed"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -70,24 +100,24 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on any device: for tests."""
+    """Tell whether Triton runs its kernels in Python, on any device, which tests use."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
 def failed_launch(device: torch.device) -> str | None:
-    """What went wrong when Triton compiled and ran one small kernel; None: nothing.
+    """Compile and run one small Triton kernel, and return what went wrong, or None if nothing did.
 
-    For that it needs more than to be installed: a C compiler, and a driver that takes its code.
+    An installed Triton is not enough: it also needs a C compiler and a driver that accepts its code.
     """
     try:
         from .triton_merging import merge_states
 
         ones = torch.ones(2, 1, 1, 1, 16, device=device)
         out, lse = merge_states(torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0])
-        # Two partial results that weigh the same: their mean, and the lse of both.
+        # Two partial results of equal weight must give their mean, and the lse of both.
         off = max(float((out - 2).abs().max()), float((lse - 1 - math.log(2)).abs().max()))
-    except Exception as error:  # whatever an installation that does not fit the machine may raise
+    except Exception as error:  # an installation that does not fit the machine may raise anything
         return f"its first kernel failed with {type(error).__name__}: {error}".splitlines()[0]
     return None if off < 1e-5 else f"its first kernel's result was off by {off:.2g}"
 
@@ -99,5 +129,5 @@ def _is_installed(package: str) -> bool:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability."""
+    """Return a GPU's compute capability as (major, minor)."""
     return torch.cuda.get_device_capability(device)

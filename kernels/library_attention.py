@@ -1,11 +1,11 @@
-"""Libraries of attention kernels behind one contract, and the choice among them and our own.
+"""This module attends over one segment with the kernels of torch or a library, and chooses among them and Triton.
 
-Each attends over one segment: ``attend(q, k, v, scale, causal) -> (out, lse)`` with q ``[B, Hq, S, D]``, k and v
-``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T; out ``[B, Hq, S, D]`` and
-lse ``[B, Hq, S]`` in fp32, natural logarithm.
+Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with q
+``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T;
+out ``[B, Hq, S, D]`` and lse ``[B, Hq, S]`` in fp32, natural logarithm.
 
-What a library can do depends on its version, the GPU and how it was built, so none is trusted before a small
-problem came out right on the device.
+What a library can do depends on its version, the GPU and how it was built, so none is trusted before it has
+solved small problems correctly on the device.
 """
 
 import math
@@ -16,33 +16,35 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from . import reference, torch_attention
+from . import reference
 from .backends import BackendError, capability, requested, why_not_triton
 from .runs import Segment
-from .torch_attention import Attend
+
+# Takes (q, k, v, scale, causal) and returns (out, lse); see above.
+Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
 # With so few rows of scores per KV head, kernels that do not split the keys leave most of a GPU idle.
 FEW_ROWS = 64
-# cuDNN plans every new shape anew, which takes longer than it saves in a prompt's layers with fewer queries.
+# With fewer queries than these, cuDNN takes longer to plan a new shape than it saves in a prompt's layers.
 WORTH_PLANNING = 8192
 
 _HALF = (torch.float16, torch.bfloat16)
-# Where FlashAttention 2, 3 and 4 live, and which of them a GPU of a compute capability is best served by.
+# FlashAttention's module by version, and the versions by major compute capability, the fastest first.
 _FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 _FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
 
 
 def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
-    """The back end of one call: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
+    """Choose the back end of segmented attention: ``"torch"``, ``"triton"``, ``"reference"`` or a library's name.
 
     Args:
-        backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first that works of
-            :func:`preferred`.
+        backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
+            :func:`preferred` that works.
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
 
     Raises:
-        BackendError: what was asked for cannot run here; the message says why.
+        BackendError: the requested back end cannot run here; the message says why.
     """
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
@@ -60,9 +62,11 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
 
 
 def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> None:
-    """Refuse early what :func:`choose_attention` would refuse in the first layer.
+    """Refuse early a back end that :func:`choose_attention` would refuse in the first layer.
 
     Args:
+        backend: see :mod:`apbv.kernels.backends`.
+        device, dtype: those of the tensors to come.
         head_dim: D.
         groups: query heads per KV head.
 
@@ -76,13 +80,14 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
 def preferred(
     capability: tuple[int, int], dtype: torch.dtype, queries: int, groups: int, flash: int | None
 ) -> tuple[str, ...]:
-    """Back ends on a GPU, the fastest first.
+    """Return the back ends for a GPU, the fastest first.
 
     Args:
         capability: the GPU's compute capability.
+        dtype: that of q, k and v.
         queries: S.
         groups: query heads per KV head.
-        flash: which FlashAttention is installed.
+        flash: the installed version of FlashAttention.
     """
     if dtype not in _HALF:
         return ("triton",) if dtype == torch.float32 else ()
@@ -92,7 +97,7 @@ def preferred(
         names = ("flash_attn", "cudnn", "torch", "triton")
     else:
         names = ("flash_attn", "torch", "cudnn", "triton")
-    # FlashAttention 2, which torch has built in, knows nothing of what came with these GPUs.
+    # FlashAttention 2, which torch has built in, does not use what came with these GPUs.
     outdated = capability[0] in (9, 10) and flash == 2
     return tuple(
         name
@@ -102,15 +107,15 @@ def preferred(
 
 
 def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
-    """The function that attends over one segment, of a library or of torch; see the head of this file."""
+    """Return the function by which torch, or the library of this name, attends over one segment."""
     if name != "torch":
         return ATTEND[name]
     if not q.is_cuda or q.dtype not in _HALF:
-        return torch_attention.attend_natively
+        return attend_natively
     for groups, attend in ((q.shape[1] // k.shape[1], ATTEND["torch"]), (1, _attend_repeated)):
         if not usable("torch", q.device, q.dtype, q.shape[3], groups):
             return attend
-    return torch_attention.attend_natively
+    return attend_natively
 
 
 def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
@@ -121,9 +126,11 @@ def _obstacle(name: str, q: Tensor, groups: int) -> str | None:
 
 @cache
 def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
-    """What keeps a library, or ``"torch"`` with its flash kernel, from attending so; None: nothing.
+    """Return what keeps a library, or torch's flash kernel, from attending like this, or None if nothing does.
 
     Args:
+        name: a key of :data:`ATTEND`.
+        device, dtype: those of q, k and v.
         head_dim: D.
         groups: query heads per KV head.
     """
@@ -134,7 +141,7 @@ def usable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, g
 
 
 def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
-    """What keeps a library from attending so by its documentation; None: nothing."""
+    """Return what keeps a library from attending like this by its documentation, or None if nothing does."""
     if dtype not in _HALF:
         return f"it computes in float16 and bfloat16, and not in {str(dtype).removeprefix('torch.')}"
     if capability < (8, 0):
@@ -149,7 +156,7 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
 
 @torch.no_grad()
 def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
-    """What is wrong with a function's results on small problems, or what it raises; None: nothing.
+    """Run a function on small problems, and return what it raises or gets wrong, or None if all is well.
 
     The tensors lie as they do in a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
     """
@@ -159,7 +166,7 @@ def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: in
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
 
-    # Lengths that are no multiples of a tile, and as they are met in decoding and with short passing blocks.
+    # No length is a multiple of a tile; decoding and short passing blocks have lengths such as these.
     for queries, keys, causal in ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False)):
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
@@ -170,9 +177,9 @@ def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: in
                 return f"it returned {tuple(out.shape)} and {tuple(lse.shape)} in {lse.dtype} for {tuple(q.shape)}"
             exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
             off, lse_off = (float((x.double() - y).abs().max()) for x, y in zip((out, lse), exact, strict=True))
-        except Exception as error:  # whatever an installation that does not fit the machine may raise
+        except Exception as error:  # an installation that does not fit the machine may raise anything
             return f"{type(error).__name__}: {error}".splitlines()[0]
-        # Out is an average of numbers of about 1, of which rounding to `dtype` leaves its precision.
+        # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
         if not (off <= 4 * torch.finfo(dtype).eps and lse_off <= 1e-3):
             what = f"{'causal ' if causal else ''}attention of {queries} queries over {keys} keys"
             return f"its {what} is off by {off:.2g}, and the lse by {lse_off:.2g}"
@@ -181,7 +188,7 @@ def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: in
 
 @cache
 def _flash_attention(major: int) -> tuple[int, Callable]:
-    """The version and the function of the FlashAttention that serves this generation of GPUs best.
+    """Import the FlashAttention that serves this generation of GPUs best; return its version and function.
 
     Raises:
         ImportError: none is installed, or none can be imported.
@@ -190,18 +197,41 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
     for version in _FLASH_VERSIONS.get(major, (2,)):
         try:
             return version, import_module(_FLASH_MODULES[version]).flash_attn_func
-        except Exception as error:  # one built for another torch fails in many ways
+        except Exception as error:  # a package built for another torch fails in many ways
             problems.append(f"{_FLASH_MODULES[version]}: {error}")
     raise ImportError("; ".join(problems))
 
 
 @cache
 def flash_version(major: int) -> int | None:
-    """Which FlashAttention (2, 3 or 4) would run on GPUs of this major compute capability; None: none is here."""
+    """Return which FlashAttention (2, 3 or 4) runs on GPUs of this major compute capability; None: none does."""
     try:
         return _flash_attention(major)[0]
     except ImportError:
         return None
+
+
+def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attend by torch alone: on a CPU with its fused kernel, on a GPU (fp64 and the like) by definition."""
+    if q.device.type != "cpu":
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        out, lse = attend_masked(q, k, v, visible.tril() if causal else visible, scale)
+        return out.to(q.dtype), lse
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend under a bool mask ``[S, T]`` by definition, in fp32 at least; S and T should be small.
+
+    No fused kernel takes a mask and returns the lse.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, S, D]
+    k, v = (states.to(wide).unsqueeze(2) for states in (k, v))
+    scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - lse.clamp_min(torch.finfo(wide).min)[..., None])
+    return (weights @ v).flatten(1, 2), lse.flatten(1, 2)
 
 
 def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -213,7 +243,7 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 
 
 def _attend_flashinfer(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """One sequence at a time; its lse is a logarithm to base 2."""
+    """Attend with FlashInfer, one sequence at a time; its lse is a logarithm to base 2."""
     single_prefill = import_module("flashinfer").single_prefill_with_kv_cache
     outs, lses = [], []
     for sequence in zip(q, k, v, strict=True):
@@ -237,7 +267,7 @@ def _attend_torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: b
 
 
 def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Torch's flash kernel where it wants as many KV heads as query heads."""
+    """Attend with torch's flash kernel where it needs as many KV heads as query heads."""
     groups = q.shape[1] // k.shape[1]
     k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
     return ATTEND["torch"](q, k, v, scale, causal)

@@ -1,19 +1,19 @@
-"""Plain PyTorch definitions of the operators, in fp64. What every other back end must equal.
+"""This module defines every operator in plain PyTorch and fp64; every other back end must equal it.
 
-Each has the signature of the operator of its name, without ``backend``; see there for shapes and units.
+Each function has the signature of the operator of its name, without ``backend``; see there for shapes and units.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Segment = tuple[Tensor, Tensor]
+from .runs import Segment
 
 
 def segmented_attention(
     q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the concatenation of several segments, with every score materialised: O(S * T) memory."""
+    """Attend over the concatenation of several segments with every score materialised, in O(S * T) memory."""
     queries, last = q.shape[2], segments[-1][0].shape[2]
     k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
     visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device)
@@ -26,7 +26,7 @@ def segmented_attention(
 def verify_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a few new tokens, over a mask of which of all keys each query head's rows see."""
+    """Attend from a few new tokens under one mask of all keys that each query head's rows see."""
     queries, keys = q.shape[2], k.shape[2]
     if visible is None:
         visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
@@ -40,7 +40,7 @@ def verify_attention(
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The merge of partial attention results over disjoint keys."""
+    """Merge partial attention results over disjoint keys; both results are in fp64."""
     lses = lses.double().masked_fill(lses == float("inf"), float("-inf"))
     lse = lses.logsumexp(dim=0)
     weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))
@@ -51,7 +51,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 def kv_importance(
     q_query: Tensor, k: Tensor, scale: float, reduce: str = "peak", *, pool: int = 1, lse: Tensor | None = None
 ) -> Tensor:
-    """How much the question's tokens attend to each key; ``lse``, which only saves work, is not looked at."""
+    """Score each key by how much the question attends to it; ``lse``, which only saves work, is ignored."""
     rows = q_query.double().unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # [B, Hkv, G * n_q, D]
     scores = rows @ k.double().transpose(-1, -2) * scale
     if reduce == "dot":
@@ -65,7 +65,7 @@ def kv_importance(
 def select_topk(
     scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The best rows of each KV head, by a stable sort."""
+    """Copy the best rows of each KV head, found by a stable sort."""
     scores = scores.masked_fill(scores.isnan(), float("-inf"))
     chosen = scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort(dim=-1).values
     places = chosen[..., None].expand(-1, -1, -1, k.shape[3])
@@ -77,7 +77,7 @@ def select_topk(
 
 
 def temporal_change(frames: Tensor, before: Tensor | None = None, after: Tensor | None = None) -> Tensor:
-    """1 minus the mean cosine similarity with the same place in the adjacent frames."""
+    """Compute 1 minus the mean cosine similarity with the same place in the adjacent frames."""
     units = functional.normalize(frames.double(), dim=-1)
     ends = [None if end is None else functional.normalize(end.double(), dim=-1) for end in (before, after)]
     neighbours = [ends[0], *units, ends[1]]
@@ -89,7 +89,7 @@ def temporal_change(frames: Tensor, before: Tensor | None = None, after: Tensor 
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5) -> Tensor:
-    """The variance of a token's cosine similarities with all tokens of its crop."""
+    """Compute the variance of a token's cosine similarities with all tokens of its crop."""
     units = functional.normalize(frames.double(), dim=-1)
     rows, columns = torch.arange(height, device=frames.device), torch.arange(width, device=frames.device)
     crops = ((rows // crop)[:, None] * (width + crop) + columns // crop).flatten()
@@ -101,12 +101,12 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5) -> T
 
 
 def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
-    """Each row's unit vector times one vector."""
+    """Multiply each row's unit vector by one vector."""
     return (functional.normalize(rows.double(), dim=-1) @ direction.double()).float()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Masked attention; zeros and an lse of -inf where nothing is visible."""
+    """Attend under a mask; the result is zeros and an lse of -inf where nothing is visible."""
     groups = q.shape[1] // k.shape[1]
     k, v = (states.double().repeat_interleave(groups, dim=1) for states in (k, v))
     # What nobody sees may hold anything, NaN included: it must not be multiplied in.

@@ -1,4 +1,4 @@
-"""Where keys and values lie, as the attention kernel reads them: in runs of pieces at equal distances."""
+"""This module describes where keys and values lie in memory: in runs of pieces at equal distances."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
 
 @dataclass(frozen=True)
 class Run:
-    """Equally long pieces of K and V at equal distances in memory; one piece, if need be.
+    """A run is one or more equally long pieces of K and V at equal distances in memory.
 
     Attributes:
         k, v: the first piece, ``[B, Hkv, piece_len, D]``.
-        num_rows: of all pieces together.
-        k_strides, v_strides: elements from piece to piece, and of batch, head and row.
+        num_rows: rows of all pieces together.
+        piece_len: rows of one piece.
+        k_strides, v_strides: distances in elements from piece to piece, batch to batch, head to head, row to row.
     """
 
     k: Tensor
@@ -28,12 +29,13 @@ class Run:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0) -> "Run":
+        """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements behind the one before it."""
         length = k.shape[2]
         return cls(k, v, num_pieces * length, length, (k_step, *row_strides(k)), (v_step, *row_strides(v)))
 
 
 def find_runs(segments: list[Segment]) -> list[Run]:
-    """Segments as runs, in order: neighbours are one where they are alike and each is as far from the next."""
+    """Join segments to runs, in order: neighbours of one shape at equal distances become one run."""
     groups: list[list[Segment]] = []
     for k, v in segments:
         if not k.shape[2]:
@@ -46,28 +48,28 @@ def find_runs(segments: list[Segment]) -> list[Run]:
 
 
 def _continues(group: list[Segment], segment: Segment) -> bool:
-    """Whether a segment is like those of a group, and as far from the last as they are from each other."""
+    """Tell whether a segment is like those of a group, and as far from the last as they are from each other."""
     if any(a.shape != b.shape or a.stride() != b.stride() for a, b in zip(group[0], segment, strict=True)):
         return False
     return len(group) == 1 or _distances(group[-1], segment) == _distances(group[0], group[1])
 
 
 def _distances(first: Segment, second: Segment) -> tuple[int, int]:
-    """Elements from one segment's K to the other's, and from V to V."""
+    """Count the elements from one segment's K to the other's, and from V to V."""
     return tuple((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in zip(first, second, strict=True))
 
 
 def row_strides(states: Tensor) -> tuple[int, ...]:
-    """Of batch, head and row; 0 where there is only one, whose stride may be anything."""
+    """Return the strides of batch, head and row; 0 where there is only one, whose stride may be anything."""
     rows = zip(states.shape[:3], states.stride()[:3], strict=True)
     return tuple(0 if size == 1 else stride for size, stride in rows)
 
 
 def in_rows(states: Tensor) -> Tensor:
-    """With neighbouring numbers in the last dimension, as kernels read them; a copy only where it has to be."""
+    """Return a tensor whose last dimension is contiguous, as kernels read it; copy only where necessary."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def alignment(element_size: int, strides: Iterable[int]) -> int:
-    """How many elements all rows are known to be aligned to: enough for loads of 16 bytes, if they allow it."""
+    """Count the elements to which all rows are known to be aligned, at most as many as a load of 16 bytes has."""
     return gcd(16 // element_size, *strides)

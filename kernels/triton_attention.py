@@ -1,9 +1,9 @@
-"""Attention over keys and values where they lie: one Triton kernel, for prefill and for decoding.
+"""This module implements :mod:`apbv.kernels.attention` in one Triton kernel, for prefill and for decoding.
 
-FlashAttention (Dao, 2023) with three liberties. The keys come in *runs* of equally long pieces at equal distances
-in memory, which is how an exchange leaves passing blocks, so that nothing is concatenated. The query heads of a
-group are rows of one tile, so that K and V are read once for all of them. Where there are few rows, the keys are
-split over programs whose partial results are merged (Flash-Decoding).
+The kernel is FlashAttention (Dao, 2023) with three changes. The keys come in *runs* of equally long pieces at
+equal distances in memory, which is how an exchange leaves passing blocks, so that nothing is concatenated. The
+query heads of a group are rows of one tile, so that K and V are read once for all of them. Where there are few
+rows, the keys are split over programs whose partial results are merged (Flash-Decoding).
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from .runs import Run, Segment, alignment, find_runs, in_rows, row_strides
 from .triton_merging import merge_states
 
 _NO_MASK, _CAUSAL, _GIVEN_MASK = range(3)
-_RUNS_BUCKET = 4  # runs are padded to a multiple of it with empty ones: one compiled kernel for many prompts
-_FEWEST_KEYS = 512  # that are worth a program of their own
+_RUNS_BUCKET = 4  # empty runs pad the runs to a multiple of this, so that many prompts share a compiled kernel
+_FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
 
 
 @triton.jit
 def _pick(values, index):
-    """values[index] of a tuple, by an index that is known at run time only."""
+    """Return values[index] of a tuple for an index that is known only at run time."""
     picked = values[0]
     for i in tl.static_range(1, len(values)):
         picked = tl.where(index == i, values[i], picked)
@@ -33,7 +33,7 @@ def _pick(values, index):
 
 @triton.jit
 def _plain(number):
-    """The integer that :func:`_veiled` veiled."""
+    """Return the integer that :func:`_veiled` hid."""
     return number >> 2
 
 
@@ -43,7 +43,7 @@ def _attend_tile(
     m_d, scale, BT: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr,
     BOUNDED: tl.constexpr, HAS_KEPT: tl.constexpr, GIVEN_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over BT keys from place o_t on. BOUNDED: a row sees those before its b_limit only."""
+    """Add BT keys from place o_t on to the online softmax; where BOUNDED, a row sees those before its b_limit."""
     o_t = o_t + tl.arange(0, BT)
     o_d = tl.arange(0, BD)
     m_t = o_t < stop
@@ -80,7 +80,7 @@ def _attend_tile(
 @triton.jit(
     do_not_specialize=[
         "visible_stride", "num_queries", "num_past", "num_last", "rows_alone", "keys_per_split", "num_runs",
-    ]  # one compiled kernel for all lengths; of the strides ALIGN says what loads need to know
+    ]  # one compiled kernel serves all lengths; ALIGN tells loads what they need to know of the strides
 )  # fmt: skip
 def _attend_kernel(
     p_q, p_out, p_lse, p_ks, p_vs, p_last_k, p_last_v, p_visible, p_kept,
@@ -90,10 +90,10 @@ def _attend_kernel(
     BD: tl.constexpr, ALIGN: tl.constexpr, MASK: tl.constexpr, HAS_KEPT: tl.constexpr,
     HAS_ROWS_ALONE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of rows (query tokens times the heads of a group), one KV head, one range of keys.
+    """One program attends from a tile of rows (query tokens times heads of a group) to a range of one head's keys.
 
-    Strides are in units of ALIGN elements, of (batch, head, row), for runs before them that from piece to piece.
-    Integers in tuples are veiled.
+    Strides are in units of ALIGN elements, in the order (batch, head, row); those of runs have the distance from
+    piece to piece in front. Integers in tuples are hidden by :func:`_veiled`.
     """
     # Under a causal mask the last tiles have the most keys: they start first.
     i_r = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -172,7 +172,7 @@ def _attend_kernel(
                 m_d, scale, BT, BD, ALIGN, MASK == 1, False, MASK == 2,
             )  # fmt: skip
 
-    b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # of what saw nothing: then b_max is -inf, and b_acc 0
+    b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # for rows that saw nothing, whose b_max is -inf and b_acc 0
     b_lse = (b_max + tl.log2(b_sum)) * 0.6931471805599453  # ln(2)
     b_out = b_acc / b_sum[:, None]
     # Both are written without gaps: [splits, B, Hq, S] rows.
@@ -187,7 +187,7 @@ def _attend_kernel(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What one program computes at a time, and with what."""
+    """The sizes of the tiles that one program computes at a time, and its warps and pipeline stages."""
 
     rows: int
     keys: int
@@ -197,7 +197,7 @@ class _Blocks:
 
 
 def _blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> _Blocks:
-    """By shape; so that (with half precision) nothing spills, and the stages of K and V fit into shared memory."""
+    """Choose tiles so that in half precision nothing spills and the stages of K and V fit into shared memory."""
     dim = max(16, triton.next_power_of_2(dim))
     few = max(16, triton.next_power_of_2(rows))
     if element_size == 4:
@@ -214,7 +214,7 @@ def _blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torc
 
 
 def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
-    """Into how many ranges the keys are split so that every processor has work, and how long each is."""
+    """Choose into how many ranges the keys are split, so that every processor has work, and how long each is."""
     wanted = min(_num_processors(device) * 2 // num_programs, triton.cdiv(num_keys, _FEWEST_KEYS))
     per_split = max(1, triton.cdiv(triton.cdiv(num_keys, max(1, wanted)), block)) * block
     return max(1, triton.cdiv(num_keys, per_split)), per_split
@@ -222,13 +222,13 @@ def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) 
 
 @cache
 def _num_processors(device: torch.device) -> int:
-    # Where the kernel is interpreted there are none; then as many as make it split keys now and then.
+    # An interpreted kernel has none; 8 makes it split keys in some of the tests.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program can have."""
+    """Return the bytes of shared memory that one program can have."""
     if device.type != "cuda":
         return 227 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -237,7 +237,7 @@ def _shared_memory(device: torch.device) -> int:
 def segmented_attention(
     q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`apbv.kernels.segmented_attention`; one launch, and a second to merge where keys were split."""
+    """Attend as :func:`apbv.kernels.segmented_attention` does, in one launch, or two where keys were split."""
     if causal_last:
         return _attend(q, segments[:-1], segments[-1], scale, rows_alone=rows_alone)
     if rows_alone:  # they see all of the last segment, as if it were masked by a mask of ones
@@ -250,7 +250,7 @@ def segmented_attention(
 def verify_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`apbv.kernels.verify_attention`."""
+    """Attend as :func:`apbv.kernels.verify_attention` does."""
     masked = q.shape[2] if visible is None else visible.shape[1]
     if visible is None and masked == 1 and kept is None:
         masked = 0  # a single token sees everything
@@ -269,7 +269,7 @@ def _attend(
     visible: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Segments that rows from ``rows_alone`` on see, and a last one that is causal, or masked by ``visible``."""
+    """Attend to segments seen by rows from ``rows_alone`` on, and to a last one, causal or under ``visible``."""
     batch, heads, queries, dim = q.shape
     q = in_rows(q)
     segments = [(in_rows(k), in_rows(v)) for k, v in segments]
@@ -342,8 +342,8 @@ def _attend(
 
 
 def _veiled(*numbers: int) -> tuple[int, ...]:
-    """Integers as a kernel's argument that show neither that they are 1 nor that 16 divides them.
+    """Encode integers so that Triton sees neither that one is 1 nor that 16 divides it.
 
-    For each such combination Triton would compile anew: what ``do_not_specialize`` names it looks at in tuples.
+    Triton would compile anew for each such combination, as ``do_not_specialize`` has no effect inside tuples.
     """
     return tuple(4 * number + 3 for number in numbers)

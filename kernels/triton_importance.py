@@ -1,4 +1,4 @@
-"""The importance of keys, and the copy of the best, as Triton kernels that read K once and write nothing twice.
+"""This module implements :mod:`apbv.kernels.importance` in Triton kernels that read K once and write once.
 
 Strides are those of (batch, head, row); the D numbers of a row are neighbours. A *row* of queries is one head of a
 group and one token: all of them meet a tile of keys while it is on chip.
@@ -10,13 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .runs import in_rows
+from .torch_importance import find_threshold
 
 _KEYS_PER_SPLIT = 512  # one program's share of the keys where the lse has to be computed
 
 
 @triton.jit
 def _load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Rows o_r of one KV head's queries, as columns; zeros past the last."""
+    """Load rows o_r of one KV head's queries as columns, with zeros past the last."""
     o_d = tl.arange(0, BD)
     o_q = i_b * q_strides[0] + (i_h * GROUP + o_r % GROUP) * q_strides[1] + (o_r // GROUP) * q_strides[2]
     # [BD, BR]
@@ -31,7 +32,7 @@ def _importance_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PEAK: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One program: BT keys of one KV head, and every row of queries. log p = s - lse; PEAK needs no other exp."""
+    """One program scores BT keys of one KV head against every row of queries; log p = s - lse."""
     i_t = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
@@ -65,7 +66,7 @@ def _lse_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
     BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One program: BR rows of queries of one KV head, and KEYS keys, over which it sums exponentials online."""
+    """One program sums the exponentials of KEYS keys' scores online, for BR rows of queries of one KV head."""
     i_r = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
     i_split = tl.program_id(2).to(tl.int64)
@@ -104,7 +105,7 @@ def _dot_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """One program: the products of BT keys of one KV head with that head's one query."""
+    """One program multiplies BT keys of one KV head by that head's one query."""
     i_t = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
     o_t, o_d = i_t * BT + tl.arange(0, BT), tl.arange(0, BD)
@@ -119,13 +120,13 @@ def _dot_kernel(
 
 @triton.jit(do_not_specialize=["num_keys", "count"])
 def _compact_kernel(p_scores, p_lowest, p_num_lowest, p_indices, num_keys, count, BT: tl.constexpr):
-    """One program: the places of one KV head's scores above ``lowest``, and of the first equal to it, in order."""
+    """One program lists the places of one KV head's scores above ``lowest``, and of the first equal to it."""
     i_bh = tl.program_id(0).to(tl.int64)
     p_scores += i_bh * num_keys
     p_indices += i_bh * count
     lowest = tl.load(p_lowest + i_bh)
     num_lowest = tl.load(p_num_lowest + i_bh).to(tl.int32)
-    above, equal = 0, 0  # so many were seen in earlier tiles
+    above, equal = 0, 0  # counts of earlier tiles
     for i_t in range(0, num_keys, BT):
         o_t = i_t + tl.arange(0, BT)
         m_t = o_t < num_keys
@@ -145,7 +146,7 @@ def _gather_kernel(
     p_k, p_v, p_indices, p_out, k_strides, v_strides, out_strides, count,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One program: BC chosen rows of K and of V of one KV head, to their places in ``out``."""
+    """One program copies BC chosen rows of K and of V of one KV head to their places in ``out``."""
     i_c = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
@@ -165,8 +166,8 @@ def _gather_kernel(
     tl.store(p_out + out_strides[0], b_v, mask=m_rows)
 
 
-def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Tensor | None) -> Tensor:
-    """See :func:`apbv.kernels.kv_importance`; before pooling, of at least one key."""
+def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse: Tensor | None = None) -> Tensor:
+    """Score at least one key as :func:`apbv.kernels.kv_importance` does, without pooling."""
     (batch, kv_heads, keys, dim), group = k.shape, q_query.shape[1] // k.shape[1]
     q_query, k = in_rows(q_query), in_rows(k)
     importance = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
@@ -179,7 +180,7 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Te
             mean, k, importance, k.stride()[:3], keys, KV_HEADS=kv_heads, D=dim, BT=tile, BD=padded
         )
         return importance
-    # fp32 products run without tensor cores, on whole rows in registers: of small tiles, or they spill.
+    # fp32 products run without tensor cores, on whole rows in registers, which spill unless tiles are small.
     tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
     rows = group * q_query.shape[2]
     if lse is None:
@@ -192,8 +193,15 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, lse: Te
     return importance
 
 
+def select_topk(scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy rows as :func:`apbv.kernels.select_topk` does, for a count of at least 1."""
+    indices = kept_indices(*find_threshold(scores, count), count)
+    gather_rows(k, v, indices, out)
+    return indices, out
+
+
 def kept_indices(scores: Tensor, lowest: Tensor, num_lowest: Tensor, count: int) -> Tensor:
-    """The ``count`` places of scores above ``lowest`` and of the first ``num_lowest`` equal to it, ascending.
+    """List the ``count`` places of scores above ``lowest`` and of the first ``num_lowest`` equal to it, ascending.
 
     scores ``[B, Hkv, T]`` without NaN, lowest and num_lowest ``[B, Hkv, 1]``; returns ``[B, Hkv, count]`` int64.
     """
@@ -224,7 +232,7 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
 
 
 def _lse(q_query: Tensor, k: Tensor, scale: float, tile: int, rows_at_once: int, warps: int) -> Tensor:
-    """lse ``[B, Hq, n_q]`` over all keys: one more pass over them, split over programs."""
+    """Compute the lse ``[B, Hq, n_q]`` in one more pass over all keys, split over programs."""
     (batch, kv_heads, keys, dim), (_, heads, queries, _) = k.shape, q_query.shape
     group, splits = heads // kv_heads, triton.cdiv(keys, _KEYS_PER_SPLIT)
     # A KV head's rows stand together, the heads of a group within a token.

@@ -1,4 +1,4 @@
-"""Triton back end of :mod:`apbv.kernels.merging`; bound by the bandwidth with which partial results are read."""
+"""This module implements :mod:`apbv.kernels.merging` in Triton; reading the partial results bounds its speed."""
 
 import math
 
@@ -13,7 +13,7 @@ MAX_UNROLLED = 8  # partial results whose loads are in flight together
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`apbv.kernels.merge_states`; any strides of N, B, H and S, and no copies where D's is 1."""
+    """Merge as :func:`apbv.kernels.merge_states` does, with any strides, and without a copy where D's is 1."""
     outs = in_rows(outs)
     parts, batch, heads, queries, dim = outs.shape
     out = outs.new_empty(batch, heads, queries, dim, dtype=torch.float32)
@@ -22,7 +22,7 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse
     rows, width = lse.numel(), triton.next_power_of_2(dim)
     rows_per_block, num_warps = _block_rows(rows, width * outs.element_size())
-    # Triton itself only tells strides that 16 divides from those that it does not.
+    # Triton itself distinguishes only strides that 16 divides from all others.
     strides = [stride for stride, size in zip(outs.stride()[:4], outs.shape, strict=False) if size > 1]
     _merge_kernel[(triton.cdiv(rows, rows_per_block),)](
         outs,
@@ -47,8 +47,8 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block_rows(rows: int, row_bytes: int) -> tuple[int, int]:
-    """Rows per program, and its warps: two loads of 16 bytes per thread and partial result."""
-    num_warps = 4 if rows * row_bytes >= 2**20 else 1  # of few rows many small programs, on all processors
+    """Choose rows per program and its warps: two loads of 16 bytes per thread and partial result."""
+    num_warps = 4 if rows * row_bytes >= 2**20 else 1  # few rows: many small programs keep all processors busy
     return max(1, num_warps * 32 * 32 // row_bytes), num_warps
 
 

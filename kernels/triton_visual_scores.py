@@ -1,4 +1,4 @@
-"""Triton back end of :mod:`apbv.kernels.visual_scores`; every score in one pass over the embeddings."""
+"""This module implements :mod:`apbv.kernels.visual_scores` in Triton, each in one pass over the embeddings."""
 
 import math
 
@@ -9,12 +9,11 @@ from torch import Tensor
 
 from .runs import in_rows
 
-LARGEST_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit the registers
 _EPS = tl.constexpr(1e-12)
 
 
 def temporal_change(frames: Tensor, before: Tensor | None, after: Tensor | None) -> Tensor:
-    """See :func:`apbv.kernels.temporal_change`; any strides of F and h * w."""
+    """Score tokens as :func:`apbv.kernels.temporal_change` does, with any strides of F and h * w."""
     frames, before, after = (None if part is None else in_rows(part) for part in (frames, before, after))
     num_frames, places, dim = frames.shape
     change = frames.new_empty(num_frames, places, dtype=torch.float32)
@@ -43,7 +42,7 @@ def temporal_change(frames: Tensor, before: Tensor | None, after: Tensor | None)
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int) -> Tensor:
-    """See :func:`apbv.kernels.spatial_variety`; any strides of F and h * w."""
+    """Score tokens as :func:`apbv.kernels.spatial_variety` does, with any strides of F and h * w."""
     frames = in_rows(frames)
     variety = frames.new_empty(frames.shape[:2], dtype=torch.float32)
     tokens = max(16, triton.next_power_of_2(crop**2))
@@ -67,7 +66,7 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int) -> Tenso
 
 
 def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
-    """See :func:`apbv.kernels.similarity_to`; any stride of m."""
+    """Score rows as :func:`apbv.kernels.similarity_to` does, with any stride of m."""
     rows, direction = in_rows(rows), in_rows(direction)
     similar = rows.new_empty(len(rows), dtype=torch.float32)
     rows_per_block = 4
@@ -85,12 +84,15 @@ def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
 
 
 def _columns(rows: int, dim: int, element_size: int) -> int:
-    """Columns of a tile of so many rows: two loads of 16 bytes for each thread of 4 warps."""
+    """Choose the columns of a tile of so many rows: two loads of 16 bytes for each thread of 4 warps."""
     return min(4096 // (rows * element_size), max(16, triton.next_power_of_2(dim)))
 
 
 def _alignment(*tensors: Tensor) -> int:
-    """Bytes, 16 at most, of which all their rows' addresses are multiples; behind a choice Triton sees none."""
+    """Return how many bytes, 16 at most, divide the addresses of all rows.
+
+    Where a kernel chooses between two pointers Triton itself knows no alignment.
+    """
     strides = [stride * tensor.element_size() for tensor in tensors for stride in tensor.stride()[:-1]]
     return math.gcd(16, *strides, *(tensor.data_ptr() for tensor in tensors))
 
@@ -115,9 +117,9 @@ def _temporal_change_kernel(
     BP: tl.constexpr,
     BD: tl.constexpr,
 ):
-    # One program scores BP - 1 frames at one place by BP pairs of neighbours. Pair i is of the frames i - 1 and i,
-    # where -1 is the one before and num_frames the one after. What one pair has to the right the next has to the
-    # left, so the second load of a row comes from the cache.
+    # One program scores BP - 1 frames at one place by BP pairs of neighbours. Pair i has the frames i - 1 and i,
+    # where -1 is the one before and num_frames the one after. The right frame of a pair is the left one of the
+    # next pair, so the second load of a row comes from the cache.
     i_place = (tl.program_id(0) // runs).to(tl.int64)
     o_pair = tl.arange(0, BP)
     i_pair = tl.program_id(0) % runs * (BP - 1) + o_pair
@@ -219,5 +221,5 @@ def _similarity_kernel(rows, direction, similar, num_rows, dim, s_rows_m, BM: tl
 
 @triton.jit
 def _norm(b_squared):
-    """Of vectors, by their sums of squares; what a vector of zeros is divided by is not zero."""
+    """Return the norms of vectors from their sums of squares, at least _EPS, as one divides by them."""
     return tl.maximum(tl.sqrt(b_squared), _EPS)

@@ -1,20 +1,20 @@
-"""Scores of visual tokens by their embeddings: cosine similarities, accumulated in fp32.
+"""This module scores visual tokens by the cosine similarities of their embeddings, accumulated in fp32.
 
 As in ``torch.nn.functional.normalize``, a vector is divided by its norm or 1e-12: zeros are similar to nothing.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from . import reference
-from .backends import BackendError, choose, requested
+from .backends import BackendError, choose, implementation, requested
+
+LARGEST_TRITON_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit the registers
 
 
 def temporal_change(
     frames: Tensor, before: Tensor | None = None, after: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
-    """HIPPO's s_temp (Eq. 4): 1 minus the mean cosine similarity with the same place in the adjacent frames.
+    """Compute HIPPO's s_temp (Eq. 4): 1 minus the mean cosine similarity with the same place in adjacent frames.
 
     Args:
         frames: ``[F, h * w, d]``.
@@ -36,27 +36,15 @@ def temporal_change(
     chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    if chosen == "reference":
-        return reference.temporal_change(frames, before, after)
-    if chosen == "triton":
-        from . import triton_visual_scores
-
-        return triton_visual_scores.temporal_change(frames, before, after)
-    neighbours = [[] if frame is None else [frame[None]] for frame in (before, after)]
-    units = functional.normalize(torch.cat([*neighbours[0], frames, *neighbours[1]]).float(), dim=-1)
-    similar = (units[1:] * units[:-1]).sum(dim=-1)  # of each frame with the next
-    ends = (int(before is None), int(after is None))  # where there is no neighbour
-    similar = functional.pad(similar, (0, 0, *ends))
-    known = functional.pad(similar.new_ones(len(similar) - sum(ends)), ends)
-    count = (known[:-1] + known[1:])[:, None]
-    return torch.where(count > 0, 1 - (similar[:-1] + similar[1:]) / count.clamp_min(1), 0.0)
+    return implementation("temporal_change", chosen)(frames, before, after)
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, backend: str = "auto") -> Tensor:
-    """HIPPO's s_spa (Eq. 6): the variance of a token's cosine similarities with all tokens of its crop.
+    """Compute HIPPO's s_spa (Eq. 6): the variance of a token's cosine similarities with all tokens of its crop.
 
     Args:
         frames: ``[F, h * w, d]``, row by row.
+        height, width: h and w in tokens.
         crop: tokens per side, 5 in the paper for all models; crops do not overlap, and those at the edges are as
             large as what is left.
         backend: see :mod:`apbv.kernels.backends`; Triton's crops have up to 11 tokens per side.
@@ -65,40 +53,26 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
         ``[F, h * w]`` in fp32.
 
     Raises:
-        ValueError: a frame is not of h * w tokens, or crop is not positive.
+        ValueError: a frame does not have h * w tokens, or crop is not positive.
         BackendError: the back end cannot be used here.
     """
     if frames.shape[1] != height * width:
-        raise ValueError(f"a frame of {height} x {width} tokens has not {frames.shape[1]}")
+        raise ValueError(f"a frame of {height} x {width} tokens cannot have {frames.shape[1]} tokens")
     if crop < 1:
         raise ValueError(f"crop must be positive, not {crop}")
     chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    if chosen == "reference":
-        return reference.spatial_variety(frames, height, width, crop)
-    if chosen == "triton":
-        from . import triton_visual_scores
-
-        largest = triton_visual_scores.LARGEST_CROP
-        if crop <= largest:
-            return triton_visual_scores.spatial_variety(frames, height, width, crop)
+    if chosen == "triton" and crop > LARGEST_TRITON_CROP:
         if requested(backend) == "triton":
-            raise BackendError(f"the triton back end has crops of up to {largest} tokens per side, not {crop}")
-    units = functional.normalize(frames.float(), dim=-1).unflatten(1, (height, width))
-    varieties = units.new_empty(units.shape[:3])
-    for top in range(0, height, crop):
-        for left in range(0, width, crop):
-            place = (slice(None), slice(top, top + crop), slice(left, left + crop))
-            tokens = units[place]
-            flat = tokens.flatten(1, 2)
-            similar = flat @ flat.transpose(1, 2)
-            varieties[place] = similar.var(dim=-1, correction=0).view(tokens.shape[:3])
-    return varieties.flatten(1, 2)
+            limit = LARGEST_TRITON_CROP
+            raise BackendError(f"the triton back end has crops of up to {limit} tokens per side, not {crop}")
+        chosen = "torch"
+    return implementation("spatial_variety", chosen)(frames, height, width, crop)
 
 
 def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> Tensor:
-    """Each row's unit vector times one vector: with a sum of unit vectors, the sum of cosine similarities.
+    """Multiply each row's unit vector by one vector; a sum of unit vectors gives the sum of cosine similarities.
 
     ParallelVLM's UV-Prune (Eq. 3) is the difference of two of these, in a late layer and in the first.
 
@@ -119,10 +93,4 @@ def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> 
     chosen = choose(backend, rows)
     if not rows.numel():
         return rows.new_zeros(len(rows), dtype=torch.float32)
-    if chosen == "reference":
-        return reference.similarity_to(rows, direction)
-    if chosen == "triton":
-        from . import triton_visual_scores
-
-        return triton_visual_scores.similarity_to(rows, direction)
-    return functional.normalize(rows.float(), dim=-1) @ direction.float()
+    return implementation("similarity_to", chosen)(rows, direction)

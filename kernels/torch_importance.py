@@ -1,0 +1,96 @@
+"""This module implements :mod:`apbv.kernels.importance` with torch."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# At most so many scores exist per batch row at a time: long questions stay within memory, and a CPU within caches.
+_MAX_SCORES = 2**22
+
+
+def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse: Tensor | None = None) -> Tensor:
+    """Score keys as :func:`apbv.kernels.kv_importance` does, without pooling."""
+    rows = group_rows(q_query, k)
+    if reduce == "dot":
+        mean = rows.mean(dim=2, keepdim=True, dtype=_wide(k))
+        return (mean * scale @ k.to(_wide(k)).transpose(-1, -2)).squeeze(2)
+    if lse is not None:
+        lse = lse.to(_wide(k)).reshape(*rows.shape[:3], 1)
+    importance: Tensor | None = None
+    for which, scores in chunked_scores(rows, k, scale):
+        if lse is None:
+            probabilities = scores.softmax(dim=-1)
+            part = probabilities.amax(dim=2) if reduce == "peak" else probabilities.sum(dim=2)
+        else:
+            scores -= lse[:, :, which]
+            # exp is monotonic, so that the peak needs it for the highest score only.
+            part = scores.amax(dim=2).exp() if reduce == "peak" else scores.exp_().sum(dim=2)
+        if importance is None:
+            importance = part
+        else:
+            importance = torch.maximum(importance, part) if reduce == "peak" else importance + part
+    return importance if reduce == "peak" else importance / rows.shape[2]
+
+
+def select_topk(scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy rows as :func:`apbv.kernels.select_topk` does, for a count of at least 1."""
+    scores, lowest, num_lowest = find_threshold(scores, count)
+    equal = scores == lowest
+    kept = (scores > lowest) | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= num_lowest))
+    # The i-th kept row is where the number of rows kept so far becomes i.
+    ordinals = torch.arange(1, count + 1, dtype=torch.int32, device=k.device).expand(*k.shape[:2], -1).contiguous()
+    indices = torch.searchsorted(kept.cumsum(dim=-1, dtype=torch.int32), ordinals)
+    places = indices[..., None].expand(-1, -1, -1, k.shape[3])
+    for states, rows in zip((k, v), out[:, :, :, :count], strict=True):
+        torch.gather(states, 2, places, out=rows)
+    return indices, out
+
+
+def find_threshold(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the lowest score among the ``count`` highest, and how many rows of that score are kept.
+
+    Args:
+        scores: ``[B, Hkv, T]``; NaN counts as -inf.
+        count: 1 <= count <= T.
+
+    Returns:
+        The scores without NaN; the lowest kept score and how many kept rows equal it, both ``[B, Hkv, 1]``.
+    """
+    # topk ranks NaN highest and leaves open which of equal scores it takes, so only its values are used.
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    best = scores.topk(count, dim=-1, sorted=False).values
+    lowest = best.amin(dim=-1, keepdim=True)
+    return scores, lowest, (best == lowest).sum(dim=-1, keepdim=True)
+
+
+def group_rows(q: Tensor, k: Tensor) -> Tensor:
+    """Reshape queries ``[B, Hq, S, D]`` to ``[B, Hkv, G * S, D]``, the rows that score the keys of one KV head."""
+    return q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+
+
+def chunked_scores(rows: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the scaled scores of a few rows at a time, so that memory stays bounded.
+
+    Args:
+        rows: ``[B, Hkv, R, D]``.
+        k: ``[B, Hkv, T, D]``.
+        scale: factor of the scores.
+
+    Yields:
+        Which R' rows these are, and their scores ``[B, Hkv, R', T]`` in fp32 (fp64 for fp64 input), which the
+        caller may overwrite.
+    """
+    step = max(1, _MAX_SCORES // (k.shape[1] * k.shape[2]))
+    k = k.to(_wide(k))
+    for start in range(0, rows.shape[2], step):
+        which = slice(start, start + step)
+        yield which, _scores(rows[:, :, which], k, scale)
+
+
+def _scores(rows: Tensor, k: Tensor, scale: float) -> Tensor:
+    return (rows.to(k.dtype) * scale) @ k.transpose(-1, -2)
+
+
+def _wide(states: Tensor) -> torch.dtype:
+    return torch.promote_types(states.dtype, torch.float32)

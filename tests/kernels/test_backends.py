@@ -1,0 +1,358 @@
+"""Which back end runs: what is asked for is obeyed or refused with a reason, and no library is trusted untried."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from apbv.kernels import (
+    BackendError,
+    merge_states,
+    reference,
+    segmented_attention,
+    triton_merging,
+    verify_attention,
+)
+from apbv.kernels import library_attention as libraries
+from apbv.kernels.backends import (
+    BACKENDS,
+    ENVIRONMENT_VARIABLE,
+    LIBRARIES,
+    choose,
+    failed_launch,
+    requested,
+    why_not_triton,
+)
+from apbv.kernels.library_attention import attend_natively
+from apbv.kernels.torch_attention import attend_segments as with_torch
+
+from wrong_attention import WRONG, base_2, by_definition, raising
+
+CPU = torch.device("cpu")
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+
+
+def make_inputs(queries=5, keys=9, *, group=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2 * group, queries, 16), (2, 2, keys, 16), (2, 2, keys, 16)]
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def test_the_argument_goes_before_the_environment(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    assert requested() == "auto" and requested("cudnn") == "cudnn"
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
+    assert requested() == "reference" and requested("torch") == "torch"
+    q, k, v = make_inputs()
+    out, lse = segmented_attention(q, [(k, v)], 0.25, False)
+    exact = reference.segmented_attention(q, [(k, v)], 0.25, False)
+    assert torch.equal(out, exact[0]) and torch.equal(lse, exact[1])
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
+    assert requested() == "auto"
+
+
+def test_unknown_names_are_refused(monkeypatch):
+    q, k, v = make_inputs()
+    for call in (
+        lambda name: segmented_attention(q, [(k, v)], 0.25, False, backend=name),
+        lambda name: verify_attention(q, k, v, 0.25, backend=name),
+        lambda name: merge_states(q[None], q[None, ..., 0], backend=name),
+    ):
+        with pytest.raises(BackendError, match=r"backend must be one of auto, torch, .*, not 'cuda'"):
+            call("cuda")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fast")
+    with pytest.raises(BackendError, match=r"APBV_BACKEND must be one of .*, not 'fast'"):
+        segmented_attention(q, [(k, v)], 0.25, False)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_libraries_are_refused_without_a_gpu(library):
+    q, k, v = make_inputs(dtype=torch.bfloat16)
+    with pytest.raises(BackendError, match=rf"the {library} back end cannot be used: .* CUDA .* on cpu"):
+        segmented_attention(q, [(k, v)], 0.25, False, backend=library)
+    # The other operators, which no library has, run as with "auto".
+    assert choose(library, q) == "torch"
+    verify_attention(q, k, v, 0.25, backend=library)
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for dtype, reason in ((torch.bfloat16, "computes bfloat16 products wrongly"), (torch.float64, "float32")):
+        q, k, v = make_inputs(dtype=dtype)
+        with pytest.raises(BackendError, match=rf"triton .* cannot be used: .*{reason}"):
+            segmented_attention(q, [(k, v)], 0.25, False, backend="triton")
+    q, k, v = make_inputs(dtype=torch.float16)
+    assert libraries.choose_attention("triton", q, [(k, v)]) == "triton"
+    assert libraries.choose_attention("auto", q, [(k, v)]) == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(BackendError, match=r"it compiles for GPUs, and the tensors are on cpu"):
+        segmented_attention(q, [(k, v)], 0.25, False, backend="triton")
+
+
+def test_what_the_documentation_rules_out():
+    why_not = libraries.why_not_library
+    assert "float64" in why_not("torch", (9, 0), torch.float64, 64)
+    assert "8.0, and this one has 7.5" in why_not("flash_attn", (7, 5), torch.float16, 64)
+    assert "up to 128" in why_not("cudnn", (8, 0), torch.float16, 256)
+    assert "up to 256" in why_not("cudnn", (9, 0), torch.float16, 264)
+    assert "multiples of 8" in why_not("flashinfer", (9, 0), torch.float16, 100)
+    assert "up to 128" in why_not("flash_attn", (10, 0), torch.bfloat16, 192)
+    assert not why_not("flash_attn", (9, 0), torch.bfloat16, 256)
+    assert not why_not("cudnn", (8, 0), torch.bfloat16, 80)
+
+
+# --- what the probe sees ---
+
+
+@HALF
+@pytest.mark.parametrize("groups", [1, 7], ids="G{}".format)
+@pytest.mark.parametrize("attend", [by_definition, attend_natively], ids=lambda function: function.__name__)
+def test_right_functions_pass_the_probe(attend, dtype, groups):
+    assert libraries.probe(attend, CPU, dtype, 80, groups) is None
+
+
+@pytest.mark.parametrize("attend", WRONG, ids=lambda function: function.__name__)
+def test_wrong_functions_fail_the_probe(attend):
+    reason = libraries.probe(attend, CPU, torch.bfloat16, 64, 2)
+    assert WRONG[attend] in reason and "\n" not in reason
+
+
+# --- the choice on a GPU, which needs none ---
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash", "order"),
+    [
+        ((9, 0), 3, ["flash_attn", "cudnn", "torch", "triton"]),
+        ((9, 0), 2, ["cudnn", "torch", "triton"]),
+        ((10, 0), 4, ["flash_attn", "cudnn", "torch", "triton"]),
+        ((8, 0), 2, ["flash_attn", "torch", "cudnn", "triton"]),
+        ((12, 0), None, ["flash_attn", "torch", "cudnn", "triton"]),
+    ],
+)
+def test_the_order_for_long_queries(capability, flash, order):
+    assert list(libraries.preferred(capability, torch.bfloat16, 16384, 4, flash)) == order
+    # A plan of cuDNN's would not pay.
+    assert list(libraries.preferred(capability, torch.bfloat16, 512, 4, flash)) == [
+        x for x in order if x != "cudnn"
+    ]
+
+
+def test_the_order_for_few_queries_and_wide_dtypes():
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        assert libraries.preferred(capability, torch.float16, 16, 4, 3)[0] == "triton"
+        assert libraries.preferred(capability, torch.float16, 17, 4, 3)[0] != "triton"
+        assert libraries.preferred(capability, torch.float32, 16384, 4, 3) == ("triton",)
+        assert libraries.preferred(capability, torch.float64, 16384, 4, 3) == ()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0 that computes on the CPU: ``hopper.kernels`` are what it has."""
+    kernels = dict.fromkeys(libraries.ATTEND, raising)
+    triton_fails = [None]
+    monkeypatch.setattr(libraries, "capability", lambda device: (9, 0))
+    monkeypatch.setattr("apbv.kernels.backends.capability", lambda device: (9, 0))
+    monkeypatch.setattr("apbv.kernels.backends.failed_launch", lambda device: triton_fails[0])
+    monkeypatch.setattr(libraries, "flash_version", lambda major: 3)
+    monkeypatch.setattr(libraries, "ATTEND", kernels)
+    probe = libraries.probe
+    monkeypatch.setattr(libraries, "probe", lambda attend, device, *problem: probe(attend, CPU, *problem))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    libraries.usable.cache_clear()
+
+    def choose(backend="auto", queries=16384, dtype=torch.bfloat16):
+        libraries.usable.cache_clear()
+        with FakeTensorMode():
+            q, k = (torch.empty(1, heads, queries, 64, dtype=dtype, device="cuda") for heads in (4, 2))
+        return libraries.choose_attention(backend, q, [(k, k)]), libraries.attend_with("torch", q, k)
+
+    yield SimpleNamespace(kernels=kernels, choose=choose, triton_fails=triton_fails)
+    libraries.usable.cache_clear()
+
+
+def test_the_first_that_works_is_chosen(hopper):
+    for wrong in WRONG:
+        hopper.kernels.update(flash_attn=wrong, cudnn=wrong, torch=by_definition, flashinfer=by_definition)
+        assert hopper.choose()[0] == "torch", wrong
+    hopper.kernels["cudnn"] = by_definition
+    assert hopper.choose()[0] == "cudnn" and hopper.choose(queries=100)[0] == "torch"
+    hopper.kernels["flash_attn"] = by_definition
+    assert hopper.choose()[0] == "flash_attn" and hopper.choose(queries=1)[0] == "triton"
+    assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"
+    hopper.triton_fails[0] = "there is no C compiler"
+    assert hopper.choose(queries=1)[0] == "flash_attn" and hopper.choose(dtype=torch.float32)[0] == "torch"
+    with pytest.raises(BackendError, match="triton back end cannot be used: there is no C compiler"):
+        hopper.choose("triton")
+
+
+def test_a_library_that_is_wrong_is_refused_by_name(hopper):
+    hopper.kernels.update(cudnn=base_2, flashinfer=by_definition)
+    with pytest.raises(BackendError, match=r"the cudnn back end cannot be used: .* lse by"):
+        hopper.choose("cudnn")
+    assert hopper.choose("flashinfer")[0] == "flashinfer" and hopper.choose("torch")[0] == "torch"
+
+
+def test_keys_are_repeated_only_for_a_kernel_that_needs_it(hopper):
+    def without_groups(q, k, v, scale, causal):
+        assert q.shape[1] == k.shape[1], "as many KV heads as query heads"
+        return by_definition(q, k, v, scale, causal)
+
+    hopper.kernels["torch"] = by_definition
+    assert hopper.choose()[1] is by_definition
+    hopper.kernels["torch"] = without_groups
+    chosen, attend = hopper.choose()
+    assert chosen == "triton" and attend is not without_groups
+    q, k, v = make_inputs()
+    out, lse = attend(q, k, v, 0.25, False)
+    exact = by_definition(q, k, v, 0.25, False)
+    assert torch.equal(out, exact[0]) and torch.equal(lse, exact[1])
+    hopper.kernels["torch"] = raising
+    assert hopper.choose()[1] is attend_natively
+
+
+# --- the libraries' own conventions, as documented ---
+
+
+def rows_first(q, k, v, scale, causal):
+    """``[B, S, H, D]`` in and out, as FlashAttention has it."""
+    out, lse = by_definition(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def flash_attention_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, *, return_attn_probs=False):
+    out, lse = rows_first(q, k, v, softmax_scale, causal)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attention_3(q, k, v, softmax_scale=None, causal=False, *, return_attn_probs=False):
+    out, lse = rows_first(q, k, v, softmax_scale, causal)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attention_4(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
+    out, lse = rows_first(q, k, v, softmax_scale, causal)
+    return out, lse if return_lse else None
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Puts modules in place of the FlashAttentions, each with one function."""
+
+    def install(capability, **functions):
+        for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+            function = functions.get(name.replace(".", "_"))
+            module = None if function is None else SimpleNamespace(flash_attn_func=function)
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(libraries, "capability", lambda device: capability)
+        forget()
+
+    def forget():
+        libraries._flash_attention.cache_clear()
+        libraries.flash_version.cache_clear()
+
+    yield install
+    forget()
+
+
+FLASH = {
+    "flash_attn": flash_attention_2,
+    "flash_attn_interface": flash_attention_3,
+    "flash_attn_cute": flash_attention_4,
+}
+
+
+@pytest.mark.parametrize(
+    ("major", "names", "version"),
+    [
+        (8, FLASH, 2),
+        (9, FLASH, 3),
+        (9, ["flash_attn", "flash_attn_cute"], 4),
+        (9, ["flash_attn"], 2),
+        (10, FLASH, 4),
+        (10, ["flash_attn", "flash_attn_interface"], 2),
+        (8, ["flash_attn_interface"], None),
+        (9, [], None),
+    ],
+)
+def test_the_flash_attention_of_a_gpu(installed, major, names, version):
+    installed((major, 0), **{name: FLASH[name] for name in names})
+    assert libraries.flash_version(major) == version
+    reason = libraries.probe(libraries.ATTEND["flash_attn"], CPU, torch.bfloat16, 64, 4)
+    assert reason is None if version else "ImportError: flash_attn" in reason
+
+
+def test_what_is_not_installed_is_looked_for_once(installed, monkeypatch):
+    """Every call of attention asks which FlashAttention there is."""
+    installed((9, 0))
+    looked_for = []
+
+    def import_module(name):
+        looked_for.append(name)
+        raise ImportError(name)
+
+    monkeypatch.setattr(libraries, "import_module", import_module)
+    assert libraries.flash_version(9) is None and libraries.flash_version(9) is None
+    assert sorted(looked_for) == ["flash_attn", "flash_attn.cute", "flash_attn_interface"]
+
+
+def test_flashinfers_logarithms_are_made_natural(monkeypatch):
+    def single_prefill(q, k, v, *, causal, kv_layout, sm_scale, return_lse):
+        assert kv_layout == "NHD" and return_lse
+        out, lse = base_2(*(x.transpose(0, 1)[None] for x in (q, k, v)), sm_scale, causal)
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+    module = SimpleNamespace(single_prefill_with_kv_cache=single_prefill)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    assert libraries.probe(libraries.ATTEND["flashinfer"], CPU, torch.float16, 128, 4) is None
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    assert "flashinfer" in libraries.probe(libraries.ATTEND["flashinfer"], CPU, torch.float16, 128, 4)
+
+
+# --- segments ---
+
+
+@pytest.mark.parametrize("rows_alone", [0, 40])
+@pytest.mark.parametrize("keys", [[63, 1, 111], [0, 129], [300, 300, 20], [200]], ids=str)
+def test_segments_are_attended_by_the_function_that_is_given(keys, rows_alone):
+    """Which sees at least one key, rows of neighbouring numbers, and causality only where S = T."""
+    q, *_ = make_inputs(queries=111)
+    segments = [make_inputs(keys=n)[1:] for n in keys]
+    segments[-1] = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in segments[-1]]
+    calls = []
+
+    def attend(q, k, v, scale, causal):
+        calls.append((q.shape[2], k.shape[2]))
+        assert k.shape[2] > 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        assert not causal or q.shape[2] == k.shape[2]
+        return by_definition(q, k, v, scale, causal)
+
+    out, lse = with_torch(q, segments, 0.25, True, attend, rows_alone=rows_alone)
+    exact = reference.segmented_attention(q, segments, 0.25, True, rows_alone=rows_alone)
+    torch.testing.assert_close(out, exact[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(lse, exact[1], atol=1e-5, rtol=0)
+    assert calls
+
+
+def test_every_name_has_a_function():
+    assert set(BACKENDS) == {"auto", "triton", "reference", *libraries.ATTEND}
+    assert why_not_triton(CPU, torch.float64)
+
+
+def test_triton_is_tried_before_it_is_trusted(monkeypatch):
+    """Interpreted here; what keeps it from running on a GPU is found in the same way."""
+    assert failed_launch(CPU) is None
+
+    def no_compiler(outs, lses):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    for broken, reason in {
+        no_compiler: "its first kernel failed with RuntimeError: Failed to find C compiler.",
+        lambda outs, lses: (outs[0], lses[0]): "its first kernel's result was off by 1",
+        lambda outs, lses: (outs[0] * math.nan, lses[0]): "its first kernel's result was off by nan",
+    }.items():
+        monkeypatch.setattr(triton_merging, "merge_states", broken)
+        assert failed_launch.__wrapped__(CPU) == reason

@@ -1,0 +1,91 @@
+"""Triton's kernels read nothing outside their operands, behind which there may be no memory."""
+
+import ctypes
+import math
+import mmap
+import multiprocessing as mp
+import os
+
+import pytest
+import torch
+
+from apbv.kernels import (
+    kv_importance,
+    merge_states,
+    segmented_attention,
+    select_topk,
+    spatial_variety,
+    temporal_change,
+    triton_attention,
+    verify_attention,
+)
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU has no such pages")
+
+_NO_ACCESS = 0  # PROT_NONE
+_libc = ctypes.CDLL(None)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def guarded(tensor: torch.Tensor, behind: bool) -> torch.Tensor:
+    """A copy right before, or right behind, a page that nobody may touch."""
+    page = mmap.PAGESIZE
+    pages = math.ceil(tensor.nbytes / page)
+    memory = mmap.mmap(-1, (pages + 2) * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for guard in (address, address + (pages + 1) * page):
+        assert _libc.mprotect(guard, page, _NO_ACCESS) == 0
+    start = page if behind else (pages + 1) * page - tensor.nbytes
+    place = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+    return place.view(tensor.shape).copy_(tensor)
+
+
+def attend(guard):
+    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((6, 33), (2, 70), (2, 70)))
+    segmented_attention(q, [(k, v)] * 2, 0.1, True, rows_alone=5, backend="triton")
+    segmented_attention(q, [(k, v)], 0.1, False, rows_alone=5, backend="triton")
+
+
+def attend_masked(guard):
+    for queries in (1, 11, 33):  # times 3 heads in a group: they fill no tile
+        q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((6, queries), (2, 70), (2, 70)))
+        visible = guard(torch.ones(queries, 33, dtype=torch.bool))
+        kept = guard(torch.arange(0, 37, 2).expand(1, 2, -1))
+        verify_attention(q, k, v, 0.1, visible=visible, backend="triton")
+        verify_attention(q, k, v, 0.1, visible=visible, kept=kept, backend="triton")
+
+
+def merge(guard):
+    merge_states(guard(torch.randn(3, 1, 3, 5, 40)), guard(torch.randn(3, 1, 3, 5)), backend="triton")
+
+
+def rank(guard):
+    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((6, 5), (2, 70), (2, 70)))
+    for lse in (None, guard(torch.randn(1, 6, 5))):
+        scores = kv_importance(q, k, 0.1, lse=lse, backend="triton")
+    out = guard(torch.empty(2, 1, 2, 7, 40))
+    select_topk(guard(scores), k, v, 7, out, backend="triton")
+
+
+def score(guard):
+    frames = guard(torch.randn(3, 6 * 7, 40))
+    temporal_change(frames, guard(torch.randn(42, 40)), guard(torch.randn(42, 40)), backend="triton")
+    spatial_variety(frames, 6, 7, backend="triton")
+
+
+@pytest.mark.parametrize("operator", [attend, attend_masked, merge, rank, score], ids=lambda f: f.__name__)
+def test_nothing_outside_is_read(operator):
+    """In processes of their own, which touching a guard page would end."""
+    for behind in (False, True):
+        process = mp.get_context("fork").Process(target=operator, args=(lambda t, b=behind: guarded(t, b),))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def test_lengths_and_strides_do_not_compile_anew():
+    """Of integers in a tuple Triton looks at whether they are 1 and whether 16 divides them, like it or not."""
+    numbers = (-16, -1, 0, 1, 2, 16, 129, 2**20)
+    veiled = triton_attention._veiled(*numbers)
+    assert not any(number == 1 or number % 16 == 0 for number in veiled)
+    assert tuple(number >> 2 for number in veiled) == numbers
