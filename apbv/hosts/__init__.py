@@ -1,5 +1,10 @@
-"""Who computes: the group of hosts, what they exchange, and how a failure of one reaches the others."""
+"""The group of hosts that compute together: what they exchange, and how a failure of one reaches the others.
 
-from .group import AgreedError, Exchange, HostError, HostGroup, in_thread, run_on_hosts
+Only this package imports torch.distributed.
+"""
+
+from .exchange import AgreedError, Exchange, HostError, in_thread
+from .group import HostGroup
+from .script import run_on_hosts
 
 __all__ = ["AgreedError", "Exchange", "HostError", "HostGroup", "in_thread", "run_on_hosts"]

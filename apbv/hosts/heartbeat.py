@@ -14,11 +14,11 @@ from contextlib import contextmanager
 _COUNT_KEY = "apbv/beats"
 _WORK_KEY = "apbv/work"
 _BEAT_SECONDS = 1.0
-_ENDING_SECONDS = 5.0  # a store whose host is out of reach answers late, or never
+_ENDING_SECONDS = 5.0  # for a store whose host is out of reach, which answers late, or never
 
 
 class Heartbeat:
-    """This process's signs of work; a thread gives them, from the first stage on.
+    """Gives this process's signs of work, from a thread that begins with the first stage.
 
     Args:
         store: a torch.distributed store that all processes of the group share.
@@ -31,7 +31,7 @@ class Heartbeat:
     def __init__(self, store, name: str, timeout: float, longest: float):
         self._store, self._name, self._longest = store, name, longest
         self._interval = min(_BEAT_SECONDS, timeout / 4)
-        self._stages: list[str] = []  # within each other
+        self._stages: list[str] = []  # nested, the innermost last
         self._working_since: float | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -39,7 +39,7 @@ class Heartbeat:
 
     @contextmanager
     def working(self, stage: str) -> Iterator[None]:
-        """Around work that others may wait for."""
+        """Enclose work that others may wait for."""
         if self._thread is None:
             arguments = weakref.ref(self), self._stopped, self._interval
             self._thread = threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True)
@@ -56,7 +56,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for other processes."""
+        """Enclose a wait for other processes, during which this one does not count as working."""
         self._working_since = None
         try:
             yield
@@ -64,16 +64,19 @@ class Heartbeat:
             self._working_since = time.monotonic() if self._stages else None
 
     def heard(self) -> tuple[int, str]:
-        """All beats of the group so far, and what the last one said; blocks while the store does not answer."""
+        """Return the number of all beats of the group, and what the last one said.
+
+        This blocks while the store does not answer.
+        """
         count = self._store.add(_COUNT_KEY, 0)
         return count, self._store.get(_WORK_KEY).decode(errors="replace") if count else ""
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Give no more signs of work."""
         self._end()
 
     def beat(self) -> None:
-        """Say what this process works on, if it does."""
+        """Say in the store what this process works on, if it does."""
         stages, since = self._stages[-1:], self._working_since
         if not stages or since is None:
             return
@@ -85,7 +88,7 @@ class Heartbeat:
 
 
 class Patience:
-    """How long one wait goes on: until nobody has worked for ``timeout`` seconds.
+    """Decides how long one wait goes on: until nobody has worked for ``timeout`` seconds.
 
     Attributes:
         last_heard: what a beat during this wait said.
@@ -105,11 +108,12 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """How long this wait has gone on."""
+        """The seconds that this wait has gone on for."""
         return time.monotonic() - self._began
 
     @property
     def is_over(self) -> bool:
+        """Whether nobody has worked for too long."""
         return time.monotonic() - self._heard > self._timeout
 
 
@@ -120,7 +124,7 @@ def _end(thread: threading.Thread, stopped: threading.Event) -> None:
 
 
 def _beat(heart: "weakref.ref[Heartbeat]", stopped: threading.Event, interval: float) -> None:
-    """A heart's thread; ends with it, or when the store's host is gone, which others notice by themselves."""
+    """Beat in a thread until the heart is gone, or the store's host is, which others notice by themselves."""
     while not stopped.wait(interval):
         alive = heart()
         if alive is None:

@@ -1,7 +1,7 @@
 """A process group on the CPU whose exchanges are waited for in Python.
 
 transformers' tensor parallelism exchanges data by itself, inside the model's layers. So that a process which fails
-there does not leave the others of its host waiting, these wait as a HostGroup does: see :mod:`apbv.hosts`.
+there does not leave the others of its host waiting, these wait as a HostGroup does: see :mod:`.failure_watch`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Hosts that are not here: H hosts' shares of the work in one process, one at a time, on virtual clocks.
+"""Simulating H hosts in one process, which does their shares of the work one at a time, on virtual clocks.
 
 Every simulated host is a thread with a HostGroup of its own. Only one computes at any time, with the whole
 machine, until it has to wait for data that another has not sent yet; so data, order and results are those of a
@@ -19,18 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .group import Exchange, HostError, HostGroup
+from .exchange import Exchange, HostError, describe_error
+from .failure_watch import FailureWatch
+from .group import HostGroup
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two hosts: bytes per second in each direction, and seconds before the first byte arrives."""
+    """A connection of two hosts: bytes per second in each direction, and seconds until the first byte arrives."""
 
     bandwidth: float = float("inf")
     latency: float = 0.0
 
     def seconds(self, num_bytes: int) -> float:
-        """How long a message takes; nothing takes no time."""
+        """Return how long a message takes, in seconds; an empty one takes no time."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
@@ -49,17 +51,17 @@ class Network:
     group_size: int | None = None
 
     def between(self, sender: int, receiver: int) -> Link:
-        """The link from one host to another."""
+        """Return the link from one host to another."""
         size = self.group_size
         return self.link if size is None or sender // size == receiver // size else self.between_groups
 
     def gathering(self, num_hosts: int, num_bytes: int) -> float:
-        """Seconds of a ring all-gather: H-1 steps, each as slow as the slowest link of the ring."""
+        """Return the seconds of a ring all-gather: H-1 steps, each as slow as the slowest link of the ring."""
         steps = [self.between(host, (host + 1) % num_hosts).seconds(num_bytes) for host in range(num_hosts)]
         return (num_hosts - 1) * max(steps)
 
     def receiving(self, receiver: int, num_bytes: Sequence[int]) -> float:
-        """Seconds until a host has received ``num_bytes[h]`` from every host h, one after the other."""
+        """Return the seconds until a host has received ``num_bytes[h]`` from every host h, one after the other."""
         return sum(
             self.between(sender, receiver).seconds(count)
             for sender, count in enumerate(num_bytes)
@@ -76,7 +78,7 @@ class _Post:
 
 
 class _Machine:
-    """What the simulated hosts share: the turn to compute, and the exchanges under way."""
+    """The state that simulated hosts share: the turn to compute, and the exchanges under way."""
 
     def __init__(self, num_hosts: int, network: Network, clock: Callable[[], float]):
         self.num_hosts = num_hosts
@@ -90,11 +92,24 @@ class _Machine:
         self.waiting: dict[int, dict[int, _Post]] = {}  # by host, for which exchange
 
     def is_stuck(self, posts: dict[int, _Post]) -> bool:
-        """Whether an exchange can no longer be completed."""
+        """Return whether an exchange can no longer be completed."""
         if self.failure or self.ended - posts.keys():
             return True
         complete = any(len(awaited) == self.num_hosts for awaited in self.waiting.values())
         return len(self.waiting) + len(self.ended) == self.num_hosts and not complete
+
+
+class _SimulatedWatch(FailureWatch):
+    """Posts failures where the other simulated hosts of a machine find them."""
+
+    def __init__(self, name: str, machine: _Machine):
+        super().__init__(name, float("inf"))
+        self._machine = machine
+
+    def post(self, stage: str, error: BaseException) -> None:
+        if self._machine.failure is None:
+            self._machine.failure = f"{self._name} failed in {stage}: {describe_error(error)}"
+        self._machine.turn.notify_all()
 
 
 class SimulatedHost(HostGroup):
@@ -105,8 +120,9 @@ class SimulatedHost(HostGroup):
     """
 
     def __init__(self, machine: _Machine, rank: int, device: torch.device, pace: Sequence[float] | None = None):
-        super().__init__(device=device, timeout=float("inf"), owns_group=False)
+        super().__init__(device=device, timeout=float("inf"))
         self.rank, self.size = rank, machine.num_hosts
+        self._watch = _SimulatedWatch(self.name, machine)
         self._machine = machine
         self.laps: list[float] = []
         self._pace = pace
@@ -118,10 +134,8 @@ class SimulatedHost(HostGroup):
         self._durations: dict[int, Callable[[list[_Post]], tuple[float, float]]] = {}
         self._link_free = 0.0
 
-    # ---- the clock ----
-
     def clock(self) -> float:
-        """Seconds that have passed on this host."""
+        """Return the seconds that have passed on this host."""
         before = self._read
         self._resume()
         lap = self._read - before
@@ -134,12 +148,10 @@ class SimulatedHost(HostGroup):
         return self._time
 
     def _resume(self) -> None:
-        """From now on time counts as this host's."""
+        """Let the time from now on count as this host's."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._read = self._machine.clock()
-
-    # ---- exchanges ----
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         if self.size == 1:
@@ -152,22 +164,22 @@ class SimulatedHost(HostGroup):
 
         return self._exchange(tensor, timing, torch.stack)
 
-    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         if self.size == 1:
-            return super().all_to_all(parts, shapes)
+            return super().all_to_all(tensors, shapes)
 
         def received(payloads: list[Sequence[Tensor]]) -> list[Tensor]:
-            return [parts[self.rank].clone().view(*shape) for parts, shape in zip(payloads, shapes, strict=True)]
+            return [sent[self.rank].clone().view(*shape) for sent, shape in zip(payloads, shapes, strict=True)]
 
         counts = [math.prod(shape) for shape in shapes]
-        self.bytes_received += (sum(counts) - counts[self.rank]) * parts[0].element_size()
+        self.bytes_received += (sum(counts) - counts[self.rank]) * tensors[0].element_size()
 
         def timing(posts: list[_Post]) -> tuple[float, float]:
             sizes = [post.payload[self.rank].nbytes for post in posts]
             start = max(post.time for host, post in enumerate(posts) if sizes[host] or host == self.rank)
             return start, self._network.receiving(self.rank, sizes)
 
-        return self._exchange([part.detach() for part in parts], timing, received)
+        return self._exchange([tensor.detach() for tensor in tensors], timing, received)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         if self.size == 1:
@@ -194,7 +206,7 @@ class SimulatedHost(HostGroup):
         return self._exchange(tensor, self._control_timing, torch.stack).wait()
 
     def _control_timing(self, posts: list[_Post]) -> tuple[float, float]:
-        """Statuses are as good as empty: everybody waits for the last, and one round of latencies."""
+        """Time an exchange of statuses, which are as good as empty: all wait for the last, and for latencies."""
         return max(post.time for post in posts), self._network.gathering(self.size, 1)
 
     @property
@@ -203,7 +215,7 @@ class SimulatedHost(HostGroup):
 
     def _exchange(self, payload, timing, result: Callable[[list[Any]], Any]) -> Exchange:
         """Take part in the next exchange; ``timing`` gives when it starts and how long it takes this host."""
-        if self._broken:
+        if self._watch.is_broken:
             raise HostError("this host group broke in an earlier exchange")
         machine, number = self._machine, self._num_posted
         self._num_posted += 1
@@ -221,7 +233,7 @@ class SimulatedHost(HostGroup):
                 machine.turn.wait()
             del machine.waiting[self.rank]
             if len(posts) < self.size:
-                self._broken = True
+                self._watch.is_broken = True
                 machine.turn.notify_all()
                 self._resume()
                 raise HostError(machine.failure or "the hosts no longer take part in the same exchanges")
@@ -248,21 +260,14 @@ class SimulatedHost(HostGroup):
                 del machine.posts[number], machine.readers_left[number]
         self._num_settled = max(self._num_settled, last + 1)
 
-    # ---- failures ----
-
     def subgroup(self, members: Sequence[int], timeout: float | None = None) -> HostGroup | None:
         raise ValueError("simulated hosts work together, all of them: there are no groups of some")
 
-    def _post_failure(self, name: str, error: BaseException) -> None:
-        if self._machine.failure is None:
-            self._machine.failure = f"host {self.rank} failed in {name}: {type(error).__name__}: {error}"
-        self._machine.turn.notify_all()
-
     def let_others_report(self) -> None:
-        """Nothing ends a thread early."""
+        """Do nothing: nobody ends a thread early."""
 
     def close(self) -> None:
-        """There is no process group to leave."""
+        """Do nothing: there is no process group to leave."""
 
 
 def simulate(
@@ -274,7 +279,7 @@ def simulate(
     clock: Callable[[], float] = time.perf_counter,
     paces: Sequence[Sequence[float]] | None = None,
 ) -> list[Any]:
-    """Run ``job(hosts, *args)`` on simulated hosts; returns what it returned on each of them.
+    """Run ``job(hosts, *args)`` on simulated hosts, and return the list of its results.
 
     Hosts that share a model must not share the object, see :func:`share_weights`. Every host computes with as
     many threads as the caller's process.
@@ -322,6 +327,6 @@ def simulate(
 
 
 def share_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are the original's own tensors."""
+    """Copy a model, but let its parameters and buffers be the original's own tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,0 +1,164 @@
+"""HostGroup's exchanges over real gloo processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from apbv import HostGroup
+
+from fresh_hosts import described, pattern
+from patience import wait_for
+
+SIZES = (1, 2, 3, 8)
+
+
+def all_gather_job(hosts: HostGroup, shape: tuple[int, ...], dtype: torch.dtype):
+    before = hosts.bytes_received
+    mine = pattern(hosts.rank, shape, dtype)
+    gathered = hosts.all_gather(mine).wait()
+    assert torch.equal(gathered, torch.stack([pattern(h, shape, dtype) for h in range(hosts.size)]))
+    assert gathered.dtype == dtype
+    assert hosts.bytes_received - before == (hosts.size - 1) * mine.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize("hosts", SIZES)
+def test_all_gather(pool, hosts, dtype):
+    for shape in ((2, 1, 3, 7, 5), (1,), (), (3, 0, 2)):
+        pool.run(hosts, all_gather_job, shape, dtype)
+
+
+def strided_job(hosts: HostGroup):
+    mine = pattern(hosts.rank, (5, 3), torch.float32).t()
+    gathered = hosts.all_gather(mine).wait()
+    assert torch.equal(gathered[-1], pattern(hosts.size - 1, (5, 3), torch.float32).t())
+
+
+def test_all_gather_of_a_strided_tensor(pool):
+    pool.run(2, strided_job)
+
+
+def in_flight_job(hosts: HostGroup):
+    """Five exchanges at once, of different sizes and kinds, waited for in reverse order, one twice."""
+    others = [h for h in range(hosts.size) if h != hosts.rank]
+    before = hosts.bytes_received
+    exchanges = [hosts.all_gather(pattern(hosts.rank, (4, 1 + i), torch.bfloat16)) for i in range(4)]
+    parts = [pattern(hosts.rank, (h + 1,), torch.float32) for h in range(hosts.size)]
+    swapped = hosts.all_to_all(parts, [(hosts.rank + 1,)] * hosts.size)
+    del parts
+    received = swapped.wait()
+    for host in range(hosts.size):
+        assert torch.equal(received[host], pattern(host, (hosts.rank + 1,), torch.float32))
+    for i, exchange in reversed(list(enumerate(exchanges))):
+        expected = torch.stack([pattern(h, (4, 1 + i), torch.bfloat16) for h in range(hosts.size)])
+        assert torch.equal(exchange.wait(), expected)
+    assert exchanges[0].wait() is exchanges[0].wait()
+    assert hosts.bytes_received - before == len(others) * (2 * 4 * (1 + 2 + 3 + 4) + 4 * (hosts.rank + 1))
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8])
+def test_several_exchanges_in_flight(pool, hosts):
+    pool.run(hosts, in_flight_job)
+
+
+def asynchronous_job(hosts: HostGroup, started: Path):
+    """Host 1 joins only once host 0's calls have returned; calls that block would keep both from going on."""
+    if hosts.rank == 1:
+        wait_for(started.exists)
+    exchange = hosts.all_gather(torch.full((3,), hosts.rank))
+    swapped = hosts.all_to_all([torch.full((2,), hosts.rank)] * 2, [(2,)] * 2)
+    if hosts.rank == 0:
+        started.touch()
+    assert exchange.wait().tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert [part.tolist() for part in swapped.wait()] == [[0, 0], [1, 1]]
+
+
+def test_an_exchange_is_started_without_waiting(pool, tmp_path):
+    pool.run(2, asynchronous_job, tmp_path / "started")
+
+
+def part_shape(kind: str, sender: int, receiver: int) -> tuple[int, ...]:
+    """The shape of what ``sender`` sends to ``receiver``."""
+    return {
+        "even": (2, 3),
+        "uneven": (1 + 2 * sender + receiver, 3),
+        "some empty": (0 if (sender + receiver) % 2 else 2 + receiver, 3),
+        "only to the last": (5, 2) if receiver > sender else (0, 2),
+        "all empty": (0, 4),
+    }[kind]
+
+
+def all_to_all_job(hosts: HostGroup, kind: str, dtype: torch.dtype):
+    before = hosts.bytes_received
+    parts = [pattern(hosts.rank + 10 * h, part_shape(kind, hosts.rank, h), dtype) for h in range(hosts.size)]
+    shapes = [part_shape(kind, h, hosts.rank) for h in range(hosts.size)]
+    received = hosts.all_to_all(parts, shapes).wait()
+    assert len(received) == hosts.size
+    for host, (part, shape) in enumerate(zip(received, shapes, strict=True)):
+        assert part.dtype == dtype
+        assert torch.equal(part, pattern(host + 10 * hosts.rank, shape, dtype))
+    payload = sum(part.nbytes for host, part in enumerate(received) if host != hosts.rank)
+    assert hosts.bytes_received - before == payload
+
+
+@pytest.mark.parametrize("kind", ["even", "uneven", "some empty", "only to the last", "all empty"])
+@pytest.mark.parametrize("hosts", SIZES)
+def test_all_to_all(pool, hosts, kind):
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        pool.run(hosts, all_to_all_job, kind, dtype)
+
+
+def broadcast_job(hosts: HostGroup, dtype: torch.dtype):
+    before = hosts.bytes_received
+    tensor = pattern(hosts.rank, (1, 77), dtype)
+    assert hosts.broadcast(tensor) is tensor
+    assert torch.equal(tensor, pattern(0, (1, 77), dtype))
+    assert hosts.bytes_received - before == (tensor.nbytes if hosts.rank else 0)
+    last = hosts.size - 1
+    assert torch.equal(hosts.broadcast(pattern(hosts.rank, (3, 5), dtype), last), pattern(last, (3, 5), dtype))
+
+
+def shift_job(hosts: HostGroup, dtype: torch.dtype):
+    """Hosts pass on tensors of different lengths, twice, the second time what they got."""
+    held, owner = pattern(hosts.rank, (2, hosts.rank + 1), dtype), hosts.rank
+    for _ in range(2):
+        before, owner = hosts.bytes_received, (owner - 1) % hosts.size
+        held = hosts.shift(held, (2, owner + 1)).wait()
+        assert held.dtype == dtype and torch.equal(held, pattern(owner, (2, owner + 1), dtype))
+        assert hosts.bytes_received - before == (held.nbytes if hosts.size > 1 else 0)
+
+
+@pytest.mark.parametrize("hosts", SIZES)
+def test_shift_round_the_ring(pool, hosts):
+    for dtype in (torch.bfloat16, torch.float64):
+        pool.run(hosts, shift_job, dtype)
+
+
+def control_job(hosts: HostGroup):
+    before = hosts.bytes_received
+    values = [2**62, -1, 0] if hosts.rank == 0 else None
+    assert hosts.broadcast_ints(values, 3) == [2**62, -1, 0]
+    floats = [hosts.rank + 1e-12, -float("inf"), 1e300]
+    assert hosts.gather_floats(floats) == [[h + 1e-12, -float("inf"), 1e300] for h in range(hosts.size)]
+    hosts.barrier()
+    hosts.require_same("the prompt", b"the same")
+    hosts.let_others_report()
+    assert hosts.bytes_received == before, "statuses and tokens are not payload"
+
+
+@pytest.mark.parametrize("hosts", SIZES)
+def test_broadcast_and_small_values(pool, hosts):
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        pool.run(hosts, broadcast_job, dtype)
+    pool.run(hosts, control_job)
+
+
+def different_job(hosts: HostGroup):
+    failure = described(hosts.require_same, "the prompt", b"b" if hosts.rank == 2 else b"a")
+    hosts.barrier()
+    return failure
+
+
+def test_values_that_differ_are_refused_on_every_host(pool):
+    assert pool.run(3, different_job) == ["HostError: the prompt of host 2 differs from that of host 0"] * 3

@@ -1,0 +1,278 @@
+"""HostGroup over real gloo processes: the exchanges, and that a failure reaches every host, soon and by name.
+
+Bounds in seconds are bounds on hanging, not on speed (see patience): they are below the groups' own timeouts,
+unless the timeout is what is tested.
+"""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import apbv.hosts.failure_watch
+from apbv import HostGroup
+
+from fresh_hosts import WAIT, Store, absent_job, described, exchange_in_stage, pattern, run_fresh
+from patience import GROUP_TIMEOUT, HANGING, wait_for
+
+UNICODE = "no such clip: Übersicht_映像.mp4"
+# What os.fsdecode makes of a file name that is not UTF-8.
+UNDECODABLE = "cannot read caf\udce9.mp4"
+
+
+# ---- groups ----
+
+
+def test_without_torchrun_there_is_one_host(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for hosts in (HostGroup.from_env("cpu"), HostGroup.single("cpu")):
+        assert (hosts.rank, hosts.size, hosts.device.type) == (0, 1, "cpu")
+        assert torch.equal(hosts.all_gather(torch.arange(3)).wait(), torch.arange(3)[None])
+        assert hosts.broadcast_ints([4, 5], 2) == [4, 5]
+        assert hosts.gather_floats([0.5]) == [[0.5]]
+        assert hosts.bytes_received == 0
+        hosts.barrier()
+        with pytest.raises(KeyError), hosts.collective_stage("prefill"):
+            raise KeyError("its own")
+        hosts.close()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("message", ["its own", UNICODE, UNDECODABLE, ""], ids=ascii)
+def test_one_host_raises_its_own_error(message):
+    with pytest.raises(ValueError) as caught, HostGroup.single("cpu").local_stage("reading"):
+        raise ValueError(message)
+    assert str(caught.value) == message
+
+
+def subgroup_job(world: HostGroup, members: list[int]):
+    """Ranks in a subgroup are the subgroup's own."""
+    group = dist.new_group(members)
+    seen = None
+    if world.rank in members:
+        hosts = HostGroup.from_process_group(group, "cpu", timeout=GROUP_TIMEOUT)
+        position = pattern(members[0], (3,), torch.float32)
+        mine = pattern(world.rank, (3,), torch.float32)
+        gathered = hosts.all_gather(mine).wait()
+        assert torch.equal(gathered, torch.stack([pattern(m, (3,), torch.float32) for m in members]))
+        assert torch.equal(hosts.broadcast(mine), position)
+        failure = described(failing_locally, hosts, 1, ValueError("bad"))
+        seen = (hosts.rank, hosts.size, hosts.broadcast_ints([world.rank], 1), failure)
+        hosts.close()
+    assert dist.is_initialized(), "closing leaves a group alone that the caller made"
+    world.barrier()
+    return seen
+
+
+def failing_locally(hosts: HostGroup, bad: int, error: Exception) -> None:
+    with hosts.local_stage("reading the prompt"):
+        if hosts.rank == bad:
+            raise error
+
+
+def test_a_subgroup(pool):
+    members = [2, 5, 7]
+    seen = pool.run(8, subgroup_job, members)
+    quoted = "HostError: host 1 failed in reading the prompt: ValueError: bad"
+    failures = [quoted, "ValueError: bad", quoted]
+    expected = [(h, 3, [2], failures[h]) for h in range(3)]
+    assert [seen[m] for m in members] == expected
+    assert all(seen[h] is None for h in set(range(8)) - set(members))
+
+
+# ---- a stage without exchanges: all hosts raise, or none, and the group stays usable ----
+
+
+class OddError(Exception):
+    """Neither a ValueError nor anything else that the library knows."""
+
+
+def local_failure_job(hosts: HostGroup, bad: list[int], errors: dict[int, Exception]):
+    def stage():
+        with hosts.local_stage("reading the prompt"):
+            if hosts.rank in bad:
+                raise errors[hosts.rank]
+
+    failures = [described(stage) for _ in range(2)]
+    assert failures[0] == failures[1], "the second failure is told like the first"
+    with hosts.local_stage("another stage"):
+        pass
+    with hosts.collective_stage("an exchange"):
+        gathered = hosts.all_gather(torch.tensor([hosts.rank])).wait()
+    assert gathered.flatten().tolist() == list(range(hosts.size))
+    return failures[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no frame 12"),
+        ValueError(UNICODE),
+        ValueError(""),
+        OddError("odd"),
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize(("hosts", "bad"), [(2, 0), (2, 1), (3, 1), (8, 7)])
+def test_one_hosts_error_reaches_all(pool, hosts, bad, error):
+    failures = pool.run(hosts, local_failure_job, [bad], {bad: error})
+    own = f"{type(error).__name__}: {error}"
+    assert failures.pop(bad) == own
+    assert set(failures) == {f"HostError: host {bad} failed in reading the prompt: {own}"}
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "映"])
+def test_a_long_message_is_cut_but_arrives(pool, letter):
+    """Longer than a status holds, and cut wherever a letter of several bytes happens to stand."""
+    error = ValueError(letter * 5000)
+    mine, other = pool.run(2, local_failure_job, [0], {0: error})
+    assert mine == f"ValueError: {error}"
+    start = "HostError: host 0 failed in reading the prompt: ValueError: "
+    assert other.startswith(start + letter * 1000)
+    assert set(other.removeprefix(start)) <= {letter, "\N{REPLACEMENT CHARACTER}"}
+
+
+def test_where_all_hosts_fail_each_raises_its_own_error(pool):
+    errors = {h: ValueError(f"bad file of host {h}") for h in range(3)}
+    assert pool.run(3, local_failure_job, [0, 1, 2], errors) == [f"ValueError: {errors[h]}" for h in range(3)]
+
+
+def test_where_several_hosts_fail_the_others_quote_the_first(pool):
+    errors = {h: ValueError(f"bad file of host {h}") for h in range(1, 3)}
+    failures = pool.run(4, local_failure_job, [1, 2], errors)
+    quoted = "HostError: host 1 failed in reading the prompt: ValueError: bad file of host 1"
+    assert failures == [quoted, f"ValueError: {errors[1]}", f"ValueError: {errors[2]}", quoted]
+
+
+# ---- groups that break: each in processes of its own ----
+
+
+def failing_exchange_job(hosts: HostGroup, bad: int, error: Exception, folder: Path, stays: bool = True):
+    """Host ``bad`` fails. It ends at once, or, as the others (one may hold the store), once all were told."""
+    failure = described(exchange_in_stage, hosts, error if hosts.rank == bad else None)
+    began = time.monotonic()
+    later = [
+        described(exchange_in_stage, hosts),
+        described(failing_locally, hosts, -1, ValueError()),
+        described(hosts.barrier),
+        described(hosts.all_to_all, [torch.ones(1)] * hosts.size, [(1,)] * hosts.size),
+    ]
+    assert time.monotonic() - began < HANGING, "a broken group refuses at once"
+    (folder / f"told {hosts.rank}").touch()
+    if stays or hosts.rank != bad:
+        wait_for(lambda: len(list(folder.glob("told *"))) == hosts.size)
+    return failure, later
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["stays", "ends at once"])
+def test_a_failure_amid_exchanges_reaches_those_who_wait(store, tmp_path, stays):
+    """The failed host lives on, so that the others must look for its message, or it hangs up."""
+    error = OddError(UNICODE * 300)
+    outcomes = run_fresh(store, 3, failing_exchange_job, 1, error, tmp_path, stays)
+    own = f"{type(error).__name__}: {error}"
+    quoted = f"HostError: host 1 failed in encode: {own}"
+    assert [outcome.exit_status for outcome in outcomes] == [0, 0, 0]
+    for rank, (failure, later) in enumerate(outcome.result for outcome in outcomes):
+        assert failure == (own if rank == 1 else quoted)
+        assert all(text.startswith("HostError: ") and "broke" in text for text in later), later
+    assert max(outcome.seconds for outcome in outcomes) < HANGING
+
+
+@pytest.mark.parametrize("stage", ["local", "collective"])
+def test_an_undecodable_message_reaches_all(tmp_path, stage):
+    error = ValueError(UNDECODABLE)
+    if stage == "local":
+        outcomes = run_fresh(Store(tmp_path), 2, local_failure_job, [0], {0: error})
+        mine, other = (outcome.result for outcome in outcomes)
+        name = "reading the prompt"
+    else:
+        outcomes = run_fresh(Store(tmp_path), 2, failing_exchange_job, 0, error, tmp_path)
+        mine, other = (outcome.result[0] for outcome in outcomes)
+        name = "encode"
+    assert mine == f"ValueError: {UNDECODABLE}"
+    assert other == rf"HostError: host 0 failed in {name}: ValueError: cannot read caf\udce9.mp4"
+
+
+def all_fail_job(hosts: HostGroup):
+    return described(exchange_in_stage, hosts, ValueError(f"own {hosts.rank}"))
+
+
+def test_where_all_fail_amid_exchanges_each_raises_its_own(tmp_path):
+    outcomes = run_fresh(Store(tmp_path), 3, all_fail_job)
+    assert [outcome.result for outcome in outcomes] == [f"ValueError: own {h}" for h in range(3)]
+
+
+def late_job(hosts: HostGroup, met: Path):
+    """Host 1 fails and is gone before host 0 begins to exchange."""
+    process = int(hosts.gather_floats([os.getpid()])[1][0])
+    if hosts.rank == 1:
+        wait_for(met.exists)
+        exchange_in_stage(hosts, ValueError("bad"))
+    met.touch()
+    wait_for(lambda: not is_alive(process))
+    return described(exchange_in_stage, hosts)
+
+
+def nearly_late_job(hosts: HostGroup, rounds: int) -> int:
+    """Exchanges that end about when those who wait look at their watch, which here is every millisecond."""
+    apbv.hosts.failure_watch.POLL_SECONDS = 0.001
+    delays = random.Random(hosts.rank)
+    for turn in range(rounds):
+        if turn % hosts.size == hosts.rank:
+            time.sleep(delays.uniform(0.0, 0.004))
+        hosts.barrier()
+    return rounds
+
+
+def test_an_exchange_that_ends_while_its_wait_runs_out_is_no_loss(tmp_path):
+    outcomes = run_fresh(Store(tmp_path), 3, nearly_late_job, 400)
+    assert [(outcome.error, outcome.result) for outcome in outcomes] == [(None, 400)] * 3
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_host_that_comes_late_still_learns_the_reason(store, tmp_path):
+    late, failed = run_fresh(store, 2, late_job, tmp_path / "met")
+    assert late.result == "HostError: host 1 failed in encode: ValueError: bad"
+    assert (failed.error, failed.exit_status) == ("ValueError: bad", 1)
+
+
+def kill_job(hosts: HostGroup, victim: int, stage: str):
+    if hosts.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if stage == "local":
+        failing_locally(hosts, -1, ValueError())
+    else:
+        exchange_in_stage(hosts)
+
+
+@pytest.mark.parametrize("stage", ["local", "collective"])
+def test_a_killed_host_ends_the_others(store, stage):
+    """Without a word from it, and also where the store that could carry one dies with it."""
+    victim = 0 if store.in_host_0 else 2
+    outcomes = run_fresh(store, 3, kill_job, victim, stage)
+    assert outcomes.pop(victim).exit_status == -signal.SIGKILL
+    for outcome in outcomes:
+        assert outcome.error is not None and outcome.error.startswith("HostError: "), outcome
+        assert "ended" in outcome.error
+        assert outcome.exit_status == 1, "an error, not a crash on the way out"
+        assert outcome.seconds < HANGING
+
+
+@pytest.mark.thorough
+def test_a_host_that_never_comes_is_given_up(tmp_path):
+    outcomes = run_fresh(Store(tmp_path), 2, absent_job, tmp_path / "done", timeout=WAIT)
+    assert outcomes[0].error == f"HostError: host 0 waited more than {WAIT:g} s for another host"
+    assert outcomes[0].exit_status == 1
+    assert WAIT <= outcomes[0].seconds < HANGING

@@ -1,0 +1,133 @@
+"""Hosts on two nodes, which share nothing but the network between them; and when that falls silent."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nodes import ADDRESSES, INTERFACE, NAMES, NoNodes, TwoNodes, enter
+from patience import HANGING, limit, wait_for
+from pool import exit_statuses, start
+from scripts import HELPERS, INFER, ROOT, as_torchrun_starts, run_hosts, script_job
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+STARTING = limit(300.0)
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    try:
+        nodes = TwoNodes(tmp_path)
+    except NoNodes as reason:
+        pytest.skip(str(reason))
+    yield nodes
+    nodes.close()
+
+
+def start_torchrun(nodes: TwoNodes, folder: Path, rendezvous: list[list], *command) -> list[subprocess.Popen]:
+    """A script on both nodes, each with its own way to find the other; what they print goes to ``folder``."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    processes = []
+    for node in range(2):
+        with open(folder / f"{node}.stdout", "w") as stdout, open(folder / f"{node}.stderr", "w") as stderr:
+            words = [*TORCHRUN, *rendezvous[node], *command]
+            processes.append(nodes.start(node, words, stdout=stdout, stderr=stderr, env=environment))
+    return processes
+
+
+def printed(folder: Path, name: str) -> list[str]:
+    return [(folder / f"{node}.{name}").read_text() for node in range(2)]
+
+
+def error_line(stderr: str) -> str:
+    """The one line of ours; torchrun's own traceback stands beside it."""
+    assert "[rank" not in stderr, stderr
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error")]
+    return line
+
+
+def test_two_nodes_answer_as_two_hosts_of_one(nodes, tmp_path):
+    options = [
+        "--model",
+        "demo",
+        "--prompt",
+        "name the letters in order",
+        "--passing-len",
+        "16",
+        "--timeout",
+        str(STARTING),
+    ]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29500"]
+    processes = start_torchrun(nodes, tmp_path, [meeting, meeting], INFER, *options)
+    local = run_hosts(INFER, *options, hosts=2)
+    assert [process.wait(STARTING) for process in processes] == [0, 0], printed(tmp_path, "stderr")
+    assert [result.returncode for result in local] == [0, 0]
+    assert local[0].stdout.strip()
+    # Host 0 alone prints the answer, and each node sees what its own hosts print.
+    assert printed(tmp_path, "stdout") == [local[0].stdout, ""]
+
+
+def test_a_network_that_falls_silent_ends_both_nodes(nodes, tmp_path):
+    """Amid decoding; the node that does not hold the key-value store cannot even ask what happened."""
+    # Long enough for hosts to wait for each other while they load the model on a busy machine.
+    decoding, timeout = tmp_path / "decoding", limit(20.0)
+    meeting = ["--master-addr", NAMES[0], "--master-port", "29500", "--node-rank"]
+    script = HELPERS / "ask_endlessly.py"
+    processes = start_torchrun(nodes, tmp_path, [[*meeting, "0"], [*meeting, "1"]], script, decoding, timeout)
+    wait_for(lambda: decoding.exists() or processes[0].poll() is not None, STARTING)
+    assert decoding.exists(), printed(tmp_path, "stderr")
+    nodes.cut()
+    assert [process.wait(timeout + HANGING) for process in processes] == [1, 1]
+    lines = [error_line(stderr) for stderr in printed(tmp_path, "stderr")]
+    waited = [
+        f"error (host {rank}): host {rank} waited more than {timeout:g} s for another host" for rank in range(2)
+    ]
+    assert lines[0] == waited[0]
+    assert lines[1] == f"{waited[1]}; the hosts' key-value store does not answer either: the network may be cut"
+
+
+def infer_on_node(namespace: str, interface: str, place: tuple[int, int, int], options: list, *job) -> None:
+    """A host of a node, as torchrun starts it; ``place``: rank, rank on the node, number of hosts."""
+    rank, local_rank, size = place
+    enter(namespace)
+    as_torchrun_starts(rank, size, 29500)
+    # The key-value store is in host 0: there is no agent to hold it.
+    os.environ.update(MASTER_ADDR=ADDRESSES[0], LOCAL_RANK=str(local_rank), TORCHELASTIC_USE_AGENT_STORE="False")
+    # These processes share the machine's name, which stands for its loopback.
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    script_job(INFER, ["--model", "demo", "--prompt", "Why?", *options], None, *job)
+
+
+def test_a_file_that_one_node_lacks_is_told_by_both(nodes, tmp_path):
+    folders = [tmp_path / name for name in NAMES]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "context.txt").write_text("A long text. " * 50)
+    processes = []
+    for rank in range(4):
+        node = rank // 2
+        job = (["--context", "context.txt", "--timeout", str(STARTING)], folders[node], tmp_path / str(rank))
+        processes.append(start(infer_on_node, nodes.namespace(node), INTERFACE, (rank, rank % 2, 4), *job))
+    assert exit_statuses(processes) == [1] * 4
+    for rank in range(4):
+        line = error_line((tmp_path / f"{rank}.stderr").read_text())
+        assert line.startswith(f"error (host {rank}): ")
+        assert ("host 2 failed in reading the options" in line) == (rank < 2)
+        assert "cannot read the context context.txt: " in line
+
+
+def test_nodes_that_know_each_other_but_cannot_connect_end_in_time(nodes, tmp_path):
+    """Each gives the other the address of its loopback, as where a node's own name stands for that."""
+    processes, timeout = [], limit(12.0)
+    for rank in range(2):
+        job = (["--timeout", str(timeout)], tmp_path, tmp_path / str(rank))
+        processes.append(start(infer_on_node, nodes.namespace(rank), "lo", (rank, 0, 2), *job))
+    assert exit_statuses(processes, 5 * timeout) == [1, 1]  # gloo by itself would wait longer than that
+    for stderr in printed(tmp_path, "stderr"):
+        line = error_line(stderr)
+        assert line.startswith(f"error: the hosts did not meet within {timeout:g} s: ")
+        assert "GLOO_SOCKET_IFNAME" in line
