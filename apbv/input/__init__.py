@@ -1,1 +1,1 @@
-"""From a question and its sources to what a model reads."""
+"""Turning a question and its sources into what a model reads."""

@@ -1,4 +1,4 @@
-"""Which file it was."""
+"""Recognising a file that was read before."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """A file as it was when somebody looked.
+    """A file's path, size and date when it was looked at; where they are equal, the content counts as the same.
 
     Attributes:
         path: absolute, without links.
         size: bytes.
-        mtime_ns: when it was last written.
+        mtime_ns: when it was last written, in nanoseconds.
     """
 
     path: str
@@ -21,16 +21,20 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: str | Path) -> "FileIdentity":
-        """Raises OSError where there is no such file."""
+        """Look at a file.
+
+        Raises:
+            OSError: there is no such file.
+        """
         path = Path(path).resolve()
         found = path.stat()
         return cls(str(path), found.st_size, found.st_mtime_ns)
 
     def sha256(self) -> str:
-        """Of its content.
+        """Compute the SHA-256 of the file's content.
 
         Raises:
-            ValueError: it is not there any more, or was written since.
+            ValueError: the file is not there any more, or was written since.
         """
         digest = hashlib.sha256()
         try:

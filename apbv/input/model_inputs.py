@@ -1,4 +1,4 @@
-"""From a question and its sources to what the model reads: token ids, positions and pixels.
+"""Turning a question and its sources into what the model reads: token ids, positions and pixels.
 
 The text half is computed for the whole prompt on every host (integers are cheap); pixels only for the piece
 that this host encodes. Token ids come from the model's own transformers processor, run on tensors without
@@ -17,21 +17,22 @@ from ..hosts import HostGroup
 from ..layout import split_evenly
 from ..model.parts import ModelParts
 from .files import FileIdentity
-from .video import VideoInfo, read_frames
+from .frames import FramePiece, preprocess_frames, video_skeleton
+from .video import VideoInfo
 
 POSITION_RULES = ("transformers", "vllm")
 
 
 class PromptError(ValueError):
-    """The prompt cannot be answered by this model; the message says why."""
+    """This model cannot answer the prompt; the message says why."""
 
 
 @dataclass(frozen=True)
 class VideoSource:
-    """Where a video's pixels come from.
+    """The file and the frames that a video's pixels come from.
 
     Attributes:
-        file: the video.
+        file: the video file, as it was when it was read.
         frames: indices of the sampled frames.
         frame_parallel: whether every host reads its share of them, instead of all.
     """
@@ -49,8 +50,9 @@ class VisualInput:
         kind: ``"video"`` or ``"image"``.
         pieces: for every host, the rows (visual tokens, in prompt order) that it encodes.
         pixels: keyword arguments of the model's ``get_*_features`` for this host's piece; None if it is empty.
-        num_units: temporal patches of this host's piece.
-        rows_per_unit: rows of one temporal patch; 0 for images, which are not cut.
+        num_temporal_patches: the number of them in this host's piece. A temporal patch is what the model makes of
+            one frame, or of several that it merges; 1 for all images together.
+        rows_per_temporal_patch: its visual tokens; 0 for images, which are not cut.
         ends_video: whether this host's piece ends the video.
         replicated: whether every host encodes everything.
         source: which frames of which video; None where the caller prepared the pixels, and for images.
@@ -59,8 +61,8 @@ class VisualInput:
     kind: str
     pieces: tuple[range, ...]
     pixels: dict[str, Any] | None
-    num_units: int
-    rows_per_unit: int
+    num_temporal_patches: int
+    rows_per_temporal_patch: int
     ends_video: bool
     replicated: bool = False
     source: VideoSource | None = None
@@ -68,13 +70,14 @@ class VisualInput:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One prompt.
+    """A prompt as the model reads it: token ids, positions, and pixels.
 
     Attributes:
         input_ids: ``[1, n]``.
         position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else ``[1, n]``.
-        context_start: what comes before it belongs to the anchor: the tokens before the first visual one.
-        query_start: first token of the query block: after the last visual token, or of a text's question.
+        context_start: where the context begins: at the first visual token, or 0. What comes before it belongs to
+            the anchor.
+        query_start: where the query block begins: behind the last visual token, or at a text's question.
         visual: images or video; None for a text prompt.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
@@ -88,6 +91,7 @@ class ModelInputs:
 
     @property
     def num_tokens(self) -> int:
+        """The prompt's length n."""
         return self.input_ids.shape[1]
 
     @property
@@ -97,17 +101,18 @@ class ModelInputs:
 
     @property
     def num_visual_tokens(self) -> int:
+        """The number of placeholders of images or video in the prompt."""
         return 0 if self.visual is None else max(piece.stop for piece in self.visual.pieces)
 
     def require_room(self, max_positions: int, num_new: int = 1) -> None:
         """Make sure that the prompt and its answer lie at positions that the model was made for.
 
         Args:
-            max_positions: how many these are.
+            max_positions: how many positions the model was made for.
             num_new: tokens that the answer may take.
 
         Raises:
-            PromptError: they do not.
+            PromptError: the prompt and its answer need more.
         """
         needed = max(int(self.position_ids.max()) + 1, self.next_position + num_new)
         if needed > max_positions:
@@ -117,11 +122,11 @@ class ModelInputs:
             )
 
     def without_pixels(self) -> "ModelInputs":
-        """The same prompt with its pixels released."""
+        """Return the same prompt with its pixels released."""
         return self if self.visual is None else replace(self, visual=replace(self.visual, pixels=None))
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
-        """The same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
+        """Return the same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
 
         There every run of text or of visual tokens begins one past the greatest position before it. In
         transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
@@ -148,6 +153,7 @@ class ModelInputs:
         """Take over what a transformers processor or tokenizer returned for one prompt.
 
         Args:
+            parts: the model.
             batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
                 ``pixel_values_videos`` with their grids; the whole of them, on every host.
             frame_parallel: each host keeps its share of the frames, instead of all.
@@ -185,100 +191,57 @@ class ModelInputs:
         hosts: HostGroup,
         frame_parallel: bool = True,
     ) -> "tuple[ModelInputs, FramePiece]":
-        """The prompt of one video, without its pixels, and the piece of it that this host has to read.
+        """Make the prompt of one video, without its pixels, and find the piece that this host has to read.
 
         Args:
+            processor: the model's transformers processor.
             text: the rendered chat template, with the video's placeholder.
+            info: the video.
             frames: indices of the sampled frames, ascending.
+            frame_parallel: each host reads its share of the frames, instead of all.
+
+        Returns:
+            The prompt, to which :meth:`with_frames` adds the pixels, and this host's piece.
+
+        Raises:
+            PromptError: as :meth:`from_processor`.
         """
         skeleton = video_skeleton(processor, text, info, frames)
+        return cls.from_skeleton(parts, skeleton, info, frames, hosts, frame_parallel)
+
+    @classmethod
+    def from_skeleton(
+        cls,
+        parts: ModelParts,
+        skeleton: Mapping[str, Any],
+        info: VideoInfo,
+        frames: Sequence[int],
+        hosts: HostGroup,
+        frame_parallel: bool = True,
+    ) -> "tuple[ModelInputs, FramePiece]":
+        """Take over what :func:`video_skeleton` returned for these frames, as :meth:`from_video` does."""
         inputs = cls.from_processor(parts, skeleton, hosts, frame_parallel)
-        units = _num_units(skeleton)
-        per_unit = -(-len(frames) // units)  # frames of one temporal patch
-        mine = _shares(units, hosts, frame_parallel)[hosts.rank]
+        num_patches = _num_temporal_patches(skeleton)
+        num_merged = -(-len(frames) // num_patches)  # frames of one temporal patch
+        mine = _patches_of_hosts(num_patches, hosts, frame_parallel)[hosts.rank]
         piece = FramePiece(
             video=info,
-            frames=tuple(frames[mine.start * per_unit : mine.stop * per_unit]),
+            frames=tuple(frames[mine.start * num_merged : mine.stop * num_merged]),
             grid=skeleton.get("video_grid_thw"),
         )
         source = VideoSource(FileIdentity.of(info.path), tuple(frames), frame_parallel)
         visual = replace(inputs.visual, pixels=None, source=source)
         return replace(inputs, visual=visual), piece
 
-    def with_frames(self, processor, piece: "FramePiece", frames: Tensor) -> "ModelInputs":
-        """Add this host's pixels. ``frames`` is uint8 ``[t, H, W, 3]``, as read for ``piece``."""
+    def with_frames(self, processor, piece: FramePiece, frames: Tensor) -> "ModelInputs":
+        """Add this host's pixels.
+
+        Args:
+            processor: the model's transformers processor.
+            frames: uint8 ``[t, H, W, 3]``, as read for ``piece``.
+        """
         pixels = preprocess_frames(processor, frames, piece.grid) if len(frames) else None
         return replace(self, visual=replace(self.visual, pixels=pixels))
-
-
-@dataclass(frozen=True)
-class FramePiece:
-    """The frames one host reads, and the patch grid ``[1, 3]`` of the whole video where the model has one."""
-
-    video: VideoInfo
-    frames: tuple[int, ...]
-    grid: Tensor | None
-
-    def read(self) -> Tensor:
-        """Decode them: uint8 ``[t, H, W, 3]``."""
-        return torch.from_numpy(read_frames(self.video, list(self.frames)))
-
-
-def video_skeleton(processor, text: str, info: VideoInfo, frames: Sequence[int]) -> dict[str, Any]:
-    """What the processor returns for a whole video, computed on tensors that have a shape but no pixels.
-
-    The processor's timestamps are frame index over frame rate. For a variable frame rate the indices are
-    therefore those of the nearest frames at the average rate.
-    """
-    from transformers.video_utils import VideoMetadata
-
-    pixels = torch.empty(len(frames), 3, info.height, info.width, dtype=torch.uint8, device="meta")
-    metadata = VideoMetadata(
-        total_num_frames=info.num_frames,
-        fps=info.fps,
-        width=info.width,
-        height=info.height,
-        duration=info.duration,
-        frames_indices=[round(info.timestamps[index] * info.fps) for index in frames],
-    )
-    return processor(
-        text=[text],
-        videos=[pixels],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-
-
-def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[str, Tensor]:
-    """The processor's pixels of a piece of a video, bit-equal to the same piece of the whole.
-
-    Args:
-        frames: uint8 ``[t, H, W, 3]``; t is a multiple of the temporal patch except at the video's end.
-        grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid:
-            there the frame size depends on the whole video's length, so it is pinned.
-    """
-    video_processor = processor.video_processor
-    frames = frames.permute(0, 3, 1, 2)
-    if grid is None:
-        return _pixels(video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt"))
-    if video_processor.do_resize:
-        from transformers.image_utils import SizeDict
-        from transformers.video_processing_utils import BaseVideoProcessor
-
-        _, height, width = (grid[0] * video_processor.patch_size).tolist()
-        # The base class's resize goes to a given size; the families' own would compute one from the piece.
-        frames = BaseVideoProcessor.resize(
-            video_processor,
-            frames[None],
-            size=SizeDict(height=height, width=width),
-            resample=video_processor.resample,
-        )[0]
-    return _pixels(video_processor(videos=[frames], do_resize=False, do_sample_frames=False, return_tensors="pt"))
-
-
-def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {n: output[n] for n in ("pixel_values_videos", "pixel_values", "video_grid_thw") if n in output}
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -296,7 +259,7 @@ def _check_batch(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _positions(parts: ModelParts, batch: Mapping[str, Any]) -> Tensor:
-    """Rotary positions of the whole prompt, from the model's own rule."""
+    """Compute the rotary positions of the whole prompt by the model's own rule."""
     input_ids = torch.as_tensor(batch["input_ids"]).cpu()
     arange = torch.arange(input_ids.shape[1])[None]
     if not parts.uses_mrope:
@@ -328,30 +291,30 @@ def _visual_from_batch(
         names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
         return VisualInput(
             kind="image",
-            pieces=_rows_of_units(split_evenly(range(1), hosts.size), 1, num_rows, num_rows),
+            pieces=_rows_of_patches(split_evenly(range(1), hosts.size), 1, num_rows, num_rows),
             pixels={n: batch[n] for n in names if batch.get(n) is not None} if hosts.rank == 0 else None,
-            num_units=1,
-            rows_per_unit=0,
+            num_temporal_patches=1,
+            rows_per_temporal_patch=0,
             ends_video=False,
         )
-    units = _num_units(batch)
-    per_unit = (num_rows - parts.num_rows_ending_video) // units
-    shares = _shares(units, hosts, frame_parallel)
-    mine = shares[hosts.rank]
+    num_patches = _num_temporal_patches(batch)
+    rows_per_patch = (num_rows - parts.num_rows_ending_video) // num_patches
+    patches = _patches_of_hosts(num_patches, hosts, frame_parallel)
+    mine = patches[hosts.rank]
     return VisualInput(
         kind="video",
-        pieces=_rows_of_units(shares, units, per_unit, num_rows),
+        pieces=_rows_of_patches(patches, num_patches, rows_per_patch, num_rows),
         pixels=_slice_pixels(batch, mine) if mine else None,
-        num_units=len(mine),
-        rows_per_unit=per_unit,
-        ends_video=bool(mine) and mine.stop == units,
+        num_temporal_patches=len(mine),
+        rows_per_temporal_patch=rows_per_patch,
+        ends_video=bool(mine) and mine.stop == num_patches,
         replicated=not frame_parallel,
     )
 
 
-def _shares(units: int, hosts: HostGroup, frame_parallel: bool) -> list[range]:
-    """The temporal patches that each host encodes (Eq. 6)."""
-    return split_evenly(range(units), hosts.size) if frame_parallel else [range(units)] * hosts.size
+def _patches_of_hosts(num_patches: int, hosts: HostGroup, frame_parallel: bool) -> list[range]:
+    """Share a video's temporal patches out among the hosts that encode them (Eq. 6)."""
+    return split_evenly(range(num_patches), hosts.size) if frame_parallel else [range(num_patches)] * hosts.size
 
 
 def _video_pixels(batch: Mapping[str, Any]) -> Tensor:
@@ -359,8 +322,8 @@ def _video_pixels(batch: Mapping[str, Any]) -> Tensor:
     return batch["pixel_values"] if pixels is None else pixels
 
 
-def _num_units(batch: Mapping[str, Any]) -> int:
-    """Temporal patches of the video: what can be encoded apart from one another."""
+def _num_temporal_patches(batch: Mapping[str, Any]) -> int:
+    """Count the temporal patches of the video, which can be encoded apart from one another."""
     grid, pixels = batch.get("video_grid_thw"), _video_pixels(batch)
     videos = len(grid) if grid is not None else pixels.shape[0] if pixels.dim() == 5 else 1
     if videos != 1:
@@ -370,21 +333,24 @@ def _num_units(batch: Mapping[str, Any]) -> int:
     return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
 
 
-def _rows_of_units(shares: Sequence[range], units: int, per_unit: int, num_rows: int) -> tuple[range, ...]:
-    """Rows of each share of units. Rows that are no unit's (LLaVA's newline) end the last one."""
-    edge = [unit * per_unit for unit in range(units)] + [num_rows]
+def _rows_of_patches(
+    shares: Sequence[range], num_patches: int, rows_per_patch: int, num_rows: int
+) -> tuple[range, ...]:
+    """Find the rows of each share of temporal patches. Rows of no patch (LLaVA's newline) end the last one."""
+    edge = [patch * rows_per_patch for patch in range(num_patches)] + [num_rows]
     return tuple(range(edge[share.start], edge[share.stop]) for share in shares)
 
 
-def _slice_pixels(batch: Mapping[str, Any], units: range) -> dict[str, Tensor]:
+def _slice_pixels(batch: Mapping[str, Any], patches: range) -> dict[str, Tensor]:
+    """Cut the pixels of some temporal patches out of a processor's batch."""
     pixels, grid = _video_pixels(batch), batch.get("video_grid_thw")
     if grid is None:
-        picked = pixels[:, units.start : units.stop] if pixels.dim() == 5 else pixels[units.start : units.stop]
-        return {"pixel_values_videos": picked}
-    patches = int(grid[0, 1] * grid[0, 2])
+        cut = slice(patches.start, patches.stop)
+        return {"pixel_values_videos": pixels[:, cut] if pixels.dim() == 5 else pixels[cut]}
+    rows = int(grid[0, 1] * grid[0, 2])  # of pixels, for one temporal patch
     grid = grid.clone()
-    grid[0, 0] = len(units)
+    grid[0, 0] = len(patches)
     return {
-        "pixel_values_videos": pixels[units.start * patches : units.stop * patches],
+        "pixel_values_videos": pixels[patches.start * rows : patches.stop * rows],
         "video_grid_thw": grid,
     }

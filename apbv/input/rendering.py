@@ -1,4 +1,4 @@
-"""What a caller asks, rendered through the model's own chat template."""
+"""Rendering what a caller asks through the model's own chat template."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class RenderedPrompt:
     Attributes:
         text: the rendered chat template; placeholders stand for the video or the images.
         video: path of the one video, or None.
-        images: the images, in prompt order; a tensor that was given for one.
-        query_char: where the question begins in ``text``: behind a text context, or with the last message of a
-            text chat; None otherwise.
+        images: the images, in prompt order; one that was given as a tensor stays a tensor.
+        query_char: the character of ``text`` at which the question begins, after a text context, or with the last
+            message of a text chat; None otherwise.
         has_context: whether the caller told context and question apart; the last message of a chat may hold both.
         has_template: whether a chat template was applied, special tokens included.
     """
@@ -98,7 +98,7 @@ def render_prompt(
 
 
 def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any]]:
-    """The chat with bare placeholders, and the files that its parts named, in order."""
+    """Put bare placeholders in place of a chat's files: the chat, its videos and its images, in order."""
     plain, files = [], {"video": [], "image": []}
     for message in messages:
         if not isinstance(message, dict) or "role" not in message or "content" not in message:

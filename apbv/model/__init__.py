@@ -1,1 +1,1 @@
-"""The unmodified transformers model: how it is loaded, taken apart, and given an attention of ours."""
+"""Loading an unmodified transformers model, taking it apart, and giving it an attention of ours."""

@@ -4,9 +4,9 @@ The function receives the method at hand as the keyword argument ``apbv`` of the
 which transformers hands down to every layer. So nothing is global and no modeling file is copied.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,10 +20,20 @@ _NAME = "apbv"
 
 
 class LayerAttention(Protocol):
-    """What stands in for a layer's attention during one forward pass."""
+    """A function that stands in for a layer's attention during one forward pass."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """q ``[1, Hq, S, D]`` and k, v ``[1, Hkv, T, D]``, post-RoPE, to ``[1, Hq, S, D]``."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        """Attend to the keys and values.
+
+        Args:
+            q: ``[1, Hq, S, D]``, post-RoPE.
+            k, v: ``[1, Hkv, T, D]``, post-RoPE.
+            scale: what the scores are multiplied by.
+            layer: the index of the decoder layer.
+
+        Returns:
+            ``[1, Hq, S, D]``.
+        """
 
 
 def _attention(
@@ -49,7 +59,7 @@ def _attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         out, _ = segmented_attention(query, [(key, value)], scale, causal_last=causal)
     else:
-        out = apbv(query, key, value, scale)
+        out = apbv(query, key, value, scale, module.layer_idx)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -58,9 +68,15 @@ AttentionInterface.register(_NAME, _attention)
 
 @contextmanager
 def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
-    """Let the language model (never its vision tower) use apbv's attention; restored also on error."""
+    """Let the language model (never its vision tower) use apbv's attention; restored also on error.
+
+    Free of cost inside another such block of the same model: transformers takes half a millisecond to set it.
+    """
     config = language_model.config
     before = config._attn_implementation
+    if before == _NAME:
+        yield
+        return
     language_model.set_attn_implementation(_NAME)
     try:
         yield
@@ -69,135 +85,56 @@ def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = before
 
 
-class PlainAttention:
-    """Attention of new tokens, the last in the cache, over a long KV that is all here."""
-
-    def __init__(self, backend: str = "auto"):
-        self._backend = backend
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return verify_attention(q, k, v, scale, backend=self._backend)[0]
-
-
-class ShardedAttention:
-    """Attention of new tokens over a KV that is spread over the hosts (decoding, and a separate query pass).
-
-    Every host attends with the new queries to its own share; the partial results are gathered and merged in
-    host order (Eq. 5), so all hosts continue with the same numbers. Host 0's share ends with the new tokens.
-    """
-
-    def __init__(self, hosts: HostGroup, backend: str = "auto"):
-        self._hosts, self._backend = hosts, backend
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        visible = None if self._hosts.rank == 0 else torch.ones(q.shape[2], 0, dtype=torch.bool, device=q.device)
-        out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
-        return gather_and_merge(out, lse, self._hosts, self._backend)()
-
-
-class TreeAttention:
-    """Attention of new tokens that form a tree, behind a KV that all of them see.
-
-    Args:
-        visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the new ones see.
-        hosts: over whom the KV is spread, of which host 0's share ends with the new tokens; None: it is all here.
-    """
-
-    def __init__(self, visible: Tensor, hosts: HostGroup | None = None, backend: str = "auto"):
-        self._visible, self._hosts, self._backend = visible, hosts, backend
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        if self._hosts is None:
-            return verify_attention(q, k, v, scale, visible=self._visible, backend=self._backend)[0]
-        visible = self._visible if self._hosts.rank == 0 else self._visible[:, :0]
-        out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
-        return gather_and_merge(out, lse, self._hosts, self._backend)()
-
-
-class KeptAttention:
-    """Attention of new tokens, which are all that the cache holds, behind some of a prompt's tokens.
-
-    The prompt's KV is read where it lies and never written: a draft on the target's own KV needs no copy of it.
-
-    Args:
-        layers: of each decoder layer the prompt's keys and values, ``[1, Hkv, n, D]``, and which of its tokens
-            a KV head sees, int32 ``[1, Hkv, M]``. Every forward pass goes through all layers in this order: which
-            one a call is for is known by counting.
-    """
-
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, Tensor]], backend: str = "auto"):
-        self._layers, self._backend = itertools.cycle(layers), backend
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values, kept = next(self._layers)
-        unmasked = torch.ones(q.shape[2], 0, dtype=torch.bool, device=q.device)
-        partials = [
-            verify_attention(q, keys, values, scale, visible=unmasked, kept=kept, backend=self._backend),
-            verify_attention(q, k, v, scale, backend=self._backend),
-        ]
-        outs, lses = map(torch.stack, zip(*partials, strict=True))
-        return merge_states(outs, lses, backend=self._backend)[0].to(q.dtype)
-
-
-class PrefillObserver(Protocol):
-    """Looks on while a prompt is prefilled, on every host that computes.
+@dataclass(frozen=True)
+class ChosenKV:
+    """Some of a prompt's KV, read where it lies and never written: a draft on the target's KV needs no copy of it.
 
     Attributes:
-        hidden_layers: which decoder layers' inputs it wants to see (0: the embeddings); possibly none.
-        wants_passed: whether it wants to be told what is passed on.
+        layers: of each decoder layer the prompt's keys and values, ``[1, Hkv, n, D]``, and which of its tokens a
+            KV head sees, int32 ``[1, Hkv, M]``.
     """
 
-    hidden_layers: tuple[int, ...]
-    wants_passed: bool
-
-    def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
-        """One layer's attention: the query's states, and the keys of what this host keeps.
-
-        Args:
-            q_query: ``[1, Hq, n_q, D]``, post-RoPE.
-            keys: ``[1, Hkv, T_i, D]`` for each of the layout's ``cache_spans`` of this host.
-        """
-
-    def observe_hidden(self, layer: int, query: Tensor | None, kept: Sequence[Tensor] | None) -> None:
-        """A layer's input, of the query and of the rest: each in the pass that computes it as the model means.
-
-        Args:
-            query: ``[n_q, d]``
-            kept: ``[T_i, d]`` for each of the layout's ``cache_spans`` of this host.
-        """
-
-    def observe_nothing(self) -> None:
-        """This host computes nothing of the prompt; called where the others begin, to join in their exchanges."""
-
-    def observe_passed(self, block: int, chosen: Tensor) -> None:
-        """One layer's selection of a block's KV; see :attr:`apbv.prefilling.methods.PrefillMethod.on_passed`."""
+    layers: Sequence[tuple[Tensor, Tensor, Tensor]]
 
 
-class ObservedAttention:
-    """A layer's attention, and somebody who looks on.
+class NewTokenAttention:
+    """Attention of new tokens, the last in the cache, behind a KV that all of them see.
 
     Args:
-        query_rows, kept_rows: where the query and this host's cache spans lie among the local tokens.
+        backend: what computes it, as in :class:`apbv.PrefillConfig`.
+        visible: bool ``[S, N]``: which of the last N tokens in the cache, themselves included, the new ones see;
+            None: those up to themselves.
+        hosts: over whom the KV is spread. Host 0's share ends with the new tokens. Every host attends with the new
+            queries to its own share; the partial results are gathered and merged in host order (Eq. 5), so that
+            all hosts continue with the same numbers. None: the KV is all here.
+        prompt: what they see of a prompt that is not in the cache; None: it is.
     """
 
     def __init__(
         self,
-        attention: LayerAttention,
-        observer: PrefillObserver,
-        query_rows: range,
-        kept_rows: Sequence[range],
+        backend: str = "auto",
+        visible: Tensor | None = None,
+        hosts: HostGroup | None = None,
+        prompt: ChosenKV | None = None,
     ):
-        self._attention, self._observer = attention, observer
-        self._query_rows, self._kept_rows = query_rows, kept_rows
+        self._backend, self._visible, self._hosts, self._prompt = backend, visible, hosts, prompt
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        rows = self._query_rows
-        keys = [k[:, :, kept.start : kept.stop] for kept in self._kept_rows]
-        self._observer.observe(q[:, :, rows.start : rows.stop], keys, scale)
-        return self._attention(q, k, v, scale)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        nothing_new = torch.ones(q.shape[2], 0, dtype=torch.bool, device=q.device)
+        holds_newest = self._hosts is None or self._hosts.rank == 0
+        visible = self._visible if holds_newest else nothing_new
+        out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
+        if self._prompt is not None:
+            keys, values, chosen = self._prompt.layers[layer]
+            options = {"visible": nothing_new, "kept": chosen, "backend": self._backend}
+            partials = [verify_attention(q, keys, values, scale, **options), (out, lse)]
+            outs, lses = map(torch.stack, zip(*partials, strict=True))
+            out, lse = merge_states(outs, lses, backend=self._backend)
+            out = out.to(q.dtype)
+        return out if self._hosts is None else gather_and_merge(out, lse, self._hosts, self._backend)()
 
 
-def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup, backend: str = "auto"):
+def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup, backend: str = "auto") -> Callable[[], Tensor]:
     """Start exchanging partial attention results; the returned function waits, merges and returns the output.
 
     Args:
@@ -219,6 +156,8 @@ def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup, backend: str = 
 
 
 def _unpack(packed: Tensor, *like: Tensor) -> list[Tensor]:
-    """Bytes ``[..., n]`` seen as tensors one after the other, of the shapes and dtypes of others."""
-    parts = packed.split([tensor.nbytes for tensor in like], dim=-1)
-    return [part.view(tensor.dtype).unflatten(-1, tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    """View bytes ``[..., n]`` as tensors that follow each other, with the shapes and dtypes of others."""
+    chunks = packed.split([tensor.nbytes for tensor in like], dim=-1)
+    return [
+        chunk.view(tensor.dtype).unflatten(-1, tensor.shape) for chunk, tensor in zip(chunks, like, strict=True)
+    ]

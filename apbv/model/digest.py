@@ -1,4 +1,4 @@
-"""What tells one model from another: digests of what decides the numbers in its KV."""
+"""Digests that tell one model from another by what decides the numbers in its KV."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _CONFIG_FIELDS = (
     "rope_parameters",
 )
 
-# Of a decoder layer: the matrices whose first row lies whole on the first process of a host.
+# The matrices of a decoder layer whose first row lies whole on the first process of a host.
 SAMPLED_PROJECTIONS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -32,14 +32,14 @@ SAMPLED_PROJECTIONS = (
 
 
 def config_digest(config) -> str:
-    """SHA-256 of what in a transformers configuration decides the KV of its language model."""
+    """Hash the fields of a transformers configuration that decide the KV of its language model (SHA-256)."""
     text = config.get_text_config().to_dict()
     fields = {name: text[name] for name in _CONFIG_FIELDS if text.get(name) is not None}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def weights_digest(rows: Iterable[Tensor]) -> str:
-    """SHA-256 of a sample of the weights that make KV, which tells models of one architecture apart.
+    """Hash a sample of the weights that make KV, which tells models of one architecture apart (SHA-256).
 
     Args:
         rows: layer by layer, the first row of each of :data:`SAMPLED_PROJECTIONS`.

@@ -1,4 +1,4 @@
-"""Models and their processors, from a directory or the hub."""
+"""Loading models and their processors from a directory or the hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +31,13 @@ def load_model(
     with_model: bool = True,
     sharded: bool = False,
 ) -> tuple[PreTrainedModel | None, Any]:
-    """A model, where it is wanted, and its processor.
+    """Load a model and its processor.
 
     Args:
-        dtype: of the weights; a name in :data:`apbv.config.DTYPE_NAMES`, or torch's own.
+        path: a directory, or a hub id.
+        dtype: the weights' type; a name in :data:`apbv.config.DTYPE_NAMES`, or torch's own.
+        hosts: who loads it; the model goes to this process's device.
+        with_model: False: the processor alone; None stands for the model.
         sharded: with tensor parallelism load only this process's share.
 
     Raises:
@@ -55,7 +58,7 @@ def load_model(
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """A model's config, from a directory or the hub.
+    """Read a model's config from a directory or the hub.
 
     Raises:
         ValueError: there is no such model.

@@ -1,4 +1,4 @@
-"""What apbv needs to know of a Hugging Face model. The only place that reads a model's config."""
+"""Taking a Hugging Face model apart. Nothing else reads a model's config."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ _MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 class UnsupportedModelError(ValueError):
-    """The model has a part that apbv's attention would compute wrongly; the message names it."""
+    """Apbv's attention would compute a part of the model wrongly; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class ModelParts:
 
     @property
     def is_video_model(self) -> bool:
+        """Whether the model reads video and images, and not only text."""
         return self.family in VIDEO_FAMILIES
 
     @property
@@ -51,38 +52,40 @@ class ModelParts:
 
     @property
     def num_rows_ending_video(self) -> int:
-        """Visual tokens behind a video's last frame: LLaVA-OneVision has a newline there."""
+        """The number of visual tokens behind a video's last frame: LLaVA-OneVision has a newline there."""
         return int(self.family == "llava_onevision")
 
     @property
     def num_layers(self) -> int:
+        """The number of decoder layers."""
         return self.language_model.config.num_hidden_layers
 
     @property
     def tensor_parallel(self) -> tuple[int, int]:
-        """(t, T): the model's attention and MLP are share t of T; (0, 1) where they are whole."""
+        """The share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they are whole."""
         mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
         return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
 
     @property
     def kv_heads(self) -> range:
-        """Which of the whole model's KV heads are here."""
+        """The KV heads of the whole model that are on this process."""
         rank, size = self.tensor_parallel
         return split_evenly(range(self.language_model.config.num_key_value_heads), size)[rank]
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads that are here: those that a cache holds."""
+        """The number of KV heads on this process, which is that of its cache."""
         return len(self.kv_heads)
 
     @property
     def head_dim(self) -> int:
+        """The width D of an attention head."""
         config = self.language_model.config
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     @property
     def max_position_embeddings(self) -> int:
-        """Positions that the model was made for; with YaRN and its like those that it was stretched to."""
+        """The number of positions that the model was made for, or that YaRN and its like stretched it to."""
         config = self.language_model.config
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") not in ("linear", "dynamic", "yarn"):  # others state what they were stretched to
@@ -92,17 +95,17 @@ class ModelParts:
 
     @property
     def num_deepstack_layers(self) -> int:
-        """After how many of the first layers visual features are added to the hidden states (Qwen3-VL)."""
+        """The number of first layers behind which visual features are added to the hidden states (Qwen3-VL)."""
         vision_config = getattr(self.model.config, "vision_config", None)
         return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
 
     @property
     def row_width(self) -> int:
-        """Numbers that the vision tower makes for one visual token."""
+        """The number of values that the vision tower makes for one visual token."""
         return (1 + self.num_deepstack_layers) * self.language_model.config.hidden_size
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
-        """Which tokens are placeholders of images or video; bool, shaped like ``input_ids``."""
+        """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
         mask = torch.zeros_like(input_ids, dtype=torch.bool)
         for token_id in (self.video_token_id, self.image_token_id):
             if token_id is not None:
@@ -111,19 +114,22 @@ class ModelParts:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits, which may be more than the tokenizer has tokens."""
+        """The number of logits, which may be more than the tokenizer has tokens."""
         return self.lm_head.out_features
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of the weights."""
         return self.embed_tokens.weight.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
     def embed_tokens(self) -> nn.Embedding:
+        """The layer that turns token ids into embeddings."""
         return self.language_model.get_input_embeddings()
 
     @property
@@ -135,15 +141,15 @@ class ModelParts:
         return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
 
     def weights_digest(self) -> str:
-        """See :func:`apbv.kv.storage.weights_digest`; a member of a host samples its share of the model."""
+        """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
         return weights_digest(
-            _here(layer.get_submodule(name).weight)[0]
+            _local(layer.get_submodule(name).weight)[0]
             for layer in self.language_model.layers
             for name in SAMPLED_PROJECTIONS
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[1, S, d]`` to ``[1, S, V]``."""
+        """Turn hidden states ``[1, S, d]`` into logits ``[1, S, V]``."""
         return self.lm_head(hidden)
 
 
@@ -174,7 +180,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
 
 
 def require_supported(config: PreTrainedConfig) -> str:
-    """The family of a whole model's config, from which it can be told before there are weights.
+    """Return the family of a whole model's config, or refuse it before its weights are loaded.
 
     Raises:
         UnsupportedModelError: an unknown family, or a layer type other than full causal attention.
@@ -206,13 +212,13 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
         )
 
 
-def _here(weight: Tensor) -> Tensor:
-    """What of a weight lies on this process, under tensor parallelism."""
+def _local(weight: Tensor) -> Tensor:
+    """Return the share of a weight that lies on this process under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _token_id(config, modality: str) -> int | None:
-    """The placeholder's id; the families do not agree on its name."""
+    """Find the placeholder's token id, whose field has different names in different families."""
     for name in (f"{modality}_token_id", f"{modality}_token_index"):
         if getattr(config, name, None) is not None:
             return getattr(config, name)

@@ -29,7 +29,7 @@ LAYER_PLAN = {
 
 
 class _HostMesh:
-    """The meshes that transformers asks for, of one host: tensor parallelism is all that it does there.
+    """Gives transformers one host's mesh, whichever it asks for: tensor parallelism is all that it does there.
 
     transformers' own must span all processes, and those that it does not split a model over hold sharded replicas
     (FSDP), which would have to run in step.
@@ -45,14 +45,14 @@ class _HostMesh:
 def load_sharded(
     auto: type, path: str | Path, config: PreTrainedConfig, dtype: str | torch.dtype, hosts: HostGroup
 ) -> PreTrainedModel:
-    """This process's share of a model, read as such from the checkpoint; collective within a host.
+    """Load this process's share of a model, and no more, from the checkpoint; collective within a host.
 
     Args:
-        auto: the class of :mod:`transformers.models.auto` that would load it whole.
+        auto: the class of :mod:`transformers.models.auto` that would load the whole model.
 
     Raises:
-        UnsupportedModelError: its heads or its MLP cannot be shared out evenly.
-        ValueError: it cannot be loaded, or what is installed cannot do that.
+        UnsupportedModelError: the model's heads or its MLP cannot be shared out evenly.
+        ValueError: the model cannot be loaded, transformers is too old, or accelerate is not installed.
     """
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if version < FIRST_VERSION:
@@ -82,7 +82,7 @@ def load_sharded(
 
 
 def plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """How transformers is to share out a model: its styles by the names of modules."""
+    """Say how transformers is to share out a model: its sharding styles by the names of modules."""
     names = {module: name for name, module in model.named_modules()}
     decoder = names[model.get_decoder()]
     return {
@@ -93,10 +93,10 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
-    """Refuse a language model of which T processes cannot each take an equal part.
+    """Refuse a language model that T processes cannot share evenly.
 
     Raises:
-        UnsupportedModelError: so it is; the message names what does not divide.
+        UnsupportedModelError: T does not divide a size; the message names it.
     """
     text = config.get_text_config()
     counts = {
@@ -112,14 +112,14 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
 
 
 def require_same_sharding(parts: ModelParts, hosts: HostGroup) -> None:
-    """Refuse a model that is shared out otherwise than its hosts are.
+    """Refuse a model that is not shared out among processes as its hosts are.
 
     Raises:
-        ValueError: so it is.
+        ValueError: the model is another share than this process's.
     """
-    place, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
-    if place != expected:
+    found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
+    if found != expected:
         raise ValueError(
-            f"the model is share {place[0]} of {place[1]}, this process member {expected[0]} of {expected[1]} of "
-            "its host: load the model with Engine.from_pretrained and these hosts"
+            f"the model is share {found[0]} of {found[1]}, but this process is member {expected[0]} of "
+            f"{expected[1]} of its host: load the model with Engine.from_pretrained and these hosts"
         )

@@ -1,0 +1,127 @@
+"""How questions are read for one model: rendered and tokenised, while a video's pixels are still to come.
+
+The library, the script and the server all read by this.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import PrefillConfig
+from ..hosts import HostGroup
+from ..model.parts import ModelParts
+from ..stats import StageTimer
+from .frames import FramePiece, video_skeleton
+from .model_inputs import ModelInputs
+from .rendering import RenderedPrompt, render_prompt
+from .request import Question
+from .video import VideoInfo, probe, sample_fps, sample_uniform
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt as it was read.
+
+    Attributes:
+        rendered: its text, and the files that it is about.
+        inputs: what the model reads; of a video without its pixels.
+        piece: what this host has to read of the video; None where there is none.
+    """
+
+    rendered: RenderedPrompt
+    inputs: ModelInputs
+    piece: FramePiece | None = None
+
+
+class PromptReader:
+    """Reads questions as one model's processor means them.
+
+    Args:
+        processor: the model's; for a text-only model its tokenizer. It is used by one thread at a time.
+        num_frames: of a video, where a question does not say.
+        config: where a text's query begins, and whether hosts share out a video's frames.
+    """
+
+    def __init__(self, parts: ModelParts, processor, num_frames: int, config: PrefillConfig | None = None):
+        self.parts, self.processor = parts, processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self._num_frames, self._config = num_frames, config or PrefillConfig()
+
+    def render(self, question: Question) -> RenderedPrompt:
+        """Apply the chat template; see :func:`~apbv.input.rendering.render_prompt` for errors."""
+        return render_prompt(
+            self.parts,
+            self.processor,
+            question.prompt,
+            video=question.video,
+            images=question.images,
+            context=question.context,
+            messages=question.messages,
+        )
+
+    def sample(self, rendered: RenderedPrompt, question: Question) -> tuple[VideoInfo, list[int]] | None:
+        """The video and its sampled frames, ascending; None where there is no video.
+
+        Raises:
+            VideoError: it cannot be read, or sampled like this.
+        """
+        if rendered.video is None:
+            return None
+        info = probe(rendered.video)
+        num_frames = self._num_frames if question.num_frames is None else question.num_frames
+        if question.fps is None:
+            return info, sample_uniform(info, num_frames)
+        return info, sample_fps(info, question.fps, max_frames=num_frames)
+
+    def tokenize(self, rendered: RenderedPrompt, sampled: tuple[VideoInfo, list[int]] | None) -> Mapping[str, Any]:
+        """What the processor or the tokenizer makes of the whole prompt, a video's pixels left out.
+
+        Args:
+            sampled: what :meth:`sample` returned.
+        """
+        if sampled is not None:
+            return video_skeleton(self.processor, rendered.text, *sampled)
+        if rendered.images:
+            return self.processor(text=[rendered.text], images=rendered.images, return_tensors="pt")
+        return self.tokenizer(
+            rendered.text,
+            add_special_tokens=not rendered.has_template,
+            return_offsets_mapping=True,
+            return_tensors="pt",
+        )
+
+    def read(self, question: Question, hosts: HostGroup, timer: StageTimer | None = None) -> ReadPrompt:
+        """Read a question, but for its video's frames; every host does.
+
+        Raises:
+            ValueError: the prompt or a file cannot be read; the message says why.
+        """
+        stage = timer.stage if timer is not None else lambda name: nullcontext()
+        with stage("preprocess"):
+            rendered = self.render(question)
+        with stage("decode_video") if rendered.video is not None else nullcontext():
+            sampled = self.sample(rendered, question)
+        with stage("preprocess"):
+            batch = self.tokenize(rendered, sampled)
+            if sampled is not None:
+                inputs, piece = ModelInputs.from_skeleton(
+                    self.parts, batch, *sampled, hosts, self._config.frame_parallel
+                )
+                return ReadPrompt(rendered, inputs, piece)
+            inputs = ModelInputs.from_processor(
+                self.parts,
+                batch,
+                hosts,
+                query_start=self._query_start(rendered, batch),
+                query_len=self._config.query_len,
+            )
+            return ReadPrompt(rendered, inputs)
+
+    def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
+        """Where a text's question begins; None where nobody knows."""
+        if rendered.query_char is None:
+            return None
+        starts = batch["offset_mapping"][0, :, 0]
+        start = int((starts < rendered.query_char).sum())
+        return start if rendered.has_context else max(start, len(starts) - self._config.query_len)

@@ -1,0 +1,63 @@
+"""A request: what is asked, and how it is to be answered, in one object that travels to the first token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import SamplingConfig
+from ..stats import StageTimer
+from .model_inputs import ModelInputs
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, about at most one source.
+
+    Attributes:
+        prompt: the question.
+        video: a video file.
+        images: image files, PIL images, or tensors ``[3, H, W]``, which may have a shape but no pixels.
+        context: a long text.
+        messages: a chat in transformers' format, instead of all these.
+        num_frames: so many frames of a video are sampled, evenly; with ``fps`` at most so many; None: as many as
+            the model's default.
+        fps: sample at this rate instead.
+    """
+
+    prompt: str | None = None
+    video: str | Path | None = None
+    images: Sequence[Any] | None = None
+    context: str | None = None
+    messages: Sequence[dict] | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question on its way to its answer.
+
+    Attributes:
+        question: what is asked.
+        timer: the request's stage times.
+        positions: whose rule gives the rotary positions, one of :data:`~apbv.input.model_inputs.POSITION_RULES`.
+        sampling: how the answer's tokens are chosen, and how many at most.
+        num_wanted: positions must be left for so many tokens of the answer.
+        on_token: called on every host with each token as soon as it is chosen.
+        stop: asked on host 0 with the tokens so far; true ends the answer, or cancels the request while there is
+            none. None on all hosts, or on none.
+    """
+
+    question: Question
+    timer: StageTimer
+    positions: str = "transformers"
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    num_wanted: int = 1
+    on_token: Callable[[int], None] | None = None
+    stop: Callable[[Sequence[int]], bool] | None = None
+
+    def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
+        """The same request with an answer no longer than the positions that its prompt leaves."""
+        most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
+        return replace(self, sampling=replace(self.sampling, max_new_tokens=most))

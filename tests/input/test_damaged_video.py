@@ -1,0 +1,161 @@
+"""Files that are damaged, or no videos at all: an error that says so, and never a made-up frame."""
+
+import struct
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from apbv.input.video import VideoError, probe, read_frames
+
+from video_files import (
+    OPEN_GOP,
+    decode_all,
+    encode,
+    overwrite,
+    packets_of,
+    picture,
+    remux,
+)
+
+
+def audio(path):
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("aac" if path.suffix in (".mp4", ".mkv") else "pcm_s16le", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 16000
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+
+
+def playlist(path):
+    encode(path.parent / "real.mp4", n=3)
+    path.write_text("ffconcat version 1.0\nfile real.mp4\n")
+
+
+def no_frames(path):
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=25)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        out.start_encoding()
+
+
+def part(n, container=None):
+    def make(path):
+        encode(path, container=container)
+        content = path.read_bytes()
+        path.write_bytes(content[: int(len(content) * n)])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "reason"),
+    [
+        ("missing.mp4", lambda path: None, "no such file"),
+        ("folder.mp4", lambda path: path.mkdir(), "not a regular file"),
+        ("empty.mp4", lambda path: path.touch(), "cannot be read as a video"),
+        ("text.mp4", lambda path: path.write_text("no video\n" * 99), "cannot be read as a video"),
+        ("text.txt", lambda path: path.write_text("no video\n" * 99), "cannot be read as a video"),
+        ("noise.mkv", lambda path: path.write_bytes(bytes(range(256)) * 99), "cannot be read as a video"),
+        ("list.ffconcat", playlist, "cannot be read as a video"),
+        ("audio.mp4", audio, "has no video stream"),
+        ("audio.mkv", audio, "has no video stream"),
+        ("audio.wav", audio, "cannot be read as a video"),
+        ("noframes.mkv", no_frames, "has no video|cannot be"),
+        ("noframes.mp4", no_frames, "has no video|cannot be"),
+        ("noindex.mp4", part(0.5), "cannot be read as a video"),
+        ("head.mp4", part(0.6, {"movflags": "faststart"}), "is cut short"),
+        ("fragments.mp4", part(0.6, {"movflags": "frag_keyframe+empty_moov"}), "is cut short"),
+        ("half.mkv", part(0.6), "is cut short"),
+        ("half.avi", part(0.6), "is cut short"),
+        ("half.flv", part(0.6), "is cut short"),
+    ],
+)  # fmt: skip
+def test_unusable(tmp_path, name, make, reason):
+    path = tmp_path / name
+    make(path)
+    with pytest.raises(VideoError, match=reason) as caught:
+        probe(path)
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_first_frame_destroyed(tmp_path):
+    path = encode(tmp_path / "b.mp4")
+    at, size, *_ = packets_of(path)[0]
+    with pytest.raises(VideoError, match=r"a\.mp4: .*cannot be decoded"):
+        probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
+
+
+def test_stream_without_its_header(tmp_path):
+    """mpegts repeats the h264 header at some keyframes only, so what is cut out may lack it."""
+    path = encode(tmp_path / "b.mkv", gop=30, n=40, x264=OPEN_GOP)
+    second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
+    cut = remux(path, tmp_path / "a.ts", lambda i, packet: packet if i >= second else None)
+    with pytest.raises(VideoError, match=r"a\.ts: its first frame cannot be decoded"):
+        probe(cut)
+
+
+def test_cut_between_frames(tmp_path):
+    """No packet is incomplete, so only the file's index tells."""
+    path = encode(tmp_path / "b.mp4", container={"movflags": "faststart"})
+    (tmp_path / "a.mp4").write_bytes(Path(path).read_bytes()[: packets_of(path)[30][0]])
+    with pytest.raises(VideoError, match="is cut short"):
+        probe(tmp_path / "a.mp4")
+
+
+@pytest.mark.parametrize("length", [1, 60])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])
+def test_damage_is_not_concealed(tmp_path, suffix, length):
+    """All lengths stay right, so the decoder goes on and makes up the picture. It must tell."""
+    path = encode(tmp_path / f"b.{suffix}", n=30, size=(144, 192))
+    reference = decode_all(path)
+    at, size, *_ = packets_of(path)[13]
+    noise = np.random.default_rng(0).integers(1, 256, length, np.uint8).tobytes()
+    for offset in range(30, size - length, 5):
+        path = overwrite(tmp_path / f"b.{suffix}", tmp_path / f"a.{suffix}", at + offset, noise)
+        with av.open(path) as container:
+            container.streams.video[0].codec_context.thread_count = 1
+            if any(frame.is_corrupt for frame in container.decode(video=0)):
+                break  # not all damage can be told from other data
+    else:
+        pytest.fail("no damage that the decoder notices")
+    broken = probe(path)
+    with pytest.raises(VideoError, match=r"damaged|decoded"):
+        read_frames(broken, range(30))
+    good = 0
+    for i in range(30):
+        try:
+            assert np.array_equal(read_frames(broken, [i])[0], reference[i])
+            good += 1
+        except VideoError as error:
+            assert f"a.{suffix}: " in str(error)
+    assert good >= 10  # the group before, at least
+
+
+def test_no_frame_is_made_up_for_a_lost_one(tmp_path):
+    """A packet without a picture: its frame is an error, the others come."""
+    path = encode(tmp_path / "b.mkv", bframes=0)
+    at, size, *_ = packets_of(path)[9]
+    with av.open(path) as container:
+        data = bytes([p for p in container.demux(video=0)][9])
+    at = Path(path).read_bytes().index(data, at)
+    # A filler NAL unit of the same length
+    filler = struct.pack(">I", size - 4) + b"\x0c" + b"\xff" * (size - 6) + b"\x80"
+    info = probe(overwrite(path, tmp_path / "a.mkv", at, filler))
+    reference = decode_all(path)
+    with pytest.raises(VideoError, match=r"frame among 9\.\.9 cannot be decoded"):
+        read_frames(info, [9])
+    assert np.array_equal(read_frames(info, [8, 10]), [reference[8], reference[10]])
+
+
+def test_file_replaced_after_probe(tmp_path):
+    info = probe(encode(tmp_path / "a.mp4"))
+    encode(tmp_path / "a.mp4", draw=lambda i, h, w: picture(3 * i, h, w))
+    with pytest.raises(VideoError, match="changed since it was probed"):
+        read_frames(info, [20])
+    (tmp_path / "a.mp4").unlink()
+    with pytest.raises(VideoError, match="no such file"):
+        read_frames(info, [20])

@@ -1,0 +1,244 @@
+"""What each host prepares and encodes, against the processor and the vision tower on the whole input."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.video_utils import VideoMetadata
+
+from apbv import HostGroup, ModelInputs
+from apbv.input.frames import preprocess_frames
+from apbv.input.model_inputs import PromptError
+from apbv.input.video import VideoInfo, probe, sample_uniform
+from apbv.layout import split_evenly
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
+
+import families
+from families import TEXT_FAMILIES, VIDEO_FAMILIES
+
+QUESTION = "What happens?"
+
+
+class OneOf(HostGroup):
+    """Host ``rank`` of ``size`` for work that needs no exchange."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(device=torch.device("cpu"), timeout=0.0, owns_group=False)
+        self.rank, self.size = rank, size
+
+
+def assert_encoded_alike(pieces: list[torch.Tensor], whole: torch.Tensor) -> None:
+    """Up to rounding: how a product of matrices is summed up depends on the CPU and on the number of rows."""
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-4, atol=1e-4)
+
+
+def render(processor, kind: str, count: int = 1) -> str:
+    content = [{"type": kind}] * count + [{"type": "text", "text": QUESTION}]
+    messages = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def write_clip(path, frames: torch.Tensor, fps: int = 8) -> VideoInfo:
+    """Lossless enough is not needed: what is compared is what was decoded."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
+        for frame in frames.numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return probe(path)
+
+
+def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
+    """The processor on the whole video."""
+    metadata = VideoMetadata(
+        total_num_frames=info.num_frames,
+        fps=info.fps,
+        width=info.width,
+        height=info.height,
+        duration=info.duration,
+        frames_indices=[round(info.timestamps[i] * info.fps) for i in picked],
+    )
+    return processor(
+        text=[render(processor, "video")],
+        videos=[pixels.permute(0, 3, 1, 2)],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
+@pytest.mark.parametrize("frames", [4, 13])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.pairwise
+def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tmp_path):
+    """Pixels to the bit; also with more hosts than frames, odd frame counts, and frames that get resized."""
+    processor = families.build_processor(family)
+    parts = inspect_model(families.build_model(family))
+    clip = families.synthetic_video(20, 150, 222).permute(0, 2, 3, 1)
+    info = write_clip(tmp_path / "clip.mp4", clip)
+    picked = sample_uniform(info, frames)
+
+    pieces, read = [], []
+    for rank in range(num_hosts):
+        hosts = OneOf(rank, num_hosts)
+        text = render(processor, "video")
+        inputs, piece = ModelInputs.from_video(parts, processor, text, info, picked, hosts)
+        pixels = piece.read()
+        pieces.append(inputs.with_frames(processor, piece, pixels))
+        read.append(pixels)
+
+    assert [i for p in read for i in p.shape[:1]] == [len(p) for p in read]
+    whole = whole_batch(processor, info, picked, torch.cat(read))
+    reference = ModelInputs.from_processor(parts, whole, HostGroup.single("cpu"))
+    expected = reference.visual.pixels
+    name = "pixel_values_videos" if "pixel_values_videos" in expected else "pixel_values"
+    flat = [frames_of(p.visual.pixels) for p in pieces if p.visual.pixels is not None]
+    assert torch.equal(torch.cat(flat), frames_of({name: expected[name]}))
+    for piece in pieces:
+        assert torch.equal(piece.input_ids, reference.input_ids)
+        assert torch.equal(piece.position_ids, reference.position_ids)
+        assert (piece.context_start, piece.query_start) == (reference.context_start, reference.query_start)
+    rows = [row for piece in pieces[0].visual.pieces for row in piece]
+    assert rows == list(range(reference.num_visual_tokens))
+    assert [p.visual.ends_video for p in pieces].count(True) == 1
+
+    assert_encoded_alike(
+        [encode_visual(parts, piece.visual) for piece in pieces], encode_visual(parts, reference.visual)
+    )
+
+
+def frames_of(pixels: dict) -> torch.Tensor:
+    values = pixels.get("pixel_values_videos", pixels.get("pixel_values"))
+    return values.flatten(0, 1) if values.dim() == 5 else values
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_pieces_of_a_processors_batch_encode_to_the_whole(family, num_hosts):
+    processor = families.build_processor(family)
+    parts = inspect_model(families.build_model(family))
+    pixels = families.synthetic_video(7, 84, 112)
+    metadata = VideoMetadata(total_num_frames=14, fps=4.0, frames_indices=list(range(0, 14, 2)))
+    batch = processor(
+        text=[render(processor, "video")],
+        videos=[pixels],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    pieces = [ModelInputs.from_processor(parts, batch, OneOf(rank, num_hosts)) for rank in range(num_hosts)]
+    whole = ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"))
+    encoded = encode_visual(parts, whole.visual)
+    assert_encoded_alike([encode_visual(parts, piece.visual) for piece in pieces], encoded)
+    everywhere = ModelInputs.from_processor(parts, batch, OneOf(num_hosts - 1, num_hosts), frame_parallel=False)
+    assert_encoded_alike([encode_visual(parts, everywhere.visual)], encoded)
+
+
+def test_a_long_video_is_resized_as_a_whole():
+    """Qwen3-VL's frame size depends on the number of frames; a piece must not get a size of its own."""
+    processor = families.build_processor("qwen3_vl")
+    frames = families.synthetic_video(40, 160, 224).permute(0, 2, 3, 1)
+    whole = processor.video_processor(
+        videos=[frames.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
+    )
+    grid = whole["video_grid_thw"]
+    parts = [preprocess_frames(processor, frames[r.start : r.stop], grid) for r in split_evenly(range(40), 4)]
+    assert torch.equal(torch.cat([p["pixel_values_videos"] for p in parts]), whole["pixel_values_videos"])
+    alone = processor.video_processor(
+        videos=[frames[:10].permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
+    )
+    assert not torch.equal(alone["video_grid_thw"][0, 1:], grid[0, 1:]), "the case must be one that differs"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_images_are_encoded_by_host_0_as_the_model_would(family, count):
+    processor = families.build_processor(family)
+    model = families.build_model(family)
+    parts = inspect_model(model)
+    images = [families.synthetic_image(84, 112 + 30 * i, seed=i) for i in range(count)]
+    batch = processor(text=[render(processor, "image", count)], images=images, return_tensors="pt")
+    inputs = [ModelInputs.from_processor(parts, batch, OneOf(rank, 2)) for rank in range(2)]
+    rows = [encode_visual(parts, one.visual) for one in inputs]
+    visual = parts.is_visual(inputs[0].input_ids[0])
+    seen = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**batch)
+    if family == "internvl":  # its tiles are independent, so they are shared out
+        assert all(len(host_rows) for host_rows in rows)
+    else:
+        assert len(rows[1]) == 0
+    assert_encoded_alike([host_rows[:, : seen[0].shape[-1]] for host_rows in rows], seen[0][0, visual])
+
+
+@pytest.mark.parametrize("family", [*VIDEO_FAMILIES, *TEXT_FAMILIES])
+def test_a_text_prompt_has_plain_positions(family):
+    parts = inspect_model(families.build_model(family))
+    tokenizer = families.build_tokenizer(family)
+    batch = tokenizer("some text", return_tensors="pt")
+    inputs = ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"), query_start=4)
+    n = batch["input_ids"].shape[1]
+    shape = (3, 1, n) if parts.uses_mrope else (1, n)
+    assert inputs.position_ids.shape == shape and bool((inputs.position_ids == torch.arange(n)).all())
+    assert (inputs.context_start, inputs.query_start, inputs.visual) == (0, 4, None)
+
+
+def text_batch(**changes) -> dict:
+    return {"input_ids": torch.arange(12)[None], **changes}
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (text_batch(input_ids=torch.zeros(2, 12, dtype=torch.long)), r"one prompt at a time.*\[2, 12\]"),
+        (text_batch(input_ids=torch.zeros(1, 0, dtype=torch.long)), "empty"),
+        (text_batch(attention_mask=torch.tensor([[0] + [1] * 11])), "padded"),
+        (text_batch(pixel_values_videos=torch.zeros(4, 3)), "no placeholder tokens"),
+        ({}, "no input_ids"),
+    ],
+    ids=["batch of 2", "no tokens", "padded", "pixels without placeholders", "nothing"],
+)
+def test_what_cannot_be_prefilled_is_refused(batch, message):
+    parts = inspect_model(families.build_model("qwen2_5_vl"))
+    with pytest.raises(PromptError, match=message):
+        ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"))
+
+
+def test_two_videos_and_mixed_sources_are_refused():
+    processor = families.build_processor("qwen2_vl")
+    parts = inspect_model(families.build_model("qwen2_vl"))
+    video = families.synthetic_video(4, 56, 56)
+    metadata = VideoMetadata(total_num_frames=4, fps=4.0, frames_indices=list(range(4)))
+    two = processor(
+        text=[render(processor, "video", 2)],
+        videos=[video, video],
+        video_metadata=[metadata, metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    with pytest.raises(PromptError, match="one video, not 2"):
+        ModelInputs.from_processor(parts, two, HostGroup.single("cpu"))
+    mixed = dict(two) | {"pixel_values": torch.zeros(1, 3, 4, 4)}
+    with pytest.raises(PromptError, match="images or one video"):
+        ModelInputs.from_processor(parts, mixed, HostGroup.single("cpu"))
+
+
+def test_each_host_decodes_only_its_own_frames(tmp_path):
+    clip = families.synthetic_video(20, 64, 64).permute(0, 2, 3, 1)
+    info = write_clip(tmp_path / "clip.mp4", clip)
+    processor = families.build_processor("qwen2_5_vl")
+    parts = inspect_model(families.build_model("qwen2_5_vl"))
+    text = render(processor, "video")
+    frames = [
+        ModelInputs.from_video(parts, processor, text, info, range(20), OneOf(rank, 3))[1].frames
+        for rank in range(3)
+    ]
+    assert [len(f) for f in frames] == [8, 6, 6]  # 10 temporal patches: 4, 3, 3
+    assert np.concatenate(frames).tolist() == list(range(20))

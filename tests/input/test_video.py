@@ -1,0 +1,325 @@
+"""Clips are made here with PyAV; the reference is always PyAV's plain decoding of the whole file."""
+
+import pickle
+import struct
+import tracemalloc
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from apbv.input.video import VideoError, probe, read_frames, sample_fps, sample_uniform
+from apbv.input.video.file import SeekFailed, VideoFile
+from apbv.input.video.info import is_nearly_sorted, keyframe_indices
+from apbv.input.video.reading import plan_runs
+
+from video_files import CLIPS, OPEN_GOP, VFR, decode_all, encode, overwrite, packets_of, remux
+
+FROM_START = {"mp4 dts for pts", "avi mpeg4", "avi h264", "mpg", "h264"}
+FRAMES = {"mp4 edit list": 25, "mp4 edit lists": 45, "mp4 intra refresh": 100}
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """List of the sizes of packets given to the decoder: one packet, one frame decoded."""
+    sizes = []
+    original = VideoFile.decode
+
+    def decode(file, packet):
+        sizes.extend([packet.size] if packet is not None else [])
+        return original(file, packet)
+
+    monkeypatch.setattr(VideoFile, "decode", decode)
+    return sizes
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_any_frames_equal_those_of_decoding_everything(encoded, name):
+    _, info, reference = encoded(name)
+    assert info.num_frames == len(reference) == FRAMES.get(name, 50)
+    assert (info.height, info.width) == reference[0].shape[:2]
+    assert bool(info.packets) == (name not in FROM_START)
+
+    @settings(max_examples=12, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(st.sets(st.integers(0, len(reference) - 1), min_size=1).map(sorted))
+    def check(indices):
+        got = read_frames(info, indices)
+        assert got.dtype == np.uint8
+        for index, image in zip(indices, got, strict=True):
+            assert np.array_equal(image, reference[index]), index
+
+    check()
+    assert np.array_equal(read_frames(info, range(len(reference))), reference)
+
+
+@pytest.mark.parametrize(
+    "name", ["mp4 open gop", "ts", "mkv late, variable rate", "mp4 edit list", "mp4 intra refresh"]
+)
+def test_every_single_frame(encoded, name):
+    _, info, reference = encoded(name)
+    for index, image in enumerate(reference):
+        assert np.array_equal(read_frames(info, [index])[0], image), index
+
+
+def test_threads_make_no_difference(tmp_path):
+    """Also for a long run, which they share."""
+    path = encode(tmp_path / "a.mp4", n=300, gop=30, x264=OPEN_GOP, size=(16, 32))
+    info, reference = probe(path), decode_all(path)
+    assert len(plan_runs(info, keyframe_indices(info.packets), list(range(300)))) > 2
+    for indices in (range(300), range(3, 300, 29)):
+        expected = [reference[i] for i in indices]
+        for threads in (0, 1, 2, 7):
+            assert np.array_equal(read_frames(info, indices, threads), expected)
+    at, size, *_ = packets_of(path)[150]
+    broken = probe(overwrite(path, tmp_path / "b.mp4", at, b"\0" * size))
+    for threads in (1, 4):
+        with pytest.raises(VideoError, match=r"b\.mp4: a frame among"):
+            read_frames(broken, range(300), threads)
+
+
+@pytest.mark.parametrize("name", ["mp4 late, variable rate", "mkv late, variable rate"])
+def test_variable_rate_times(encoded, name):
+    _, info, _ = encoded(name)
+    assert info.timestamps == pytest.approx([(t - VFR[0]) / 1000 for t in VFR], abs=1e-9)
+    assert info.timestamps[0] == 0
+    assert info.fps == pytest.approx(49_000 / (VFR[-1] - VFR[0]))
+    assert info.duration == pytest.approx(50 / info.fps)
+
+
+@pytest.mark.parametrize("name", sorted(CLIPS.keys() - {"mp4 late, variable rate", "mkv late, variable rate"}))
+def test_constant_rate_times(encoded, name):
+    _, info, reference = encoded(name)
+    assert info.timestamps == pytest.approx([i / 25 for i in range(len(reference))], abs=1e-6)
+    assert info.fps == pytest.approx(25, abs=1e-4)
+    assert info.duration == pytest.approx(len(reference) / 25, abs=1e-4)
+
+
+def test_info_travels_between_hosts(encoded):
+    _, info, reference = encoded("mp4")
+    assert pickle.loads(pickle.dumps(info)) == info
+    assert np.array_equal(read_frames(pickle.loads(pickle.dumps(info)), [7])[0], reference[7])
+
+
+def test_single_frame(tmp_path):
+    info = probe(encode(tmp_path / "a.mp4", n=1))
+    assert (info.timestamps, info.fps, info.duration) == ((0.0,), 25, 0.04)
+    assert read_frames(info, [0]).shape == (1, 48, 64, 3)
+    assert sample_fps(info, 2) == sample_uniform(info, 8) == [0]
+
+
+def test_colours(tmp_path):
+    red = probe(encode(tmp_path / "a.mp4", n=3, draw=lambda i, h, w: np.full((h, w, 3), (220, 30, 90), np.uint8)))
+    assert np.abs(read_frames(red, [1]).astype(int) - (220, 30, 90)).max() <= 6
+
+
+# What is decoded.
+
+
+def test_probe_decodes_one_frame(encoded, fed):
+    for name in ("mp4", "mkv late, variable rate", "ts", "avi mjpeg"):
+        path, *_ = encoded(name)
+        fed.clear()
+        probe(path)
+        assert len(fed) == 1, name
+
+
+@pytest.mark.parametrize("name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"])
+def test_last_frames_decode_little(encoded, fed, name):
+    _, info, _ = encoded(name)
+    fed.clear()
+    read_frames(info, [48, 49])
+    assert len(fed) <= 10  # a group of pictures
+
+
+def test_frames_are_found_by_seeking(encoded, monkeypatch):
+    for name in (
+        "mp4",
+        "mp4 gop 2",
+        "mp4 open gop",
+        "mp4 edit lists",
+        "mkv late, variable rate",
+        "ts",
+        "flv",
+    ):
+        _, info, reference = encoded(name)
+        with monkeypatch.context() as patch:
+            patch.delattr(VideoFile, "reopen")  # what it does where seeking fails
+            got = read_frames(info, [1, 17, 30, 44])
+        assert np.array_equal(got, [reference[i] for i in (1, 17, 30, 44)])
+
+
+def test_seek_to_other_packets_than_probed(encoded, monkeypatch):
+    _, info, reference = encoded("ts")
+    original = VideoFile.packets_between
+
+    def packets_between(file, start, stop):
+        for i, packet in enumerate(original(file, start, stop)):
+            if i == 3 and file.can_seek:
+                raise SeekFailed
+            yield packet
+
+    monkeypatch.setattr(VideoFile, "packets_between", packets_between)
+    for index in (2, 24, 49):
+        assert np.array_equal(read_frames(info, [index])[0], reference[index])
+
+
+def test_frame_displayed_before_its_keyframe(encoded, fed):
+    """It is decoded from the keyframe before, at once."""
+    path, info, reference = encoded("mp4 open gop")
+    packets = packets_of(path)
+    second, third = (i for i, packet in enumerate(packets[:15]) if packet[3] and i)
+    index = info.frame_packets.index(third) - 1
+    assert info.frame_packets[index] > third
+    fed.clear()
+    assert np.array_equal(read_frames(info, [index])[0], reference[index])
+    assert len(fed) == info.frame_packets[index] + 1 - second
+
+
+def test_group_of_pictures_is_decoded_only_as_far_as_needed(encoded, fed):
+    _, info, _ = encoded("mp4")
+    fed.clear()
+    read_frames(info, [0, 20, 21, 40])
+    assert len(fed) <= 1 + 4 + 1  # B-frames take up to two frames after them
+    fed.clear()
+    read_frames(info, range(50))
+    assert len(fed) == 50
+
+
+def test_intact_frames_of_a_destroyed_file(encoded, tmp_path):
+    path, info, reference = encoded("mp4")
+    packets = packets_of(path)
+    start, end = packets[10][0], packets[40][0]
+    broken = overwrite(path, tmp_path / "a.mp4", start, b"\0" * (end - start))
+    assert probe(broken).timestamps == info.timestamps
+    assert np.array_equal(read_frames(probe(broken), [5, 42, 49]), [reference[i] for i in (5, 42, 49)])
+    with pytest.raises(VideoError, match=r"a\.mp4: a frame among 5\.\.20 cannot be decoded"):
+        read_frames(probe(broken), [5, 20, 49])
+
+
+def test_holds_no_other_frames(tmp_path):
+    info = probe(encode(tmp_path / "a.mp4", n=60, gop=60, size=(240, 320)))
+    frame = 240 * 320 * 3
+    read_frames(info, [0])
+    tracemalloc.start()
+    read_frames(info, [57, 59])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 2 * frame <= peak < 5 * frame
+
+
+# Orientation.
+
+
+@pytest.mark.parametrize("mirror", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+def test_orientation(tmp_path, degrees, mirror):
+    path = encode(tmp_path / "a.mp4", n=12, rotate=(degrees, *mirror))
+    stored = decode_all(path)
+    info = probe(path)
+    with av.open(path) as container:
+        assert next(container.decode(video=0)).rotation % 360 == degrees or any(mirror)
+    expected = np.rot90(stored, degrees // 90, axes=(1, 2))
+    expected = expected[:, :: -1 if mirror[1] else 1, :: -1 if mirror[0] else 1]
+    assert (info.height, info.width) == expected.shape[1:3] == ((64, 48) if degrees % 180 else (48, 64))
+    assert np.array_equal(read_frames(info, [0, 3, 11]), expected[[0, 3, 11]])
+
+
+def test_phone_held_upright(tmp_path):
+    """The matrix that phones write for "rotate by 90 degrees clockwise to display", as bytes of the file."""
+    path = encode(tmp_path / "b.mp4", n=3)
+    content = Path(path).read_bytes()
+    matrix = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 48 << 16, 0, 1 << 30)
+    info = probe(overwrite(path, tmp_path / "a.mp4", content.index(b"tkhd") + 4 + 40, matrix))
+    assert np.array_equal(read_frames(info, [2])[0], np.rot90(decode_all(path)[2], -1))
+
+
+def test_slanted(tmp_path):
+    with pytest.raises(VideoError, match="no multiple of 90 degrees"):
+        probe(encode(tmp_path / "a.mp4", n=3, rotate=(45,)))
+
+
+# Unusual streams.
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265", "mpeg2video"])
+def test_start_cut_off_an_open_group(tmp_path, codec):
+    """The first frames displayed refer to frames that are gone: they are no frames of this video."""
+    path = encode(tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP)
+    second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
+    for first in (second, second - 3):
+        cut = remux(path, tmp_path / "a.mkv", lambda i, packet: packet if i >= first else None)  # noqa: B023
+        info, reference = probe(cut), decode_all(cut)
+        assert info.num_frames == len(reference) < len(packets_of(cut))
+        assert info.timestamps[0] == 0
+        assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
+        assert np.array_equal(read_frames(info, [1, 30]), [reference[1], reference[30]])
+
+
+def test_predicted_frames_marked_as_keyframes(tmp_path):
+    """A decoder that starts there gives out pictures, but wrong ones."""
+
+    def mark(i, packet):
+        packet.is_keyframe = packet.is_keyframe or i % 10 == 5
+        return packet
+
+    path = remux(encode(tmp_path / "b.flv", codec="flv", bframes=0), tmp_path / "a.flv", mark)
+    assert [packet[3] for packet in packets_of(path)[:16]].count(True) == 4
+    info, reference = probe(path), decode_all(path)
+    for i in (5, 16, 28, 49):
+        assert np.array_equal(read_frames(info, [i])[0], reference[i])
+
+
+def test_hidden_vp8_packets(tmp_path):
+    path = encode(tmp_path / "b.webm", codec="libvpx", bframes=None, n=30)
+    content = bytearray(Path(path).read_bytes())
+    for i in (4, 17):
+        at = packets_of(path)[i][0]
+        with av.open(path) as container:
+            data = bytes([p for p in container.demux(video=0)][i])
+        at = content.index(data, at)
+        content[at] &= ~0x10  # the bit "show this frame"
+    (tmp_path / "a.webm").write_bytes(content)
+    path = str(tmp_path / "a.webm")
+    info, reference = probe(path), decode_all(path)
+    assert info.num_frames == len(reference) == 28
+    assert info.timestamps[3:5] == pytest.approx((0.12, 0.2))
+    assert np.array_equal(read_frames(info, range(28)), reference)
+
+
+def test_times_in_another_order_than_the_pictures(tmp_path):
+    """Neither order can be trusted, so neither is used."""
+
+    def swap(i, packet):
+        packet.pts = 80 + {14: pts[15], 15: pts[14]}.get(i, packet.pts)  # none before its decoding time
+        return packet
+
+    path = encode(tmp_path / "b.mkv", bframes=0)
+    pts = [packet[2] for packet in packets_of(path)]
+    info = probe(remux(path, tmp_path / "a.mkv", swap))
+    with pytest.raises(VideoError, match=r"a\.mkv: "):
+        read_frames(info, range(50))
+    assert len(read_frames(info, range(20, 30))) == 10
+
+
+def test_jump_back_in_time_is_not_taken_for_reordering():
+    assert is_nearly_sorted([0, 4, 2, 1, 3, 8, 6, 5, 7])
+    assert not is_nearly_sorted([*range(50, 100), *range(50)])
+    assert not is_nearly_sorted([0, 1, 1, 2])
+
+
+def test_size_change(tmp_path):
+    parts = [encode(tmp_path / f"{h}.h264", n=10, size=(h, 64)) for h in (48, 96)]
+    (tmp_path / "a.h264").write_bytes(b"".join(Path(p).read_bytes() for p in parts))
+    info = probe(tmp_path / "a.h264")
+    assert read_frames(info, [9]).shape == (1, 48, 64, 3)
+    with pytest.raises(VideoError, match=r"a\.h264: the frame size changes"):
+        read_frames(info, [9, 12])
+
+
+# Files that are no good.
+
+
+# Sampling.

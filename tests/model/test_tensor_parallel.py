@@ -1,0 +1,243 @@
+"""Hosts of several processes: the results of hosts of one, with an equal share of the language model on each."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv.model.parts import inspect_model
+
+import families
+from engines import QUESTION
+from fresh_hosts import Store, described, run_fresh
+from patience import GROUP_TIMEOUT, HANGING
+from scripts import INFER, run_script
+
+# fp32 sums over a layer's columns, in another order
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def joined(processes: HostGroup, size: int) -> HostGroup:
+    """The processes of a group with so many of them to a host."""
+    return HostGroup.from_process_group(processes.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=size)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def num_matrix_elements(model) -> int:
+    """Numbers in the language model's and its head's matrices that are here."""
+    modules = (model.get_decoder(), model.get_output_embeddings())
+    return sum(local(p).numel() for module in modules for p in module.parameters() if p.ndim == 2)
+
+
+def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, request: dict) -> dict:
+    """What a process is left with: its place, logits, the KV of its heads, and how the answer goes on."""
+    hosts = joined(processes, size) if size > 1 else processes
+    engine = Engine.from_pretrained(path, prefill=PrefillConfig(**settings), hosts=hosts)
+    state = engine.prefill(QUESTION, **request)
+    cache = state.to_dynamic_cache()
+    plain = state.generate_inputs()
+    if plain:
+        plain = engine.model.generate(**plain, max_new_tokens=6, do_sample=False)[0, state.num_tokens :].tolist()
+    answer = engine.generate(QUESTION, max_new_tokens=6, **request)
+    return {
+        "place": (hosts.rank, hosts.tensor_parallel_rank),
+        "logits": state.logits.clone(),
+        "kv": None if cache is None else [torch.stack([layer.keys, layer.values]) for layer in cache.layers],
+        "kv_heads": inspect_model(engine.model).kv_heads,
+        "plain": plain,
+        "tokens": answer.token_ids,
+        "stats": answer.stats,
+        "elements": num_matrix_elements(engine.model),
+    }
+
+
+def compare(shares: list[dict], whole: dict, num_hosts: int) -> None:
+    """Every process against a whole model on as many hosts, or on one."""
+    for process, share in enumerate(shares):
+        assert share["place"] == divmod(process, 2)
+        torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
+        assert share["tokens"] == whole["tokens"]
+        assert abs(share["elements"] / whole["elements"] - 0.5) < 0.01  # 269 rows of the embedding do not halve
+        stats = share["stats"]
+        assert (stats["hosts"], stats["tensor_parallel_size"]) == (num_hosts, 2)
+        assert len(stats["comm_bytes"]) == len(stats["peak_memory_bytes"]) == len(shares)
+    for share in shares[:2]:
+        assert share["plain"] == whole["plain"]
+        heads = share["kv_heads"]
+        for here, all_heads in zip(share["kv"], whole["kv"], strict=True):
+            torch.testing.assert_close(here, all_heads[:, :, heads.start : heads.stop], **CLOSE)
+    assert [head for share in shares[:2] for head in share["kv_heads"]] == list(whole["kv_heads"])
+    assert all(share["kv"] is None and not share["plain"] for share in shares[2:])
+
+
+def source(family: str, clip: Path) -> dict:
+    if family in families.VIDEO_FAMILIES:
+        return {"video": str(clip), "num_frames": 21}
+    return {"context": "the quick brown fox jumps over the lazy dog. " * 6}
+
+
+@pytest.mark.parametrize(
+    ("family", "hosts", "settings"),
+    [
+        pytest.param("qwen2_5_vl", 1, {}, marks=pytest.mark.thorough),
+        ("qwen2_5_vl", 2, {"method": "ulysses", "kv": "sharded"}),
+        ("qwen3_vl", 2, {}),  # for which transformers has no plan
+        ("llama", 2, {"kv": "sharded"}),
+    ],
+)
+def test_uncompressed_it_is_full_attention_of_one_process(pool, checkpoints, clip, family, hosts, settings):
+    path, request = str(checkpoints(family)), source(family, clip)
+    (whole,) = pool.run(1, prefill_job, 1, path, {}, request)
+    assert whole["stats"]["method"] == "full"
+    compare(pool.run(2 * hosts, prefill_job, 2, path, {"passing_len": 10_000, **settings}, request), whole, hosts)
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen2_5_vl", "apbv"), ("qwen2_5_vl", "apb"), ("llama", "star")])
+def test_compressed_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, method):
+    path, request = str(checkpoints(family)), source(family, clip)
+    settings = {"method": method, "passing_len": 6, "anchor_len": 8}
+    whole, _ = pool.run(2, prefill_job, 1, path, settings, request)
+    assert whole["stats"]["method"] == method
+    compare(pool.run(4, prefill_job, 2, path, settings, request), whole, 2)
+
+
+DRAFTED = [
+    {"strategy": "ngram"},
+    {"strategy": "vanilla"},
+    {"strategy": "sd_tree"},
+    {"strategy": "specvlm", "keep_ratio": 0.4},
+    {"strategy": "tabed", "ensemble": "MT*"},
+]
+
+
+def drafted_job(processes: HostGroup, size: int, target: str, draft: str, request: dict):
+    """Per way to draft the tokens, how many were drafted, and which visual tokens the draft saw."""
+    hosts, results = joined(processes, size) if size > 1 else processes, []
+    settings = PrefillConfig(passing_len=6, anchor_len=8)
+    for speculate in DRAFTED:
+        config = SpeculativeConfig(draft_model=draft, num_draft_tokens=3, keep_losing_draft=True, **speculate)
+        engine = Engine.from_pretrained(target, prefill=settings, speculate=config, hosts=hosts)
+        answer = engine.generate(QUESTION, max_new_tokens=7, temperature=0.8, seed=3, **request)
+        figures = answer.stats["speculation"]
+        results.append((answer.token_ids, figures["num_accepted"], answer.kept))
+    return results
+
+
+@pytest.mark.thorough
+def test_drafting_is_what_it_is_on_whole_hosts(pool, checkpoints, clip, tmp_path):
+    """Sampled, on one process of host 0; what it drafts, and what of the video it sees, is the same."""
+    target, request = str(checkpoints("qwen2_5_vl")), source("qwen2_5_vl", clip)
+    draft = str(families.save_checkpoint("qwen2_5_vl", tmp_path, layers=1))
+    whole, _ = pool.run(2, drafted_job, 1, target, draft, request)
+    for share in pool.run(4, drafted_job, 2, target, draft, request):
+        for way, here, there in zip(DRAFTED, share, whole, strict=True):
+            assert here[:2] == there[:2], way
+            assert (here[2] is None) == (there[2] is None)
+            assert here[2] is None or torch.equal(here[2], there[2]), way
+
+
+def refused_job(processes: HostGroup, path: str):
+    hosts = joined(processes, 2)
+    whole = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
+    refused = [
+        described(Engine(whole.model, whole.processor, hosts).prefill, QUESTION),
+        described(joined, processes, 3),
+        described(hosts.subgroup, [0]),
+    ]
+    for speculate in ({"strategy": "streaming"}, {"strategy": "vanilla", "draft_model": path, "draft_host": True}):
+        config = SpeculativeConfig(**speculate)
+        refused.append(described(lambda config=config: Engine(None, whole.processor, hosts, None, None, config)))
+    return refused
+
+
+def test_what_cannot_be_is_refused(pool, checkpoints):
+    path = str(checkpoints("llama"))
+    for whole, odd_group, subgroup, streaming, draft_host in pool.run(4, refused_job, path):
+        assert whole.startswith("ValueError: the model is share 0 of 1, but this process is member ")
+        assert odd_group.startswith("ValueError: 4 process(es) cannot form hosts of 3 each")
+        assert subgroup.startswith("ValueError: hosts of several processes cannot form subgroups")
+        assert streaming.startswith("ValueError: streaming, with which the target drafts itself, is not supported")
+        assert draft_host.startswith("ValueError: a draft host is not supported")
+
+
+def test_the_script_answers_once(checkpoints, tmp_path):
+    asked = ["--model", checkpoints("llama"), "--prompt", "Why?", "--max-new-tokens", 3, "--json"]
+    answers, figures = [], []
+    for processes, size in ((1, 1), (4, 2)):
+        path = tmp_path / f"{processes}.jsonl"
+        result = run_script(INFER, *asked, path, "--tensor-parallel", size, hosts=processes)
+        assert result.returncode == 0, result.stderr
+        answers.append(result.stdout)
+        figures += [json.loads(line) for line in path.read_text().splitlines()]
+    assert answers[0] == answers[1]
+    assert [(row["hosts"], row["tensor_parallel_size"]) for row in figures] == [(1, 1), (2, 2)]
+
+
+def test_a_model_that_does_not_divide_is_refused(tmp_path):
+    path = families.save_checkpoint("llama", tmp_path)
+    result = run_script(INFER, "--model", path, "--prompt", "Why?", "--tensor-parallel", 4, hosts=4)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert result.returncode == 1 and len(lines) == 4
+    assert all("the model has 2 KV heads, which 4 processes cannot share evenly" in line for line in lines)
+
+
+def failing_job(processes: HostGroup, path: str, victim: int, how: str, told: Path):
+    """One process fails, in a layer while the others of its host wait for it, or before, or is killed."""
+    hosts = joined(processes, 2)
+    engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(passing_len=6, anchor_len=8))
+
+    def fail(*args) -> None:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("out of luck")
+
+    context = "the quick brown fox jumps over the lazy dog. " * 6
+    if processes.rank == victim:
+        if how == "reads something bad":
+            context = " "
+        else:
+            engine.model.get_decoder().layers[1].mlp.register_forward_pre_hook(fail)
+    failure = described(lambda: engine.generate(QUESTION, context=context, max_new_tokens=2))
+    (told / str(processes.rank)).touch()
+    while how != "is killed" and len(list(told.iterdir())) < processes.size:
+        time.sleep(0.05)  # nobody learns of the failure by this process's end
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("how", "processes", "victim"),
+    [
+        ("reads something bad", 4, 3),
+        ("fails in a layer", 2, 0),
+        ("is killed", 4, 3),
+        pytest.param("reads something bad", 2, 0, marks=pytest.mark.thorough),
+        pytest.param("fails in a layer", 4, 3, marks=pytest.mark.thorough),
+        pytest.param("is killed", 2, 0, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_failing_process_ends_all(checkpoints, tmp_path, how, processes, victim):
+    told = tmp_path / "told"
+    told.mkdir()
+    path = str(checkpoints("llama"))
+    outcomes = run_fresh(Store(tmp_path), processes, failing_job, path, victim, how, told)
+    failed = outcomes.pop(victim)
+    assert all(outcome.seconds < HANGING and outcome.exit_status == 0 for outcome in outcomes)
+    texts = [outcome.result for outcome in outcomes]
+    name = f"host {victim // 2}, member {victim % 2}"
+    if how == "is killed":
+        assert failed.exit_status == -signal.SIGKILL
+        assert all(text.startswith("HostError: another host ended, or did not answer in time") for text in texts)
+    elif how == "fails in a layer":
+        assert failed.result == "ValueError: out of luck"
+        assert set(texts) == {f"HostError: {name} failed in prefill: ValueError: out of luck"}
+    else:
+        assert failed.result == "PromptError: the context is empty"
+        assert set(texts) == {f"HostError: {name} failed in reading the prompt: {failed.result}"}
