@@ -1,1 +1,1 @@
-"""From the KV of a prompt to the tokens of an answer, one or a few at a time."""
+"""This package decodes: it turns the KV of a prompt into the tokens of an answer."""

@@ -1,136 +1,80 @@
-"""Next-token loops over the KV that prefill left: gathered on host 0, or spread over all hosts."""
+"""This module runs a language model over new tokens, on top of a prompt's KV."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from ..config import SamplingConfig
-from ..hosts import AgreedError, HostGroup
-from ..kv.cache import ShardedCache, appending_in_place, keep_of_last, last_rows
-from ..model.attention import LayerAttention, PlainAttention, ShardedAttention, TreeAttention, apbv_attention
+from ..kv.growing import keep_of_last, last_rows
+from ..kv.placement import PlacedKV
+from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
-from .sampling import NotFiniteError, sample
-
-NO_TOKEN = -1  # what host 0 tells the others where the model's logits allow none
-
-# Asked on host 0 with all new tokens so far; true ends the answer there.
-Stop = Callable[[Sequence[int]], bool]
 
 
-@dataclass(frozen=True)
-class Ending:
-    """Where an answer ends, as host 0 sees it, which tells the others.
+class Decoder:
+    """A Decoder runs the model over tokens that are already chosen, and rolls the last of them back. Collective.
 
-    Attributes:
-        eos_token_ids: an end token is the answer's last.
-        max_new_tokens: at most so many tokens.
-        stop: what else may end it.
+    Host 0 keeps the new tokens' KV. Where the prompt's KV is sharded, every host runs the new tokens against its
+    own share; else host 0 runs them alone.
+
+    Args:
+        kv: the prompt's KV, to which the new tokens' is appended.
+        next_position: rotary position of the first new token.
     """
 
-    eos_token_ids: tuple[int, ...]
-    max_new_tokens: int
-    stop: Stop | None = None
+    def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
+        self._parts, self._position = parts, next_position
+        self._cache, self._attending = kv.continued(), kv.attending
+        self.hosts = kv.hosts
 
-    def cut(self, tokens: Sequence[int], new: Sequence[int]) -> tuple[list[int], bool]:
-        """Of at least one new token, which follow others, those up to the answer's end; and whether it ends."""
-        for count, token in enumerate(new, start=1):
-            if (
-                token in self.eos_token_ids
-                or len(tokens) + count >= self.max_new_tokens
-                or (self.stop is not None and self.stop([*tokens, *new[:count]]))
-            ):
-                return list(new[:count]), True
-        return list(new), False
+    def advance(self, tokens: Sequence[int], last_only: bool = False) -> Tensor | None:
+        """Run the model on S tokens.
 
-
-class Decoder(Protocol):
-    """Advances a sequence by tokens that are already chosen, and takes the last of them back. Collective."""
-
-    def advance(self, tokens: Sequence[int]) -> Tensor | None:
-        """Run the model on S tokens; returns the logits after each, ``[S, V]``, on host 0 at least."""
-
-    def take_back(self, count: int) -> None:
-        """Forget the last ``count`` tokens."""
-
-    def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
-        """:meth:`advance` by S tokens that form a tree; :meth:`keep_path` has to follow.
-
-        Args:
-            depths: of each token, 0 for the first, which follows the sequence.
-            visible: bool ``[S, S]``, which of them each one sees: its ancestors and itself.
+        Returns:
+            The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
         """
-
-    def keep_path(self, count: int, path: Sequence[int]) -> None:
-        """Of the ``count`` tokens of a tree keep those of a path from its root, and forget the others."""
-
-    def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """On host 0: the KV of the last ``count`` new tokens, ``[1, Hkv, count, D]`` per layer. Not collective."""
-
-
-class GatheredDecoder:
-    """Host 0 decodes alone over a plain DynamicCache."""
-
-    def __init__(self, parts: ModelParts, cache: DynamicCache | None, next_position: int, hosts: HostGroup):
-        self._cache = None if cache is None else appending_in_place(cache)
-        self._parts, self._position, self._hosts = parts, next_position, hosts
-
-    def advance(self, tokens: Sequence[int]) -> Tensor | None:
-        if self._hosts.rank != 0:
-            return None
-        logits = run_language_model(self._parts, tokens, self._position, self._cache)
+        logits = self._run(tokens, None, None, last_only)
         self._position += len(tokens)
         return logits
 
     def take_back(self, count: int) -> None:
-        if self._hosts.rank == 0 and count:
+        """Roll back the last ``count`` tokens: drop their KV."""
+        if self._cache is not None and count:
             self._cache.crop(-count)
-            self._position -= count
-
-    def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
-        if self._hosts.rank != 0:
-            return None
-        attention = TreeAttention(visible.to(self._parts.device), backend=self._parts.backend)
-        return run_language_model(self._parts, tokens, self._position, self._cache, attention, depths)
-
-    def keep_path(self, count: int, path: Sequence[int]) -> None:
-        if self._hosts.rank == 0:
-            keep_of_last(self._cache, count, path)
-            self._position += len(path)
-
-    def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        return last_rows(self._cache, count)
-
-
-class ShardedDecoder:
-    """Every host runs the new tokens against its own share of the KV; host 0 keeps the new tokens' KV."""
-
-    def __init__(self, parts: ModelParts, cache: ShardedCache, next_position: int, hosts: HostGroup):
-        self._parts, self._cache, self._position = parts, cache, next_position
-        self._attention, self._hosts = ShardedAttention(hosts, parts.backend), hosts
-
-    def advance(self, tokens: Sequence[int]) -> Tensor | None:
-        logits = run_language_model(self._parts, tokens, self._position, self._cache, self._attention)
-        self._position += len(tokens)
-        return logits
-
-    def take_back(self, count: int) -> None:
-        self._cache.crop(-count)
         self._position -= count
 
     def advance_tree(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor | None:
-        attention = TreeAttention(visible.to(self._parts.device), self._hosts, self._parts.backend)
-        return run_language_model(self._parts, tokens, self._position, self._cache, attention, depths)
+        """Run the model on S tokens that form a tree, as :meth:`advance` does; :meth:`keep_path` has to follow.
+
+        Args:
+            depths: the depth of each token in the tree; 0 for the root, which follows the sequence.
+            visible: bool ``[S, S]``: row i is what token i attends to, its ancestors and itself.
+        """
+        return self._run(tokens, depths, visible.to(self._parts.device))
 
     def keep_path(self, count: int, path: Sequence[int]) -> None:
-        keep_of_last(self._cache, count, path)
+        """Keep of a tree's ``count`` tokens only a path from the root: roll the others back."""
+        if self._cache is not None:
+            keep_of_last(self._cache, count, path)
         self._position += len(path)
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""
         return last_rows(self._cache, count)
+
+    def _run(
+        self,
+        tokens: Sequence[int],
+        depths: Sequence[int] | None,
+        visible: Tensor | None,
+        last_only: bool = False,
+    ) -> Tensor | None:
+        if self._cache is None:
+            return None
+        attention = NewTokenAttention(self._parts.backend, visible, self._attending)
+        return run_language_model(
+            self._parts, tokens, self._position, self._cache, attention, depths=depths, last_only=last_only
+        )
 
 
 @torch.no_grad()
@@ -139,18 +83,21 @@ def run_language_model(
     tokens: Sequence[int],
     position: int,
     cache,
-    attention: LayerAttention | None = None,
+    attention: LayerAttention,
+    *,
     depths: Sequence[int] | None = None,
     last_only: bool = False,
 ) -> Tensor:
-    """Logits ``[S, V]`` after each of S text tokens, or ``[1, V]``; their KV goes into the cache.
+    """Run a language model on S text tokens, append their KV to the cache, and return logits ``[S, V]``.
 
     Text continues one position at a time; for M-RoPE models time, height and width advance together.
 
     Args:
-        attention: of the new tokens; None: over all of the cache, and causal among themselves. It is not the
-            model's own, which copies the KV heads of grouped queries, and needs a mask for several tokens.
-        depths: how far behind ``position`` each token stands; None: they are consecutive.
+        position: the rotary position of the first token.
+        attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
+            and need a mask for several tokens.
+        depths: by how much each token's position exceeds ``position``; None: they are consecutive.
+        last_only: compute the logits after the last token only, ``[1, V]``.
     """
     input_ids = torch.tensor([list(tokens)], device=parts.device)
     depths = range(len(tokens)) if depths is None else depths
@@ -163,78 +110,6 @@ def run_language_model(
             position_ids=position_ids,
             past_key_values=cache,
             use_cache=True,
-            apbv=attention or PlainAttention(parts.backend),
+            apbv=attention,
         ).last_hidden_state
     return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
-
-
-def generate_tokens(
-    decoder: Decoder,
-    logits: Tensor,
-    prompt_len: int,
-    hosts: HostGroup,
-    config: SamplingConfig,
-    eos_token_ids: tuple[int, ...],
-    on_token: Callable[[int], None] | None = None,
-    stop: Stop | None = None,
-) -> list[int]:
-    """Choose and append tokens until an end token, which is included, ``max_new_tokens``, or ``stop``.
-
-    The leader chooses, so that every host continues with the same token. Collective.
-
-    Args:
-        logits: ``[V]``, for the first new token.
-        prompt_len: n; a token's random number depends on the seed and its index in the sequence.
-        on_token: called on every host with each token as soon as it is chosen.
-        stop: see :data:`Stop`; matters on host 0 only.
-
-    Raises:
-        AgreedError: the model's logits are NaN or infinite; on every host.
-    """
-    ending = Ending(eos_token_ids, config.max_new_tokens, stop)
-    tokens: list[int] = []
-    while True:
-        token, has_ended = choose_token(logits, prompt_len, tokens, hosts, config, ending)
-        tokens.append(token)
-        if on_token is not None:
-            on_token(token)
-        if has_ended:
-            return tokens
-        rows = decoder.advance([token])
-        logits = None if rows is None else rows[-1]
-
-
-def choose_token(
-    logits: Tensor | None,
-    prompt_len: int,
-    tokens: Sequence[int],
-    hosts: HostGroup,
-    config: SamplingConfig,
-    ending: Ending,
-) -> tuple[int, bool]:
-    """The token that follows, and whether the answer ends with it; on every host.
-
-    Args:
-        logits: ``[V]`` on host 0.
-        tokens: the answer so far.
-    """
-    chosen = None
-    if hosts.is_leader:
-        try:
-            token = sample(logits, config, prompt_len + len(tokens))
-            chosen = [token, ending.cut(tokens, [token])[1]]
-        except NotFiniteError:
-            chosen = [NO_TOKEN, True]
-    token, has_ended = hosts.broadcast_ints(chosen, 2)
-    require_token(token, tokens)
-    return token, bool(has_ended)
-
-
-def require_token(token: int, tokens: Sequence[int]) -> None:
-    """Refuse :data:`NO_TOKEN` behind all tokens so far; called on every host with what host 0 has told.
-
-    Raises:
-        AgreedError: it is that.
-    """
-    if token == NO_TOKEN:
-        raise AgreedError(f"the model gave NaN or infinite logits behind {len(tokens)} tokens of its answer")

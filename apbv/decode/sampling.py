@@ -1,4 +1,4 @@
-"""From logits to a token. Random numbers are a function of (seed, position, purpose), never of history."""
+"""This module samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history."""
 
 import numpy as np
 import torch
@@ -6,30 +6,30 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 
-# What a random number is for. Each is used for one decision only.
+# The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
 
 
 class NotFiniteError(ValueError):
-    """A model's logits are NaN or infinite: there is no token to choose by them."""
+    """A NotFiniteError says that a model's logits are NaN or infinite, so that no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__("NaN or infinite logits")
 
 
 def uniform(seed: int, position: int, purpose: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments (Philox counter-based generator)."""
+    """Return a number in [0, 1) that depends on the arguments only (Philox counter-based generator)."""
     bits = np.random.Philox(key=seed, counter=[0, 0, purpose, position])
     return float(np.random.Generator(bits).random())
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The distribution that is sampled from.
+    """Return the distribution that tokens are sampled from: softmax at a temperature, cut by top-p.
 
     Args:
         logits: ``[..., V]``.
         temperature: > 0.
-        top_p: the smallest set of most probable tokens whose probabilities sum to at least top_p is kept.
+        top_p: only the smallest set of most probable tokens whose probabilities sum to at least top_p remains.
 
     Returns:
         ``[..., V]`` in fp64 on the CPU, summing to 1; a row is NaN whose logits are NaN, +inf, or all -inf.
@@ -44,9 +44,9 @@ def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 
 
 def most_probable_of_rows(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """For each row of ``[T, V]`` the first of the most probable tokens, and whether there is one.
+    """Return for each row of ``[T, V]`` the first most probable token, and whether the row has one.
 
-    There is none where a logit is NaN or +inf, or all are -inf. The device is waited for once.
+    A row has none where a logit is NaN or +inf, or all are -inf. The device is waited for once.
     """
     best = logits.argmax(dim=-1)  # NaN counts as the largest number
     is_finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
@@ -55,10 +55,10 @@ def most_probable_of_rows(logits: Tensor) -> tuple[list[int], list[bool]]:
 
 
 def most_probable(logits: Tensor) -> int:
-    """The first of the most probable tokens by logits ``[V]``, of which some, but not all, may be -inf.
+    """Return the first most probable token by logits ``[V]``, of which some, but not all, may be -inf.
 
     Raises:
-        NotFiniteError: there is none.
+        NotFiniteError: a logit is NaN or +inf, or all are -inf.
     """
     (token,), (is_finite,) = most_probable_of_rows(logits[None])
     if not is_finite:
@@ -67,10 +67,10 @@ def most_probable(logits: Tensor) -> int:
 
 
 def require_distribution(p: Tensor) -> Tensor:
-    """One row ``[V]`` of what :func:`probabilities` returned, unless it is NaN.
+    """Return one row ``[V]`` of :func:`probabilities`, unless it is NaN.
 
     Raises:
-        NotFiniteError: it is, which all of a row are if one is.
+        NotFiniteError: the row is NaN; then all of its entries are.
     """
     if p[0].isnan():
         raise NotFiniteError
@@ -78,13 +78,13 @@ def require_distribution(p: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, number: float) -> int:
-    """The token at which the running sum of weights ``[V]``, which need not sum to 1, passes ``number`` of it."""
+    """Draw a token in proportion to weights ``[V]``, which need not sum to 1, by a number in [0, 1)."""
     cumulative = weights.cumsum(dim=-1)
     return int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
 
 
 def sample(logits: Tensor, config: SamplingConfig, position: int) -> int:
-    """The next token from logits ``[V]``: the most probable one at temperature 0, else drawn.
+    """Choose the next token from logits ``[V]``: the most probable one at temperature 0, else a drawn one.
 
     Raises:
         NotFiniteError: the logits are NaN or infinite.

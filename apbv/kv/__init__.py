@@ -1,1 +1,1 @@
-"""Keys and values: where they lie, how they are gathered, and how they are kept on disk."""
+"""This package caches KV: it shards, gathers, selects, saves and loads keys and values."""

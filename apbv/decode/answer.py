@@ -1,0 +1,125 @@
+"""This module defines an answer that is being decoded, and autoregressive decoding."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..config import SamplingConfig
+from ..hosts import AgreedError, HostGroup
+from .decoder import Decoder
+from .sampling import NotFiniteError, sample
+
+NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
+
+
+@dataclass
+class Answer:
+    """An Answer holds the tokens decoded so far, the same on every host, and what decoding needs to go on.
+
+    Every decoding loop takes one and adds tokens to it.
+
+    Attributes:
+        decoder: runs the model; between two steps its KV covers all tokens so far but the last.
+        logits: ``[V]``, from which the first token is chosen; on host 0 at least.
+        prompt_len: n; a token's random number depends on the seed and on its index in the sequence.
+        sampling: how tokens are chosen, and the largest number of them.
+        eos_token_ids: tokens that end the answer, and are its last.
+        on_token: called on every host with each token as soon as it is chosen.
+        stop: called on host 0 with all new tokens so far; true ends the answer there.
+        tokens: the answer so far.
+    """
+
+    decoder: Decoder
+    logits: Tensor
+    prompt_len: int
+    sampling: SamplingConfig
+    eos_token_ids: tuple[int, ...] = ()
+    on_token: Callable[[int], None] | None = None
+    stop: Callable[[Sequence[int]], bool] | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def hosts(self) -> HostGroup:
+        """The hosts that decode together."""
+        return self.decoder.hosts
+
+    @property
+    def next_index(self) -> int:
+        """The index of the next token in the sequence, prompt included."""
+        return self.prompt_len + len(self.tokens)
+
+    @property
+    def num_left(self) -> int:
+        """The number of tokens that may still be added."""
+        return self.sampling.max_new_tokens - len(self.tokens)
+
+    def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
+        """Return the new tokens (at least one) up to the answer's end, and whether it ends there; on host 0."""
+        for count, token in enumerate(new, start=1):
+            if (
+                token in self.eos_token_ids
+                or count >= self.num_left
+                or (self.stop is not None and self.stop([*self.tokens, *new[:count]]))
+            ):
+                return list(new[:count]), True
+        return list(new), False
+
+    def add(self, new: Sequence[int]) -> None:
+        """Append tokens, and call ``on_token`` with each."""
+        for token in new:
+            self.tokens.append(token)
+            if self.on_token is not None:
+                self.on_token(token)
+
+    def choose(self, logits: Tensor | None) -> tuple[int, bool]:
+        """Return the next token, and whether the answer ends with it; on every host, collective.
+
+        The leader chooses it, so that every host continues with the same token.
+
+        Args:
+            logits: ``[V]`` on host 0.
+
+        Raises:
+            AgreedError: the logits are NaN or infinite; on every host.
+        """
+        chosen = None
+        if self.hosts.is_leader:
+            try:
+                token = sample(logits, self.sampling, self.next_index)
+                chosen = [token, self.cut([token])[1]]
+            except NotFiniteError:
+                chosen = [NO_TOKEN, True]
+        token, has_ended = self.hosts.broadcast_ints(chosen, 2)
+        self.require_token(token)
+        return token, bool(has_ended)
+
+    def require_token(self, token: int) -> None:
+        """Refuse :data:`NO_TOKEN`; called on every host with the token that host 0 sent.
+
+        Raises:
+            AgreedError: the token is :data:`NO_TOKEN`.
+        """
+        if token == NO_TOKEN:
+            raise AgreedError(
+                f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its answer"
+            )
+
+
+def generate_tokens(answer: Answer) -> list[int]:
+    """Decode autoregressively until an end token (included), ``max_new_tokens``, or ``stop``; collective.
+
+    Returns:
+        The answer's tokens.
+
+    Raises:
+        AgreedError: the model's logits are NaN or infinite; on every host.
+    """
+    logits = answer.logits
+    while True:
+        token, has_ended = answer.choose(logits)
+        answer.add([token])
+        if has_ended:
+            return answer.tokens
+        rows = answer.decoder.advance([token])
+        logits = None if rows is None else rows[-1]

@@ -1,0 +1,196 @@
+"""This module places a prompt's KV: gathered on host 0, or sharded over all hosts.
+
+Callers use the interface :class:`PlacedKV`, and need not know which of the two they have.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..hosts import HostGroup
+from ..layout import ContextLayout
+from .cache import ShardedCache
+from .growing import appending_in_place, first_tokens
+from .select import collect_kv, select_kv
+
+Layers = list[tuple[Tensor, Tensor]]  # of every decoder layer keys and values, [1, Hkv, T, D]
+
+
+class PlacedKV(ABC):
+    """A PlacedKV is the KV of one prompt, wherever it lies.
+
+    Attributes:
+        placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
+        hosts: the hosts that prefilled the prompt.
+        cache: the KV that this host holds; None where it holds none.
+        attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
+    """
+
+    placement: ClassVar[str]
+    hosts: HostGroup
+    cache: DynamicCache | ShardedCache | None
+    attending: HostGroup | None
+
+    @abstractmethod
+    def continued(self) -> DynamicCache | ShardedCache | None:
+        """Drop the tokens of an earlier answer, and return the cache to which a new answer's are appended."""
+
+    @abstractmethod
+    def to_dynamic_cache(self, host: int) -> DynamicCache | None:
+        """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
+
+        The cache may share memory with this KV.
+
+        Raises:
+            ValueError: the KV cannot be given to that host.
+        """
+
+    @abstractmethod
+    def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
+        """Return which of the prompt's tokens this host holds, in row order, and their KV."""
+
+    @abstractmethod
+    def prefix(self, num_tokens: int, layout: ContextLayout) -> "PlacedKV | None":
+        """Return a view of the KV before the query; None where the hosts hold the query's KV in shares, too."""
+
+    @abstractmethod
+    def behind(self, layout: ContextLayout) -> "PlacedKV":
+        """Return this prefix's KV as that of a longer prompt, whose query is still to be appended.
+
+        This KV itself stays unchanged.
+        """
+
+    @abstractmethod
+    def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        """Copy some tokens' KV to host 0, and return None elsewhere; collective.
+
+        Args:
+            chosen: see :func:`apbv.kv.select.select_kv`.
+        """
+
+    @abstractmethod
+    def first_layers(self, count: int) -> DynamicCache | None:
+        """Return the first decoder layers' KV on host 0, None elsewhere; collective. It may share memory."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> DynamicCache | None:
+        """The prompt's KV without a copy; None where it is not all on this host. Not collective."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that this KV keeps allocated on this host; a view counts with the whole tensor behind it."""
+        layers = () if self.cache is None else self.cache.layers
+        tensors = chain.from_iterable((layer.keys, layer.values) for layer in layers)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class GatheredKV(PlacedKV):
+    """A GatheredKV lies on host 0, which attends to it alone.
+
+    Args:
+        cache: ``[1, Hkv, n, D]`` per layer on host 0, None elsewhere. An answer is appended to it.
+        num_tokens: n.
+    """
+
+    placement = "gathered"
+    attending = None
+
+    def __init__(self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup):
+        self.cache = None if cache is None else appending_in_place(cache)
+        self.hosts, self._num_tokens = hosts, num_tokens
+
+    def continued(self) -> DynamicCache | None:
+        if self.cache is not None and (surplus := self.cache.get_seq_length() - self._num_tokens) > 0:
+            self.cache.crop(-surplus)
+        return self.cache
+
+    def to_dynamic_cache(self, host: int) -> DynamicCache | None:
+        if host != 0:
+            raise ValueError(f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}")
+        return self.whole
+
+    @property
+    def whole(self) -> DynamicCache | None:
+        return None if self.cache is None else first_tokens(self.cache, self._num_tokens, DynamicCache())
+
+    def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
+        if self.cache is None:
+            return (), []
+        return (range(self._num_tokens),), [(layer.keys, layer.values) for layer in self.whole.layers]
+
+    def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
+        view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
+        return GatheredKV(view, num_tokens, self.hosts)
+
+    def behind(self, layout: ContextLayout) -> "GatheredKV":
+        return GatheredKV(self.whole, layout.num_tokens, self.hosts)
+
+    def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        return None if self.cache is None else select_kv(self.whole, chosen)
+
+    def first_layers(self, count: int) -> DynamicCache | None:
+        cache = self.whole
+        if cache is not None:
+            cache.layers = cache.layers[:count]
+        return cache
+
+
+class ShardedKV(PlacedKV):
+    """A ShardedKV lies in shares on all hosts, over which attention to it is merged (APB-V, Eq. 5)."""
+
+    placement = "sharded"
+
+    def __init__(self, cache: ShardedCache, hosts: HostGroup):
+        self.cache, self.hosts, self.attending = cache, hosts, hosts
+
+    def gathered(self) -> GatheredKV:
+        """Send all of the KV to host 0, and free the shares; collective. This KV must not be used afterwards."""
+        return GatheredKV(self.cache.release_to(self.hosts), self.cache.layout.num_tokens, self.hosts)
+
+    def continued(self) -> ShardedCache:
+        surplus = self.cache.get_seq_length() - self.cache.layout.num_tokens
+        if surplus > 0:
+            self.cache.crop(-surplus)
+        return self.cache
+
+    def to_dynamic_cache(self, host: int) -> DynamicCache | None:
+        cache = self.cache.gather(self.hosts, host)
+        return None if cache is None else first_tokens(cache, self.cache.layout.num_tokens, DynamicCache())
+
+    @property
+    def whole(self) -> None:
+        return None
+
+    def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
+        spans = layout.cache_spans(self.hosts.rank)
+        return tuple(spans), self._rows(sum(map(len, spans)))
+
+    def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
+        if layout.query != range(num_tokens, layout.num_tokens):
+            return None  # the query is split over the hosts, too
+        rows = sum(len(span) for span in layout.cache_spans(self.hosts.rank) if span != layout.query)
+        return self._with_query_to_come(rows, layout)
+
+    def behind(self, layout: ContextLayout) -> "ShardedKV":
+        return self._with_query_to_come(None, layout)
+
+    def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        return collect_kv(self.cache, chosen, self.hosts)
+
+    def first_layers(self, count: int) -> DynamicCache | None:
+        num_heads = self.cache.layers[0].keys.shape[1]
+        everything = torch.arange(self.cache.layout.num_tokens).expand(num_heads, -1)
+        return self.select([everything] * count)
+
+    def _rows(self, count: int | None) -> Layers:
+        return [(layer.keys[:, :, :count], layer.values[:, :, :count]) for layer in self.cache.layers]
+
+    def _with_query_to_come(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
+        shares = self._rows(num_rows)
+        return ShardedKV(ShardedCache.of_shares(shares, layout, self.hosts.rank, holds_query=False), self.hosts)

@@ -1,0 +1,125 @@
+"""This module reads saved KV, checked when it is opened and again when it is read."""
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..layout import intersect
+from .manifest import MANIFEST_NAME, Manifest, Shard, StorageError, StoredFile, length, parse_manifest
+
+
+class SavedKV:
+    """A SavedKV is a prompt's KV on disk, of which any part can be read.
+
+    Attributes:
+        path: the directory.
+        manifest: what the directory holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SavedKV":
+        """Read a directory's manifest, and check it and the sizes of the files that it names.
+
+        Raises:
+            StorageError: the manifest is missing, of another format, incomplete, or was changed.
+        """
+        path = Path(path)
+        try:
+            record = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+            saved = cls(path, parse_manifest(record, path))
+        except StorageError:
+            raise
+        except FileNotFoundError:
+            raise StorageError(f"there is no saved KV in {path}: it has no {MANIFEST_NAME}") from None
+        except (OSError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply, or too long
+            raise StorageError(f"cannot read {path / MANIFEST_NAME}: {error}") from error
+        for file in saved.manifest.files():
+            try:
+                size = (saved._folder / file.name).stat().st_size
+            except OSError as error:
+                raise StorageError(f"saved KV in {path} is incomplete: {error}") from error
+            if size != file.bytes:
+                raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
+        return saved
+
+    def prompt(self) -> dict[str, Tensor]:
+        """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``.
+
+        Raises:
+            StorageError: the file was changed, or is gone.
+        """
+        return self._read(self.manifest.prompt)
+
+    def layer(
+        self, index: int, tokens: range | Sequence[range] | None = None, kv_heads: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read a layer's keys and values, each ``[H_kv, T, D]``; by default of all heads and tokens.
+
+        Args:
+            index: the layer, from 0.
+            tokens: a run of tokens, or several, which are put one behind the other.
+            kv_heads: a range of KV heads.
+
+        Raises:
+            StorageError: a file was changed, or is gone.
+        """
+        manifest = self.manifest
+        tokens = range(manifest.num_tokens) if tokens is None else tokens
+        wanted = [tokens] if isinstance(tokens, range) else tokens
+        kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
+        shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
+        keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
+        for shard in manifest.shards:
+            heads = intersect(kv_heads, range(*shard.kv_heads))
+            runs = list(_rows_in(shard, wanted))
+            if not heads or not runs:
+                continue
+            stored = self._read(shard.files[index])
+            expected = (length(shard.kv_heads), sum(map(length, shard.tokens)), manifest.head_dim)
+            of_shard = slice(heads.start - shard.kv_heads[0], heads.stop - shard.kv_heads[0])
+            of_result = slice(heads.start - kv_heads.start, heads.stop - kv_heads.start)
+            for name, result in (("keys", keys), ("values", values)):
+                states = stored.get(name)
+                if states is None or states.shape != expected or states.dtype != manifest.torch_dtype:
+                    path = self._folder / shard.files[index].name
+                    raise StorageError(f"{path} does not hold the tensors that its manifest describes")
+                for rows, places in runs:
+                    result[of_result, places] = states[of_shard, rows]
+        return keys, values
+
+    @property
+    def _folder(self) -> Path:
+        return self.path / self.manifest.generation
+
+    def _read(self, file: StoredFile) -> dict[str, Tensor]:
+        path = self._folder / file.name
+        try:
+            content = path.read_bytes()
+            if len(content) != file.bytes or zlib.crc32(content) != file.crc32:
+                raise StorageError(f"{path} was changed since it was saved: its checksum is wrong")
+            return safetensors.torch.load(content)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def _rows_in(shard: Shard, wanted: Sequence[range]) -> Iterator[tuple[slice, slice]]:
+    """Yield which rows of a shard belong to the wanted tokens, and their places among these."""
+    row = 0
+    for run in shard.tokens:
+        place = 0
+        for tokens in wanted:
+            common = intersect(range(*run), tokens)
+            if common:
+                start, at = row + common.start - run[0], place + common.start - tokens.start
+                yield slice(start, start + len(common)), slice(at, at + len(common))
+            place += len(tokens)
+        row += length(run)

@@ -1,0 +1,114 @@
+"""Decoding behind every kind of prefill, against what Hugging Face's generate says."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv.model.parts import inspect_model
+
+from answers import plain_tokens
+from families import TEXT_FAMILIES
+from prompts import ALL_FAMILIES, EXAMPLES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
+
+
+def continuation_job(
+    hosts: HostGroup, family: str, dtype: torch.dtype, batch: dict, query_start, steps: int, method: str = "apbv"
+):
+    """Greedy tokens by gathered decoding, by sharded decoding, and by model.generate after the hand-off."""
+    model = build(family, dtype)
+    parts = inspect_model(model)
+    greedy, continued = SamplingConfig(max_new_tokens=steps), {}
+    for kv in ("gathered", "sharded"):
+        config = PrefillConfig(method=method, kv=kv, passing_len=UNCOMPRESSED, on_single_host=True)
+        inputs = as_inputs(family, batch, query_start, hosts, dtype)
+        state = prefill(model, inputs, hosts=hosts, config=config)
+        assert state.method == method
+        handed_over = state.generate_inputs()
+        continued[kv] = plain_tokens(state, parts, greedy)
+        reset_rope(model)
+        if handed_over:
+            output = model.generate(**handed_over, max_new_tokens=steps, min_new_tokens=steps)
+            continued[f"generate after {kv}"] = output[0, state.num_tokens :].tolist()
+    return continued
+
+
+@pytest.mark.parametrize(
+    ("family", "num_hosts"),
+    [(family, hosts) for family in ALL_FAMILIES for hosts in (1, 2, 3)] + [(family, 8) for family in EXAMPLES],
+)
+@pytest.mark.each_choice
+def test_continuations_equal_hugging_face_generate(on_hosts, family, num_hosts):
+    check_continuations(on_hosts, family, num_hosts, "apbv")
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_continuations_after_exact_methods(on_hosts, family, num_hosts, method):
+    check_continuations(on_hosts, family, num_hosts, method)
+
+
+def check_continuations(on_hosts, family, num_hosts, method):
+    batch, query_start, expected = continuation(family)
+    assert len(set(expected)) > 2
+    steps = len(expected)
+    results = on_hosts(num_hosts, continuation_job, family, torch.float32, batch, query_start, steps, method)
+    for host, continued in enumerate(results):
+        assert len(continued) == (4 if host == 0 else 2)
+        for way, tokens in continued.items():
+            assert tokens == expected, f"host {host}, {way}"
+
+
+@cache
+def continuation(family: str, steps: int = 12) -> tuple[dict, int | None, list[int]]:
+    """A prompt, its first query token where it is a text, and what the model itself says next."""
+    # 40 frames of 2 x 2 tokens: more time steps than rows, where rotary positions of text and video overlap.
+    batch = text_batch(120) if family in TEXT_FAMILIES else video_batch(family, frames=40)
+    model = build(family, torch.float32)
+    reset_rope(model)
+    output = model.generate(**batch, max_new_tokens=steps, min_new_tokens=steps)
+    expected = output[0, batch["input_ids"].shape[1] :].tolist()
+    return batch, 108 if family in TEXT_FAMILIES else None, expected
+
+
+def sampled_job(hosts: HostGroup, seed: int):
+    model = build("llama", torch.float32)
+    tokens = []
+    for kv in ("gathered", "sharded"):
+        inputs = as_inputs("llama", text_batch(120), 108, hosts)
+        state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv=kv, passing_len=UNCOMPRESSED))
+        sampling = SamplingConfig(max_new_tokens=24, temperature=1.5, top_p=0.9, seed=seed)
+        tokens.append(plain_tokens(state, model, sampling))
+    return tokens
+
+
+def test_sampling_depends_on_the_seed_and_on_nothing_else(pool):
+    one, again, other = (pool.run(hosts, sampled_job, seed) for hosts, seed in ((2, 5), (3, 5), (2, 6)))
+    drawn = [tokens for result in (*one, *again) for tokens in result]
+    assert all(tokens == drawn[0] for tokens in drawn)
+    assert other[0][0] != drawn[0]
+    assert len(set(drawn[0])) > 5
+
+
+def eos_job(hosts: HostGroup, kv: str, end: tuple[int, ...]):
+    model = build("qwen3", torch.float32)
+    state = prefill(
+        model,
+        as_inputs("qwen3", text_batch(120), 108, hosts),
+        hosts=hosts,
+        config=PrefillConfig(kv="gathered", passing_len=UNCOMPRESSED),
+    )
+    seen = []
+    sampling = SamplingConfig(max_new_tokens=12)
+    tokens = plain_tokens(state, model, sampling, end, seen.append)
+    return tokens, seen
+
+
+def test_decoding_stops_at_an_end_token_and_streams_every_token(pool):
+    free, _ = pool.run(2, eos_job, "gathered", ())[0]
+    end = free[4]
+    for tokens, seen in pool.run(2, eos_job, "gathered", (end, 10**6)):
+        assert tokens == free[: free.index(end) + 1]
+        assert seen == tokens

@@ -1,0 +1,252 @@
+"""The sharded cache in one process: which rows a host keeps, appending, cropping. No data travels here."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from apbv import HostGroup
+from apbv.kv.cache import ShardedCache
+from apbv.kv.growing import appending_in_place
+from apbv.layout import plan_layout, single_host_layout
+
+LAYERS, HEADS, DIM = 2, 2, 4
+
+LAYOUTS = {
+    "H1": (1, True, 6),
+    "H2": (2, True, 6),
+    "H3": (3, True, 7),
+    "H3-no-zigzag": (3, False, 7),
+    "H2-no-anchor": (2, True, 0),
+    "H8-anchor-of-3": (8, True, 3),
+    "H2-one-run-per-host": (2, False, 0),
+}
+
+
+def make_layout(num_hosts, zigzag, anchor_len):
+    return plan_layout(
+        num_hosts=num_hosts,
+        num_tokens=61,
+        context_start=2,
+        query_start=54,
+        anchor_len=anchor_len,
+        passing_len=2,
+        zigzag=zigzag,
+    )
+
+
+layouts = pytest.mark.parametrize("layout", [make_layout(*spec) for spec in LAYOUTS.values()], ids=LAYOUTS)
+
+
+def kept_tokens(layout, host, with_query=True):
+    """By definition: slice h of the anchor, blocks h and 2H-1-h (or h alone), and on host 0 the query."""
+    hosts, anchor = layout.num_hosts, list(layout.anchor)
+    longer = len(anchor) % hosts
+    sizes = [len(anchor) // hosts + (h < longer) for h in range(hosts)]
+    kept = anchor[sum(sizes[:host]) : sum(sizes[: host + 1])]
+    kept += layout.blocks[host]
+    if len(layout.blocks) == 2 * hosts:
+        kept += layout.blocks[2 * hosts - 1 - host]
+    return kept + (list(layout.query) if with_query and host == 0 else [])
+
+
+def states_of(tokens, layer=0):
+    """K and V ``[1, Hkv, T, D]`` that name their token, layer, head and column."""
+    tokens = torch.tensor(list(tokens), dtype=torch.float64)
+    marks = layer * 0.1 + torch.arange(HEADS)[:, None, None] * 0.01 + torch.arange(DIM) * 0.001
+    keys = (tokens[:, None] + marks)[None]
+    return keys, -keys
+
+
+def assert_holds(cache, tokens):
+    for index, layer in enumerate(cache.layers):
+        keys, values = states_of(tokens, index)
+        torch.testing.assert_close(layer.keys, keys, rtol=0, atol=0)
+        torch.testing.assert_close(layer.values, values, rtol=0, atol=0)
+
+
+def update(cache, tokens):
+    """One forward pass over the tokens; returns what attention got back, per layer."""
+    return [cache.update(*states_of(tokens, index), index) for index in range(len(cache.layers))]
+
+
+def prefilled(layout, host, keep_query=True):
+    """A cache after prefill, and the tokens that it should hold."""
+    cache = ShardedCache(LAYERS, layout, host, keep_query=keep_query)
+    local = [token for span in layout.local_spans(host) for token in span]
+    local = [token for token in local if keep_query or token not in layout.query]
+    for index, (keys, values) in enumerate(update(cache, local)):
+        assert torch.equal(keys, states_of(local, index)[0])
+        assert torch.equal(values, states_of(local, index)[1])
+    return cache, kept_tokens(layout, host, with_query=keep_query)
+
+
+@layouts
+def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout):
+    everything = []
+    for host in range(layout.num_hosts):
+        cache, kept = prefilled(layout, host)
+        assert_holds(cache, kept)
+        assert cache.get_seq_length() == layout.num_tokens
+        assert [token for span in cache.owned_spans(host) for token in span] == kept
+        assert cache.nbytes() == LAYERS * 2 * HEADS * len(kept) * DIM * 8
+        everything += kept
+    assert sorted(everything) == list(range(layout.num_tokens))
+
+
+@layouts
+def test_prefill_does_not_keep_the_replicated_rows_alive(layout):
+    """On host 0, which appends the answer, there is room for some of that besides."""
+    for host in range(layout.num_hosts):
+        cache, kept = prefilled(layout, host)
+        for layer in cache.layers:
+            rows = layer.keys.untyped_storage().nbytes() // (HEADS * DIM * layer.keys.itemsize)
+            assert rows == len(kept) + (256 if host == 0 else 0)
+
+
+@layouts
+def test_query_of_a_pass_of_its_own_goes_to_host_zero(layout):
+    for host in range(layout.num_hosts):
+        cache, kept = prefilled(layout, host, keep_query=False)
+        assert_holds(cache, kept)
+        assert cache.get_seq_length() == layout.query.start
+        update(cache, layout.query)
+        assert_holds(cache, kept_tokens(layout, host))
+        assert cache.get_seq_length() == layout.num_tokens
+
+
+def test_prompt_that_host_zero_computes_alone():
+    layout = single_host_layout(3, 61)
+    cache = ShardedCache(LAYERS, layout, host=0)
+    update(cache, range(61))
+    assert_holds(cache, range(61))
+    for host in (1, 2):
+        cache = ShardedCache(LAYERS, layout, host)
+        cache.initialize_empty(HEADS, DIM, torch.float64, "cpu")
+        assert cache.get_seq_length() == 61 and cache.nbytes() == 0 and cache.owned_spans(host) == []
+        keys, values = update(cache, [61])[0]
+        assert keys.shape == values.shape == (1, HEADS, 0, DIM)
+        assert cache.get_seq_length() == 62
+
+
+@layouts
+@pytest.mark.parametrize(
+    "steps", [[1] * 600, [255, 1, 1], [256, 1], [257, 300, 1], [1, 700]], ids=lambda s: str(s[:3])
+)
+def test_generated_tokens_go_to_host_zero_across_buffer_growth(layout, steps):
+    for host in range(min(2, layout.num_hosts)):
+        cache, kept = prefilled(layout, host)
+        position = layout.num_tokens
+        for step in steps:
+            new = range(position, position + step)
+            kept += new if host == 0 else []
+            for index, (keys, values) in enumerate(update(cache, new)):
+                assert keys.shape[2] == values.shape[2] == len(kept)
+                if host == 0:
+                    assert torch.equal(keys[:, :, -step:], states_of(new, index)[0])
+            position += step
+            assert cache.get_seq_length() == position
+        assert_holds(cache, kept)
+        assert [token for span in cache.owned_spans(host) for token in span] == kept
+        # A host also knows what the others hold.
+        assert cache.owned_spans(0)[-1] == range(layout.num_tokens, position)
+
+
+def test_appending_rarely_copies_the_cache():
+    cache, _ = prefilled(make_layout(2, True, 6), 0)
+    places = set()
+    for token in range(61, 61 + 600):
+        update(cache, [token])
+        places.add(cache.layers[0].keys.data_ptr())
+    assert len(places) == 3
+
+
+@layouts
+@pytest.mark.parametrize(("generated", "removed"), [(5, 2), (5, 5), (5, 0), (300, 100), (300, 290), (5, 9)])
+def test_cropped_tokens_make_room_for_others(layout, generated, removed):
+    for host in range(min(2, layout.num_hosts)):
+        cache, kept = prefilled(layout, host)
+        for token in range(61, 61 + generated):
+            update(cache, [token])
+        kept += range(61, 61 + generated) if host == 0 else []
+        cache.crop(-removed)
+        kept = kept[: len(kept) - removed] if host == 0 else kept
+        left = 61 + generated - removed
+        assert_holds(cache, kept)
+        assert cache.get_seq_length() == left
+        # Other tokens than the first time, so that stale rows would show.
+        new = range(1000, 1300)
+        for token in new:
+            update(cache, [token])
+        assert_holds(cache, kept + (list(new) if host == 0 else []))
+        assert cache.get_seq_length() == left + 300
+
+
+@pytest.mark.parametrize("removed", [1, 6])
+def test_owned_spans_after_cropping_into_the_query(removed):
+    layout = make_layout(2, True, 6)
+    cache, kept = prefilled(layout, 0)
+    cache.crop(-removed)
+    assert [token for span in cache.owned_spans(0) for token in span] == kept[:-removed]
+
+
+def test_crop_takes_a_negative_count():
+    cache, kept = prefilled(make_layout(2, True, 6), 0)
+    with pytest.raises(ValueError, match="not 3"):
+        cache.crop(3)
+    assert_holds(cache, kept)
+    assert cache.get_seq_length() == 61
+
+
+def test_crop_of_more_than_there_is():
+    cache, kept = prefilled(make_layout(2, True, 6), 0)
+    with pytest.raises(ValueError, match="62 tokens: only the last 7 of 61"):
+        cache.crop(-62)
+    assert_holds(cache, kept)
+
+
+def test_crop_that_fails_changes_nothing():
+    cache, _ = prefilled(make_layout(2, True, 6), 0)
+    with pytest.raises(ValueError, match="cannot remove"):
+        cache.crop(-62)
+    assert cache.get_seq_length() == 61
+
+
+def test_gather_on_a_single_host_is_a_plain_cache_in_position_order():
+    cache, _ = prefilled(make_layout(1, True, 6), 0)
+    for token in range(61, 70):
+        update(cache, [token])
+    gathered = cache.gather(HostGroup.single("cpu"))
+    assert gathered.get_seq_length() == 70
+    assert_holds(gathered, range(70))
+
+
+def test_a_plain_cache_appends_in_place_and_leaves_alone_what_it_was_given():
+    given = [states_of(range(50), layer) for layer in range(LAYERS)]
+    cache = appending_in_place(DynamicCache(given))
+    places = []
+    for token in range(50, 56):
+        for layer in range(LAYERS):
+            cache.update(*states_of([token], layer), layer)
+        places.append([layer.keys.data_ptr() for layer in cache.layers])
+    assert places[1:] == places[:-1] and places[0] != [keys.data_ptr() for keys, _ in given]
+    assert_holds(cache, range(56))
+    cache.crop(-4)
+    for layer in range(LAYERS):
+        cache.update(*states_of(range(90, 93), layer), layer)
+    assert_holds(cache, [*range(52), 90, 91, 92])
+    for layer in range(LAYERS):  # as much as makes it move
+        cache.update(*states_of(range(100, 400), layer), layer)
+    assert_holds(cache, [*range(52), 90, 91, 92, *range(100, 400)])
+    for (keys, values), layer in zip(given, range(LAYERS), strict=True):
+        assert torch.equal(keys, states_of(range(50), layer)[0]) and torch.equal(values, -keys)
+
+
+def test_a_cache_whose_rows_were_replaced_does_not_append_to_the_old_ones():
+    cache = appending_in_place(DynamicCache([states_of(range(9), layer) for layer in range(LAYERS)]))
+    for layer in range(LAYERS):
+        cache.update(*states_of([9], layer), layer)
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    for layer in range(LAYERS):
+        keys, values = states_of([10], layer)
+        cache.update(keys.expand(2, -1, -1, -1), values.expand(2, -1, -1, -1), layer)
+        assert torch.equal(cache.layers[layer].keys, states_of(range(11), layer)[0].expand(2, -1, -1, -1))

@@ -1,0 +1,348 @@
+"""KV on disk: what was saved is what is loaded, on any number of hosts, or it is refused with the reason."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import apbv
+from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
+from apbv.kv.manifest import digest_of
+from apbv.kv.reader import SavedKV
+from apbv.kv.writer import Writer, lock_for_saving
+
+from families import TEXT_FAMILIES
+from patience import wait_for
+from pool import start
+from prompts import ALL_FAMILIES, batch_of, build, reset_rope
+
+QUESTION, FRAMES, STEPS = "name the letters in order", 48, 6
+
+
+def engine_on(hosts: HostGroup, **settings) -> Engine:
+    return Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(**settings))
+
+
+def save_job(hosts: HostGroup, path: Path, settings: dict) -> list[int]:
+    """Save a prompt, and only then answer it."""
+    engine = engine_on(hosts, **settings)
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    state.save(path)
+    return engine.decode(state, max_new_tokens=STEPS).token_ids
+
+
+def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
+    engine = engine_on(hosts)
+    state = apbv.load(path, engine.model, hosts=hosts, kv=kv)
+    assert (state.method, state.exact, state.inputs.num_visual_tokens) == ("apbv", False, 2 * FRAMES)
+    state.save(path.with_name("again"))
+    first, again = (SavedKV.open(folder).manifest for folder in (path, path.with_name("again")))
+    assert (again.model, again.visual) == (first.model, first.visual)
+    cache = state.to_dynamic_cache()
+    layers = cache and [(layer.keys, layer.values) for layer in cache.layers]
+    answer = engine.decode(state, max_new_tokens=STEPS)
+    assert answer.stats["passing_len"] == 8
+    return answer.token_ids, layers, state.logits
+
+
+@pytest.mark.parametrize("written", ["gathered", "sharded"])
+def test_any_number_of_hosts_reads_what_two_have_written(pool, tmp_path, written):
+    path = tmp_path / "kv"
+    tokens, _ = pool.run(2, save_job, path, {"kv": written, "passing_len": 8})
+    saved = SavedKV.open(path)
+    assert len(saved.manifest.shards) == {"gathered": 1, "sharded": 2}[written]
+    assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
+    logits = saved.prompt()["logits"]
+    for hosts, kv in ((1, "gathered"), (3, "sharded"), (2, "gathered"), (4, "sharded")):
+        (read, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
+        assert all(result[0] == tokens and torch.equal(result[2], logits) for result in results)
+        assert all(result[1] is None for result in others) and read == tokens
+        for index, (keys, values) in enumerate(layers):
+            stored = saved.layer(index)
+            assert torch.equal(keys[0], stored[0]) and torch.equal(values[0], stored[1])
+
+
+def test_any_part_of_a_layer_can_be_read(pool, tmp_path):
+    pool.run(2, save_job, tmp_path, {"kv": "sharded", "passing_len": 8})
+    saved = SavedKV.open(tmp_path)
+    n, heads = saved.manifest.num_tokens, saved.manifest.num_kv_heads
+    keys, values = saved.layer(1)
+    assert keys.shape == (heads, n, saved.manifest.head_dim)
+    assert torch.equal(saved.layer(1, range(17, 63), range(1, 2))[0], keys[1:, 17:63])
+    parts = saved.layer(1, [range(70, n), range(0, 9), range(5, 5)])
+    assert torch.equal(parts[1], torch.cat([values[:, 70:], values[:, :9]], dim=1))
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
+    """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is refused."""
+    model, batch = build(family, torch.float32), batch_of(family, 60 if family in TEXT_FAMILIES else None)
+    hosts = HostGroup.single("cpu")
+    settings = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+    expected = model.generate(**batch, **settings)
+    reset_rope(model)
+    apbv.prefill(model, batch, hosts=hosts).save(tmp_path)
+    state = apbv.load(tmp_path, model, hosts=hosts)
+    assert torch.equal(model.generate(**state.generate_inputs(), **settings), expected)
+    for assistance in ({"assistant_model": build(family, torch.float32)}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(ValueError, match="speculat"):
+            model.generate(**state.generate_inputs(), **settings, **assistance)
+    with pytest.raises(ValueError, match="one sequence"):
+        model.generate(**state.generate_inputs(), **settings, num_beams=2)
+
+
+def repeating_job(hosts: HostGroup, kv: str) -> tuple:
+    """Two answers, and by how many tokens the KV is longer than the prompt afterwards."""
+    engine = engine_on(hosts, kv=kv, passing_len=8)
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    answers = [engine.decode(state, max_new_tokens=STEPS).token_ids for _ in range(2)]
+    lengths = [layer.keys.shape[2] for layer in getattr(state.to_dynamic_cache(), "layers", ())]
+    return answers, {length - state.num_tokens for length in lengths}
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_an_answer_leaves_its_prompt_as_it_was(pool, kv):
+    for (first, second), longer in pool.run(2, repeating_job, kv):
+        assert first == second and len(first) > 1 and longer <= {0}
+
+
+def test_what_star_computed_on_one_host_is_shared_out(pool, tmp_path):
+    """Its anchor is all of the context."""
+    (tokens,) = pool.run(1, save_job, tmp_path, {"method": "star", "on_single_host": True})
+    for hosts, kv in ((1, "gathered"), (2, "sharded")):
+        assert pool.run(hosts, answer_job, tmp_path, kv) == [tokens] * hosts
+
+
+def answer_job(hosts: HostGroup, path: Path, kv: str) -> list[int]:
+    state = apbv.load(path, hosts=hosts, kv=kv)
+    assert state.layout.is_split
+    return engine_on(hosts).decode(state, max_new_tokens=STEPS).token_ids
+
+
+# ---- what is refused ----
+
+
+@pytest.fixture(scope="module")
+def saved_once(pool, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "kv"
+    pool.run(2, save_job, path, {"kv": "sharded", "passing_len": 8})
+    return path
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(saved_once, tmp_path / "copy"))
+
+
+def a_tensor_file(path: Path) -> Path:
+    return next(path.glob("kv-*/layer-00002.shard-00001.*"))
+
+
+def truncate(path: Path) -> None:
+    file = a_tensor_file(path)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(a_tensor_file(path).read_bytes())
+    content[-50] ^= 1
+    a_tensor_file(path).write_bytes(content)
+
+
+def nest(path: Path, depth: int) -> None:
+    """A manifest whose only fault is a value that lies deep in lists."""
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text[:-1] + ', "more": ' + "[" * depth + "]" * depth + "}")
+
+
+def change_manifest(path: Path, change) -> None:
+    record = json.loads((path / "manifest.json").read_text())
+    change(record)
+    (path / "manifest.json").write_text(json.dumps(record))
+
+
+def sign(path: Path, change) -> None:
+    """A manifest that somebody made up, with the right digest."""
+    change_manifest(path, change)
+    change_manifest(path, lambda record: record.pop("sha256"))
+    change_manifest(path, lambda record: record.update(sha256=digest_of(record)))
+
+
+SPOILS = {
+    "truncated": (truncate, "bytes instead of"),
+    "changed": (flip_a_bit, "checksum"),
+    "gone": (lambda path: a_tensor_file(path).unlink(), "incomplete"),
+    "other tokens": (lambda path: change_manifest(path, lambda r: r["token_ids"].reverse()), "digest"),
+    "newer format": (lambda path: change_manifest(path, lambda r: r.update(format_version=9)), "format 9"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 200), "cannot read"),
+    "endless nesting": (lambda path: (path / "manifest.json").write_text("[" * 10**6), "cannot read"),
+    "nesting": (lambda path: nest(path, 10**5), "cannot read"),
+    "a huge integer": (lambda path: (path / "manifest.json").write_text("9" * 10**5), "cannot read"),
+    "a field too few": (lambda path: sign(path, lambda r: r.pop("num_layers")), "not a manifest"),
+    "a field of another kind": (lambda path: sign(path, lambda r: r.update(model=[1])), "not a manifest"),
+    "a number that is none": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
+    "more tokens than there are": (lambda path: sign(path, lambda r: r.update(num_tokens=10**30)), "every token"),
+    "more heads than there are": (lambda path: sign(path, lambda r: r.update(num_kv_heads=10**30)), "every token"),
+    "another file": (lambda path: (path / "manifest.json").write_text("[]"), "not a manifest"),
+    "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_what_was_spoilt_is_refused(saved, spoil):
+    how, message = SPOILS[spoil]
+    how(saved)
+    with pytest.raises(StorageError, match=message):
+        apbv.load(saved, hosts=HostGroup.single("cpu"))
+
+
+def test_another_model_is_refused(saved):
+    single = HostGroup.single("cpu")
+    engine = engine_on(single)
+    layer = engine.model.get_decoder().layers[3]
+    for matrix in (layer.self_attn.v_proj, layer.mlp.up_proj):
+        before = matrix.weight.detach().clone()
+        with torch.no_grad():
+            matrix.weight[0, 0] += 0.5
+            with pytest.raises(StorageError, match="other weights"):
+                apbv.load(saved, engine.model, hosts=single)
+            matrix.weight.copy_(before)
+    apbv.load(saved, engine.model, hosts=single)
+    with pytest.raises(StorageError, match="another configuration"):
+        apbv.load(saved, build("qwen2_5_vl", torch.float32), hosts=single)
+    with pytest.raises(StorageError, match="another family"):
+        apbv.load(saved, build("llama", torch.float32), hosts=single)
+    with pytest.raises(StorageError, match="float32"):
+        apbv.load(saved, engine_on(single).model.bfloat16(), hosts=single)
+
+
+def spoilt_for_one_job(hosts: HostGroup, paths: list[Path]) -> str:
+    with pytest.raises((StorageError, apbv.HostError)) as error:
+        apbv.load(paths[hosts.rank], hosts=hosts, kv="sharded")
+    assert not hosts.is_broken
+    return str(error.value)
+
+
+def test_what_one_host_cannot_read_is_refused_on_all(pool, saved, saved_once):
+    truncate(saved)
+    assert all("bytes instead of" in message for message in pool.run(2, spoilt_for_one_job, [saved_once, saved]))
+
+
+def unshared_job(hosts: HostGroup, folder: Path) -> str:
+    """Every host writes to a directory of its own; and one cannot write at all."""
+    engine = engine_on(hosts, kv="sharded")
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    with pytest.raises((StorageError, apbv.HostError)) as error:
+        state.save(folder / f"host {hosts.rank}" / "kv" if hosts.rank == 0 else folder / "host 1")
+    with pytest.raises((StorageError, apbv.HostError)) as blocked:
+        state.save(folder / "file" if hosts.rank == 0 else folder / "host 1")
+    assert not hosts.is_broken
+    return f"{error.value} | {blocked.value}"
+
+
+def test_hosts_that_do_not_share_the_directory_are_told(pool, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "host 1").mkdir()
+    for message in pool.run(2, unshared_job, tmp_path):
+        unshared, blocked = message.split(" | ")
+        assert "the same directory" in unshared and "cannot save KV in" in blocked
+    assert not list((tmp_path / "host 0").glob("kv/kv-*"))  # nothing is left behind
+
+
+def test_a_video_that_changed_since_is_not_vouched_for(tmp_path):
+    video = Path(shutil.copy(demo.video_path(), tmp_path / "clip.mp4"))
+    engine = engine_on(HostGroup.single("cpu"))
+    state = engine.prefill(QUESTION, video=video, num_frames=FRAMES)
+    video.write_bytes(video.read_bytes() + b"more")
+    with pytest.raises(ValueError, match="changed after it was read"):
+        state.save(tmp_path / "kv")
+    assert not (tmp_path / "kv" / "manifest.json").exists()
+
+
+# ---- crashes ----
+
+
+def save_for_ever(path: Path) -> None:
+    """Save states one after the other, each with tensors that say which it is."""
+    torch.set_num_threads(1)
+    model, single, number = build("llama", torch.float32), HostGroup.single("cpu"), 0
+    while True:
+        number += 1
+        batch = {"input_ids": torch.full((1, 40 + number % 5), number % 30)}
+        apbv.prefill(model, batch, hosts=single).save(path)
+
+
+def written_at(path: Path) -> int | None:
+    manifest = path / "manifest.json"
+    return manifest.stat().st_mtime_ns if manifest.exists() else None
+
+
+def test_a_crash_leaves_the_old_state_or_none(tmp_path):
+    """Killed at any moment: what is there can be read in full, and saving goes on."""
+    path, chance, before, seen = tmp_path / "kv", random.Random(0), None, set()
+    for _ in range(12):
+        process = start(save_for_ever, path)
+        wait_for(lambda before=before: written_at(path) != before)
+        time.sleep(chance.uniform(0.0, 0.1))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        before = written_at(path)
+        state = apbv.load(path, hosts=HostGroup.single("cpu"))
+        assert len(set(state.inputs.input_ids[0].tolist())) == 1
+        assert state.to_dynamic_cache().layers[0].keys.shape[2] == state.num_tokens
+        seen.add(SavedKV.open(path).manifest.generation)
+    assert len(seen) == 12
+    apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(path)
+    assert len(list(path.glob("kv-*"))) == 1  # and what the crashes left is gone
+
+
+def test_a_save_that_fails_at_its_end_leaves_nothing(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(OSError):
+        apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "manifest.json"]
+
+
+def test_only_one_saves_at_a_time(tmp_path):
+    with (
+        lock_for_saving(tmp_path),
+        pytest.raises(StorageError, match="another process"),
+        lock_for_saving(tmp_path),
+    ):
+        pass
+    assert Writer.folder_name(1) != Writer.folder_name(2)
+
+
+# ---- hosts of several processes ----
+
+
+def shared_out_job(processes: HostGroup, path: Path, kv: str, writes: bool) -> list[int]:
+    """Hosts of two processes save, or load what others have saved."""
+    hosts = HostGroup.from_process_group(processes.process_group, "cpu", 60.0, tensor_parallel=2)
+    engine = engine_on(hosts, kv=kv, passing_len=8)
+    if writes:
+        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+        state.save(path)
+    else:
+        state = apbv.load(path, engine.model, hosts=hosts, kv=kv)
+    return engine.decode(state, max_new_tokens=STEPS).token_ids
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_processes_that_share_a_model_save_and_load_their_heads(pool, tmp_path, kv):
+    tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", kv, True)
+    assert others == [tokens] * 3
+    saved = SavedKV.open(tmp_path / "a")
+    assert [shard.kv_heads for shard in saved.manifest.shards] == [(0, 1), (1, 2)] * (2 if kv == "sharded" else 1)
+    whole, *_ = pool.run(2, save_job, tmp_path / "b", {"kv": kv, "passing_len": 8})
+    for index in range(saved.manifest.num_layers):
+        torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(tmp_path / "b").layer(index)[0])
+    assert pool.run(1, load_job, tmp_path / "a", "gathered")[0][0] == tokens == whole
+    assert pool.run(4, shared_out_job, tmp_path / "b", kv, False) == [tokens] * 4
