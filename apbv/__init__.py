@@ -8,12 +8,15 @@ from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfi
 from .torchvision_guard import ensure_torchvision_imports
 
 if TYPE_CHECKING:
-    from .engine import Engine, GenerateResult, RequestCancelled
+    from .engine import Engine
+    from .generated import GenerateResult
     from .hosts import HostError, HostGroup
     from .input.model_inputs import ModelInputs
-    from .kv.storage import StorageError
+    from .kv.manifest import StorageError
     from .prefilling.forward import prefill
-    from .prefilling.result import PrefillResult, load
+    from .prefilling.load import load
+    from .prefilling.prefiller import RequestCancelled
+    from .prefilling.result import PrefillResult
 
 __all__ = [
     "Engine",
@@ -36,20 +39,20 @@ __version__ = "0.1.0"
 # The submodules of what needs torch and transformers, which take seconds to import: on first use (PEP 562).
 _HOMES = {
     "Engine": "engine",
-    "GenerateResult": "engine",
-    "RequestCancelled": "engine",
+    "GenerateResult": "generated",
+    "RequestCancelled": "prefilling.prefiller",
     "HostError": "hosts",
     "HostGroup": "hosts",
     "ModelInputs": "input.model_inputs",
     "prefill": "prefilling.forward",
     "PrefillResult": "prefilling.result",
-    "load": "prefilling.result",
-    "StorageError": "kv.storage",
+    "load": "prefilling.load",
+    "StorageError": "kv.manifest",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a submodule, which is imported now."""
+    """Return a public name, or a submodule, which is imported now."""
     if name in _HOMES:
         value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         setattr(sys.modules[__name__], name, value)

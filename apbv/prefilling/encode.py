@@ -1,8 +1,8 @@
-"""Frame-parallel vision encoding (Section 3.1) and the exchange of embeddings that context splitting needs.
+"""This module encodes frames in parallel (APB-V, Section 3.1) and gives every host its tokens' embeddings.
 
-A *row* is what stands at one placeholder token: the vision tower's embedding and, for models with deepstack,
-what is added to the hidden states after the first layers; all side by side, ``[rows, (1 + L) * d]``.
-Rows are numbered in prompt order.
+A *row* belongs to one visual placeholder token: the vision tower's embedding and, for models with deepstack, the L
+vectors that are added to the hidden states after the first layers, side by side: ``[rows, (1 + L) * d]``. Rows are
+numbered in prompt order.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from ..model.parts import ModelParts
 
 @dataclass(frozen=True)
 class LocalVisual:
-    """The rows of a host's local tokens, in local order; None where the prompt has no visual tokens."""
+    """A LocalVisual holds the rows of a host's local tokens, in local order; None for a prompt of text."""
 
     rows: Tensor | None
 
     def text_only(self) -> "LocalVisual":
-        """For local tokens among which there is no placeholder."""
+        """Return the rows of local tokens that are all text: none."""
         return LocalVisual(None if self.rows is None else self.rows[:0])
 
     def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
-        """Embed local tokens.
+        """Embed local tokens, with the rows in place of visual placeholders.
 
         Args:
             input_ids: ``[1, S]`` of this host's tokens.
@@ -48,10 +48,10 @@ class LocalVisual:
 
 @torch.no_grad()
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:
-    """Run the vision tower on this host's piece.
+    """Run the vision tower on this host's share of the visual input.
 
     Returns:
-        Rows ``[len(piece), (1 + L) * d]`` in the model's dtype; no rows for an empty piece; None without visual.
+        Rows ``[len(piece), (1 + L) * d]`` in the model's dtype, none for an empty piece; None for a text prompt.
     """
     if visual is None:
         return None
@@ -71,7 +71,7 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
 
 
 def _features(parts: ModelParts, kind: str, pixels: dict):
-    """The family's own get_*_features; the first argument's name differs between them."""
+    """Call the model family's own get_*_features, whose first argument's name differs between families."""
     base = parts.model.model
     first, *rest = pixels.values()
     if parts.family == "internvl":  # its video frames are images, and so are an image's tiles
@@ -84,15 +84,17 @@ def _features(parts: ModelParts, kind: str, pixels: dict):
 
 
 def _joined(features) -> Tensor:
-    """One tensor out of the one-per-item tuples that some families return."""
+    """Concatenate features, which some families return as one tensor per item."""
     return torch.cat(list(features)) if isinstance(features, (list, tuple)) else features
 
 
 def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput) -> Tensor:
-    """LLaVA-OneVision ends the whole video with one learned row, and transformers adds it to every piece, or
-    (before 5.19) to none."""
+    """End the whole video, and no other piece, with LLaVA-OneVision's learned newline row.
+
+    transformers adds it to every piece, or (before 5.19) to none.
+    """
     base = parts.model.model
-    frame_rows = visual.num_units * visual.rows_per_unit
+    frame_rows = visual.num_temporal_patches * visual.rows_per_temporal_patch
     newline = base.image_newline[None].to(rows)
     return torch.cat([rows[:frame_rows], newline]) if visual.ends_video else rows[:frame_rows]
 
@@ -100,13 +102,13 @@ def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: Visua
 def exchange_visual(
     parts: ModelParts, inputs: ModelInputs, rows: Tensor | None, layout: ContextLayout, hosts: HostGroup
 ) -> LocalVisual:
-    """Bring every host the rows of its local tokens, and no others; collective.
+    """Send every host the rows of its local tokens, and no others; collective.
 
     Args:
         rows: what :func:`encode_visual` returned on this host.
 
     Raises:
-        ValueError: the vision tower made another number of rows than the prompt has placeholders for it.
+        ValueError: the vision tower's number of rows differs from the prompt's number of placeholders.
     """
     if rows is None:
         return LocalVisual(None)
@@ -122,18 +124,18 @@ def exchange_visual(
         [range(prefix[span.start], prefix[span.stop]) for span in layout.local_spans(host)]
         for host in range(hosts.size)
     ]
-    mine = needed[hosts.rank]
+    needed_here = needed[hosts.rank]
     if inputs.visual.replicated or hosts.size == 1:
-        return LocalVisual(torch.cat([rows[run.start : run.stop] for run in mine] or [rows[:0]]))
-    parts_to_send = [
+        return LocalVisual(torch.cat([rows[run.start : run.stop] for run in needed_here] or [rows[:0]]))
+    outgoing = [
         torch.cat([rows[_shift(intersect(expected, run), -expected.start)] for run in runs] or [rows[:0]])
         for runs in needed
     ]
-    lengths = [[len(intersect(piece, run)) for run in mine] for piece in pieces]
-    received = hosts.all_to_all(parts_to_send, [(sum(counts), rows.shape[1]) for counts in lengths]).wait()
+    lengths = [[len(intersect(piece, run)) for run in needed_here] for piece in pieces]
+    received = hosts.all_to_all(outgoing, [(sum(counts), rows.shape[1]) for counts in lengths]).wait()
     # Each host sent its part of run 0, then of run 1, ...; pieces ascend with the host.
     by_host = [tensor.split(counts) for tensor, counts in zip(received, lengths, strict=True)]
-    ordered = [by_host[host][run] for run in range(len(mine)) for host in range(hosts.size)]
+    ordered = [by_host[host][run] for run in range(len(needed_here)) for host in range(hosts.size)]
     return LocalVisual(torch.cat(ordered or [rows[:0]]))
 
 

@@ -1,8 +1,7 @@
-"""prefill(): one sequence-parallel forward pass of an unmodified language model."""
+"""This module prefills: one sequence-parallel forward pass of an unmodified language model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,15 +12,18 @@ from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
-from ..layout import ContextLayout, offsets_within
-from ..model.attention import LayerAttention, ObservedAttention, PrefillObserver, ShardedAttention, apbv_attention
+from ..kv.placement import ShardedKV
+from ..layout import offsets_within
+from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts, inspect_model
 from ..model.tensor_parallel import require_same_sharding
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
 from .encode import encode_visual, exchange_visual
+from .identity import identify
 from .methods import METHODS, PrefillMethod
-from .result import PrefillResult, identify
+from .observer import ObservedAttention, PrefillObserver, hidden_hooks
+from .result import PrefillResult
 
 
 @torch.no_grad()
@@ -32,22 +34,22 @@ def prefill(
     hosts: HostGroup | None = None,
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
-    observe: Callable[[ModelInputs, ContextLayout, HostGroup], PrefillObserver] | None = None,
+    observer: PrefillObserver | None = None,
     encoded: Tensor | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
     Args:
         model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the same full replica
-            on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it. It is
-            left as it was found.
+            on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it.
+            Afterwards it is as it was before.
         model_inputs: prepared inputs, or what the model's transformers processor or tokenizer returned for one
             unpadded prompt.
-        hosts: who takes part; ``HostGroup.from_env()`` by default.
+        hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
-        observe: makes an observer of the question's attention (see :mod:`apbv.speculate`).
-        encoded: what the vision tower made of this host's share of the visual input, where that is known already
+        observer: watches the question's attention, or hidden states (see :mod:`apbv.speculate.observers`).
+        encoded: the vision tower's output for this host's share of the visual input, where that is known already
             (see :func:`apbv.prefilling.encode.encode_visual`).
 
     Returns:
@@ -88,14 +90,13 @@ def prefill(
                 )
             method_type = METHODS["full"]
         method = method_type(layout, hosts, config)
-        observer = None
-        if observe is not None:
+        if observer is not None:
             if layout.is_split and not len(layout.query):
                 raise ValueError(
                     f"the attention of the question cannot be observed with {method.name}: "
-                    "the hosts share out the question, too"
+                    "the question is split over the hosts, too"
                 )
-            observer = observe(model_inputs, layout, hosts)
+            observer.begin(model_inputs, layout, hosts)
             if observer.wants_passed:
                 method.on_passed = observer.observe_passed
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
@@ -110,39 +111,38 @@ def prefill(
         logits, shards = _forward(parts, model_inputs, visual, method, observer)
         timer.mark_first_token()
 
-    result = PrefillResult(
+    kv = ShardedKV(shards, hosts)
+    if config.kv == "gathered":
+        with hosts.collective_stage("handoff"), timer.stage("handoff"):
+            kv = kv.gathered()
+    return PrefillResult(
         logits=logits,
         layout=layout,
         method=method.name,
         exact=method.gives_exact_kv,
         inputs=model_inputs.without_pixels(),
         timer=timer,
-        _hosts=hosts,
-        _model=partial(identify, parts),
-        _shards=shards,
+        kv=kv,
+        model=partial(identify, parts),
     )
-    if config.kv == "sharded":
-        return result
-    with hosts.collective_stage("handoff"), timer.stage("handoff"):
-        return replace(result, _gathered=shards.gather(hosts), _shards=None)
 
 
 def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMethod]:
-    """The method that a config means on these hosts."""
+    """Return the method that a config means on these hosts: on a single one ``full``, unless asked otherwise."""
     if hosts.size == 1 and not config.on_single_host:
         return METHODS["full"]
     return METHODS[config.method]
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
-    """Whether hosts tell each other some of their context's KV, where a prompt is long enough to be split."""
+    """Return whether hosts pass KV pairs of their context blocks on, for prompts long enough to be split."""
     return resolve_method(config, hosts).passes_on and config.passing_len != 0
 
 
 def _forward(
     parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod, observer: PrefillObserver | None
 ) -> tuple[Tensor, ShardedCache]:
-    """Run this host's tokens through the language model; logits ``[1, V]`` and this host's KV."""
+    """Run the language model on this host's tokens; return logits ``[1, V]`` and this host's KV."""
     layout, hosts = method.layout, method.hosts
     spans = layout.local_spans(hosts.rank)
     cache = ShardedCache(parts.num_layers, layout, hosts.rank, keep_query=not method.separate_query)
@@ -150,22 +150,22 @@ def _forward(
         attention: LayerAttention = method
         hooks = ExitStack()
         if observer is not None:
-            query, *kept = offsets_within(
+            query, *owned = offsets_within(
                 spans, [range(inputs.query_start, inputs.num_tokens), *layout.cache_spans(hosts.rank)]
             )
             if not method.separate_query:
-                attention = ObservedAttention(method, observer, query, kept)
-            hooks = _hidden_hooks(parts, observer, None if method.separate_query else query, kept)
+                attention = ObservedAttention(method, observer, query, owned)
+            hooks = hidden_hooks(parts, observer, None if method.separate_query else query, owned)
         with apbv_attention(parts.language_model):
             with hooks:
                 hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
             if method.separate_query:
-                attention = ShardedAttention(hosts, parts.backend)
+                attention = NewTokenAttention(parts.backend, hosts=hosts)
                 if observer is not None:  # only now does the query see all of the context
                     query = range(len(layout.query))
-                    kept = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))
-                    attention = ObservedAttention(attention, observer, query, kept)
-                    hooks = _hidden_hooks(parts, observer, query, None)
+                    owned = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))
+                    attention = ObservedAttention(attention, observer, query, owned)
+                    hooks = hidden_hooks(parts, observer, query, None)
                 with hooks:
                     hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
     else:  # host 0 computes the prompt alone
@@ -178,26 +178,6 @@ def _forward(
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
     return (logits if source is None else hosts.broadcast(logits, source)), cache
-
-
-def _hidden_hooks(
-    parts: ModelParts, observer: PrefillObserver, query: range | None, kept: list[range] | None
-) -> ExitStack:
-    """Show the observer the inputs of the layers it asks for, for as long as the stack is open."""
-    hooks = ExitStack()
-    for layer in observer.hidden_layers:
-
-        def show(module, args, kwargs, layer=layer):
-            hidden = (args[0] if args else kwargs["hidden_states"])[0]
-            observer.observe_hidden(
-                layer,
-                None if query is None else hidden[query.start : query.stop],
-                None if kept is None else [hidden[rows.start : rows.stop] for rows in kept],
-            )
-
-        hook = parts.language_model.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
-        hooks.callback(hook.remove)
-    return hooks
 
 
 def _run(parts: ModelParts, inputs: ModelInputs, visual, spans, cache, **kwargs) -> Tensor:

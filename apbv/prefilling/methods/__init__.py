@@ -1,4 +1,4 @@
-"""The ways to prefill, by name. A method is a layout and an attention that is called in every layer."""
+"""This package holds the prefill methods, each a layout and an attention that is called in every layer."""
 
 from .apb import ApbMethod
 from .apbv import ApbvMethod

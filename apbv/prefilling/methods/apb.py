@@ -1,4 +1,4 @@
-"""APB, APB-V's forerunner: one block on every host, the query in a pass of its own, no overlap."""
+"""This module defines APB: one block on every host, the query in a second forward pass, no overlap."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from .apbv import ApbvMethod
 
 
 class ApbMethod(ApbvMethod):
-    """APB: anchor and passing blocks, l_p = n/64.
+    """APB is APB-V's predecessor, with one context block on every host and l_p = n/64.
 
     Its authors train retaining heads that select what is passed on. Here the selection is training-free, by
     ``config.importance``, and scored with a query that rides along in the context's pass.
@@ -28,5 +28,5 @@ class ApbMethod(ApbvMethod):
 
 
 def without_optimisations(config: PrefillConfig) -> PrefillConfig:
-    """The config without O, F and Z of the paper's Table 4."""
+    """Return the config without O, F and Z of the APB-V paper's Table 4."""
     return replace(config, overlap=False, fused_query=False, zigzag=False)

@@ -1,4 +1,4 @@
-"""APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
+"""This module computes APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
 
 Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h holds
 [A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag.
@@ -18,7 +18,7 @@ from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
 
 
 class ApbvMethod(PrefillMethod):
-    """Blocks see the anchor, the best KV pairs of all earlier blocks, and themselves; the query sees all."""
+    """In APB-V blocks see the anchor, all earlier blocks' best KV pairs, and themselves; the query sees all."""
 
     name = "apbv"
     passes_on = True
@@ -48,7 +48,7 @@ class ApbvMethod(PrefillMethod):
             zigzag=config.zigzag,
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         q_query = _rows(q, self._query)
         # Every transfer starts as early as its data exists, and is waited for where it is needed (Figure 5).
         seen: dict[int, State] = {}
@@ -60,8 +60,8 @@ class ApbvMethod(PrefillMethod):
         for order, (block, rows) in enumerate(self._blocks.items()):
             segments, alone = [anchor, *self._passing_segments(block, sent)], 0
             if order == 0:
-                # The anchor stands right before this block: one call for both, in which it does not see the
-                # passing block, and the block sees it as what comes before.
+                # The anchor's rows come right before this block's: one call computes both. In it the anchor
+                # does not see the passing block, and the block sees the anchor as earlier keys.
                 segments, alone = segments[1:], len(self._anchor)
                 rows = range(self._anchor.start, self._anchor.stop + len(rows))
             segments.append((_rows(k, rows), _rows(v, rows)))
@@ -71,16 +71,16 @@ class ApbvMethod(PrefillMethod):
     def _start_passing(
         self, block: int, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]
     ) -> Exchange | None:
-        """Send this block's l_p most important KV pairs to everybody: ``[2, B, Hkv, max k, D]`` per host.
+        """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per host.
 
         Args:
-            seen: where the query's attention to this block is left, if its lse was needed to rank the pairs.
+            seen: gets the query's attention to this block, if its lse was needed to rank the pairs.
         """
         if self.layout.max_passed == 0:
             return None
         buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
         rows, count = self._blocks[block], self.layout.num_passed(block)
-        is_last = block == len(self.layout.blocks) - 1  # nobody comes after it: its buffer is a dummy
+        is_last = block == len(self.layout.blocks) - 1  # no block comes after it: its buffer is a dummy
         if not is_last or self.on_passed is not None:
             k_block, v_block = _rows(k, rows), _rows(v, rows)
             if count < len(rows):
@@ -103,7 +103,7 @@ class ApbvMethod(PrefillMethod):
         return exchange
 
     def _passing_segments(self, block: int, sent: list[Exchange | None]) -> list[Segment]:
-        """The passing block: what all virtual hosts before this one sent, as it lies in the buffers."""
+        """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
         segments = []
         for order, exchange in enumerate(sent):
             # The exchange of order 0 carries blocks 0 .. H-1, that of order 1 carries 2H-1 .. H.
@@ -118,13 +118,13 @@ class ApbvMethod(PrefillMethod):
         return segments
 
     def _start_query(self, q_query: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]):
-        """Query attention over everything this host owns, merged over hosts (Eq. 5, Appendix B.2).
+        """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix B.2).
 
         Args:
-            seen: the query's attention to some of this host's blocks, as far as it is known already.
+            seen: the query's attention to those of this host's blocks for which it is known already.
         """
         if self.separate_query:
-            # The query only rides along for the scores; a pass of its own will see the whole context.
+            # Here the query only ranks KV pairs; a later forward pass lets it see the whole context.
             segments = [(_rows(k, rows), _rows(v, rows)) for rows in (self._anchor, self._query)]
             out, _ = self.attend(q_query, segments, scale, causal_last=True)
             return lambda: out

@@ -1,4 +1,4 @@
-"""What a prefill method provides."""
+"""This module defines the interface of a prefill method."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq
 
 
 class PrefillMethod(ABC):
-    """One method, for one prompt on one host; called in every layer in place of attention.
+    """A PrefillMethod computes one prompt's attention on one host, in every layer in place of the model's own.
 
     Attributes:
-        name: what callers write.
-        is_exact: full attention, computed by several hosts.
-        separate_query: the query runs in a forward pass of its own after the context's.
-        passes_on: some of a context block's KV goes to other hosts.
-        on_passed: told in every layer of each of this host's blocks, by its number, which of its rows are passed
-            on, ``[1, Hkv, k_v]`` ascending; of the last block, which passes nothing on, which would be. Not
-            called by methods that pass nothing on.
+        name: its name in the config and on the command line.
+        is_exact: whether it computes full attention.
+        separate_query: whether the query runs in a second forward pass, after the context's.
+        passes_on: whether context blocks pass KV pairs on to other hosts.
+        on_passed: called in every layer for each of this host's blocks, with the block's number and the rows that
+            are passed on, ``[1, Hkv, k_v]`` ascending; for the last block, which passes nothing on, with the rows
+            that would be. Methods that pass nothing on do not call it.
     """
 
     name: ClassVar[str]
@@ -42,20 +42,20 @@ class PrefillMethod(ABC):
 
     @property
     def gives_exact_kv(self) -> bool:
-        """Whether the KV of this prompt is full attention's: nothing of it is left out."""
+        """Whether this prompt's KV is that of full attention."""
         blocks = max(map(len, self.layout.blocks), default=0)
         return self.is_exact or (self.passes_on and self.layout.passing_len >= blocks)
 
     def attend(
         self, q: Tensor, segments: list[Segment], scale: float, *, causal_last: bool, rows_alone: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """:func:`apbv.kernels.segmented_attention` by the back end that was configured."""
+        """Call :func:`apbv.kernels.segmented_attention` with the configured back end."""
         return segmented_attention(
             q, segments, scale, causal_last, rows_alone=rows_alone, backend=self.config.backend
         )
 
     def merge(self, states: Sequence[State]) -> State:
-        """Partial results over disjoint keys as one, in fp32 at least; a single one as it is."""
+        """Merge partial results over disjoint keys, in fp32 at least; return a single one unchanged."""
         if len(states) == 1:
             return states[0]
         outs, lses = zip(*states, strict=True)
@@ -67,11 +67,18 @@ class PrefillMethod(ABC):
     def plan(
         num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
     ) -> ContextLayout:
-        """The layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and errors."""
+        """Plan the layout of a prompt; see :func:`apbv.layout.plan_layout` for the arguments and errors."""
 
     @abstractmethod
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of this host's tokens, in the order of ``layout.local_spans``.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        """Compute the attention of this host's tokens, in the order of ``layout.local_spans``.
 
-        q ``[1, Hq, S, D]``, k and v ``[1, Hkv, S, D]``, post-RoPE; returns ``[1, Hq, S, D]``.
+        Args:
+            q: ``[1, Hq, S, D]``, post-RoPE.
+            k, v: ``[1, Hkv, S, D]``, post-RoPE.
+            scale: the factor of q·k.
+            layer: the decoder layer, from 0.
+
+        Returns:
+            ``[1, Hq, S, D]``
         """

@@ -1,4 +1,4 @@
-"""Full attention: host 0 computes the whole prompt. The exact baseline."""
+"""This module defines full attention on one host, the exact baseline."""
 
 from torch import Tensor
 
@@ -8,6 +8,8 @@ from .base import PrefillMethod
 
 
 class FullMethod(PrefillMethod):
+    """In full attention host 0 computes the whole prompt."""
+
     name = "full"
     is_exact = True
 
@@ -17,5 +19,5 @@ class FullMethod(PrefillMethod):
     ) -> ContextLayout:
         return single_host_layout(num_hosts, num_tokens)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         return self.attend(q, [(k, v)], scale, causal_last=True)[0]

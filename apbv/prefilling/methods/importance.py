@@ -1,4 +1,4 @@
-"""How a context block's KV pairs are ranked before the best l_p of them are passed on.
+"""This module ranks a context block's KV pairs, of which the best l_p are passed on.
 
 Every function takes q_query ``[B, Hq, n_q, D]`` (the query block), q_block ``[B, Hq, l_b, D]`` and k_block
 ``[B, Hkv, l_b, D]`` (one context block) and the score scale, and returns ``[B, Hkv, l_b]`` in fp32 (fp64 for fp64
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import kv_importance
-from ...kernels.importance import chunked_scores, group_rows
+from ...kernels.torch_importance import chunked_scores, group_rows
 
 Importance = Callable[..., Tensor]
 
@@ -22,21 +22,21 @@ _DOT_POOL = 5
 
 
 def peak(q_query: Tensor, q_block: Tensor, k_block: Tensor, scale: float, **options) -> Tensor:
-    """Attention probability over the block's keys, highest over query tokens and the heads of a group.
+    """Score keys by their highest attention probability over query tokens and the heads of a group.
 
-    What a single word of the question asks for is passed on, however little the other words care; in the mean of
-    :func:`softmax` it is one voice among many.
+    So a key that a single word of the question attends to is passed on; in the mean of :func:`softmax` the other
+    words can outweigh it.
     """
     return kv_importance(q_query, k_block, scale, "peak", **options)
 
 
 def softmax(q_query: Tensor, q_block: Tensor, k_block: Tensor, scale: float, **options) -> Tensor:
-    """Attention probability over the block's keys, averaged over query tokens and the heads of a group."""
+    """Score keys by their mean attention probability over query tokens and the heads of a group."""
     return kv_importance(q_query, k_block, scale, "softmax", **options)
 
 
 def dot(q_query: Tensor, q_block: Tensor, k_block: Tensor, scale: float, **options) -> Tensor:
-    """Mean raw score over query tokens and group, then max-pooling over five neighbouring keys.
+    """Score keys by their mean raw score over query tokens and group, max-pooled over five neighbouring keys.
 
     The mean of products is the product with the mean query, so this costs one row of scores per KV head.
     """
@@ -52,7 +52,7 @@ def received(
     lse: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention that a key receives from (evenly subsampled) queries of its own block, causally."""
+    """Score keys by the causal attention that they receive from evenly subsampled queries of their own block."""
     length = k_block.shape[2]
     count = min(_NUM_RECEIVED_QUERIES, length)
     picked = torch.linspace(0, length - 1, count, device=k_block.device, dtype=torch.float64).round().long()

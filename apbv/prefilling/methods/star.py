@@ -1,4 +1,4 @@
-"""Star Attention: the anchor is the whole first block, nothing is passed on, the query has a pass of its own."""
+"""This module defines Star Attention, whose anchor is the whole first block."""
 
 from ...config import PrefillConfig
 from ...layout import ContextLayout, star_layout
@@ -6,7 +6,7 @@ from .apb import ApbMethod
 
 
 class StarMethod(ApbMethod):
-    """Blocks see the first block and themselves; the query sees all."""
+    """In Star Attention blocks see the first block and themselves; the query, in a second pass, sees all."""
 
     name = "star"
     passes_on = False

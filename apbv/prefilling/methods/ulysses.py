@@ -1,4 +1,4 @@
-"""DeepSpeed Ulysses: exact; an all-to-all turns a share of the tokens into a share of the heads, and back."""
+"""This module defines DeepSpeed Ulysses, exact attention that splits the heads over the hosts."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from .base import PrefillMethod
 
 
 class UlyssesMethod(PrefillMethod):
-    """Every host attends over the whole prompt with its share of the query heads.
+    """In Ulysses every host attends over the whole prompt with its share of the query heads.
 
-    Query heads are shared out as evenly as they can be, some hosts getting none where there are more hosts than
-    heads; a KV head goes to every host that has a query head of its group.
+    One all-to-all turns a share of the tokens into a share of the heads, another one turns it back. Query heads
+    are split as evenly as possible, and some hosts get none where there are more hosts than heads; a KV head goes
+    to every host that has a query head of its group.
     """
 
     name = "ulysses"
@@ -29,23 +30,25 @@ class UlyssesMethod(PrefillMethod):
         super().__init__(layout, hosts, config)
         self._lengths = [len(block) for block in layout.blocks]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         batch, num_heads, rows, dim = q.shape
         group = num_heads // k.shape[1]
         query_heads = split_evenly(range(num_heads), self.hosts.size)
         kv_heads = [_groups(heads, group) for heads in query_heads]
-        mine, mine_kv = query_heads[self.hosts.rank], kv_heads[self.hosts.rank]
+        own, own_kv = query_heads[self.hosts.rank], kv_heads[self.hosts.rank]
 
-        parts = [
+        outgoing = [
             torch.cat([_heads(q, heads), _heads(k, shared), _heads(v, shared)], dim=1)
             for heads, shared in zip(query_heads, kv_heads, strict=True)
         ]
-        width = len(mine) + 2 * len(mine_kv)
-        received = self.hosts.all_to_all(parts, [(batch, width, length, dim) for length in self._lengths]).wait()
-        q_mine, k_mine, v_mine = torch.cat(received, dim=2).split([len(mine), len(mine_kv), len(mine_kv)], dim=1)
-        out = self._attend(q_mine, k_mine, v_mine, mine, group, scale)
+        width = len(own) + 2 * len(own_kv)
+        received = self.hosts.all_to_all(
+            outgoing, [(batch, width, length, dim) for length in self._lengths]
+        ).wait()
+        states = torch.cat(received, dim=2).split([len(own), len(own_kv), len(own_kv)], dim=1)
+        out = self._attend(*states, own, group, scale)
 
-        # Back: this host's heads of every host's tokens.
+        # The way back: send every host its own tokens, of this host's heads.
         shapes = [(batch, len(heads), rows, dim) for heads in query_heads]
         return torch.cat(self.hosts.all_to_all(out.split(self._lengths, dim=2), shapes).wait(), dim=1)
 
@@ -60,7 +63,7 @@ class UlyssesMethod(PrefillMethod):
 
 
 def _groups(heads: range, group: int) -> range:
-    """The KV heads that a run of query heads attends to."""
+    """Return the KV heads that a run of query heads attends to."""
     return range(heads.start // group, -(-heads.stop // group)) if len(heads) else range(0)
 
 

@@ -1,7 +1,7 @@
-"""ZigZag ring attention: exact; keys and values travel round the ring of hosts, hidden behind attention.
+"""This module defines zigzag ring attention, which is exact and passes keys and values round a ring of hosts.
 
 The prompt is cut into 2H chunks, and host h holds chunks h and 2H-1-h (zigzag), so that all hosts have equally
-many (query, key) pairs to compute under the causal mask.
+many (query, key) pairs to compute under the causal mask. Transfers overlap with attention.
 """
 
 import torch
@@ -19,14 +19,14 @@ except ImportError:
 
 
 class ZigzagRingMethod(PrefillMethod):
-    """H steps; in step s a host computes with the keys and values of the host s places before it."""
+    """Ring attention takes H steps: in step s a host uses the keys and values of the host s places before it."""
 
     name = "zigzag_ring"
     is_exact = True
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
         super().__init__(layout, hosts, config)
-        # Rows of every host's first chunk; the rest are its second's.
+        # The numbers of rows of every host's two chunks.
         self._cuts = [[len(layout.blocks[v]) for v in layout.virtual_hosts(host)] for host in range(hosts.size)]
         self._equal_chunks = len({len(block) for block in layout.blocks}) == 1
 
@@ -36,12 +36,12 @@ class ZigzagRingMethod(PrefillMethod):
     ) -> ContextLayout:
         return shared_out_layout(num_hosts, num_tokens, zigzag=True)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         if self._equal_chunks and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _ring_flash_attn:
             return self._by_ring_flash_attn(q, k, v, scale)
         here, size = self.hosts.rank, self.hosts.size
         held = torch.stack([k, v])
-        early, late = (list[State]() for _ in range(2))  # partial results of the rows of either chunk
+        early, late = (list[State]() for _ in range(2))  # partial results, of either chunk's rows
         q_early, q_late = q.split(self._cuts[here], dim=2)
         for step in range(size):
             owner = (here - step) % size
@@ -50,15 +50,15 @@ class ZigzagRingMethod(PrefillMethod):
                 exchange = self.hosts.shift(held, (*held.shape[:3], rows, held.shape[4]))
                 if not self.config.overlap:
                     exchange.wait()
-            first, second = (tuple(part) for part in held.split(self._cuts[owner], dim=3))
+            first, second = (tuple(chunk) for chunk in held.split(self._cuts[owner], dim=3))
             if owner == here:
                 early.append(self.attend(q_early, [first], scale, causal_last=True))
                 late.append(self.attend(q_late, [first, second], scale, causal_last=True))
-            elif owner < here:  # its first chunk lies before both of ours, its second behind both
+            elif owner < here:  # its first chunk lies before both of this host's, its second after both
                 out, lse = self.attend(q, [first], scale, causal_last=False)
-                for states, part in zip((early, late), _split_rows(out, lse, self._cuts[here]), strict=True):
-                    states.append(part)
-            else:  # both of its chunks lie between ours
+                for states, partial in zip((early, late), _split_rows(out, lse, self._cuts[here]), strict=True):
+                    states.append(partial)
+            else:  # both of its chunks lie between this host's
                 late.append(self.attend(q_late, [first, second], scale, causal_last=False))
             early, late = ([self.merge(states)] for states in (early, late))
             if step + 1 < size:
@@ -66,7 +66,7 @@ class ZigzagRingMethod(PrefillMethod):
         return torch.cat([early[0][0], late[0][0]], dim=2).to(q.dtype)
 
     def _by_ring_flash_attn(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The established implementation, whose chunks lie as ours do; it takes equal chunks only."""
+        """Call ring-flash-attn, which places chunks alike, but takes chunks of equal length only."""
         q, k, v = (states.transpose(1, 2).contiguous() for states in (q, k, v))
         self.hosts.bytes_received += (self.hosts.size - 1) * (k.nbytes + v.nbytes)
         out = _ring_flash_attn(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group)

@@ -1,0 +1,123 @@
+"""This module defines the result of a request: an answer and its figures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .hosts import HostGroup
+from .input.model_inputs import ModelInputs
+from .input.request import Request
+from .model.parts import ModelParts
+from .prefilling.prefiller import ReadRequest
+from .prefilling.result import PrefillResult
+from .speculate.way import Answered
+from .stats import StageTimer, gather_spans, provenance
+from .timeline import Span
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """A GenerateResult is an answer with its figures; the same on every host.
+
+    Attributes:
+        text: the answer, without special tokens.
+        token_ids: the generated tokens, the end token included.
+        finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
+        stats: the request's figures; the fields of ``launch/infer.py --json``.
+        frames: the numbers of the sampled frames of a video, ascending; else None.
+        kept: which of a video's tokens the draft saw, bool ``[T, h, w]`` with T frames as the model merges them;
+            None where that is not known.
+        timeline: if asked for, spans by host name, for :func:`apbv.timeline.write_timeline`; only host 0 has those
+            of a draft host.
+    """
+
+    text: str
+    token_ids: list[int]
+    stats: dict[str, Any]
+    finish_reason: str
+    frames: tuple[int, ...] | None = None
+    kept: torch.Tensor | None = None
+    timeline: dict[str, list[Span]] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
+        taken = f"ttft_ms={self.stats['ttft_ms']:.1f}, total_ms={self.stats['total_ms']:.1f}"
+        return f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, {taken})"
+
+
+class Reporter:
+    """A Reporter turns the tokens of one engine's requests into results; every method is collective.
+
+    Args:
+        name: the model's name in the figures.
+        parts: the model that reads the prompts.
+        placement: where prefilled KV goes, as in :class:`apbv.PrefillConfig`.
+    """
+
+    def __init__(self, name: str, parts: ModelParts, tokenizer, hosts: HostGroup, placement: str):
+        self._name, self._parts, self._tokenizer = name, parts, tokenizer
+        self._hosts, self._placement = hosts, placement
+
+    def answered(
+        self, request: Request, state: PrefillResult, answered: Answered, timeline: bool = False
+    ) -> GenerateResult:
+        """Return the result of a request that was prefilled and decoded here."""
+        spans = self._timeline(state.timer, answered) if timeline else None
+        text = self._text(answered)
+        record = self._record(request, state, answered, text)
+        reason, frames = self._finish_reason(request, answered), _sampled_frames(state.inputs)
+        return GenerateResult(text, answered.tokens, record, reason, frames, answered.kept, spans)
+
+    def drafted(self, read: ReadRequest, answered: Answered) -> GenerateResult:
+        """Return the result of a request for which this host drafted; the figures are the draft host's own."""
+        text, tokens = self._text(answered), answered.tokens
+        record = {"token_ids": tokens, "text": text, **answered.figures, **read.request.timer.summary(len(tokens))}
+        reason, frames = self._finish_reason(read.request, answered), _sampled_frames(read.inputs)
+        return GenerateResult(text, tokens, record, reason, frames, answered.kept)
+
+    def _text(self, answered: Answered) -> str:
+        return self._tokenizer.decode(answered.tokens, skip_special_tokens=True)
+
+    def _finish_reason(self, request: Request, answered: Answered) -> str:
+        tokens = answered.tokens
+        is_cut = len(tokens) == request.sampling.max_new_tokens and tokens[-1] not in self._parts.eos_token_ids
+        return "length" if is_cut else "stop"
+
+    def _timeline(self, timer: StageTimer, answered: Answered) -> dict[str, list[Span]]:
+        spans_of_hosts = gather_spans([*timer.stages.spans, *answered.spans], self._hosts)
+        hosts = {self._hosts.name_of(place): spans for place, spans in enumerate(spans_of_hosts)}
+        return hosts if answered.draft_spans is None else {**hosts, "draft host": answered.draft_spans}
+
+    def _record(self, request: Request, state: PrefillResult, answered: Answered, text: str) -> dict[str, Any]:
+        figures, sampling = state.timer.summary(len(answered.tokens)), request.sampling
+        return {
+            "method": state.method,
+            "hosts": self._hosts.size,
+            "tensor_parallel_size": self._hosts.tensor_parallel_size,
+            "model": self._name,
+            "num_input_tokens": state.num_tokens,
+            "num_video_tokens": state.inputs.num_visual_tokens,
+            "anchor_len": len(state.layout.anchor),
+            "passing_len": state.layout.passing_len,
+            "kv": self._placement,
+            "reused": state.reused,
+            "token_ids": answered.tokens,
+            "text": text,
+            **figures,
+            "samples": {"ttft_ms": [figures["ttft_ms"]]},
+            "speculation": answered.figures,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+            "device": str(self._hosts.device),
+            "dtype": str(self._parts.dtype).removeprefix("torch."),
+            **provenance(),
+        }
+
+
+def _sampled_frames(inputs: ModelInputs) -> tuple[int, ...] | None:
+    source = None if inputs.visual is None else inputs.visual.source
+    return None if source is None else source.frames

@@ -1,0 +1,137 @@
+"""This module loads a saved prefill from disk, on any number of hosts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ..config import KV_PLACEMENTS
+from ..hosts import HostGroup
+from ..input.model_inputs import ModelInputs, VisualInput
+from ..kv.cache import ShardedCache
+from ..kv.manifest import Manifest, StorageError
+from ..kv.placement import GatheredKV, ShardedKV
+from ..kv.reader import SavedKV
+from ..layout import plan_layout
+from ..model.parts import ModelParts, inspect_model
+from ..stats import StageTimer
+from .identity import identify
+from .result import PrefillResult, own_heads
+
+
+def load(
+    path: str | Path,
+    model: PreTrainedModel | None = None,
+    *,
+    hosts: HostGroup | None = None,
+    kv: str = "gathered",
+) -> PrefillResult:
+    """Read a prefill that :meth:`PrefillResult.save` wrote, on any number of hosts; collective.
+
+    Args:
+        path: the directory; every host that is to hold KV has to see it.
+        model: the model that will read the KV; checked to be the one that wrote it. None skips the check.
+        hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
+        kv: where the KV goes: all of it to host 0, or its shares to every host, as in :class:`apbv.PrefillConfig`.
+
+    Raises:
+        StorageError: there is no saved KV, or it is incomplete, changed, or of another model; on every host.
+        HostError: another host failed.
+    """
+    hosts = hosts or HostGroup.from_env()
+    timer = StageTimer(hosts)
+    with hosts.local_stage("loading the KV"), timer.stage("handoff"):
+        if kv not in KV_PLACEMENTS:
+            raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
+        saved = SavedKV.open(path)
+        manifest = saved.manifest
+        if model is not None:
+            _require_written_by(inspect_model(model), saved)
+        prompt = saved.prompt()
+        inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
+        query_start = min(manifest.query_start, manifest.num_tokens - 1)
+        layout = plan_layout(
+            num_hosts=hosts.size,
+            num_tokens=manifest.num_tokens,
+            context_start=manifest.context_start,
+            query_start=query_start,
+            # Star Attention's anchor on a single host is the whole context, which would leave no context to split.
+            anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
+            passing_len=manifest.passing_len,
+            zigzag=True,
+        )
+        if kv == "sharded":
+            shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
+            placed = ShardedKV(ShardedCache.of_shares(shares, layout, hosts.rank), hosts)
+        else:
+            whole = _read_layers(saved, [range(manifest.num_tokens)], hosts) if hosts.rank == 0 else None
+            placed = GatheredKV(None if whole is None else DynamicCache(whole), manifest.num_tokens, hosts)
+    hosts.require_same("the saved KV", repr(manifest).encode())
+    return PrefillResult(
+        logits=prompt["logits"].to(hosts.device),
+        layout=layout,
+        method=manifest.method,
+        exact=manifest.exact,
+        inputs=inputs,
+        timer=timer,
+        kv=placed,
+        model=lambda: manifest.model,
+        video_sha256=manifest.visual and manifest.visual.sha256,
+    )
+
+
+def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
+    """Refuse KV that another model wrote, or that is of another precision.
+
+    Raises:
+        StorageError: the KV is refused; the message says why.
+    """
+    writer, reader = saved.manifest.model, identify(parts)
+    member, _ = parts.tensor_parallel
+    for name, what in (
+        ("family", "a model of another family"),
+        ("config_sha256", "a model with another configuration"),
+        ("weights_sha256", "a model with other weights"),
+    ):
+        if name == "weights_sha256" and member != 0:
+            continue  # the digest is of the first KV head, which only the first member has
+        if getattr(writer, name) != getattr(reader, name):
+            raise StorageError(
+                f"the KV in {saved.path} was computed by {what}: {writer.name} ({writer.family}), "
+                f"not {reader.name} ({reader.family})"
+            )
+    if saved.manifest.torch_dtype != parts.dtype:
+        raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, the model {parts.dtype}")
+
+
+def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
+    visual = None
+    if manifest.visual is not None:
+        rows = range(manifest.visual.num_tokens)
+        nothing = range(rows.stop, rows.stop)
+        pieces = (rows, *[nothing] * (hosts.size - 1))
+        visual = VisualInput(manifest.visual.kind, pieces, None, 0, 0, False)
+    return ModelInputs(
+        input_ids=torch.tensor([manifest.token_ids]),
+        position_ids=position_ids[:, None] if position_ids.dim() == 2 else position_ids[None],
+        context_start=manifest.context_start,
+        query_start=manifest.query_start,
+        visual=visual,
+        position_rule=manifest.positions,
+    )
+
+
+def _read_layers(saved: SavedKV, spans: Sequence[range], hosts: HostGroup) -> list[tuple[Tensor, Tensor]]:
+    """Read every layer's keys and values ``[1, Hkv, T, D]`` of some tokens, for this process's KV heads."""
+    if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
+        raise StorageError(
+            f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
+            f"{hosts.tensor_parallel_size} processes cannot share evenly"
+        )
+    heads = own_heads(saved.manifest.num_kv_heads, hosts)
+    return [
+        tuple(states[None].to(hosts.device) for states in saved.layer(index, spans, heads))
+        for index in range(saved.manifest.num_layers)
+    ]

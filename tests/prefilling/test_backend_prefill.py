@@ -1,0 +1,124 @@
+"""The engine with attention by Triton, interpreted: tokens, logits and KV as by definition."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv.decode.answer import generate_tokens
+from apbv.kernels import BackendError
+from apbv.model.parts import inspect_model
+from apbv.speculate.pace import Pace
+from apbv.speculate.tree import Tree
+from apbv.speculate.tree_decoding import generate_by_tree
+from apbv.speculate.tree_drafter import TreeDrafter
+
+from answers import answer_by, decoder_behind
+from oracle import oracle_of, run_oracle
+from prompts import (
+    UNCOMPRESSED,
+    as_inputs,
+    build,
+    hugging_face,
+    relative_error,
+    reset_rope,
+    text_batch,
+    video_batch,
+)
+from scripts import INFER, run_script
+
+STEPS = 5
+TRITON = PrefillConfig(backend="triton", on_single_host=True)
+
+VARIANTS = {
+    "default": {"passing_len": 3, "anchor_len": 11},
+    "no anchor": {"passing_len": 3, "anchor_len": 0},
+    "nothing passed on": {"passing_len": 0, "anchor_len": 11},
+    "softmax": {"passing_len": 5, "anchor_len": 11, "importance": "softmax"},
+    "dot": {"passing_len": 5, "anchor_len": 11, "importance": "dot"},
+    "separate query": {"passing_len": 3, "anchor_len": 11, "fused_query": False},
+    "APB": {"passing_len": 3, "anchor_len": 11, "method": "apb"},
+}
+
+
+def compressed_job(hosts: HostGroup, family: str, batch: dict, query_start, settings: dict):
+    inputs = as_inputs(family, batch, query_start, hosts)
+    state = prefill(build(family, torch.float32), inputs, hosts=hosts, config=replace(TRITON, **settings))
+    cache = state.to_dynamic_cache()
+    return state.logits, None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
+
+
+# The others differ in what is computed before attention, not by it.
+USUAL = {"default", "no anchor", "nothing passed on", "separate query"}
+CASES = [pytest.param(name, 2, marks=[] if name in USUAL else pytest.mark.thorough) for name in VARIANTS]
+
+
+@pytest.mark.parametrize(("variant", "num_hosts"), [*CASES, ("default", 3)])
+def test_compressed_equals_dense_oracle(pool, variant, num_hosts):
+    settings, length = VARIANTS[variant], 131
+    results = pool.run(num_hosts, compressed_job, "qwen2", text_batch(length), length - 10, settings)
+    model = build("qwen2", torch.float32)
+    oracle = oracle_of(settings, num_hosts, length - 10, prefix=0)
+    expected = run_oracle(model, text_batch(length), oracle)
+    logits, kv = results[0]
+    assert relative_error(logits, expected) < 1e-4
+    for layer, (keys, values) in enumerate(kv):
+        assert relative_error(keys, oracle.keys[layer]) < 1e-4
+        assert relative_error(values, oracle.values[layer]) < 1e-4
+    assert all(relative_error(result[0], logits) < 1e-4 for result in results)
+
+
+@pytest.mark.parametrize("method", ["full", "zigzag_ring", "ulysses", "apbv"])
+def test_exact_prefill_of_a_video_equals_hugging_face(pool, method):
+    batch, settings = video_batch("qwen2_5_vl", frames=12), {"method": method, "passing_len": UNCOMPRESSED}
+    expected, _ = hugging_face("qwen2_5_vl", torch.float32, batch)
+    for logits, _ in pool.run(2, compressed_job, "qwen2_5_vl", batch, None, settings):
+        assert relative_error(logits, expected) < 1e-4
+
+
+def continuation_job(hosts: HostGroup, batch: dict) -> dict[str, list[int]]:
+    """Greedy tokens by gathered and by sharded decoding, one at a time and by trees."""
+    model, continued = build("llama", torch.float32), {}
+    parts = inspect_model(model, "triton")
+    greedy = SamplingConfig(max_new_tokens=STEPS)
+    for kv in ("gathered", "sharded"):
+        for way in ("tokens", "trees"):
+            state = prefill(model, batch, hosts=hosts, config=replace(TRITON, method="zigzag_ring", kv=kv))
+            answer = answer_by(decoder_behind(state, parts), state, greedy)
+            if way == "tokens":
+                continued[f"{kv} {way}"] = generate_tokens(answer)
+            else:
+                cache = state.to_dynamic_cache()
+                drafter = (
+                    None if cache is None else TreeDrafter(parts, cache, state.next_position, parts.vocab_size)
+                )
+                continued[f"{kv} {way}"], stats = generate_by_tree(answer, drafter, Tree.of(6, 3), Pace(3))
+                assert stats.num_accepted > 0
+    return continued
+
+
+@pytest.mark.thorough
+def test_continuations_equal_hugging_face_generate(pool):
+    batch = text_batch(60)
+    model = build("llama", torch.float32)
+    reset_rope(model)
+    expected = model.generate(**batch, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)[0, 60:]
+    for continued in pool.run(2, continuation_job, batch):
+        assert len(continued) == 4 and all(tokens == expected.tolist() for tokens in continued.values())
+
+
+def test_what_cannot_run_is_refused_with_the_reason():
+    model = build("llama", torch.float64)
+    for backend, reason in {
+        "triton": "triton back end cannot be used: its kernels accumulate in float32",
+        "cudnn": "cudnn back end cannot be used: it runs on CUDA devices, and the tensors are on cpu",
+    }.items():
+        with pytest.raises(BackendError, match=reason):
+            prefill(model, text_batch(20), config=PrefillConfig(backend=backend))
+
+
+def test_a_back_end_for_gpus_is_refused_by_every_host():
+    done = run_script(INFER, "--model", "demo", "--frames", "16", "--backend", "cudnn", hosts=2)
+    assert done.returncode != 0 and "J" not in done.stdout
+    assert done.stderr.count("the cudnn back end cannot be used: it runs on CUDA devices") == 2

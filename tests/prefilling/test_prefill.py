@@ -1,0 +1,333 @@
+"""Sequence-parallel prefill against plain one-process attention, by real gloo processes."""
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig, prefill
+from apbv.hosts.simulated import share_weights, simulate
+from apbv.kernels import merge_states
+from apbv.model.attention import gather_and_merge
+
+import families
+from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from oracle import as_double, oracle_of, run_oracle
+from prompts import (
+    ALL_FAMILIES,
+    EXAMPLES,
+    UNCOMPRESSED,
+    as_inputs,
+    batch_of,
+    build,
+    hugging_face,
+    hugging_face_on,
+    relative_error,
+    reset_rope,
+    text_batch,
+    video_batch,
+)
+
+TEXT_CONTEXT = 90  # tokens before the question of a text prompt
+
+
+def prompts(family: str, num_hosts: int, method: str, dtype: torch.dtype) -> list[tuple]:
+    """(tokens of a text, its first query token, anchor length), for contexts of several lengths modulo 2H.
+
+    Every remainder for one text and one video family on up to four hosts: what is left over when a context is cut
+    is a matter of integers, in which families do not differ, nor precisions. Otherwise two that are H apart: with
+    one of them, blocks before the last differ in length.
+    """
+    every = family in EXAMPLES and dtype == torch.float32 and num_hosts <= 4
+    extras = range(2 * num_hosts) if every else (0, num_hosts)
+    if family in TEXT_FAMILIES:
+        return [(TEXT_CONTEXT + 12 + extra, TEXT_CONTEXT + extra, None) for extra in extras]
+    # A video prompt has one length; the anchor's shifts the remainder of its context instead.
+    return [(None, None, 20 + extra) for extra in extras] if method == "apbv" else [(None, None, None)]
+
+
+# ---- nothing compressed: equal to Hugging Face ----
+
+
+def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype, method: str) -> list[tuple]:
+    """Logits and, on host 0, the gathered KV, of every prompt."""
+    model, results = build(family, dtype), []
+    for num_tokens, query_start, anchor_len in prompts(family, hosts.size, method, dtype):
+        config = PrefillConfig(method=method, passing_len=UNCOMPRESSED, anchor_len=anchor_len, on_single_host=True)
+        inputs = as_inputs(family, batch_of(family, num_tokens), query_start, hosts, dtype)
+        state = prefill(model, inputs, hosts=hosts, config=config)
+        gathered = state.to_dynamic_cache()
+        assert state.layout.is_split and state.method == method
+        kv = None if gathered is None else [(layer.keys, layer.values) for layer in gathered.layers]
+        results.append((state.logits, kv))
+    return results
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.each_choice
+def test_uncompressed_equals_hugging_face_fp32(on_hosts, family, num_hosts):
+    """Invariant 1: passing_len >= longest block gives full attention, for every H and remainder."""
+    check_against_hugging_face(on_hosts, family, num_hosts, "apbv")
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.pairwise
+def test_exact_methods_equal_hugging_face_fp32(on_hosts, family, num_hosts, method):
+    check_against_hugging_face(on_hosts, family, num_hosts, method)
+
+
+def uneven_heads_job(hosts: HostGroup, models: list):
+    model = models[hosts.rank]
+    config = PrefillConfig(method="ulysses")
+    return prefill(model, text_batch(40), hosts=hosts, config=config).logits
+
+
+def test_a_host_of_ulysses_may_have_heads_of_several_groups():
+    """8 query heads in groups of 2, over three hosts: the second has heads 3, 4 and 5."""
+    model = families.build_model("llama", heads=8, kv_heads=4)
+    with torch.no_grad():
+        expected = model(**text_batch(40)).logits[:, -1]
+    for logits in simulate(3, uneven_heads_job, [share_weights(model) for _ in range(3)]):
+        assert relative_error(logits, expected) < 1e-4
+
+
+def one_frame_job(hosts: HostGroup, family: str, batch: dict):
+    model = build(family, torch.float32)
+    return prefill(model, as_inputs(family, batch, None, hosts), hosts=hosts).logits
+
+
+@pytest.mark.filterwarnings("ignore:a prompt of")
+@pytest.mark.parametrize("family", [f for f in VIDEO_FAMILIES if f != "qwen3_vl"])  # its processor refuses one
+def test_a_video_may_be_a_single_frame(pool, family):
+    batch = video_batch(family, frames=1)
+    expected, _ = hugging_face(family, torch.float32, batch)
+    for num_hosts in (1, 2):
+        for logits in pool.run(num_hosts, one_frame_job, family, batch):
+            assert relative_error(logits, expected) < 1e-4
+
+
+def check_against_hugging_face(on_hosts, family, num_hosts, method):
+    first, *others = on_hosts(num_hosts, uncompressed_job, family, torch.float32, method)
+    asked = prompts(family, num_hosts, method, torch.float32)
+    for place, ((num_tokens, *_), (logits, kv)) in enumerate(zip(asked, first, strict=True)):
+        expected, cache = hugging_face_on(family, torch.float32, num_tokens)
+        assert relative_error(logits, expected) < 1e-4
+        for (keys, values), layer in zip(kv, cache.layers, strict=True):
+            assert keys.shape == layer.keys.shape
+            assert relative_error(keys, layer.keys) < 1e-4
+            assert relative_error(values, layer.values) < 1e-4
+        for results in others:
+            # Computed by every host, amid rows of which others have another number.
+            assert relative_error(results[place][0], logits) < 1e-4 and results[place][1] is None
+
+
+@pytest.mark.parametrize("num_hosts", [1, 3, 8])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.each_choice
+def test_uncompressed_is_as_good_as_hugging_face_bf16(on_hosts, family, num_hosts):
+    """In bf16 the distance to fp32 is at most 2.5 times Hugging Face's own, plus one bf16 rounding step."""
+    check_bf16(on_hosts, family, num_hosts, "apbv")
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_exact_methods_are_as_good_as_hugging_face_bf16(on_hosts, family, num_hosts, method):
+    check_bf16(on_hosts, family, num_hosts, method)
+
+
+def check_bf16(on_hosts, family, num_hosts, method):
+    asked = prompts(family, num_hosts, method, torch.bfloat16)
+    results = on_hosts(num_hosts, uncompressed_job, family, torch.bfloat16, method)[0]
+    for (num_tokens, *_), (logits, _) in zip(asked, results, strict=True):
+        exact, _ = hugging_face_on(family, torch.float32, num_tokens)
+        theirs, _ = hugging_face_on(family, torch.bfloat16, num_tokens)
+        allowed = 2.5 * relative_error(theirs, exact) + 2**-8
+        assert relative_error(logits, exact) < allowed
+
+
+# ---- any passing length: equal to the dense definition ----
+
+VARIANTS = {
+    "default": {},
+    "anchor 0": {"anchor_len": 0},
+    "anchor 30": {"anchor_len": 30},
+    "passing 0": {"passing_len": 0},
+    "passing 1": {"passing_len": 1},
+    "passing 5": {"passing_len": 5},
+    "softmax": {"importance": "softmax"},
+    "dot": {"importance": "dot"},
+    "received": {"importance": "received"},
+    "no overlap": {"overlap": False},
+    "separate query": {"fused_query": False},
+    "no zigzag": {"zigzag": False},
+    "APB": {"method": "apb"},
+    "Star Attention": {"method": "star"},
+}
+# Choosing other keys within a block is the same work however many hosts there are.
+ON_TWO_AND_THREE = {"anchor 30", "passing 5", "softmax", "dot", "received"}
+CASES = [
+    (variant, num_hosts)
+    for variant in VARIANTS
+    for num_hosts in ((2, 3) if variant in ON_TWO_AND_THREE else (1, 2, 3, 4, 8))
+]
+
+
+def compressed_job(hosts: HostGroup, family: str, batch: dict, query_start, settings: dict):
+    model = build(family, torch.float64)
+    inputs = as_inputs(family, batch, query_start, hosts, torch.float64)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(on_single_host=True, **settings))
+    gathered = state.to_dynamic_cache()
+    kv = None if gathered is None else [(layer.keys, layer.values) for layer in gathered.layers]
+    return state.logits, kv, state.layout
+
+
+@pytest.mark.parametrize(("variant", "num_hosts"), CASES)
+@pytest.mark.each_choice
+def test_compressed_equals_dense_oracle(on_hosts, variant, num_hosts):
+    """Invariant 2, on a text model in fp64 (where no rounding can change a selection)."""
+    settings = {"passing_len": 3, "anchor_len": 11, **VARIANTS[variant]}
+    for length in (131, 132 + num_hosts):
+        check_against_oracle(on_hosts, num_hosts, "qwen2", text_batch(length), length - 10, settings)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.each_choice
+def test_compressed_equals_dense_oracle_in_every_family(on_hosts, family, num_hosts):
+    if family in TEXT_FAMILIES:
+        batch, query_start = text_batch(140), 128
+    else:
+        batch, query_start = video_batch(family), None
+    settings = {"passing_len": 4, "anchor_len": 21}
+    check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settings)
+
+
+def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settings):
+    results = on_hosts(num_hosts, compressed_job, family, batch, query_start, settings)
+    if query_start is None:
+        inputs = as_inputs(family, batch, None, HostGroup.single("cpu"), torch.float64)
+        query_start, prefix = inputs.query_start, inputs.context_start
+    else:
+        prefix = 0
+    model = build(family, torch.float64)
+    reset_rope(model)
+    oracle = oracle_of(settings, num_hosts, query_start, prefix)
+    expected = run_oracle(model, as_double(batch), oracle)
+    exact, _ = hugging_face(family, torch.float64, as_double(batch))
+    # One block alone passes nothing on; otherwise a test without compression would prove nothing.
+    assert (relative_error(expected, exact) > 1e-4) == (oracle.num_blocks > 1)
+    logits, kv, _ = results[0]
+    assert relative_error(logits, expected) < 1e-6
+    for layer, (keys, values) in enumerate(kv):
+        assert relative_error(keys, oracle.keys[layer]) < 1e-6
+        assert relative_error(values, oracle.values[layer]) < 1e-6
+    assert all(relative_error(result[0], logits) < 1e-6 for result in results)
+
+
+# ---- what travels ----
+
+
+def traffic_job(hosts: HostGroup, settings: dict):
+    model = build("qwen2_5_vl", torch.bfloat16)
+    batch = video_batch("qwen2_5_vl", frames=40)
+    inputs = as_inputs("qwen2_5_vl", batch, None, hosts, torch.bfloat16)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv="sharded", **settings))
+    prefilled = state.timer.comm_bytes
+    state.to_dynamic_cache()
+    return prefilled, state.timer.comm_bytes - prefilled, state.layout, inputs.context_start
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 8])
+@pytest.mark.parametrize("settings", [{"passing_len": 5}, {"passing_len": 0}, {"passing_len": 5, "zigzag": False}])
+def test_comm_bytes_are_what_the_layout_predicts(on_hosts, num_hosts, settings):
+    layers, kv_heads, heads, dim, width, itemsize = 3, 2, 4, 16, 64, 2
+    for host, (prefilled, gathered, layout, first_row) in enumerate(on_hosts(num_hosts, traffic_job, settings)):
+        queries = len(layout.query)
+        per_exchange = 2 * kv_heads * min(settings["passing_len"], max(map(len, layout.blocks))) * dim * itemsize
+        exchanges = 1 if settings.get("zigzag") is False else 2
+        partials = heads * queries * (dim * itemsize + 4)
+        layerwise = layers * (num_hosts - 1) * (exchanges * per_exchange + partials)
+        # Frames: 20 temporal patches of 4 tokens, 20 // H or one more on each host.
+        encoded, start = [], first_row
+        for other in range(num_hosts):
+            count = 4 * (20 // num_hosts + (other < 20 % num_hosts))
+            encoded.append(set(range(start, start + count)))
+            start += count
+        wanted = {token for span in layout.local_spans(host) for token in span} & set.union(*encoded)
+        rows = len(wanted - encoded[host])
+        assert prefilled == layerwise + rows * width * itemsize
+        share = sum(map(len, layout.cache_spans(0)))
+        others = layers * 2 * kv_heads * (layout.num_tokens - share) * dim * itemsize
+        assert gathered == (others if host == 0 else 0)
+
+
+def merging_job(hosts: HostGroup, dtype: torch.dtype, num_queries: int):
+    """Partial results as attention returns them, queries before heads, of which one host's saw nothing."""
+    generator = torch.Generator().manual_seed(num_queries)
+    outs = torch.randn(hosts.size, 1, num_queries, 3, 16, generator=generator).to(dtype).transpose(2, 3)
+    lses = torch.randn(hosts.size, 1, 3, num_queries, generator=generator)
+    outs[1], lses[1] = torch.nan, float("-inf")
+    before = hosts.bytes_received
+    merged = gather_and_merge(outs[hosts.rank], lses[hosts.rank], hosts)()
+    torch.testing.assert_close(merged, merge_states(outs, lses)[0].to(dtype))  # of other strides
+    assert hosts.bytes_received - before == (hosts.size - 1) * num_queries * 3 * (16 * dtype.itemsize + 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_queries", [0, 1, 7])
+def test_partial_results_travel_in_one_message(pool, dtype, num_queries):
+    pool.run(3, merging_job, dtype, num_queries)
+
+
+# ---- manners ----
+
+
+def manners_job(hosts: HostGroup):
+    model = build("llama", torch.float32)
+    before = model.config._attn_implementation
+    state = prefill(model, as_inputs("llama", text_batch(100), 90, hosts), hosts=hosts)
+    return before, model.config._attn_implementation, state.method, state.layout.is_split
+
+
+def test_one_host_runs_full_unless_asked_otherwise(pool):
+    assert pool.run(1, manners_job)[0][2:] == ("full", False)
+    assert pool.run(2, manners_job)[0][2:] == ("apbv", True)
+
+
+def test_the_model_is_left_as_it_was(pool):
+    for before, after, *_ in pool.run(2, manners_job):
+        assert before == after == "sdpa"
+
+
+def test_the_model_is_left_as_it_was_after_an_error():
+    """And a single host may go on with the next prompt."""
+    model = families.build_model("llama")
+    hosts = HostGroup.single("cpu")
+    inputs = as_inputs("llama", text_batch(100), 90, hosts)
+
+    def fail(*_):
+        raise RuntimeError("a layer failed")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="a layer failed"):
+        prefill(model, inputs, hosts=hosts)
+    assert model.config._attn_implementation == "sdpa"
+    hook.remove()
+    expected, _ = hugging_face("llama", torch.float32, text_batch(100))
+    assert relative_error(prefill(model, inputs, hosts=hosts).logits, expected) < 1e-5
+
+
+def short_job(hosts: HostGroup):
+    model = build("llama", torch.float32)
+    state = prefill(model, as_inputs("llama", text_batch(9), 5, hosts), hosts=hosts)
+    return state.method, state.logits
+
+
+@pytest.mark.filterwarnings("ignore:a prompt of")
+def test_a_context_too_short_to_split_runs_as_full_on_host_0(on_hosts):
+    expected, _ = hugging_face("llama", torch.float32, text_batch(9))
+    for method, logits in on_hosts(8, short_job):
+        assert method == "full"
+        assert relative_error(logits, expected) < 1e-5

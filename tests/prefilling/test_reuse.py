@@ -1,0 +1,230 @@
+"""Further questions about the same video or text: what is computed again, and what they are answered."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
+from apbv.kv.growing import first_tokens
+from apbv.prefilling.reuse import ByteBoundedCache, Prefix
+from apbv.serve.private_files import PrivateFiles
+
+FRAMES, STEPS = 48, 8
+QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
+TEXT = "The quick brown fox jumps over the lazy dog. " * 4
+APPROXIMATE, EXACT = {"passing_len": 4}, {"passing_len": 10**6}
+
+
+def ask(engine: Engine, question: str, video: Path | None = None, frames: int = FRAMES):
+    return engine.generate(question, video=video or demo.video_path(), num_frames=frames, max_new_tokens=STEPS)
+
+
+def questions_job(hosts: HostGroup, reuse: ReuseConfig | None, settings: dict, speculate=None, videos=None):
+    """Answers, what was reused, and how often the vision tower and the language model's first layer ran on how
+    many tokens."""
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", reuse=reuse, speculate=speculate, prefill=PrefillConfig(**settings)
+    )
+    encoded, run = [], []
+    tower, layer = engine.model.model.visual, engine.model.get_decoder().layers[0]
+    tower.register_forward_hook(lambda *_: encoded.append(1) and None)
+    layer.register_forward_hook(lambda module, args, output: run.append(args[0].shape[1]) and None)
+    answers = []
+    for question, video in zip(QUESTIONS, videos or [None] * len(QUESTIONS), strict=True):
+        encoded.clear(), run.clear()
+        answer = ask(engine, question, video)
+        answers.append((answer.token_ids, answer.stats["reused"], len(encoded), run[0] if run else 0))
+    return answers
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_kept_embeddings_change_no_answer(pool, hosts):
+    plain = pool.run(hosts, questions_job, None, APPROXIMATE)[0]
+    assert [reused for _, reused, *_ in plain] == [None] * 3
+    for answers in pool.run(hosts, questions_job, ReuseConfig(), APPROXIMATE):
+        assert [tokens for tokens, *_ in answers] == [tokens for tokens, *_ in plain]
+        assert [(reused, encoded) for _, reused, encoded, _ in answers] == [
+            (None, 1),
+            ("embeddings", 0),
+            ("embeddings", 0),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "settings", "speculate"),
+    [
+        (1, {}, None),
+        pytest.param(2, EXACT, None, marks=pytest.mark.thorough),
+        (2, {**EXACT, "kv": "sharded"}, None),
+        (3, {**EXACT, "method": "zigzag_ring"}, None),
+        (2, EXACT, SpeculativeConfig(strategy="vanilla", draft_model="demo")),
+        pytest.param(1, {}, SpeculativeConfig(strategy="ngram"), marks=pytest.mark.thorough),
+    ],
+)
+def test_kept_kv_of_an_exact_method_changes_no_answer(pool, hosts, settings, speculate):
+    """And the language model's first pass is over the question only."""
+    plain = pool.run(hosts, questions_job, None, settings)[0]
+    kept = pool.run(hosts, questions_job, ReuseConfig(mode="kv"), settings, speculate)
+    for rank, answers in enumerate(kept):
+        assert [tokens for tokens, *_ in answers] == [tokens for tokens, *_ in plain]
+        assert [reused for _, reused, *_ in answers] == [None, "kv", "kv"]
+        if rank == 0:
+            assert all(encoded <= (speculate is not None) and run < 20 for *_, encoded, run in answers[1:])
+
+
+def approximate_job(hosts: HostGroup, kv: str):
+    """The second question's logits, beside Hugging Face's own attention over the KV that the first left."""
+    settings = PrefillConfig(kv=kv, **APPROXIMATE)
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", reuse=ReuseConfig(mode="kv"), prefill=settings
+    )
+    video, first, second = {"video": demo.video_path(), "num_frames": FRAMES}, *QUESTIONS[:2]
+    state = engine.prefill(first, **video)
+    cache = state.to_dynamic_cache()
+    again = engine.prefill(second, **video)
+    assert (again.reused, again.exact, again.method) == ("kv", False, "apbv")
+    assert engine.prefill(first, **video).logits.equal(engine.prefill(first, **video).logits)
+    if hosts.rank != 0:
+        return again.logits, None
+    start, inputs = again.inputs.query_start, again.inputs
+    with torch.no_grad():
+        hidden = engine.model.get_decoder()(
+            inputs_embeds=engine.model.get_input_embeddings()(inputs.input_ids[:, start:]),
+            position_ids=inputs.position_ids[..., start:],
+            past_key_values=first_tokens(cache, start, DynamicCache()),
+        ).last_hidden_state
+        return again.logits, engine.model.lm_head(hidden[:, -1])
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_kept_kv_of_an_approximate_method_is_the_first_questions(pool, kv):
+    (logits, reference), (on_host_1, _) = pool.run(2, approximate_job, kv)
+    torch.testing.assert_close(logits, on_host_1, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_what_changed_is_read_again(pool, tmp_path):
+    """Another file of the same name; and after that the old one is not taken for it either."""
+    videos = []
+    for name in ("a", "b", "a"):
+        videos.append(tmp_path / f"{name}.mp4")
+        shutil.copy(demo.video_path(), videos[-1])
+    for mode in ("exact", "kv"):
+        answers = pool.run(2, questions_job, ReuseConfig(mode=mode), EXACT, None, videos)[0]
+        assert [reused for _, reused, *_ in answers] == [None, None, "embeddings" if mode == "exact" else "kv"]
+    engine = Engine.from_pretrained(
+        "demo", hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode="kv")
+    )
+    assert ask(engine, QUESTIONS[0], videos[0]).stats["reused"] is None
+    assert ask(engine, QUESTIONS[0], videos[0], frames=FRAMES // 2).stats["reused"] is None
+    assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] == "kv"
+    videos[0].touch()
+    assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] is None
+
+
+@pytest.mark.parametrize("mode", ["exact", "kv"])
+def test_a_video_that_a_request_brings_along_is_known_again(mode):
+    engine = Engine.from_pretrained(
+        "demo", hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode=mode)
+    )
+    answers = []
+    with PrivateFiles() as files:
+        for question in QUESTIONS[:2]:
+            with files.holding(demo.video_path().read_bytes()) as video:
+                answers.append(ask(engine, question, video))
+    assert answers[0].stats["reused"] is None and answers[1].stats["reused"] is not None
+    assert answers[1].token_ids == ask(engine, QUESTIONS[1]).token_ids
+
+
+def forgetful_job(hosts: HostGroup, mode: str):
+    """Host 1 has lost what host 0 still has."""
+    config = ReuseConfig(mode=mode, max_bytes=2**30 if hosts.rank == 0 else 1)
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", reuse=config, prefill=PrefillConfig(kv="sharded")
+    )
+    answers = [ask(engine, question) for question in QUESTIONS]
+    return [answer.token_ids for answer in answers], [answer.stats["reused"] for answer in answers]
+
+
+@pytest.mark.parametrize("mode", ["exact", "kv"])
+def test_all_hosts_have_it_or_none(pool, mode):
+    plain = [tokens for tokens, *_ in pool.run(2, questions_job, None, {"kv": "sharded"})[0]]
+    assert pool.run(2, forgetful_job, mode) == [(plain, [None] * 3)] * 2
+
+
+def held_job(hosts: HostGroup, kv: str) -> tuple[int, int]:
+    """Bytes that are counted for a short text before a long question, and those of all of its KV that is here."""
+    engine = Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv=kv, anchor_len=0)
+    )
+    state = engine.prefill("why? " * 200, context="a few words")
+    layers = [] if state.shards is None else state.shards.layers
+    if kv == "gathered" and hosts.rank == 0:
+        layers = state.to_dynamic_cache().layers
+    return Prefix.of(state).num_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_all_that_is_kept_from_being_freed_counts(pool, kv):
+    assert all(counted > held for counted, held in pool.run(2, held_job, kv))
+
+
+def kept_bytes_job(hosts: HostGroup) -> tuple[int, int]:
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    state = engine.prefill(QUESTIONS[0], video=demo.video_path(), num_frames=FRAMES)
+    return Prefix.of(state).num_bytes, state.inputs.position_ids.nbytes
+
+
+def test_a_host_without_kv_keeps_a_bounded_number_of_prompts(pool):
+    (first, _), (second, described) = pool.run(2, kept_bytes_job)
+    assert first > second > described
+
+
+def test_a_text_is_kept_too():
+    engine = Engine.from_pretrained(
+        demo.model_path(), hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode="kv")
+    )
+    plain = Engine(engine.model, engine.processor, engine.hosts)
+    for question, reused in zip(QUESTIONS, (None, "kv", "kv"), strict=True):
+        answer = engine.generate(question, context=TEXT, max_new_tokens=4)
+        assert answer.stats["reused"] == reused
+        assert answer.token_ids == plain.generate(question, context=TEXT, max_new_tokens=4).token_ids
+    other = TEXT.replace("fox", "cat")
+    assert engine.generate(QUESTIONS[0], context=other, max_new_tokens=1).stats["reused"] is None
+
+
+def test_a_draft_that_watches_the_prefill_needs_one():
+    with pytest.raises(ValueError, match="specvlm watches"):
+        Engine.from_pretrained(
+            "demo",
+            hosts=HostGroup.single("cpu"),
+            reuse=ReuseConfig(mode="kv"),
+            speculate=SpeculativeConfig(strategy="specvlm"),
+        )
+
+
+@pytest.mark.parametrize("settings", [{"mode": "always"}, {"max_bytes": 0}, {"max_bytes": 1.5}])
+def test_bad_settings(settings):
+    with pytest.raises(ValueError):
+        ReuseConfig(**settings)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=30), st.integers(1, 20))
+def test_the_bound_holds_and_the_oldest_go_first(puts, bound):
+    cache, order = ByteBoundedCache(bound), []
+    for number, (key, size) in enumerate(puts):
+        cache.put(key, number, size)
+        order = [(other, *rest) for other, *rest in order if other != key]
+        if size <= bound:
+            order.append((key, number, size))
+        while sum(size for *_, size in order) > bound:
+            order.pop(0)
+        assert cache.num_bytes == sum(size for *_, size in order) <= bound
+        assert all((key in cache) == any(key == other for other, *_ in order) for key in "abcdef")
+    for key, number, _ in order:
+        assert cache.get(key) == number
