@@ -1,4 +1,4 @@
-"""What a strategy is given, a prefilled prompt, and what it makes of it, a draft."""
+"""This module defines what a strategy builds a draft from, and the draft itself."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,28 +8,32 @@ from torch import Tensor
 from ..config import SamplingConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..model.attention import LayerAttention, PrefillObserver
+from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
-from ..prefilling.forward import PrefillResult
+from ..prefilling.observer import PrefillObserver
+from ..prefilling.result import PrefillResult
 from .drafters import Drafter, ModelDrafter
-from .tree import TreeDrafter
+from .tree_drafter import TreeDrafter
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prefilled prompt, and what a draft may be made of.
+class DraftTask:
+    """A DraftTask holds a prefilled prompt and all else that a strategy builds a draft from.
 
     Attributes:
         target, draft: the models; draft is None for strategies without one.
         inputs: the prompt with its pixels.
-        state: what the target's prefill left; None on a draft host.
-        observer: what watched the prefill, if the strategy asked for it.
-        hosts: who computes: the target's hosts, or a draft host by itself.
-        vocab_size: of the target; with a smaller draft of that, where it drafts on a host of its own.
-        leave_last: the drafter is to run the prompt's last token itself, whose logits it then has.
-        drafts_tree: its drafter fills trees.
-        tokenize: text to token ids, without special tokens, for drafts that read other text than the prompt's.
-        caption: what is to be seen, in words; on the leader, where the strategy asks for it.
+        state: the target's prefill; None on a draft host.
+        observer: the observer of the prefill, if the strategy needs one.
+        hosts: the hosts that compute: the target's hosts, or a draft host alone.
+        config: the speculative configuration.
+        keep: the policy that chooses the visual tokens which the draft sees; None where none can be chosen.
+        sampling: how tokens are drawn.
+        vocab_size: the target's; on a draft host the smaller one of target and draft.
+        leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
+        drafts_tree: whether the drafter drafts trees.
+        tokenize: turns text into token ids, without special tokens, for drafts that read other text.
+        caption: a caption of what is to be seen, on the leader, if the strategy needs one.
     """
 
     target: ModelParts
@@ -39,6 +43,7 @@ class Prompt:
     observer: PrefillObserver | None
     hosts: HostGroup
     config: SpeculativeConfig
+    keep: str | None
     sampling: SamplingConfig
     vocab_size: int
     leave_last: bool = False
@@ -48,15 +53,17 @@ class Prompt:
 
     @property
     def is_visual(self) -> Tensor:
+        """The mask of the prompt's visual tokens, bool ``[n]``."""
         return self.target.is_visual(self.inputs.input_ids[0])
 
     @property
     def num_visual(self) -> int:
+        """The number of visual tokens in the prompt."""
         return int(self.is_visual.sum())
 
     @property
     def num_kept(self) -> int:
-        """How many visual tokens a pruned draft sees."""
+        """The number of visual tokens that a pruned draft sees."""
         count, num_visual = self.config.keep_tokens, self.num_visual
         if count is None:
             wanted = round(self.config.keep_ratio * num_visual)
@@ -65,55 +72,55 @@ class Prompt:
         return min(num_visual, max(1, wanted))
 
     def drafter(
-        self, parts: ModelParts, cache, attention: LayerAttention | None = None, next_position: int | None = None
+        self, parts: ModelParts, cache, prompt_kv: ChosenKV | None = None, next_position: int | None = None
     ) -> Drafter | TreeDrafter | None:
-        """A model that continues from a cache; None where there is no cache.
+        """Return a drafter that continues from a cache; None where there is no cache.
 
         Args:
-            attention: see :class:`ModelDrafter`; for chains, and where ``leave_last`` is not asked for: a draft
-                host has none of the target's KV.
-            next_position: rotary position behind the prompt; the target's by default.
+            prompt_kv: see :class:`ModelDrafter`; for chains only, and without ``leave_last``: a draft host has
+                none of the target's KV.
+            next_position: rotary position after the prompt; the target's by default.
         """
         if cache is None:
             return None
-        left = int(self.leave_last)
-        if left:
-            cache.crop(-left)
+        num_left_out = int(self.leave_last)
+        if num_left_out:
+            cache.crop(-num_left_out)
         position = self.inputs.next_position if next_position is None else next_position
-        position, length = position - left, self.inputs.num_tokens - left
+        position, length = position - num_left_out, self.inputs.num_tokens - num_left_out
         if self.drafts_tree:
             return TreeDrafter(parts, cache, position, self.vocab_size)
-        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, attention)
+        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, prompt_kv)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Who drafts, and from what.
+    """A Draft is a drafter that has read the prompt, and what it saw of it.
 
     Attributes:
-        drafter: on the leader; None on the others.
+        drafter: the drafter on the leader; None on the other hosts.
         num_visual: how many visual tokens it sees.
-        kept: which, by their number among the visual tokens, where all layers and heads see the same.
-        successor: of a provisional draft, which writes while the target still prefills.
-        follows_target: its drafter is the target on less of the prompt, and may follow the target's KV of what is
-            verified.
+        kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
+        successor: replaces a provisional draft, which drafts while the target still prefills.
+        takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
+            verified tokens may replace its own.
     """
 
     drafter: Drafter | TreeDrafter | None
     num_visual: int
     kept: Tensor | None = None
     successor: "Successor | None" = None
-    follows_target: bool = False
+    takes_target_kv: bool = False
 
 
 @dataclass(frozen=True)
 class Successor:
-    """A draft that needs the target's scores.
+    """A Successor builds the final draft when the scores of the target's prefill have arrived.
 
     Attributes:
-        is_due: whether they have come.
-        wait: until they have.
-        build: afterwards.
+        is_due: returns whether the scores have arrived.
+        wait: waits until they have.
+        build: builds the final draft, afterwards.
     """
 
     is_due: Callable[[], bool]

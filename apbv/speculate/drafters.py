@@ -1,8 +1,8 @@
-"""Who proposes tokens for the target to verify. A drafter lives on host 0.
+"""This module defines drafters, which propose tokens for the target to verify. They run on host 0.
 
-No drafter is told what became of its proposals: it is given all tokens so far, keeps what it has already computed
-of them, and drops the rest. So there is no second account of what was accepted that could be wrong. A
-:class:`Learner` is told besides what the target thought of the tokens that stand.
+A drafter is not told which of its tokens were accepted: it is given all tokens so far, keeps the KV that it has
+already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong. Only a
+:class:`Learner` is also given the target's logits for the new tokens.
 """
 
 import itertools
@@ -17,79 +17,110 @@ from transformers import DynamicCache
 from ..config import SamplingConfig
 from ..decode.decoder import run_language_model
 from ..decode.sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
-from ..kv.cache import appending_in_place, replace_last
-from ..model.attention import LayerAttention
+from ..kv.growing import appending_in_place, replace_last
+from ..model.attention import ChosenKV, NewTokenAttention
 from ..model.parts import ModelParts
-from .draft_kv import forget_prompt
+from .draft_kv import prune_prompt
 
-# The target's KV of so many new tokens, the last that are verified; see Decoder.newest_kv.
+# Returns the target's KV of the last so many tokens; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens.
+    """A Proposal is a window of drafted tokens.
 
     Attributes:
-        tokens: as many as were asked for, or fewer.
-        q: ``[len(tokens), Vq]`` in fp64, the distributions they were drawn from; None where they were not drawn.
+        tokens: at most as many tokens as were asked for.
+        q: ``[len(tokens), Vq]`` in fp64, the distributions the tokens were drawn from; None if they were not
+            drawn.
     """
 
     tokens: list[int]
     q: Tensor | None = None
 
 
-def packed(tokens: Sequence[int], most: int) -> list[int]:
-    """At most so many tokens as ``1 + most`` numbers, which is how they travel: their count, they, and zeros."""
+def pack_tokens(tokens: Sequence[int], most: int) -> list[int]:
+    """Encode at most ``most`` tokens as a message of ``1 + most`` numbers: their count, the tokens, and zeros."""
     return [len(tokens), *tokens, *[0] * (most - len(tokens))]
 
 
-def unpacked(numbers: Sequence[int]) -> list[int]:
-    """The tokens out of what :func:`packed` made."""
+def unpack_tokens(numbers: Sequence[int]) -> list[int]:
+    """Decode the tokens of a message of :func:`pack_tokens`."""
     count, *tokens = numbers
     return tokens[:count]
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the longest common prefix."""
     shorter = min(len(first), len(second))
     return next((place for place in range(shorter) if first[place] != second[place]), shorter)
 
 
+class VerifiedKV:
+    """A VerifiedKV replaces a draft's KV of verified tokens by the target's, which attended to the whole prompt.
+
+    Only for a draft that is the target itself on less of the prompt (STD: dense KV takes the place of sparse).
+
+    Args:
+        newest_kv: returns the target's KV of the last so many tokens; see
+            :meth:`apbv.decode.decoder.Decoder.newest_kv`.
+    """
+
+    def __init__(self, newest_kv: NewestKV):
+        self._newest_kv, self._num_replaced = newest_kv, 0
+
+    def put_into(self, cache: DynamicCache, num_cached: int, verified: Sequence[int]) -> list[int]:
+        """Let the draft's cache end with the target's KV of all verified new tokens.
+
+        Args:
+            num_cached: how many new tokens the cache holds; all of them are verified.
+            verified: all new tokens whose KV the target has.
+
+        Returns:
+            The new tokens that the cache holds then.
+        """
+        already = self._num_replaced
+        replace_last(cache, num_cached - already, self._newest_kv(len(verified) - already))
+        self._num_replaced = len(verified)
+        return list(verified)
+
+
 class Drafter(Protocol):
-    """Proposes how a sequence goes on."""
+    """A Drafter proposes how a sequence goes on."""
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
-        """At most ``count`` tokens to follow all the new ``tokens`` (at least one) since the prompt.
+        """Draft at most ``count`` tokens that follow all the new ``tokens`` (at least one) since the prompt.
 
         Raises:
-            NotFiniteError: the draft's logits are NaN or infinite: it is of no use for this prompt.
+            NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for this prompt.
         """
 
 
 @runtime_checkable
 class Learner(Drafter, Protocol):
-    """A drafter that adapts to the target while it drafts; only where both take turns."""
+    """A Learner is a drafter that adapts to the target while it drafts; only where both take turns."""
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """What a round of verification has added to the sequence, and the target's logits for each, ``[S, V]``.
+        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``.
 
-        The first new token, which the prefill chose, is not among them.
+        The first new token, which the prefill chose, is never among them.
         """
 
 
 class ModelDrafter:
-    """A language model, autoregressively, from a cache that holds the prompt as this drafter sees it.
+    """A ModelDrafter drafts autoregressively with a language model, on top of its own KV of the prompt.
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
-        cache: plain transformers cache of the prompt. It grows and shrinks, and what it held at first stays.
-        next_position: rotary position of the first new token: a cache slot is not a position.
+        cache: plain transformers cache of the prompt. New tokens are appended and rolled back; the prompt's KV
+            stays.
+        next_position: rotary position of the first new token, which may exceed the number of cached tokens.
         prompt_len: n, on which random numbers depend.
         config: how tokens are drawn.
-        vocab_size: only tokens below it are drafted: the target has no others. What it says beyond the draft's own
-            vocabulary the draft reads as token 0, which can make its proposals worse, but not wrong.
-        attention: by which it sees a prompt that is not in the cache, which is then empty at first; None: it is.
+        vocab_size: only tokens below it are drafted: the target has no others. The draft reads the target's tokens
+            beyond its own vocabulary as token 0, which can cost acceptance, but keeps decoding lossless.
+        prompt_kv: the KV of a prompt that is not in the cache, which then starts empty; None if it is.
     """
 
     def __init__(
@@ -100,21 +131,19 @@ class ModelDrafter:
         prompt_len: int,
         config: SamplingConfig,
         vocab_size: int,
-        attention: LayerAttention | None = None,
+        prompt_kv: ChosenKV | None = None,
     ):
-        self._parts, self._position, self._attention = parts, next_position, attention
+        self._parts, self._position = parts, next_position
+        self._has_prompt_in_cache = prompt_kv is None
+        self._attention = NewTokenAttention(parts.backend, prompt=prompt_kv)
         self._cache = appending_in_place(cache)
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
-        self._newest_kv: NewestKV | None = None
-        self._num_verified = 0  # so many of them with the target's KV
+        self._verified_kv: VerifiedKV | None = None
 
-    def follow(self, newest_kv: NewestKV) -> None:
-        """The target's KV of verified tokens will replace this drafter's own, which saw less of the prompt.
-
-        Only for a drafter that is the target itself (STD: dense KV takes the place of sparse).
-        """
-        self._newest_kv = newest_kv
+    def take_target_kv(self, newest_kv: NewestKV) -> None:
+        """Replace this drafter's KV of verified tokens by the target's from now on; see :class:`VerifiedKV`."""
+        self._verified_kv = VerifiedKV(newest_kv)
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
         drafted = list(itertools.islice(self.stream(tokens), count))
@@ -122,8 +151,8 @@ class ModelDrafter:
         return Proposal([token for token, _ in drafted], torch.stack(rows) if rows else None)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """One token after the other, each with the distribution ``[Vq]`` that it was drawn from, if it was."""
-        self._keep_common(tokens)
+        """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None where greedy."""
+        self._roll_back(tokens)
         sequence = list(tokens)
         while True:
             missing = sequence[len(self._cached) :]
@@ -133,18 +162,18 @@ class ModelDrafter:
             sequence.append(token)
             yield token, row
 
-    def forget_prompt(self, kept: Tensor) -> None:
-        """Keep of the prompt's KV only these rows, ``[T]``, ascending; new tokens' stay.
+    def prune_prompt(self, rows: Tensor) -> None:
+        """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays.
 
         Raises:
             ValueError: the prompt is not in the cache.
         """
-        if self._attention is not None:
-            raise ValueError("this drafter's cache does not hold the prompt: there is nothing of it to forget")
-        self._cache = appending_in_place(forget_prompt(self._cache, kept, len(self._cached)))
+        if not self._has_prompt_in_cache:
+            raise ValueError("this drafter's cache does not hold the prompt, so that its KV cannot be pruned")
+        self._cache = appending_in_place(prune_prompt(self._cache, rows, len(self._cached)))
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
-        """Logits ``[Vq]`` of what follows these tokens, which go into the cache."""
+        """Run the model on these tokens, cache their KV, and return the logits ``[Vq]`` after the last."""
         position = self._position + len(self._cached)
         logits = run_language_model(self._parts, tokens, position, self._cache, self._attention, last_only=True)
         return logits[-1, : self._vocab_size]
@@ -155,34 +184,32 @@ class ModelDrafter:
         row = require_distribution(probabilities(logits, self._config.temperature, self._config.top_p))
         return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
 
-    def _keep_common(self, tokens: Sequence[int]) -> None:
-        """Forget what was rejected, and at least the last token, whose logits are wanted."""
+    def _roll_back(self, tokens: Sequence[int]) -> None:
+        """Roll back what was rejected, and at least the last token, whose logits are wanted."""
         common = common_length(self._cached, tokens[:-1])
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
             del self._cached[common:]
-        if self._newest_kv is not None:
-            verified, known = list(tokens[:-1]), self._num_verified
-            replace_last(self._cache, common - known, self._newest_kv(len(verified) - known))
-            self._cached, self._num_verified = verified, len(verified)
+        if self._verified_kv is not None:
+            self._cached = self._verified_kv.put_into(self._cache, common, tokens[:-1])
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last few tokens where they occurred before. No model runs.
+    """An NgramDrafter drafts what followed the last tokens where they occurred before (prompt lookup).
 
     Args:
         prompt: the prompt's token ids.
-        longest: try to match so many tokens first, then fewer.
+        longest: the number of tokens that are matched first; then fewer.
     """
 
     def __init__(self, prompt: Sequence[int], longest: int = 3):
         self._prompt, self._longest = list(prompt), longest
-        self._followed: dict[tuple[int, ...], int] = {}  # where the latest occurrence of a few tokens ended
+        self._followed: dict[tuple[int, ...], int] = {}  # n-gram: the end of its latest occurrence
         self._indexed = 0
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
         sequence = [*self._prompt, *tokens]
-        # Tokens are never taken back: what was indexed stays. The end of the sequence is followed by nothing yet.
+        # Verified tokens are never rolled back, so the index stays valid. The last token has no successor yet.
         for end in range(self._indexed + 1, len(sequence)):
             for length in range(1, min(self._longest, end) + 1):
                 self._followed[tuple(sequence[end - length : end])] = end

@@ -1,9 +1,9 @@
-"""TABED: one draft model reads the prompt in several ways at once, and drafts from the mixture of what it says.
+"""This module defines TABED's draft: one model that reads the prompt in several ways, and drafts from the mixture.
 
-The ways, called contexts: M, the prompt as it is; T, a line break in place of every run of visual tokens; C, a
-caption in their place; P, visual tokens pooled 2 x 2. They are the rows of one batch: a drafted token takes one
-forward pass all the same (Algorithm 1). How well each would have said the tokens verified so far is how far it is
-trusted with the next.
+The ways are called contexts: M, the prompt as it is; T, a line break in place of every run of visual tokens; C, a
+caption in their place; P, visual tokens pooled 2 x 2. They are the rows of one batch, so that a drafted token
+still takes one forward pass (Algorithm 1). A context's weight depends on how well it has predicted the tokens
+verified so far.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,22 +30,22 @@ LINE_BREAK = "\n"
 ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
 
 
-# ---- weights (Section 5.1, Appendix B) ----
-
-
 class Weights(Protocol):
-    """Weights of the contexts, from how they did on all tokens verified so far (the paper's window)."""
+    """A Weights adapts the contexts' weights to all tokens verified so far (the paper's window)."""
 
     def learn(self, token: int, p: Tensor, q: Tensor) -> None:
-        """A verified token, what the target said of it, ``p [V]``, and the contexts, ``q [m, V]``."""
+        """Learn from a verified token, the target's distribution ``p [V]`` and the contexts' ``q [m, V]``."""
 
     def choose(self) -> Tensor:
-        """``[m]``, summing to 1; after at least one token."""
+        """Return weights ``[m]`` that sum to 1; after at least one token."""
 
 
 class GridWeights:
-    """Of two contexts (MT*): of ``[1 - j/10, j/10]`` those whose mixture had the verified token on top most often,
-    and of equally good ones those of the smallest KL divergence from the target, summed over the tokens."""
+    """A GridWeights chooses two contexts' weights (MT*) among ``[1 - j/10, j/10]``.
+
+    It takes those whose mixture had the verified token on top most often, and of equally good ones those of the
+    smallest KL divergence from the target, summed over the tokens.
+    """
 
     def __init__(self) -> None:
         second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
@@ -64,7 +64,7 @@ class GridWeights:
 
 
 class ErrorWeights:
-    """Of more (MTCP*): softmax(1 / e) of the contexts' KL divergences e from the target, summed over tokens."""
+    """An ErrorWeights weighs contexts (MTCP*) by softmax(1 / e), e their KL divergences from the target so far."""
 
     def __init__(self, num_contexts: int):
         self._errors = torch.zeros(num_contexts, dtype=torch.float64)
@@ -77,23 +77,20 @@ class ErrorWeights:
 
 
 def make_weights(ensemble: str) -> Weights | None:
-    """What adapts the weights of this ensemble; None where they stay equal."""
+    """Return what adapts the weights of an ensemble; None where they stay equal."""
     if not ensemble.endswith("*"):
         return None
     return GridWeights() if len(ensemble) == 3 else ErrorWeights(len(ensemble) - 1)
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p ‖ q) over the last dimension in nats, summed where p > 0; infinite where q lacks what p has."""
+    """Return KL(p ‖ q) over the last dimension in nats; infinite where q is 0 and p is not."""
     return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(dim=-1)
-
-
-# ---- contexts ----
 
 
 @dataclass(frozen=True)
 class Context:
-    """The prompt as the draft has read it in one way.
+    """A Context is the prompt as the draft has read it in one way.
 
     Attributes:
         cache: its KV, ``[1, Hkv, n, D]`` per layer.
@@ -119,9 +116,10 @@ def read_contexts(
     M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of their own.
 
     Args:
-        letters: of M, T, C and P.
-        kept_visual, rows: of M; see :func:`apbv.speculate.draft_kv.prefill_draft`. P needs rows, too.
-        caption: on the leader, for C.
+        letters: some of M, T, C and P.
+        kept_visual, rows: for M; see :func:`apbv.speculate.draft_kv.prefill_draft`. P needs the rows, too.
+        tokenize: turns text into token ids, without special tokens.
+        caption: the caption for C, on the leader.
 
     Returns:
         The contexts on the leader, None elsewhere.
@@ -146,36 +144,36 @@ def read_contexts(
         positions = positions.expand(3, 1, -1) if parts.uses_mrope else positions
         return Context(run_prompt(parts, ids, positions, None), ids.shape[1])
 
-    read = {
+    readers = {
         "M": lambda: multimodal(kept_visual, rows),
         "T": lambda: text(LINE_BREAK),
         "C": lambda: text(f"image: {caption}"),
         "P": pooled,
     }
-    contexts = [read[letter]() for letter in letters]
+    contexts = [readers[letter]() for letter in letters]
     return contexts if hosts.is_leader else None
 
 
 def as_text(input_ids: Sequence[int], is_visual: Sequence[bool], first: list[int], others: list[int]) -> list[int]:
-    """A prompt without visual tokens: ``first`` for their first run, ``others`` for every further one.
+    """Replace the first run of visual tokens in a prompt by ``first``, and every further run by ``others``.
 
-    The paper's prompts have one placeholder an image, which becomes one "\\n" (Appendix I.2); here a run of
-    placeholders that the processor expanded it to.
+    The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here it is the run
+    of placeholders into which the processor has expanded that one.
     """
-    said, replacement = [], first
+    text, replacement = [], first
     for visual, run in groupby(zip(input_ids, is_visual, strict=True), key=lambda pair: pair[1]):
         if visual:
-            said += replacement
+            text += replacement
             replacement = others
         else:
-            said += [token for token, _ in run]
-    return said
+            text += [token for token, _ in run]
+    return text
 
 
 def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
-    """For each visual token the number of the top left one of its 2 x 2 cell, within its frame or image.
+    """Return for each visual token the number of the top left one of its 2 x 2 cell, within its frame or image.
 
-    A token that is in no grid, such as a separator at the video's end, is a cell of its own; and so are those of
+    A token outside any grid, such as a separator at the video's end, is a cell by itself; so are the tokens of
     LLaVA-OneVision's images, which are laid out in tiles of varying sizes.
     """
     total = inputs.num_visual_tokens
@@ -195,7 +193,7 @@ def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
 
 
 def _image_grids(parts: ModelParts, inputs: ModelInputs) -> list[tuple[int, int]]:
-    """(rows, columns) of every image of a prompt with M-RoPE, each of which is one run of placeholders."""
+    """Return (rows, columns) of every image of a prompt with M-RoPE; each image is one run of placeholders."""
     is_visual = parts.is_visual(inputs.input_ids[0])
     lengths = [sum(1 for _ in run) for visual, run in groupby(is_visual.tolist()) if visual]
     heights = inputs.position_ids[1, 0, is_visual].split(lengths)
@@ -204,17 +202,17 @@ def _image_grids(parts: ModelParts, inputs: ModelInputs) -> list[tuple[int, int]
 
 
 def pool_rows(rows: Tensor, cells: Tensor) -> Tensor:
-    """Every cell's mean, in the row of its top left token; ragged cells' over what is there.
+    """Average every cell in the row of its top left token; cells at an edge have fewer tokens.
 
-    Merged embeddings are pooled, where the paper pools before the projector: what comes out of a projector, and
-    how, is all that unmodified models of every family have in common.
+    This pools the projector's output, where the paper pools its input: only the output is accessible in unmodified
+    models of every family.
 
     Args:
         rows: ``[rows, d]`` of whole frames.
-        cells: ``[rows]``, numbers among these rows.
+        cells: ``[rows]``, the row of each row's top left token.
 
     Returns:
-        ``[rows, d]``; rows that are no cell's first are zero.
+        ``[rows, d]``; rows that are not a cell's top left one are zero.
     """
     cells = cells.to(rows.device)
     total = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
@@ -223,7 +221,7 @@ def pool_rows(rows: Tensor, cells: Tensor) -> Tensor:
 
 
 def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
-    """One cache with a row for each of these, padded with zeros in front: all rows end, and grow, together."""
+    """Stack caches as rows of one batch, padded with zeros on the left, so that all rows grow together."""
     longest = max(cache.get_seq_length() for cache in caches)
     stacked = DynamicCache()
     for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
@@ -235,18 +233,15 @@ def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
     return stacked
 
 
-# ---- drafting ----
-
-
 class EnsembleDrafter(ModelDrafter):
-    """A language model in several contexts; what it drafts is drawn from the mixture of its distributions.
+    """An EnsembleDrafter drafts from the mixture of one model's distributions in several contexts.
 
     Each context's distribution is at the sampling temperature (1 where decoding is greedy), and top-p cuts the
     mixture. Weights are equal in the first block, and stay as they are within one.
 
     Args:
-        contexts: one batch row each.
-        weights: what adapts the weights; None: they stay equal.
+        contexts: the contexts, one batch row each.
+        weights: adapts the weights; None keeps them equal.
         parts, prompt_len, config, vocab_size: as for :class:`ModelDrafter`.
     """
 
@@ -268,27 +263,27 @@ class EnsembleDrafter(ModelDrafter):
         self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
         self._policy = weights
         self._weights = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
-        # [m, Vq] each: what the contexts say next after every token in the cache that is not learnt from yet.
-        self._said: list[Tensor] = []
+        # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
+        self._predictions: list[Tensor] = []
         self._verified: list[tuple[int, Tensor]] = []
 
     @property
     def weights(self) -> list[float]:
-        """Those of the latest block."""
+        """The contexts' weights in the latest block."""
         return self._weights.tolist()
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """See :class:`apbv.speculate.drafters.Learner`."""
+        """Collect verified tokens; see :class:`apbv.speculate.drafters.Learner`."""
         if self._policy is not None:
             self._verified += zip(tokens, logits, strict=True)
 
     def _run(self, tokens: Sequence[int]) -> Tensor:
-        """The mixture ``[Vq]`` of what follows."""
-        said = torch.softmax(self._run_contexts(tokens).double() / (self._config.temperature or 1.0), dim=-1)
+        """Run all contexts on these tokens, and return the mixture ``[Vq]`` of their next distributions."""
+        q = torch.softmax(self._run_contexts(tokens).double() / (self._config.temperature or 1.0), dim=-1)
         if self._policy is not None:
-            self._said += said.unbind(dim=1)
+            self._predictions += q.unbind(dim=1)
             self._adapt()
-        return self._weights.to(said) @ said[:, -1]
+        return self._weights.to(q) @ q[:, -1]
 
     def _choose(self, distribution: Tensor, index: int) -> tuple[int, Tensor | None]:
         if self._config.temperature == 0:
@@ -297,26 +292,26 @@ class EnsembleDrafter(ModelDrafter):
         return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
 
     def _adapt(self) -> None:
-        """Learn from the tokens verified since the last block, if it is over, and weigh the next one."""
+        """Learn from the tokens verified since the latest block, if there are any, and choose the next weights."""
         if not self._verified:
             return
         temperature = self._config.temperature or 1.0
-        for (token, logits), q in zip(self._verified, self._said, strict=False):
+        for (token, logits), q in zip(self._verified, self._predictions, strict=False):
             p = torch.softmax(logits.to(q) / temperature, dim=-1)
             self._policy.learn(token, p[: q.shape[-1]], q)
-        del self._said[: len(self._verified)]
+        del self._predictions[: len(self._verified)]
         self._verified.clear()
         self._weights = self._policy.choose()
 
-    def _keep_common(self, tokens: Sequence[int]) -> None:
+    def _roll_back(self, tokens: Sequence[int]) -> None:
         before = len(self._cached)
-        super()._keep_common(tokens)
-        if self._policy is not None and (forgotten := before - len(self._cached)):
-            del self._said[-forgotten:]
+        super()._roll_back(tokens)
+        if self._policy is not None and (num_rejected := before - len(self._cached)):
+            del self._predictions[-num_rejected:]
 
     @torch.no_grad()
     def _run_contexts(self, tokens: Sequence[int]) -> Tensor:
-        """Logits ``[m, S, Vq]`` after each of S tokens, which go into the cache."""
+        """Run all contexts on S tokens, cache their KV, and return logits ``[m, S, Vq]``."""
         parts, count = self._parts, len(tokens)
         input_ids = torch.tensor([list(tokens)], device=parts.device).expand(len(self._positions), -1)
         position_ids = self._positions + len(self._cached) + torch.arange(count, device=parts.device)

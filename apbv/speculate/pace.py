@@ -1,4 +1,4 @@
-"""How many tokens to draft next, and whether to draft at all, by what drafting has cost and brought so far."""
+"""This module paces a draft: how many tokens to draft, and whether to go on drafting, by costs and acceptance."""
 
 from collections import deque
 from statistics import median
@@ -6,22 +6,22 @@ from statistics import median
 from ..config import longest_window
 from . import theory
 
-FIRST_AUTO_DRAFT_TOKENS = 4  # before anything is measured
-TRIAL_PASSES = 8  # a draft may cost so many of the target's passes more than it saves
-_FEWEST_PLAIN_PASSES = 3  # before a draft is judged by them
-_MEMORY = 0.95  # how much a round's acceptance and costs still count in the next one
-_LONGEST_ROUND = 3.0  # medians: what took longer was held up by something else
+FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
+TRIAL_PASSES = 8  # the loss, in passes of the target, at which a draft is switched off
+_FEWEST_PLAIN_PASSES = 3  # passes without a window that are measured before a draft is judged
+_MEMORY = 0.95  # the weight of a round's acceptance and costs decays by this factor per round
+_LONGEST_ROUND = 3.0  # in medians: a longer round was delayed by something else
 _SHORTEST_SECONDS = 1e-9  # a clock may be coarse
 
 
 def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
-    """γ in 1 .. ``most`` of the highest expected speed-up; of equal ones the shortest.
+    """Return the γ in 1 .. ``most`` of the highest expected speed-up; of equal ones the smallest.
 
     TABED's Eq. 1 with ParallelVLM's Lemma 1 (truncated geometric) for the tokens of a round.
 
     Args:
-        cost_ratio: c, the time of a pass of the target over what one more drafted token costs.
-        acceptance: τ, how likely a drafted token is accepted where those before it are.
+        cost_ratio: c, the seconds of a pass of the target over those that one more drafted token costs.
+        acceptance: τ, the probability that a drafted token is accepted if all before it are.
     """
 
     def speedup(gamma: int) -> float:
@@ -32,40 +32,40 @@ def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
 
 
 def passes_lost(seconds: float, num_tokens: int, pass_seconds: float) -> float:
-    """How many passes of the target over a single token drafting has cost more than it has saved.
+    """Return the loss by drafting, in passes of the target over a single token; negative for a gain.
 
     Args:
-        seconds: of drafting and verifying.
-        num_tokens: what came of it; the target alone takes one pass for each.
-        pass_seconds: of one such pass.
+        seconds: the seconds of drafting and verifying.
+        num_tokens: the tokens that came of it; the target alone takes one pass for each.
+        pass_seconds: the seconds of one such pass.
     """
     return seconds / max(pass_seconds, _SHORTEST_SECONDS) - num_tokens
 
 
 class Pace:
-    """Chooses the windows of one answer; on the host that drafts in turn with the target, or judges windows.
+    """A Pace chooses the lengths of one answer's draft windows; on host 0.
 
-    The target's passes over a single token, by which a draft is judged, are those of windows that were empty. Now
-    and then :meth:`next_window` asks for one: such a pass costs what it costs without a draft.
+    A draft is judged by the seconds of the target's passes over a single token. Now and then :meth:`next_window`
+    returns 0 to measure one: such a pass costs no more than decoding without a draft.
 
     Args:
         num_draft_tokens: γ, or ``"auto"``: the best one by :func:`best_window`.
-        drop_losing: whether :meth:`is_losing` is asked.
+        keep_losing_draft: whether a draft is never judged; then :meth:`is_losing` is always false.
     """
 
-    def __init__(self, num_draft_tokens: int | str, drop_losing: bool = False):
-        self._wanted, self._drops = num_draft_tokens, drop_losing
+    def __init__(self, num_draft_tokens: int | str, keep_losing_draft: bool = True):
+        self._wanted, self._keeps_losing_draft = num_draft_tokens, keep_losing_draft
         self.most = longest_window(num_draft_tokens)
         self._num_rounds, self._spent, self._num_tokens = 0, 0.0, 0
         self._plain: deque[float] = deque(maxlen=9)  # seconds of the target's latest passes over one token
         self._rounds: deque[float] = deque(maxlen=64)  # seconds of the latest rounds with a window
-        # Of rounds with a window, the earlier the less: their number, seconds and tokens.
+        # Decaying sums over the rounds with a window: their number, seconds and tokens.
         self._windows = self._draft_seconds = self._verify_seconds = 0.0
         self._drafted = self._accepted = self._rejections = 0.0
 
     def next_window(self) -> int:
-        """How many tokens to draft next, or levels of a tree; 0: the target is to take one pass alone."""
-        if self._drops and self._wants_plain_pass():
+        """Return how many tokens, or levels of a tree, to draft next; 0 for a pass without a window."""
+        if not self._keeps_losing_draft and self._wants_plain_pass():
             return 0
         if self._wanted != "auto":
             return self._wanted
@@ -73,19 +73,20 @@ class Pace:
             return FIRST_AUTO_DRAFT_TOKENS
         verify = self._verify_seconds / self._windows
         plain = min(median(self._plain), verify) if self._plain else verify
-        # Whatever a longer window adds to the target's pass is part of the price of a drafted token.
+        # The seconds that a longer window adds to the target's pass are part of a drafted token's cost.
         per_token = (self._draft_seconds + self._verify_seconds - self._windows * plain) / self._drafted
         cost_ratio = max(plain, _SHORTEST_SECONDS) / max(per_token, _SHORTEST_SECONDS)
         acceptance = (self._accepted + 1) / (self._accepted + self._rejections + 2)
         return best_window(cost_ratio, acceptance, self.most)
 
     def learn(self, num_drafted: int, num_accepted: int, num_new: int, draft: float, verify: float) -> None:
-        """A round.
+        """Learn from a round.
 
         Args:
             num_drafted, num_accepted: tokens of the window, or levels of the tree.
-            num_new: tokens that it added to the answer.
-            draft, verify: seconds; on a draft host the first are those that the target waited.
+            num_new: tokens that the round added to the answer.
+            draft, verify: seconds of drafting and of verifying; with a draft host of waiting for it and of
+                verifying.
         """
         self._num_rounds += 1
         if not num_drafted:
@@ -104,13 +105,14 @@ class Pace:
         self._accepted, self._rejections = sums
 
     def is_losing(self) -> bool:
-        """Whether the draft has had its trial and lost it."""
-        return self._drops and self._seems_losing() and len(self._plain) >= _FEWEST_PLAIN_PASSES
+        """Return whether drafting has cost more than it has saved by :data:`TRIAL_PASSES` passes of the target."""
+        has_plain_passes = len(self._plain) >= _FEWEST_PLAIN_PASSES
+        return not self._keeps_losing_draft and has_plain_passes and self._seems_losing()
 
     def _seems_losing(self) -> bool:
         return bool(self._plain) and passes_lost(self._spent, self._num_tokens, median(self._plain)) > TRIAL_PASSES
 
     def _wants_plain_pass(self) -> bool:
-        """After 2, 8, 32, … rounds, and where the draft seems to lose."""
+        """Return whether to run a pass without a window: after 2, 8, 32, … rounds, or if the draft may lose."""
         count = len(self._plain)
         return self._num_rounds >= 2 * 4**count or (count < _FEWEST_PLAIN_PASSES and self._seems_losing())

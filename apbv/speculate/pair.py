@@ -1,4 +1,4 @@
-"""Target hosts and a draft host: who is who, and how the two sides go through a request together."""
+"""This module pairs the target's hosts with a draft host, and takes both through a request."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,45 +13,46 @@ from ..input.model_inputs import ModelInputs
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from ..warn import warn_caller
-from .draft import Draft, Prompt
+from .draft import Draft, DraftTask
 from .link import FAILED, GO_ON, Link
 from .pipeline import DraftReport, draft_beside
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, keep_policy
 
 
 @dataclass
 class Pair:
-    """This host's part in drafting beside the target.
+    """A Pair is this host's end of the target's hosts and their draft host.
 
     Attributes:
-        hosts: who this host computes with: the target's hosts, or the draft host alone.
-        is_draft: which of them it is.
-        link: on host 0 of the target and on the draft host; None on others, and once the other end was lost.
+        hosts: the hosts that this host computes with: the target's hosts, or the draft host alone.
+        is_draft: whether this is the draft host.
+        link: the link, on host 0 of the target and on the draft host; None on other hosts, and after the other end
+            was lost.
     """
 
     hosts: HostGroup
     is_draft: bool
     link: Link | None
-    _takes_part: bool | None = field(default=False, init=False)  # None: it has not been heard yet
-    _has_scores: bool = field(default=False, init=False)  # of this request
+    _other_takes_part: bool | None = field(default=False, init=False)  # None: it has not answered yet
+    _has_sent_scores: bool = field(default=False, init=False)  # of this request
 
     def open_link(self) -> Link | None:
-        """The link, if there is somebody at its other end for this request; waits until that is known."""
-        if self._takes_part is None:
-            self._takes_part = self._hear()
-            if not self._takes_part and self.link is not None and not self.is_draft:
+        """Return the link if the other end takes part in this request, else None; wait until that is known."""
+        if self._other_takes_part is None:
+            self._other_takes_part = self._wait_for_other()
+            if not self._other_takes_part and self.link is not None and not self.is_draft:
                 warn_caller("answering without the draft host, which cannot read this request")
-        return self.link if self._takes_part else None
+        return self.link if self._other_takes_part else None
 
     @classmethod
     def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
-        """The last of at least 2 hosts drafts, the others are the target's; collective."""
+        """Pair the last of at least 2 hosts, which drafts, with the others, which run the target; collective."""
         last = hosts.size - 1
         is_draft = hosts.rank == last
         targets = hosts.subgroup(range(last))
-        # Drafting is no work that the target waits for: it can do without.
+        # The target does not wait for a draft host that is busy: it can decode without it.
         to_target = hosts.subgroup([0, last], min(config.draft_timeout, hosts.timeout / 4), waits_for_work=False)
-        # The draft waits while the target prefills; a target's host that ends is noticed at once.
+        # The draft waits while the target prefills; it notices at once if a host of the target ends.
         to_draft = hosts.subgroup([0, last], 10 * hosts.timeout)
         link = None if to_target is None else Link(to_target, to_draft)
         members = HostGroup.single(hosts.device) if is_draft else targets
@@ -59,37 +60,37 @@ class Pair:
 
     @contextmanager
     def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
-        """Around reading a request: at its end each side tells the other whether it takes part.
+        """Begin a request, which the body reads; after that each side tells the other whether it takes part.
 
-        The draft then waits for the target's word; the target hears the draft's when it needs it.
+        The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
 
         Args:
             vocab_size, drawn: see :meth:`Link.begin`.
 
         Raises:
-            HostError: on the draft host, where the target's hosts cannot read the request or are gone.
+            HostError: on the draft host, if the target's hosts cannot read the request or have ended.
         """
         if self.is_draft and self.link is None:
             raise HostError("the target's hosts go on without this draft host since an earlier request")
         try:
             yield
         except BaseException:
-            self._tell(False, config, vocab_size, drawn)
-            self._hear()
+            self._announce(False, config, vocab_size, drawn)
+            self._wait_for_other()
             raise
-        self._tell(True, config, vocab_size, drawn)
+        self._announce(True, config, vocab_size, drawn)
         if self.is_draft and self.open_link() is None:
             raise HostError("the target's hosts cannot answer this request")
 
-    def _tell(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> None:
-        self._takes_part, self._has_scores = None if is_ready else False, False
-        self._use(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
+    def _announce(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> None:
+        self._other_takes_part, self._has_sent_scores = None if is_ready else False, False
+        self._with_link(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
 
-    def _hear(self) -> bool:
-        return bool(self._use(lambda link: link.other_is_ready()))
+    def _wait_for_other(self) -> bool:
+        return bool(self._with_link(lambda link: link.other_is_ready()))
 
-    def _use(self, exchange: Callable[[Link], object]):
-        """Use the link; None where there is none, and where it is lost, which the target says once."""
+    def _with_link(self, exchange: Callable[[Link], object]):
+        """Call a function with the link; return None where there is no link, or it is lost."""
         if self.link is None:
             return None
         try:
@@ -101,25 +102,25 @@ class Pair:
             return None
 
     def send_scores(self, scores: Tensor) -> None:
-        """From the target, where the draft waits for it: how much each visual token matters; once a request."""
+        """Send the draft the scores of all visual tokens, if it takes part; once per request, on the target."""
         link = self.open_link()
-        if link is not None and not self._has_scores:
+        if link is not None and not self._has_sent_scores:
             link.send_verdict(GO_ON)
             link.send(scores)
-            self._has_scores = True
+            self._has_sent_scores = True
 
     def offer_scores(self, scores: Tensor) -> bool:
-        """:meth:`send_scores`, unless it would have to wait for the draft to have read the request: then false."""
-        if self._takes_part is None and self.link is not None and not self.link.has_heard():
+        """Send the scores and return true; return false if the draft has not answered whether it takes part."""
+        if self._other_takes_part is None and self.link is not None and not self.link.other_has_answered():
             return False
         self.send_scores(scores)
         return True
 
     def fail(self) -> None:
-        """The target cannot finish the request: tell the draft."""
+        """Tell the draft that the target cannot finish the request."""
         link = self.open_link()
-        if link is not None and link.owes_account:
-            self._use(lambda link: link.receive_json())
+        if link is not None and link.owes_report:
+            self._with_link(lambda link: link.receive_json())
         elif link is not None and not link.is_settled:
             with suppress(HostError):
                 link.send_verdict(FAILED)
@@ -129,18 +130,18 @@ class Pair:
 
 
 class ReceivedScores:
-    """Stands for what watched the prefill, on a host that did not prefill."""
+    """A ReceivedScores takes the place of the prefill's observer on a draft host, which does not prefill."""
 
     def __init__(self, link: Link, num_visual: int):
         self._link, self._num_visual = link, num_visual
         self._announcement = link.expect_verdict()
 
     def have_come(self) -> bool:
-        """Whether :meth:`wait` would return, or raise, at once."""
+        """Return whether :meth:`wait` would return, or raise, at once."""
         return self._announcement.has_ended()
 
     def wait(self) -> None:
-        """Until the target knows the scores: in its prefill, or at the end of that.
+        """Wait until the target knows the scores, in its prefill or at its end.
 
         Raises:
             HostError: the target's hosts failed.
@@ -150,7 +151,7 @@ class ReceivedScores:
             raise HostError("the target's hosts failed")
 
     def result(self) -> Tensor:
-        """``[visual tokens]``; :meth:`wait`\ s, and raises as that does."""
+        """Wait for the scores, and return them, ``[visual tokens]``; errors are those of :meth:`wait`."""
         self.wait()
         return self._link.receive(self._num_visual, torch.float32)
 
@@ -163,25 +164,35 @@ def draft_request(
     sampling: SamplingConfig,
     timer: StageTimer,
 ) -> tuple[list[int], DraftReport, Draft]:
-    """The draft host's part of a request that both sides have begun.
+    """Draft for a request that both sides have begun; on the draft host.
 
-    It reads the prompt and drafts while the target prefills, unless it cannot begin before the target's scores.
+    The draft reads the prompt and drafts while the target prefills, unless it needs the target's scores first.
 
     Returns:
-        The new tokens, what was done, and what the draft saw.
+        The new tokens, the report, and the draft that drafted last.
     """
     num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
     is_scored = num_visual and STRATEGIES[config.strategy].observer(config, draft) is not None
     observer = ReceivedScores(pair.link, num_visual) if is_scored else None
     vocab_size = pair.link.shared_vocab
-    prompt = Prompt(
-        draft, draft, inputs, None, observer, pair.hosts, config, sampling, vocab_size, leave_last=True
+    task = DraftTask(
+        target=draft,
+        draft=draft,
+        inputs=inputs,
+        state=None,
+        observer=observer,
+        hosts=pair.hosts,
+        config=config,
+        keep=keep_policy(config),
+        sampling=sampling,
+        vocab_size=vocab_size,
+        leave_last=True,
     )
     try:
         try:
             with timer.stage("draft"):
-                made = STRATEGIES[config.strategy].build(prompt)
-        except HostError:  # the target's: it need not be told
+                made = STRATEGIES[config.strategy].build(task)
+        except HostError:  # the target failed, and need not be told
             raise
         except Exception:
             pair.link.send_failure(first=True)

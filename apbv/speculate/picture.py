@@ -1,4 +1,4 @@
-"""A picture of the visual tokens that a draft sees: sampled frames, with the kept tokens lit."""
+"""This module draws which visual tokens a draft sees: sampled frames, with the kept tokens bright."""
 
 import math
 import textwrap
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-_DIMMED = 0.25  # of the brightness, for tokens that were dropped
+_DIMMED = 0.25  # the brightness of tokens that were dropped
 _GAP = 6  # pixels between frames
-_CAPTION, _FONT_SIZE = 16, 12  # pixels: the strip above a frame, and what is written there
-_CHARACTER = 7  # pixels, of the widest lines
-_LEAST_WIDTH = 96  # smaller frames are shown enlarged: their numbers have to be read
+_CAPTION, _FONT_SIZE = 16, 12  # pixels: the strip above a frame, and the text in it
+_CHARACTER = 7  # pixels: the average width of a character in the widest lines
+_LEAST_WIDTH = 96  # pixels: smaller frames are enlarged, so that their numbers can be read
 
 
 def draw_kept(
     frames: np.ndarray, kept: np.ndarray, numbers: Sequence[int], columns: int | None = None
 ) -> Image.Image:
-    """Lay frames out in reading order, each under its number; what the draft does not see of them is dark.
+    """Draw frames in reading order, each under its number, with the tokens dark that the draft does not see.
 
     Args:
         frames: uint8 ``[F, H, W, 3]``.
         kept: bool ``[F, h, w]``, the tokens of each frame.
-        numbers: of the frames in their video.
+        numbers: the frames' numbers in their video.
         columns: frames per row; by default about as many as rows.
     """
     count, height, width, _ = frames.shape
@@ -50,7 +50,7 @@ def draw_kept(
 
 
 def _lit(frame: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """A frame ``[H, W, 3]`` whose tokens ``[h, w]`` keep their brightness where they are true."""
+    """Darken a frame ``[H, W, 3]`` where its tokens ``[h, w]`` are false."""
     down = np.arange(frame.shape[0]) * tokens.shape[0] // frame.shape[0]
     across = np.arange(frame.shape[1]) * tokens.shape[1] // frame.shape[1]
     light = np.where(tokens[down][:, across], 1.0, _DIMMED)[..., None]

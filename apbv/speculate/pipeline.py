@@ -1,9 +1,11 @@
-"""Draft and verify at the same time, on different hosts: PEARL's pipeline, as HIPPO and ParallelVLM use it.
+"""This module drafts and verifies at the same time on different hosts: PEARL's pipeline.
 
-While the target runs over the window that it was given, all of it unverified but the first token (post-verify),
-the draft already writes the next one. A round confirms the old tokens and the first new one. What is rejected is
-corrected, and stops the draft at once; then the target has nothing to run over but the correction, and checks only
-the first token of the next window (pre-verify). The prefill's logits are the first pre-verification.
+HIPPO and ParallelVLM use it, too.
+
+While the target runs over a window, of which only the first token is verified (post-verify), the draft already
+drafts the next one. A round verifies the rest of the old window and the first new token. A rejected token is
+corrected, and the draft stops at once; then the target runs over the correction alone, and verifies only the first
+token of the next window (pre-verify). The prefill's logits are the first pre-verification.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,27 +15,27 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import SamplingConfig
-from ..decode.decoder import NO_TOKEN, Decoder, Ending, Stop, require_token
+from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..hosts import HostError, HostGroup
+from ..hosts import HostError
 from ..timeline import Recorder, Span, seconds_of
 from ..warn import warn_caller
 from .draft import Draft
-from .drafters import Proposal, packed, unpacked
+from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link
 from .pace import Pace
-from .serial import LOSING, SpeculationStats, judge, say
+from .speculation_stats import LOSING, SpeculationStats
+from .verify import verify_window
 
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What the draft's side did for a request.
+    """A DraftReport counts what the draft host did for a request.
 
     Attributes:
-        num_drafted: tokens, those included that nobody asked for any more.
-        bytes_received: from the target.
-        spans: its stages and its rounds.
+        num_drafted: all drafted tokens, also of windows that a rejection made useless.
+        bytes_received: bytes received from the target.
+        spans: the timeline of the draft's stages and rounds.
     """
 
     num_drafted: int
@@ -41,22 +43,24 @@ class DraftReport:
     spans: list[Span]
 
     def as_json(self) -> dict[str, Any]:
+        """Return the report as a JSON value."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "DraftReport":
+        """Build a report from the value of :meth:`as_json`."""
         return cls(**{**fields, "spans": [Span(**span) for span in fields["spans"]]})
 
 
 @dataclass
 class PipelineStats(SpeculationStats):
-    """Of the target's side: what it has judged. Windows that a rejection made useless are not counted.
+    """A PipelineStats counts what the target verified; windows that a rejection made useless do not count.
 
     Attributes:
-        num_pre_verify, num_post_verify: rounds by what was to be verified: one token, or a window.
-        lost_draft: why the target had to go on alone, if it had to.
-        link_bytes: what the two sides sent each other; None where the draft was lost.
-        of_draft: the draft's own account; None where it was lost, and on all hosts but 0.
+        num_pre_verify, num_post_verify: rounds that verified one token, or a window.
+        lost_draft: why the target had to go on alone; None if it had not.
+        link_bytes: bytes that the two sides sent each other; None where the draft was lost.
+        of_draft: the draft's report; None where the draft was lost, and on all hosts but 0.
     """
 
     num_pre_verify: int = 0
@@ -78,50 +82,39 @@ class PipelineStats(SpeculationStats):
         return self.of_draft and seconds_of(self.of_draft.spans, "wait for scores", "wait for verdict")
 
     def summary(self, num_new_tokens: int) -> dict:
-        """And ``num_written``: all that the draft host drafted, useless windows included."""
+        """Return the figures for JSON, with all drafted tokens, useless windows included, as ``num_written``."""
         written = self.of_draft and self.of_draft.num_drafted
         figures = super().summary(num_new_tokens)
         return {**figures, "mean_accepted_tokens": figures["accepted_in_a_row"], "num_written": written}
 
     def seconds_of_round(self) -> tuple[float, float]:
-        """Of waiting for the draft and of verifying since this was last asked."""
+        """Return the seconds of waiting for the draft and of verifying since the last call."""
         before = self._seconds
         self._seconds = self.record.seconds("wait for draft"), self.record.seconds("verify")
         return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
 
 class _Target:
-    """Host 0's side of a request: what is still unverified, and the link to the draft."""
+    """A _Target is host 0's side of a request: the unverified tokens, and the link to the draft."""
 
-    def __init__(
-        self,
-        link: Link | None,
-        prompt_len: int,
-        config: SamplingConfig,
-        ending: Ending,
-        stats: PipelineStats,
-        pace: Pace,
-    ):
-        self._pace = pace
-        self.link, self._prompt_len = link, prompt_len
-        self._config, self._ending, self._stats = config, ending, stats
-        self._pending, self._num_tokens = Proposal([]), 0
+    def __init__(self, answer: Answer, link: Link | None, stats: PipelineStats, pace: Pace):
+        self._answer, self.link, self._stats, self._pace = answer, link, stats, pace
+        self._pending = Proposal([])
 
-    def decide(self, tokens: list[int], rows: Tensor) -> tuple[list[int], list[int], bool]:
-        """What a round confirms, what the next one is to verify, and whether the answer ends.
+    def decide(self, rows: Tensor) -> tuple[list[int], list[int], bool]:
+        """Return a round's new tokens, the tokens that the next round has to verify, and whether the answer ends.
 
-        The draft hears of it in between.
+        The verdict is sent to the draft in between.
 
         Args:
-            tokens: all that is verified so far.
             rows: ``[len(pending) + 1, V]``: the target's logits for the pending tokens and the one after.
 
         Raises:
             NotFiniteError: the target's logits are NaN or infinite.
         """
-        self._num_tokens = len(tokens)
-        new, code = self._judge(tokens, rows)
-        new, has_ended = self._ending.cut(tokens, new)
+        tokens = self._answer.tokens
+        new, code = self._verify(rows)
+        new, has_ended = self._answer.cut(new)
         has_rest = code == GO_ON
         seconds = self._stats.seconds_of_round()
         if tokens and not self._is_alone:  # at first the target waits for the draft's prefill
@@ -131,27 +124,28 @@ class _Target:
             code = DONE
         elif is_losing:
             code = ALONE
-        self._use(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
+        self._with_link(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
         self._pending = Proposal([])
         if has_rest and code == GO_ON:
-            self._pending = self._receive(lambda link: link.receive_rest()) or self._pending
+            self._pending = self._receive_tokens(lambda link: link.receive_rest()) or self._pending
         elif has_rest:
             self._skip(first=False)
         if code == ALONE:
             self._stats.switch_off(LOSING, len(tokens) + len(new))
         return new, self._pending.tokens, has_ended
 
-    def _judge(self, tokens: list[int], rows: Tensor) -> tuple[list[int], int]:
-        """What a round confirms, and the code of its verdict: after GO_ON the window at hand has a rest."""
-        index, stats, pending = self._prompt_len + len(tokens), self._stats, self._pending
+    def _verify(self, rows: Tensor) -> tuple[list[int], int]:
+        """Return a round's new tokens, and its verdict's code; after GO_ON the current window has more tokens."""
+        index, sampling = self._answer.next_index, self._answer.sampling
+        stats, pending = self._stats, self._pending
         if pending.tokens:
-            verdict = judge(pending, rows[:-1], index, self._config)
+            verdict = verify_window(pending, rows[:-1], index, sampling)
             stats.count(len(pending.tokens), verdict.num_accepted)
             if verdict.next_token is not None:
                 self._skip(first=True)
                 return [*pending.tokens[: verdict.num_accepted], verdict.next_token], CORRECTED
-        first = self._receive(lambda link: link.receive_first()) or Proposal([])
-        verdict = judge(first, rows[-1:], index + len(pending.tokens), self._config)
+        first = self._receive_tokens(lambda link: link.receive_first()) or Proposal([])
+        verdict = verify_window(first, rows[-1:], index + len(pending.tokens), sampling)
         stats.count(len(first.tokens), verdict.num_accepted)
         if verdict.next_token is None:
             return [*pending.tokens, *first.tokens], GO_ON
@@ -159,44 +153,44 @@ class _Target:
         return [*pending.tokens, verdict.next_token], CORRECTED
 
     def finish(self) -> None:
-        """Hear the draft's account."""
-        report = self._await(lambda link: link.receive_json())
+        """Receive the draft's report."""
+        report = self._wait_for_draft(lambda link: link.receive_json())
         if report is not None:
             self._stats.of_draft = DraftReport.from_json(report)
             self._stats.link_bytes = self.link.request_bytes + self._stats.of_draft.bytes_received
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no window is written any more, while the draft hears of every token all the same."""
+        """Whether the draft sends no more windows; it still receives verdicts."""
         return self._stats.switched_off is not None
 
-    def _receive(self, exchange: Callable[[Link], Proposal]) -> Proposal | None:
-        """Some of the window at hand; None where there is none."""
+    def _receive_tokens(self, exchange: Callable[[Link], Proposal]) -> Proposal | None:
+        """Receive tokens of the current window; return None where there are none."""
         if self._is_alone:
             return None
         try:
-            return self._await(exchange)
+            return self._wait_for_draft(exchange)
         except DraftGaveUp:
-            self._stats.switch_off(f"it gave {NotFiniteError()}", self._num_tokens)
+            self._stats.switch_off(f"it gave {NotFiniteError()}", len(self._answer.tokens))
             return None
 
     def _skip(self, first: bool) -> None:
         if not self._is_alone:
-            self._use(lambda link: link.skip(first))
+            self._with_link(lambda link: link.skip(first))
 
-    def _await(self, exchange: Callable[[Link], object]):
-        """:meth:`_use`, where the target has nothing else to do."""
+    def _wait_for_draft(self, exchange: Callable[[Link], object]):
+        """Do as :meth:`_with_link`, and record it as a time of waiting."""
         with self._stats.record.span("wait for draft"):
-            return self._use(exchange)
+            return self._with_link(exchange)
 
-    def _use(self, exchange: Callable[[Link], object]):
-        """Use the link; without it, or when it is lost, None."""
+    def _with_link(self, exchange: Callable[[Link], object]):
+        """Call a function with the link; return None where there is no link, or it is lost."""
         if self.link is None:
             return None
         try:
             return exchange(self.link)
         except HostError as error:
-            with suppress(HostError):  # it may only have been slow
+            with suppress(HostError):  # the draft may only have been slow, and still receive this
                 if not self.link.is_settled:
                     self.link.send_verdict(FAILED)
             self.link, self._stats.lost_draft = None, str(error)
@@ -204,62 +198,48 @@ class _Target:
             return None
 
 
-def generate_beside_draft(
-    decoder: Decoder,
-    link: Link | None,
-    logits: Tensor,
-    prompt_len: int,
-    hosts: HostGroup,
-    config: SamplingConfig,
-    eos_token_ids: tuple[int, ...],
-    num_draft_tokens: int,
-    on_token: Callable[[int], None] | None = None,
-    stop: Stop | None = None,
-    drop_losing_draft: bool = False,
-) -> tuple[list[int], PipelineStats]:
-    """The target's side: :func:`apbv.decode.decoder.generate_tokens` with :func:`draft_beside` on another host.
+def generate_beside_draft(answer: Answer, link: Link | None, pace: Pace) -> tuple[list[int], PipelineStats]:
+    """Decode as :func:`apbv.decode.answer.generate_tokens` does, beside :func:`draft_beside` on another host.
 
-    Where the draft host is lost, the target says so once and goes on alone: greedy, to the same tokens. So it does
-    where the draft's logits are NaN or infinite; then the draft host is asked again for the next request.
+    If the draft host is lost, the target warns once and goes on alone, greedy to the same tokens. It also does so
+    if the draft's logits are NaN or infinite; then the draft host drafts again for the next request.
 
     Args:
-        link: on host 0; None on the others, and where there is no draft host any more.
-        hosts: the target's.
-        num_draft_tokens: γ, the longest window but for the first.
-        drop_losing_draft: go on without windows that cost more time than they save.
+        answer: the answer to decode, on the target's hosts.
+        link: the link to the draft on host 0; None on the others, and where the draft host was lost.
+        pace: gives γ, the longest window but for the first, and decides whether a draft is dropped that costs
+            more time than it saves.
 
     Raises:
         AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
     """
+    hosts, tokens = answer.hosts, answer.tokens
     stats = PipelineStats(record=Recorder("decoding", hosts.clock))
-    pace = Pace(num_draft_tokens, drop_losing_draft)
-    ending = Ending(eos_token_ids, config.max_new_tokens, stop)
-    target = _Target(link, prompt_len, config, ending, stats, pace) if hosts.rank == 0 else None
-    tokens: list[int] = []
+    target = _Target(answer, link, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []
-    rows: Tensor | None = logits[None]
-    width = STARTUP_WINDOWS * num_draft_tokens
+    rows: Tensor | None = answer.logits[None]
+    width = STARTUP_WINDOWS * pace.most
     while True:
         plan = None
         if target is not None:
             try:
-                new, waiting, has_ended = target.decide(tokens, rows)
+                new, waiting, has_ended = target.decide(rows)
             except NotFiniteError:
                 new, waiting, has_ended = [NO_TOKEN], [], True
-            plan = [has_ended, *packed(new, width), *packed(waiting, width)]
+            plan = [has_ended, *pack_tokens(new, width), *pack_tokens(waiting, width)]
         has_ended, *plan = hosts.broadcast_ints(plan, 1 + 2 * (1 + width))
-        new, waiting = unpacked(plan[: 1 + width]), unpacked(plan[1 + width :])
-        require_token(new[0], tokens)
-        # The target has run all verified tokens and the pending ones; of the new ones all but the last are kept.
-        decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
-        say(new, tokens, on_token)
+        new, waiting = unpack_tokens(plan[: 1 + width]), unpack_tokens(plan[1 + width :])
+        answer.require_token(new[0])
+        # The target has run all verified tokens and the pending ones: keep the KV of all new tokens but the last.
+        answer.decoder.take_back(len(pending) + 1 - len(new) if tokens else 0)
+        answer.add(new)
         if has_ended:
             if target is not None:
                 target.finish()
             return tokens, stats
         pending = waiting
         with stats.record.span("verify", tokens=1 + len(pending), mode="post" if pending else "pre"):
-            rows = decoder.advance([tokens[-1], *pending])
+            rows = answer.decoder.advance([tokens[-1], *pending])
         stats.num_target_forwards += 1
         if stats.switched_off is None:
             stats.rounds += 1
@@ -274,22 +254,24 @@ def draft_beside(
     earlier: Sequence[Span] = (),
     stops_with_target: bool = False,
 ) -> tuple[list[int], DraftReport, Draft]:
-    """The draft's side: write windows until the target is done, or this side's logits are NaN or infinite.
+    """Draft windows on the draft host until the target is done, or the draft's logits are NaN or infinite.
 
     Args:
-        draft: its drafter is a :class:`ModelDrafter`, whose cache holds the prompt but for the last token. Where
-            it is provisional, the first window is its last.
-        earlier: what this host did for the request before.
-        stops_with_target: a window ends when the target has run over the one before. Else only a correction ends
-            it before it is full.
+        link: the link to the target's host 0.
+        draft: a draft whose drafter is a :class:`ModelDrafter`, with the prompt but for the last token in its
+            cache. A provisional draft drafts only the first window.
+        last_prompt_token: the token that the cache lacks.
+        earlier: the spans of what this host did for the request before.
+        stops_with_target: whether a window ends when the target has verified the one before. Else only a
+            correction ends it before it is full.
 
     Returns:
-        The new tokens as the target settled them, what was done, and the draft that drafted last.
+        The answer's tokens, the report, and the draft that drafted last.
 
     Raises:
         HostError: the target's hosts failed, or went on without this one.
     """
-    sequence = [last_prompt_token]  # what is verified, and what is believed
+    sequence = [last_prompt_token]  # verified tokens, then drafted ones
     record, total, is_over = Recorder("decoding"), 0, False
     while True:
         provisional = draft.successor is not None
@@ -324,16 +306,16 @@ def draft_beside(
             with record.span("wait for scores"):
                 draft.successor.wait()
             with record.span("prune"):
-                draft = _succeed(draft, link)
+                draft = _build_successor(draft, link)
             verdict = link.expect_verdict()
         sequence += window
         while True:
             with record.span("wait for verdict"):
-                code, num_standing, token = verdict.wait().tolist()
+                code, num_verified, token = verdict.wait().tolist()
             if code == FAILED:
                 raise HostError("the target's hosts failed")
             if code != GO_ON:
-                sequence = [*sequence[: 1 + num_standing], token]
+                sequence = [*sequence[: 1 + num_verified], token]
             is_over |= code == ALONE
             if code == DONE:
                 report = DraftReport(total, link.request_bytes, [*earlier, *record.spans])
@@ -345,11 +327,11 @@ def draft_beside(
             verdict = link.expect_verdict()
 
 
-def _succeed(draft: Draft, link: Link) -> Draft:
-    """What a provisional draft was for; where it cannot be built, the target is told instead of given a window."""
+def _build_successor(draft: Draft, link: Link) -> Draft:
+    """Build a provisional draft's successor; if that fails, tell the target, which waits for a window."""
     try:
         return draft.successor.build()
-    except HostError:  # the target's: it need not be told
+    except HostError:  # the target failed, and need not be told
         raise
     except Exception:
         link.send_failure(first=True)

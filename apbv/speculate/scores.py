@@ -1,4 +1,4 @@
-"""How much each visual token matters to a draft: the score functions, on plain tensors.
+"""This module scores on plain tensors how much each visual token matters to a draft.
 
 Shapes: Hq query and Hkv KV heads, D head dimension. Scores of embeddings are operators of :mod:`apbv.kernels`.
 """
@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def scores_of_keys(q_query: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled scores ``[Hkv, G * S, T]`` in fp32 or wider; queries ``[1, Hq, S, D]``, keys ``[1, Hkv, T, D]``."""
+    """Return scaled q·k ``[Hkv, G * S, T]``, in fp32 or wider, of q ``[1, Hq, S, D]`` and k ``[1, Hkv, T, D]``."""
     groups = q_query.reshape(k.shape[1], -1, q_query.shape[3])
     scores = (groups @ k[0].transpose(-1, -2)) * scale
     return scores if scores.dtype == torch.float64 else scores.float()
 
 
 def mean_probability(scores: Tensor, lse: Tensor) -> Tensor:
-    """HIPPO's s_attn of one layer (its Eq. 2): softmax over all visual keys, mean over heads and text queries.
+    """Return one layer's s_attn (HIPPO, Eq. 2): softmax over visual keys, mean over heads and text queries.
 
     Args:
-        scores: ``[Hkv, R, T]``, of the keys at hand.
+        scores: ``[Hkv, R, T]``, of this host's keys.
         lse: ``[Hkv, R]``, log-sum-exp over the *visual keys of all hosts*.
 
     Returns:
@@ -28,12 +28,12 @@ def mean_probability(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
-    """HIPPO's z-scores (before its Eq. 7) have zero mean and unit deviation within each frame, the last dimension.
+    """Return z-scores (HIPPO, before its Eq. 7): zero mean and unit deviation within a frame, the last dimension.
 
-    Equal scores give 0. Deviations of a millionth of ``unit`` are taken for rounding, and damped.
+    Equal scores give 0. Deviations of a millionth of ``unit`` count as rounding errors, and are damped.
 
     Args:
-        unit: 1 for scores that are made of cosines, whose rounding errors do not shrink with the scores. None: the
+        unit: 1 for scores that consist of cosines, whose rounding errors do not shrink with the scores. None: the
             frame's mean score, so that a multiple of the scores gives the same: attention shrinks with the number
             of tokens that share it.
     """

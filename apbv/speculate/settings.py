@@ -1,4 +1,4 @@
-"""What of a speculative configuration goes together, and with which prefill, hosts and models."""
+"""This module checks speculative configurations for settings that do not fit each other, hosts or models."""
 
 from collections.abc import Collection
 from typing import Any
@@ -12,22 +12,22 @@ from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy, prunes
 
 
 def strategy_of(config: SpeculativeConfig) -> Strategy:
-    """How a configuration drafts."""
+    """Return the strategy of a configuration."""
     return STRATEGIES[config.strategy]
 
 
 def drafts_elsewhere(config: SpeculativeConfig | None, hosts: HostGroup) -> bool:
-    """Whether a host of its own drafts."""
+    """Return whether a draft host drafts."""
     return config is not None and config.draft_host and hosts.size > 1
 
 
 def require_consistent(
     config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
 ) -> None:
-    """Refuse settings that do not go together.
+    """Refuse settings that contradict one another, the prefill or the hosts.
 
     Raises:
-        ValueError: they do not; the message says which and why.
+        ValueError: settings do so; the message says which and why.
     """
     name, strategy, tree = config.strategy, strategy_of(config), draft_tree(config)
     if config.draft_host and not strategy.needs_draft_model:
@@ -44,7 +44,7 @@ def require_consistent(
     if config.keep is not None and strategy.keep is None:
         raise ValueError(f"{name} does not choose among visual tokens: keep does not apply")
     if config.keep_tokens is not None and not prunes(config):
-        raise ValueError(f"how much of the prompt a draft by {name} sees is given: keep_tokens does not apply")
+        raise ValueError(f"a draft by {name} always sees the same share of the prompt: keep_tokens does not apply")
     by_vision = keep_policy(config) == "hippo" and set(config.hippo_terms) > {"attention"}
     if config.vision_first and not (by_vision and config.draft_host and config.prune == "prompt"):
         raise ValueError(
@@ -55,7 +55,7 @@ def require_consistent(
         raise ValueError(f"{name} drops no KV of what its draft has read: prune='kv' does not apply")
     if strategy.needs_passing and not passes_blocks_on(prefill, hosts):
         raise ValueError(
-            f"{name} drafts on what the prefill passes on between hosts, and this one passes nothing: it needs "
+            f"{name} drafts on KV that a prefill passes on between hosts; this one passes nothing on: it needs "
             "method apbv or apb, 2 hosts at least, and a passing_len"
         )
     if config.needs_caption and not has_captioner:
@@ -63,14 +63,14 @@ def require_consistent(
 
 
 def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
-    """Refuse what was asked for and would change nothing.
+    """Refuse settings that a user gave and that would have no effect.
 
     Args:
-        given: the settings that were asked for, also where they are as by default; ``"captioner"``, and
-            ``"save_kept"`` for a picture of the kept tokens, are among them.
+        given: the names of the given settings, also of those with the default value; ``"captioner"``, and
+            ``"save_kept"`` for a picture of the kept tokens, can be among them.
 
     Raises:
-        ValueError: the strategy, or what it keeps, has no use for one of them.
+        ValueError: the strategy, or its choice of visual tokens, ignores one of them.
     """
     name, strategy, keep = config.strategy, strategy_of(config), keep_policy(config)
     is_pruned = keep not in (None, "full")
@@ -90,11 +90,11 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
 def require_fitting_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
     """Refuse a draft that is missing, or reads other prompts than the target.
 
-    From a prompt's text, which the target's tokenizer cuts, a text-only model may draft as well. On a host of its
-    own it could not: there it would have to read the request itself.
+    A strategy that drafts from a prompt's text, tokenized for the target, also takes a text-only model, but not on
+    a draft host, which has to read the request itself.
 
     Raises:
-        ValueError: so it is.
+        ValueError: the draft is missing, or reads other prompts.
     """
     if draft is None:
         raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
@@ -110,7 +110,7 @@ def require_same_tokens(target: Any, draft: Any) -> None:
         target, draft: their processors or tokenizers.
 
     Raises:
-        ValueError: of the ids that both have, one does.
+        ValueError: an id that both have stands for different tokens.
     """
     theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
     names = {number: name for name, number in own.get_vocab().items()}
@@ -125,7 +125,7 @@ def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
     """Refuse a prompt from which the strategy cannot choose.
 
     Raises:
-        ValueError: it chooses among frames, and there are none.
+        ValueError: the strategy chooses among frames, and the prompt has no video.
     """
     keep, visual = keep_policy(config), inputs.visual
     by_frame = keep in ("hippo", "uniform_frames", "attention_per_frame")
@@ -134,6 +134,6 @@ def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
 
 
 def reads(parts: ModelParts) -> str:
-    """What a model's prompts look like."""
+    """Describe the prompts that a model reads."""
     placeholders = f"{parts.video_token_id} (video) and {parts.image_token_id} (image)"
     return f"{parts.family} prompts with placeholders {placeholders}"

@@ -1,7 +1,7 @@
-"""Target and draft in one process: the pipeline of :mod:`.pipeline`, with a thread in place of a draft host.
+"""This module runs the draft in a thread of the target's process, with the pipeline of :mod:`.pipeline`.
 
-On a GPU each has a CUDA stream of its own and they share the device; on a CPU they share its cores, and Python's
-lock. Whether that is faster than taking turns is a matter of measurement (benchmarks/speculative.py).
+On a GPU target and draft share the device, each with a CUDA stream of its own; on a CPU they share its cores and
+Python's lock. Measure whether that is faster than taking turns (benchmarks/speculative.py).
 """
 
 import queue
@@ -22,48 +22,48 @@ from .pair import Pair, draft_request
 
 
 class LocalChannel:
-    """One end of a one-way channel between two threads; what :class:`Link` needs of a group of two hosts.
+    """A LocalChannel is one end of a one-way channel between two threads, used by :class:`Link` like a group.
 
     Args:
-        rank: of this end.
-        messages: what both ends share.
+        rank: the rank of this end.
+        messages: the queue that both ends share.
         timeout: seconds to wait for a message.
     """
 
     def __init__(self, rank: int, messages: queue.Queue, timeout: float):
         self.rank, self.bytes_received = rank, 0
         self._messages, self._timeout = messages, timeout
-        self._come: dict[int, Tensor] = {}
-        self._num_asked = self._num_come = 0
+        self._received: dict[int, Tensor] = {}
+        self._num_requested = self._num_received = 0
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """As of :class:`HostGroup`: the nth that is asked for is the nth that is sent."""
+        """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message sent."""
         if self.rank == source:
             self._messages.put(tensor.clone())
             return Exchange(lambda: tensor)
-        number, self._num_asked = self._num_asked, self._num_asked + 1
+        number, self._num_requested = self._num_requested, self._num_requested + 1
 
         def finish() -> Tensor:
             if not self._fetch(number, self._timeout):
                 raise HostError(f"the other thread did not answer within {self._timeout:g} s")
             self.bytes_received += tensor.nbytes
-            return self._come.pop(number)
+            return self._received.pop(number)
 
         return Exchange(finish, lambda: self._fetch(number, 0.0))
 
     def _fetch(self, number: int, timeout: float) -> bool:
-        """Whether this message has come, or comes in time."""
-        while self._num_come <= number:
+        """Return whether this message has arrived, or arrives in time."""
+        while self._num_received <= number:
             try:
-                self._come[self._num_come] = self._messages.get(timeout > 0, timeout or None)
+                self._received[self._num_received] = self._messages.get(timeout > 0, timeout or None)
             except queue.Empty:
                 return False
-            self._num_come += 1
+            self._num_received += 1
         return True
 
 
 class DraftThread:
-    """A draft beside the target in the same process.
+    """A DraftThread runs the draft beside the target in the same process.
 
     Attributes:
         pair: the target's end.
@@ -76,7 +76,7 @@ class DraftThread:
         self.pair, self._pair = self._ends()
 
     def _ends(self) -> tuple[Pair, Pair]:
-        """The target's, and the draft's."""
+        """Return new ends of a pair, the target's and the draft's."""
         config, hosts = self._config, self._hosts
         to_target, to_draft = queue.Queue(), queue.Queue()
 
@@ -90,8 +90,8 @@ class DraftThread:
         return Pair(hosts, is_draft=False, link=link(TARGET)), Pair(hosts, is_draft=True, link=link(DRAFT))
 
     def start(self, inputs: ModelInputs, sampling: SamplingConfig) -> None:
-        """Draft for a request that the target's end is about to begin, too."""
-        if self.pair.link is None:  # an earlier request failed; its thread has been told
+        """Start to draft for a request that the target is about to begin."""
+        if self.pair.link is None:  # an earlier request failed, and its thread knows
             self.pair, self._pair = self._ends()
         self._thread = threading.Thread(target=self._run, args=(self._pair, inputs, sampling), daemon=True)
         self._thread.start()

@@ -1,8 +1,8 @@
-"""Which drafted tokens the target would have said itself: lossless verification, as a pure function.
+"""This module verifies drafted tokens losslessly, by pure functions.
 
 Speculative sampling (Leviathan et al.): a drafted x from q is accepted with probability min(1, p(x) / q(x));
-the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, what comes out is distributed
-as p. At temperature 0 p is one-hot, and this is comparing with the argmax.
+the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, the output is distributed as
+p. At temperature 0 p is one-hot, and a token is accepted if it is the argmax.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..decode.sampling import NotFiniteError, draw, most_probable_of_rows, require_distribution
+from ..config import SamplingConfig
+from ..decode.sampling import (
+    PURPOSE_ACCEPT,
+    PURPOSE_NEXT_TOKEN,
+    NotFiniteError,
+    draw,
+    most_probable_of_rows,
+    probabilities,
+    require_distribution,
+    uniform,
+)
+from .drafters import Proposal
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says of a window of drafted tokens.
+    """A Verdict is the result of verifying a window of drafted tokens.
 
     Attributes:
-        num_accepted: so many of them, from the first one, stand.
-        next_token: what follows them: instead of the first rejected one, or, where all stand, a bonus; None where
-            all stand and the target has not looked further.
+        num_accepted: how many of them are accepted, from the first one on.
+        next_token: the token after them: in place of the first rejected one, or, where all are accepted, a bonus;
+            None where all are accepted and there are no logits for a bonus.
     """
 
     num_accepted: int
     next_token: int | None
 
 
+def verify_window(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig) -> Verdict:
+    """Verify a window, whose first token has this index in the sequence.
+
+    Args:
+        proposal: γ drafted tokens.
+        logits: the target's, ``[γ + 1, V]``, or ``[γ, V]`` for no bonus.
+    """
+    if config.temperature == 0:
+        return verify_greedy(proposal.tokens, logits)
+    p = probabilities(logits, config.temperature, config.top_p)
+    places = range(index, index + len(p))
+    return verify_sampled(
+        proposal.tokens,
+        proposal.q,
+        p,
+        [uniform(config.seed, place, PURPOSE_ACCEPT) for place in places],
+        [uniform(config.seed, place, PURPOSE_NEXT_TOKEN) for place in places],
+    )
+
+
 def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
-    """Accept drafted tokens for as long as they are the most probable ones.
+    """Accept drafted tokens up to the first that is not the target's most probable one.
 
     Args:
         drafted: γ tokens.
@@ -37,7 +68,7 @@ def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
             With γ rows there is no bonus.
 
     Raises:
-        NotFiniteError: a row that matters is NaN or infinite; those behind a rejected token do not.
+        NotFiniteError: a row is NaN or infinite; rows after a rejected token do not matter.
     """
     best, is_finite = most_probable_of_rows(logits)
     accepted = 0
@@ -55,19 +86,19 @@ def verify_sampled(
     accept_draws: Sequence[float],
     next_draws: Sequence[float],
 ) -> Verdict:
-    """Accept drafted tokens at random, such that the output is distributed as p.
+    """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
 
     Args:
         drafted: γ tokens.
-        q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None where they were not drawn at all
-            (a greedy draft, a lookup), which is a one-hot q.
+        q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None for a one-hot q, where they were
+            not drawn (a greedy draft, a lookup).
         p: ``[γ + 1, Vp]``, the target's, or ``[γ, Vp]`` for no bonus. Vp and Vq may differ: what one vocabulary
             lacks has probability 0.
         accept_draws: γ numbers in [0, 1), each used for this decision and nothing else.
-        next_draws: γ + 1 numbers in [0, 1) likewise, of which the one for the next token's place is used.
+        next_draws: γ + 1 numbers in [0, 1), of which the one for the next token's place is used.
 
     Raises:
-        NotFiniteError: a row of p that matters is NaN.
+        NotFiniteError: a row of p is NaN; rows after a rejected token do not matter.
     """
     for place, token in enumerate(drafted):
         p_row = require_distribution(p[place])
@@ -76,15 +107,15 @@ def verify_sampled(
         if accept_draws[place] * q_token < p_token:
             continue
         if q is None:
-            left = p_row.index_fill(0, torch.tensor([token] if token < len(p_row) else []).long(), 0.0)
+            residual = p_row.index_fill(0, torch.tensor([token] if token < len(p_row) else []).long(), 0.0)
         else:
-            left = p_row.clone()
+            residual = p_row.clone()
             shared = min(len(p_row), q.shape[1])
-            left[:shared] -= q[place, :shared]
-            left.clamp_(min=0.0)
-        if not left.any():  # p equals q up to rounding
-            left = p_row
-        return Verdict(place, draw(left, next_draws[place]))
+            residual[:shared] -= q[place, :shared]
+            residual.clamp_(min=0.0)
+        if not residual.any():  # p equals q up to rounding
+            residual = p_row
+        return Verdict(place, draw(residual, next_draws[place]))
     if len(p) == len(drafted):
         return Verdict(len(drafted), None)
     return Verdict(len(drafted), draw(require_distribution(p[-1]), next_draws[len(drafted)]))

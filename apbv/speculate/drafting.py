@@ -1,0 +1,150 @@
+"""This module sets an engine up for speculative decoding: it loads models and chooses the way to answer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import demo
+from ..config import PrefillConfig, SpeculativeConfig
+from ..hosts import HostGroup
+from ..model.loading import load_model, read_config
+from ..model.parts import ModelParts, inspect_model, require_supported
+from .beside import beside_draft
+from .settings import (
+    drafts_elsewhere,
+    reads,
+    require_consistent,
+    require_fitting_draft,
+    require_same_tokens,
+    strategy_of,
+)
+from .strategies import make_observer
+from .turns import Captioner, TakingTurns
+from .way import Autoregressive, WayToAnswer
+
+
+@dataclass(frozen=True)
+class Models:
+    """A Models holds the parts of this host's models.
+
+    Attributes:
+        target: the target; None on a draft host.
+        draft: the draft model; None where no second model drafts on this host.
+    """
+
+    target: ModelParts | None
+    draft: ModelParts | None
+
+    @property
+    def reading(self) -> ModelParts:
+        """The model that reads prompts on this host; both read them alike."""
+        return self.draft if self.target is None else self.target
+
+
+class Drafting:
+    """A Drafting sets one engine up as its speculative configuration says.
+
+    Args:
+        config: the speculative configuration; None for decoding without a draft.
+        hosts: all hosts, a draft host included.
+        captioner: see :class:`apbv.Engine`.
+    """
+
+    def __init__(self, config: SpeculativeConfig | None, hosts: HostGroup, captioner: Captioner | None):
+        self._config, self._hosts, self._captioner = config, hosts, captioner
+
+    @property
+    def drafts_only(self) -> bool:
+        """Whether this is the draft host, which does not run the target."""
+        return drafts_elsewhere(self._config, self._hosts) and self._hosts.rank == self._hosts.size - 1
+
+    def find_model(self, prefill: PrefillConfig, is_demo: bool) -> str | Path | None:
+        """Find the draft model before anything is loaded; return None for strategies without one.
+
+        Raises:
+            ValueError: settings contradict one another, or the model is not named, does not exist, or is not
+                supported.
+        """
+        if self._config is None:
+            return None
+        require_consistent(self._config, prefill, self._hosts, self._captioner is not None)
+        if not strategy_of(self._config).needs_draft_model:
+            return None
+        name = self._config.draft_model or ("demo" if is_demo else None)
+        if name is None:
+            raise ValueError(f"speculative decoding by {self._config.strategy} needs a draft model")
+        path = demo.draft_path() if name == "demo" else name
+        require_supported(read_config(path))
+        return path
+
+    def load_model(self, path: str | Path | None, dtype: str | torch.dtype, processor) -> PreTrainedModel | None:
+        """Load the draft model on every host that drafts; collective.
+
+        Args:
+            path: the path that :meth:`find_model` returned.
+            processor: the target's processor.
+
+        Raises:
+            ValueError: the model cannot be loaded, or has other tokens than the target.
+            HostError: another host failed to load it.
+        """
+        if path is None:
+            return None
+        with self._hosts.local_stage(f"loading the draft model {self._config.draft_model or path}"):
+            if drafts_elsewhere(self._config, self._hosts) and not self.drafts_only:
+                return None
+            draft, reader = load_model(path, dtype, self._hosts)
+            if strategy_of(self._config).reads_text_only:
+                require_same_tokens(processor, reader)
+            return draft
+
+    def inspect_models(
+        self, model: PreTrainedModel | None, draft: PreTrainedModel | None, prefill: PrefillConfig
+    ) -> Models:
+        """Return the parts of this host's models, and check that they fit the settings.
+
+        Args:
+            model: the target; None on a draft host.
+            draft: the draft model; None where no second model drafts.
+
+        Raises:
+            ValueError: a model is not supported, or does not fit the settings.
+        """
+        config = self._config
+        if config is not None:
+            require_consistent(config, prefill, self._hosts, self._captioner is not None)
+        if model is None and draft is None:
+            raise ValueError("there is neither a model nor a draft model")
+        taken = (None if each is None else inspect_model(each, prefill.backend) for each in (model, draft))
+        models = Models(*taken)
+        needs_draft = config is not None and strategy_of(config).needs_draft_model
+        if needs_draft and not drafts_elsewhere(config, self._hosts):
+            require_fitting_draft(config, models.reading, models.draft)
+        return models
+
+    def watches_prefill(self, models: Models) -> bool:
+        """Return whether the strategy observes the target's prefill of the whole prompt."""
+        return self._config is not None and make_observer(self._config, models.reading) is not None
+
+    def way_to_answer(self, models: Models, tokenizer) -> WayToAnswer:
+        """Return how this host answers requests; collective."""
+        config, hosts = self._config, self._hosts
+        if config is None:
+            return Autoregressive(models.target, hosts)
+        if not config.draft_host:
+
+            def tokenize(text: str) -> list[int]:
+                return tokenizer.encode(text, add_special_tokens=False)
+
+            return TakingTurns(models.target, models.draft, hosts, config, tokenize, self._captioner)
+        way = beside_draft(models.target, models.draft, hosts, config)
+        hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())
+        return way
+
+    def agree(self, number: int) -> int:
+        """Return host 0's number, where the draft host may have another one; collective."""
+        if not drafts_elsewhere(self._config, self._hosts):
+            return number
+        return self._hosts.broadcast_ints([number], 1)[0]

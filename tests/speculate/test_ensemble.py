@@ -1,0 +1,283 @@
+"""TABED: rows of a batch say what each context says alone, weights follow the paper's rule, no token changes."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import DynamicCache
+from transformers.video_utils import VideoMetadata
+
+from apbv import HostGroup, ModelInputs
+from apbv.config import SamplingConfig
+from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
+from apbv.speculate.ensemble import (
+    Context,
+    EnsembleDrafter,
+    as_text,
+    kl_divergence,
+    make_weights,
+    pool_rows,
+    pooling_cells,
+    read_contexts,
+)
+
+import families
+from engines import CAPTION, QUESTION
+
+# ---- one batch of contexts, and each alone ----
+
+
+def video_prompt(family: str, hosts: HostGroup | None = None) -> tuple[dict, ModelInputs]:
+    """Frames of 3 x 5 tokens for M-RoPE families, so that 2 x 2 cells are ragged."""
+    processor = families.build_processor(family)
+    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    metadata = VideoMetadata(total_num_frames=12, fps=8.0, frames_indices=list(range(0, 12, 2)))
+    batch = processor(
+        text=[text],
+        videos=[families.synthetic_video(6, 84, 140)],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    parts = inspect_model(families.build_model(family, dtype=torch.float64))
+    return dict(batch), ModelInputs.from_processor(parts, batch, hosts or HostGroup.single())
+
+
+def tokenizer_of(family: str):
+    tokenizer = families.build_tokenizer(family)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+@torch.no_grad()
+def said_alone(model, input_ids, embeds, position_ids, tokens) -> torch.Tensor:
+    """Logits ``[S, V]`` after each of the tokens, by the model from scratch: no batch, no mask."""
+    decoder, new = model.get_decoder(), torch.tensor([tokens])
+    following = int(position_ids.flatten()[-1]) + 1 + torch.arange(len(tokens))
+    position_ids = torch.cat([position_ids, following.expand(*position_ids.shape[:-1], -1)], dim=-1)
+    embeds = decoder.get_input_embeddings()(input_ids) if embeds is None else embeds
+    embeds = torch.cat([embeds, decoder.get_input_embeddings()(new)], dim=1)
+    # Without an (empty) cache transformers takes a gap in the positions for the start of another, packed sequence.
+    cache = DynamicCache()
+    hidden = decoder(inputs_embeds=embeds, position_ids=position_ids, past_key_values=cache).last_hidden_state
+    return model.get_output_embeddings()(hidden)[0, -len(tokens) :]
+
+
+def contexts_alone(family: str, letters: str, batch: dict, inputs: ModelInputs, grid: tuple[int, int]):
+    """(ids, embeddings, positions) of each context, put together by other means than the drafter's."""
+    model = families.build_model(family, dtype=torch.float64)
+    parts, tokenize = inspect_model(model), tokenizer_of(family)
+    ids, is_visual = inputs.input_ids, inputs.input_ids[0] == inputs.input_ids[0, inputs.context_start]
+    rows = encode_visual(parts, inputs.visual)
+    text = model.get_decoder().get_input_embeddings()(ids).detach()
+    for letter in letters:
+        if letter in "TC":
+            pieces, place = [], 0
+            wanted = [*is_visual.tolist(), False]
+            while place < len(ids[0]):
+                end = place
+                while wanted[end]:
+                    end += 1
+                if end > place:
+                    first = letter == "C" and place == inputs.context_start
+                    pieces += tokenize(f"image: {CAPTION.strip()}" if first else "\n")
+                    place = end
+                else:
+                    pieces.append(int(ids[0, place]))
+                    place += 1
+            said = torch.tensor([pieces])
+            yield said, None, torch.arange(len(pieces)).expand(*inputs.position_ids.shape[:-1], -1)
+        elif letter == "M":
+            yield ids, text.masked_scatter(is_visual[:, None], rows), inputs.position_ids
+        else:
+            frames = rows.T.reshape(rows.shape[1], -1, *grid).transpose(0, 1)
+            pooled = functional.avg_pool2d(frames, 2, ceil_mode=True, count_include_pad=False)
+            places = is_visual.nonzero().flatten().view(-1, *grid)[:, ::2, ::2].flatten()
+            kept = torch.cat([(~is_visual).nonzero().flatten(), places]).sort().values
+            embeds = text.index_copy(1, places, pooled.flatten(2).transpose(1, 2).flatten(0, 1)[None])
+            yield ids[:, kept], embeds[:, kept], inputs.position_ids[..., kept]
+
+
+def ensemble_of(family: str, ensemble: str, config: SamplingConfig, batch=None, inputs=None):
+    """A drafter in fp64; for a text family over random texts of several lengths."""
+    model = families.build_model(family, dtype=torch.float64)
+    parts = inspect_model(model)
+    if inputs is None:
+        texts = [torch.randint(0, 250, (1, length)) for length in (31, 7, 50, 18)[: len(ensemble.rstrip("*"))]]
+        contexts = [Context(model(input_ids=ids).past_key_values, ids.shape[1]) for ids in texts]
+        alone = [(ids, None, torch.arange(ids.shape[1])[None]) for ids in texts]
+        return model, EnsembleDrafter(parts, contexts, make_weights(ensemble), 40, config, parts.vocab_size), alone
+    rows = encode_visual(parts, inputs.visual)
+    everything = torch.arange(inputs.num_visual_tokens)
+    letters, hosts = ensemble.rstrip("*"), HostGroup.single()
+    contexts = read_contexts(
+        letters, parts, inputs, everything, rows, hosts, tokenizer_of(family), CAPTION.strip()
+    )
+    drafter = EnsembleDrafter(parts, contexts, make_weights(ensemble), 40, config, parts.vocab_size)
+    grid = (3, 5) if parts.uses_mrope else (2, 2)
+    return model, drafter, list(contexts_alone(family, letters, batch, inputs, grid))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "internvl"])
+def test_rows_of_the_batch_say_what_each_context_says_alone(family):
+    torch.manual_seed(0)
+    prompt = (None, None) if family == "llama" else video_prompt(family)
+    model, drafter, alone = ensemble_of(family, "MTCP", SamplingConfig(), *prompt)
+    assert len({ids.shape[1] for ids, *_ in alone}) >= 3  # ragged
+    for tokens, part in (([5, 6, 7], [5, 6, 7]), ([5, 6, 7, 8], [8])):
+        rows = drafter._run_contexts(part)
+        drafter._cached += part
+        for row, context in zip(rows, alone, strict=True):
+            expected = said_alone(model, *context, tokens)[-len(part) :]
+            torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
+
+
+def contexts_job(hosts: HostGroup, family: str):
+    _, inputs = video_prompt(family, hosts)
+    parts = inspect_model(families.build_model(family, dtype=torch.float64))
+    rows, kept = encode_visual(parts, inputs.visual), torch.arange(0, inputs.num_visual_tokens, 3)
+    contexts = read_contexts("MTCP", parts, inputs, kept, rows, hosts, tokenizer_of(family), CAPTION)
+    return contexts and [(c.next_position, c.cache.layers[-1].keys) for c in contexts]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_contexts_are_the_same_however_many_hosts_encoded_the_frames(pool, family):
+    expected = contexts_job(HostGroup.single(), family)
+    read, *others = pool.run(3, contexts_job, family)
+    assert others == [None, None]
+    for (position, keys), (expected_position, expected_keys) in zip(read, expected, strict=True):
+        assert position == expected_position
+        torch.testing.assert_close(keys, expected_keys, rtol=1e-9, atol=1e-9)
+
+
+# ---- weights ----
+
+
+def rule_by_brute_force(ensemble: str, said: list[tuple[int, list, list]]) -> list[float]:
+    """Section 5.1 and Appendix B.2, in plain Python: ``said`` is (token, p, a q per context) of the past."""
+
+    def kl(p, q):
+        return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+    def mix(weights, q):
+        return [sum(w * row[v] for w, row in zip(weights, q, strict=True)) for v in range(len(q[0]))]
+
+    if ensemble == "MTCP*":
+        errors = [max(sum(kl(p, q[i]) for _, p, q in said), 1e-6) for i in range(4)]
+        highest = max(1 / e for e in errors)
+        scores = [math.exp(1 / e - highest) for e in errors]
+        return [score / sum(scores) for score in scores]
+    best = None
+    for j in range(11):
+        weights = [1 - j / 10, j / 10]
+        mixed = [mix(weights, q) for *_, q in said]
+        matches = sum(m.index(max(m)) == token for (token, *_), m in zip(said, mixed, strict=True))
+        error = sum(kl(p, m) for (_, p, _), m in zip(said, mixed, strict=True))
+        if best is None or (matches, -error) > best[:2]:
+            best = matches, -error, weights
+    return best[2]
+
+
+@pytest.mark.parametrize("ensemble", ["MT*", "MTCP*"])
+def test_weights_follow_the_papers_rule(ensemble):
+    torch.manual_seed(0)
+    chosen = set()
+    for trial in range(40):
+        weights, said = make_weights(ensemble), []
+        for _ in range(1 + trial % 5):
+            p = torch.softmax(2 * torch.randn(6, dtype=torch.float64), 0)
+            p[trial % 6] = 0.0  # what has no probability costs nothing
+            q = torch.softmax(torch.randn(len(ensemble) - 1, 6, dtype=torch.float64) + p, -1)
+            token = int(p.argmax())
+            weights.learn(token, p, q)
+            said.append((token, p.tolist(), q.tolist()))
+        ours = weights.choose().tolist()
+        assert ours == pytest.approx(rule_by_brute_force(ensemble, said), abs=1e-9)
+        assert sum(ours) == pytest.approx(1.0)
+        chosen.add(tuple(ours))
+    assert len(chosen) > 5
+
+
+def test_a_context_that_is_never_wrong_gets_all_the_weight():
+    p, other = torch.tensor([0.5, 0.5, 0.0]).double(), torch.tensor([0.1, 0.1, 0.8]).double()
+    for ensemble, q, expected in (
+        ("MT*", [other, p], [0.0, 1.0]),
+        ("MTCP*", [other, p, other, other], [0.0, 1.0, 0.0, 0.0]),
+    ):
+        weights = make_weights(ensemble)
+        weights.learn(0, p, torch.stack(q))
+        assert weights.choose().tolist() == expected
+    assert make_weights("MT") is None and make_weights("MTCP") is None
+    assert float(kl_divergence(p, torch.tensor([1.0, 0.0, 0.0]).double())) == math.inf
+
+
+@pytest.mark.parametrize(("temperature", "ensemble"), [(0.0, "MT*"), (0.8, "MTCP*"), (0.8, "MT")])
+def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temperature, ensemble):
+    """Block after block, with a rejection in the middle, weights from verified tokens only, and top-p."""
+    torch.manual_seed(0)
+    config = SamplingConfig(temperature=temperature, top_p=0.7 if temperature else 1.0, seed=5)
+    model, drafter, alone = ensemble_of("llama", ensemble, config)
+    target = families.build_model("llama", dtype=torch.float64, seed=1)
+    prompt = torch.randint(0, 250, (1, 20))
+    warmth, said, tokens = temperature or 1.0, [], [5]
+    expected_weights, seen = [1 / len(alone)] * len(alone), []
+    for num_right in (3, 0, 2, 3):
+        proposal = drafter.propose(tokens, 3)
+        assert drafter.weights == pytest.approx(expected_weights, abs=1e-9)
+        seen.append(tuple(drafter.weights))
+        for place, token in enumerate(proposal.tokens):
+            before = [*tokens, *proposal.tokens[:place]]
+            rows = torch.stack([said_alone(model, *context, before)[-1] for context in alone])
+            mixture = torch.tensor(expected_weights).double() @ torch.softmax(rows / warmth, -1)
+            if not temperature:
+                assert proposal.q is None and token == int(mixture.argmax())
+                continue
+            drawn_from = probabilities(mixture.log(), 1.0, config.top_p)
+            torch.testing.assert_close(proposal.q[place], drawn_from, rtol=1e-7, atol=1e-9)
+            assert token == draw(proposal.q[place], uniform(5, 40 + len(before), PURPOSE_DRAFT))
+        new = [*proposal.tokens[:num_right], 77]
+        with torch.no_grad():
+            logits = target(input_ids=torch.cat([prompt, torch.tensor([[*tokens, *new]])], 1)).logits[0]
+        logits = logits[-len(new) - 1 : -1]
+        drafter.learn(new, logits)
+        for place, token in enumerate(new):
+            rows = [said_alone(model, *context, [*tokens, *new[:place]])[-1] for context in alone]
+            q = torch.softmax(torch.stack(rows) / warmth, -1)
+            said.append((token, torch.softmax(logits[place] / warmth, -1).tolist(), q.tolist()))
+        if ensemble.endswith("*"):
+            expected_weights = rule_by_brute_force(ensemble, said)
+        tokens += new
+    assert (len(set(seen)) > 1) == ensemble.endswith("*")
+
+
+# ---- what the contexts are made of ----
+
+
+def test_text_in_place_of_runs_of_visual_tokens():
+    visual = [False, True, True, False, True, True]
+    assert as_text([1, 9, 9, 2, 9, 9], visual, [7, 8], [6]) == [1, 7, 8, 2, 6]
+    assert as_text([9, 9, 3], [True, True, False], [6], [6]) == [6, 3]
+
+
+@pytest.mark.parametrize(("family", "cells"), [("qwen2_5_vl", 3 * 2), ("llava_onevision", None)])
+def test_images_are_pooled_where_they_are_grids(family, cells):
+    processor = families.build_processor(family)
+    parts = inspect_model(families.build_model(family))
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    images = [families.synthetic_image(84, 140), families.synthetic_image(112, 84)]
+    batch = processor(text=[text], images=images, return_tensors="pt")
+    inputs = ModelInputs.from_processor(parts, batch, HostGroup.single())
+    found = pooling_cells(parts, inputs)
+    if cells is None:
+        assert found.tolist() == list(range(inputs.num_visual_tokens))
+        return
+    first, second = found[:15].view(3, 5), found[15:].view(4, 3)
+    assert first.tolist() == [[0, 0, 2, 2, 4], [0, 0, 2, 2, 4], [10, 10, 12, 12, 14]]
+    assert second[2:].tolist() == [[21, 21, 23], [21, 21, 23]]
+    rows = torch.randn(27, 4, dtype=torch.float64)
+    expected = functional.avg_pool2d(rows[:15].T.view(1, 4, 3, 5), 2, ceil_mode=True, count_include_pad=False)
+    torch.testing.assert_close(pool_rows(rows, found)[first.unique()], expected.flatten(2)[0].T)

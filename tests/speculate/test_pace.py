@@ -1,0 +1,231 @@
+"""How long windows are and when a draft is dropped: by costs that the tests choose, never by time that passes."""
+
+import random
+import warnings
+
+import pytest
+import torch
+
+from apbv import HostGroup, SpeculativeConfig
+from apbv.config import SamplingConfig
+from apbv.decode.answer import generate_tokens
+from apbv.speculate.draft import Draft
+from apbv.speculate.pace import TRIAL_PASSES, Pace, best_window, passes_lost
+from apbv.speculate.pair import Pair
+from apbv.speculate.pipeline import draft_beside, generate_beside_draft
+from apbv.speculate.serial import generate_speculatively
+from apbv.speculate.tree import Tree
+from apbv.speculate.tree_decoding import generate_by_tree
+
+from answers import answer_by
+from drafters import PATTERNS, STEPS, VOCABULARY, ScriptedDrafter, ScriptedTree, decoders
+from prompts import build, text_batch
+
+# ---- the decision ----
+
+
+@pytest.mark.parametrize("cost_ratio", [0.5, 1, 3, 12])
+@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.6, 0.9, 1.0])
+def test_the_best_window_is_that_of_the_least_time_per_token(cost_ratio, acceptance):
+    """Outcome by outcome: of the first k tokens accepted and then none, and of all."""
+
+    def time_per_token(gamma: int) -> float:
+        chances = [acceptance**k * (1 - acceptance) for k in range(gamma)] + [acceptance**gamma]
+        tokens = sum(chance * (k + 1) for k, chance in enumerate(chances))
+        return (gamma + cost_ratio) / tokens
+
+    best = best_window(cost_ratio, acceptance, 16)
+    assert time_per_token(best) == pytest.approx(min(map(time_per_token, range(1, 17))))
+    assert best >= best_window(cost_ratio, acceptance / 2, 16)
+    # Where a drafted token costs as much as a pass of the target, there is nothing to gain.
+    assert best_window(cost_ratio, 0.0, 16) == 1 and best_window(cost_ratio, 1.0, 16) == (
+        16 if cost_ratio > 1 else 1
+    )
+
+
+def rounds_of(
+    pace: Pace, count: int, chance: float, draft: float, verify: float, extra: float = 0.0, seed: int = 0
+):
+    """Seconds and tokens of so many rounds, or until the draft is dropped."""
+    generator, seconds, tokens, windows = random.Random(seed), 0.0, 0, []
+    for _ in range(count):
+        if pace.is_losing():
+            break
+        window = pace.next_window()
+        windows.append(window)
+        accepted = next((k for k in range(window) if generator.random() >= chance), window)
+        spent = window * draft, verify + extra * window
+        pace.learn(window, accepted, accepted + 1, *spent)
+        seconds, tokens = seconds + sum(spent), tokens + accepted + 1
+    return seconds, tokens, windows
+
+
+def test_auto_follows_costs_and_acceptance():
+    """One cost ratio, two drafts; and a target whose pass grows with the window."""
+    good, bad, dear = Pace("auto"), Pace("auto"), Pace("auto", keep_losing_draft=False)
+    _, _, of_good = rounds_of(good, 60, 0.95, 1.0, 7.0)
+    _, _, of_bad = rounds_of(bad, 60, 0.3, 1.0, 7.0)
+    _, _, of_dear = rounds_of(dear, 60, 0.95, 1.0, 7.0, extra=6.0)
+    assert good.most == 16 and of_good[0] == 4
+    assert min(of_good[20:]) > max(of_bad[20:]) and max(of_bad[20:]) <= 4
+    assert max(of_good[-20:]) <= best_window(7.0, 0.99, 16)
+    assert max(of_dear[40:]) < min(of_good[40:])
+    assert Pace(3).next_window() == Pace(3).most == 3
+
+
+@pytest.mark.parametrize("wanted", [1, 5, "auto"])
+@pytest.mark.parametrize(("draft", "extra", "chance"), [(1.0, 0.0, 0.0), (0.5, 0.5, 0.3), (2.0, 0.0, 0.5)])
+def test_a_losing_draft_costs_its_trial_and_no_more(wanted, draft, extra, chance):
+    """A drafted token costs as much as half a pass of the target, or more: no window can win."""
+    pace = Pace(wanted, keep_losing_draft=False)
+    seconds, tokens, windows = rounds_of(pace, 1000, chance, draft, 1.0, extra)
+    assert pace.is_losing() and len(windows) < 200
+    round_cost = max(windows) * (draft + extra) + 1
+    assert TRIAL_PASSES < passes_lost(seconds, tokens, 1.0) <= TRIAL_PASSES + 2 * round_cost
+    stubborn = Pace(wanted)
+    rounds_of(stubborn, 300, chance, draft, 1.0, extra)
+    assert not stubborn.is_losing()
+
+
+def test_a_winning_draft_stays_whatever_holds_it_up_once():
+    for seed in range(20):
+        pace = Pace(5, keep_losing_draft=False)
+        rounds_of(pace, 10, 0.7, 0.1, 1.0, seed=seed)
+        pace.learn(5, 3, 4, 0.5, 1000.0)
+        pace.learn(0, 0, 1, 0.0, 1000.0)
+        _, _, windows = rounds_of(pace, 300, 0.7, 0.1, 1.0, seed=seed)
+        assert len(windows) == 300 and windows.count(0) <= 5
+
+
+# ---- in the loops, on real hosts ----
+
+
+class Costs:
+    """A clock for one host; what the loops do costs what is said here, and nothing else."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def timed(self, function, seconds):
+        def call(*args, **kwargs):
+            self.now += seconds(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def loops_job(hosts: HostGroup, kv: str, winning: bool):
+    """Tokens, statistics and time on host 0 of a chain and a tree, which lose or win; and of the target alone."""
+    model, batch = build("llama", torch.float64), text_batch(60)
+    decoder, state, _ = decoders(model, hosts, batch, 48, kv)
+    greedy = SamplingConfig(max_new_tokens=STEPS)
+    further = SamplingConfig(max_new_tokens=STEPS + 8)
+    answer = generate_tokens(answer_by(decoder, state, further))
+    results = []
+    costs, price = Costs(), 0.01 if winning else 0.5
+    hosts.clock = lambda: costs.now
+    try:
+        for kind in ("chain", "tree"):
+            costs.now = 0.0
+            decoder, state, _ = decoders(model, hosts, batch, 48, kv)
+            decoder.advance = costs.timed(decoder.advance, lambda tokens: 1.0)
+            decoder.advance_tree = costs.timed(decoder.advance_tree, lambda *args: 1.0)
+            if kind == "chain":
+                drafter = ScriptedDrafter(answer, PATTERNS["all" if winning else "none"])
+                drafter.propose = costs.timed(drafter.propose, lambda tokens, count: price * count)
+                loop, shape = generate_speculatively, [Pace(3, keep_losing_draft=False)]
+            else:
+                drafter = ScriptedTree(answer, lambda place: 0 if winning else None)
+                drafter.propose = costs.timed(drafter.propose, lambda tokens, tree: price * tree.depth)
+                tree = Tree.of(9, 3)
+                loop, shape = generate_by_tree, [tree, Pace(tree.depth, keep_losing_draft=False)]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                tokens, stats = loop(
+                    answer_by(decoder, state, greedy), drafter if hosts.is_leader else None, *shape
+                )
+            said = [str(w.message) for w in caught if "without the draft" in str(w.message)]
+            results.append((tokens, stats.summary(len(tokens)), costs.now, said))
+    finally:
+        del hosts.clock
+    return answer[:STEPS], results
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "kv"), [pytest.param(1, "gathered", marks=pytest.mark.thorough), (2, "gathered"), (3, "sharded")]
+)
+def test_a_losing_draft_is_switched_off_on_all_hosts(pool, num_hosts, kv):
+    for host, (plain, results) in enumerate(pool.run(num_hosts, loops_job, kv, False)):
+        for tokens, figures, seconds, said in results:
+            assert tokens == plain
+            if host:
+                continue
+            assert "longer than without" in figures["switched_off"] and len(said) == 1
+            assert 3 < figures["switched_off_after"] < STEPS - 5 and figures["mean_accepted_tokens"] == 1
+            assert figures["rounds"] < figures["num_target_forwards"] == STEPS - 1
+            assert seconds <= STEPS - 1 + TRIAL_PASSES + 2 * 2.5  # the first round, and the last
+
+
+def test_a_winning_draft_is_kept(pool):
+    for host, (plain, results) in enumerate(pool.run(2, loops_job, "gathered", True)):
+        for tokens, figures, seconds, said in results:
+            assert tokens == plain and not said
+            if host == 0:
+                assert figures["switched_off"] is None and seconds < STEPS / 2
+
+
+class WrongStream:
+    """Never right."""
+
+    def __init__(self, answer: list[int]):
+        self.answer = answer
+
+    def stream(self, sequence):
+        place = len(sequence) - 1
+        while True:
+            yield (self.answer[min(place, len(self.answer) - 1)] + 1) % VOCABULARY, None
+            place += 1
+
+
+def pipeline_job(hosts: HostGroup, drops: bool):
+    """A draft host for which the target waits as long as it takes itself."""
+    config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=3)
+    pair = Pair.of(hosts, config)
+    model, batch, single = build("llama", torch.float64), text_batch(60), HostGroup.single()
+    decoder, state, _ = decoders(model, single, batch, 48, "gathered")
+    answer = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS)))
+    results = []
+    for _ in range(2):  # the draft host is asked again for the next request
+        with pair.beginning(config, VOCABULARY, False):
+            pass
+        if pair.is_draft:
+            results.append(draft_beside(pair.link, Draft(WrongStream(answer), 0), 0)[:2])
+            continue
+        costs = Costs()
+        pair.hosts.clock = lambda costs=costs: costs.now
+        decoder, state, _ = decoders(model, pair.hosts, batch, 48, "gathered")
+        decoder.advance = costs.timed(decoder.advance, lambda tokens: 1.0)
+        if (link := pair.open_link()) is not None:
+            link.receive_first = costs.timed(type(link).receive_first.__get__(link), lambda: 1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sampling = SamplingConfig(max_new_tokens=STEPS)
+            tokens, stats = generate_beside_draft(answer_by(decoder, state, sampling), link, Pace(3, not drops))
+        said = [str(w.message) for w in caught if "draft" in str(w.message)]
+        results.append((tokens, stats.summary(len(tokens)), costs.now, said))
+    return answer, results
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_a_losing_draft_host_rests_until_the_next_request(pool, num_hosts):
+    *targets, (answer, drafted) = pool.run(num_hosts, pipeline_job, True)
+    assert all(tokens == answer and report.num_drafted < 3 * STEPS for tokens, report in drafted)
+    for host, (_, results) in enumerate(targets):
+        for tokens, figures, seconds, said in results:
+            assert tokens == answer
+            if host == 0:
+                assert len(said) == 1 and "longer than without" in figures["switched_off"]
+                assert figures["num_written"] is not None and figures["lost_draft"] is None
+                assert seconds <= STEPS - 1 + TRIAL_PASSES + 3
+    for tokens, figures, _, said in pool.run(num_hosts, pipeline_job, False)[0][1]:
+        assert tokens == answer and figures["switched_off"] is None and not said

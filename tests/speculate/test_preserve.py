@@ -1,0 +1,330 @@
+"""Which visual tokens a draft sees: scores on several hosts against their definitions on one."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
+from apbv.kernels import spatial_variety, temporal_change
+from apbv.kv.select import collect_kv, select_kv
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
+from apbv.speculate import observers, preserve
+from apbv.speculate.scores import standardised
+from apbv.speculate.strategies import make_observer
+
+import families
+from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
+
+DOUBLE = torch.float64
+
+
+# ---- attention ----
+
+
+@cache
+def attention_of_the_question(family: str):
+    """By the model itself: probabilities ``[L, Hq, n_q, n]`` in fp64, and which tokens are visual."""
+    model = families.build_model(family, dtype=DOUBLE)
+    model.set_attn_implementation("eager")
+    batch = video_batch(family)
+    with torch.no_grad():
+        weights = torch.stack(model(**batch, output_attentions=True).attentions)[:, 0]
+    is_visual = inspect_model(model).is_visual(batch["input_ids"][0])
+    return weights[:, :, int(is_visual.nonzero()[-1]) + 1 :], is_visual
+
+
+def watched_job(hosts: HostGroup, family: str, settings: dict):
+    model = build(family, DOUBLE)
+    parts = inspect_model(model)
+    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
+    scores = []
+    for kind in (observers.AttentionScores, observers.HeadAttention):
+        observer = kind(parts)
+        config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
+        prefill(model, inputs, hosts=hosts, config=config, observer=observer)
+        scores.append(observer.result())
+    return scores
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"method": "apb"}, {"method": "full"}, {"fused_query": False}, {"zigzag": False, "kv": "sharded"}],
+    ids=str,
+)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+@pytest.mark.pairwise
+def test_attention_is_scored_as_defined(pool, family, num_hosts, settings):
+    weights, is_visual = attention_of_the_question(family)
+    visual = weights[..., is_visual]
+    over_visual = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(0, 1, 2))
+    num_kv_heads = inspect_model(build(family, DOUBLE)).num_kv_heads
+    by_head = visual.mean(dim=2).unflatten(1, (num_kv_heads, -1)).sum(dim=2)
+    for attention, heads in pool.run(num_hosts, watched_job, family, settings):
+        torch.testing.assert_close(attention.double(), over_visual, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(torch.stack(heads).double(), by_head, rtol=1e-4, atol=1e-7)
+
+
+def test_methods_that_share_out_the_question_cannot_be_watched():
+    def job(hosts):
+        return watched_job(hosts, "qwen2_5_vl", {"method": "ulysses"})
+
+    from apbv.hosts.simulated import simulate
+
+    with pytest.raises(ValueError, match="cannot be observed with ulysses"):
+        simulate(2, job)
+
+
+@cache
+def similarity_change(family: str, last: int) -> torch.Tensor:
+    """ParallelVLM's Eq. 3 as printed, layer by layer, from the hidden states that the model itself returns."""
+    model = families.build_model(family, dtype=DOUBLE)
+    batch = video_batch(family)
+    with torch.no_grad():
+        hidden = model(**batch, output_hidden_states=True).hidden_states
+    is_visual = inspect_model(model).is_visual(batch["input_ids"][0])
+    after = int(is_visual.nonzero()[-1]) + 1
+    units = [torch.nn.functional.normalize(states[0], dim=-1) for states in hidden[: last + 1]]
+    similar = [states[is_visual] @ states[after:].T for states in units]
+    return sum(similar[layer] - similar[layer - 1] for layer in range(1, last + 1)).sum(dim=1)
+
+
+def similarity_job(hosts: HostGroup, family: str, settings: dict, last: int):
+    model = build(family, DOUBLE)
+    parts = inspect_model(model)
+    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
+    observer = make_observer(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts)
+    prefill_config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
+    prefill(model, inputs, hosts=hosts, config=prefill_config, observer=observer)
+    assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
+    return observer.result()
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "apb"}, {"method": "full"}, {"fused_query": False}], ids=str)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+@pytest.mark.pairwise
+def test_the_change_of_similarity_telescopes(pool, family, num_hosts, settings):
+    """Of 3 layers, the inputs of the last are the deepest states that count: L is clamped."""
+    for last in (1, 20):
+        expected = similarity_change(family, min(last, 2))
+        for scores in pool.run(num_hosts, similarity_job, family, settings, last):
+            torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- HIPPO's scores ----
+
+
+def frames(num_frames: int, height: int, width: int) -> torch.Tensor:
+    return torch.randn(num_frames, height * width, 12, generator=torch.Generator().manual_seed(5))
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 5])
+def test_change_over_time(num_frames):
+    video = frames(num_frames, 2, 3)
+    scores = temporal_change(video)
+    for f in range(num_frames):
+        for place in range(6):
+            around = [cosine(video[f, place], video[g, place]) for g in (f - 1, f + 1) if 0 <= g < num_frames]
+            expected = 1 - sum(around) / len(around) if around else 0.0
+            assert scores[f, place] == pytest.approx(expected, abs=1e-5)
+    # A piece of a video, with the frames next to it.
+    for start in range(num_frames):
+        for stop in range(start + 1, num_frames + 1):
+            before = video[start - 1] if start else None
+            after = video[stop] if stop < num_frames else None
+            piece = temporal_change(video[start:stop], before, after)
+            torch.testing.assert_close(piece, scores[start:stop])
+
+
+@pytest.mark.parametrize(("height", "width"), [(5, 5), (7, 11), (2, 3), (12, 1)])
+def test_variety_in_space(height, width):
+    video = frames(2, height, width)
+    scores = spatial_variety(video, height, width)
+    for f in range(2):
+        for y in range(height):
+            for x in range(width):
+                crop = [
+                    (v, u)
+                    for v in range(y // 5 * 5, min(height, y // 5 * 5 + 5))
+                    for u in range(x // 5 * 5, min(width, x // 5 * 5 + 5))
+                ]
+                here = video[f, y * width + x]
+                similar = torch.tensor([cosine(here, video[f, v * width + u]) for v, u in crop])
+                expected = float(((similar - similar.mean()) ** 2).mean())
+                assert scores[f, y * width + x] == pytest.approx(expected, abs=1e-5)
+
+
+def test_equal_scores_say_nothing():
+    for unit in (None, 1.0):
+        assert standardised(torch.ones(2, 4), unit).abs().max() == 0
+        assert standardised(torch.zeros(2, 4), unit).abs().max() == 0
+
+
+@pytest.mark.parametrize("num_tokens", [100, 25_000, 1_000_000])
+def test_attention_weighs_the_same_however_many_tokens_share_it(num_tokens):
+    """Of N tokens each gets 1/N of the attention on average; HIPPO's sum of z-scores must not depend on N."""
+    scores = torch.rand(3, 36, generator=torch.Generator().manual_seed(2))
+    standard = standardised(scores / num_tokens)
+    torch.testing.assert_close(standard, standardised(scores))
+    torch.testing.assert_close(standard.std(dim=1, correction=0), torch.ones(3), rtol=1e-4, atol=0)
+
+
+def test_rounding_of_cosines_is_not_taken_for_change():
+    """Of a still picture every cosine is 1 but for rounding, which standardised would outvote what is seen."""
+    still = frames(1, 4, 4).expand(3, -1, -1)
+    assert standardised(temporal_change(still), unit=1.0).abs().max() < 0.5
+
+
+def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
+    model = build(family, torch.float32)
+    parts = inspect_model(model)
+    inputs = as_inputs(family, video_batch(family), None, hosts, frame_parallel=frame_parallel)
+    rows = encode_visual(parts, inputs.visual)
+    scores = preserve.local_semantics(parts, inputs, rows, hosts, ("time", "space"))
+    return scores, preserve.frame_shape(parts, inputs), rows
+
+
+@pytest.mark.parametrize(("num_hosts", "frame_parallel"), [(1, True), (3, True), (2, False)])
+@pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
+def test_hosts_score_their_own_frames_as_one_host_would(pool, family, num_hosts, frame_parallel):
+    reset_rope(build(family, torch.float32))
+    _, (height, width), rows = semantics_job(HostGroup.single(), family, True)
+    hidden = build(family, torch.float32).get_decoder().config.hidden_size
+    size = height * width
+    whole = rows[: len(rows) // size * size, :hidden].reshape(-1, size, hidden)
+    expected = standardised(temporal_change(whole), unit=1.0)
+    expected = expected + standardised(spatial_variety(whole, height, width), unit=1.0)
+    for scores, shape, _ in pool.run(num_hosts, semantics_job, family, frame_parallel):
+        assert shape == (height, width)
+        torch.testing.assert_close(scores[: expected.numel()], expected.flatten(), rtol=1e-4, atol=1e-4)
+        assert scores[expected.numel() :].isinf().all() and len(scores) == len(rows)
+
+
+# ---- choosing ----
+
+
+def test_the_best_are_kept_in_order():
+    scores = torch.tensor([1.0, 5.0, 5.0, 2.0, 9.0, 5.0])
+    assert preserve.keep_best(scores, 3).tolist() == [1, 2, 4]
+
+
+def test_whole_frames_are_kept_evenly():
+    assert preserve.keep_uniform_frames(20, 4, 12).tolist() == [*range(4), *range(8, 12), *range(16, 20)]
+    assert preserve.keep_uniform_frames(20, 4, 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("total", "count"), [(9, 1), (9, 4), (9, 9), (100_003, 100_003), (100_003, 77_777)])
+def test_even_choices_are_spread_over_all(total, count):
+    kept = preserve.keep_even(total, count)
+    steps = kept.diff()
+    assert len(kept) == count and kept[0] >= 0 and kept[-1] < total
+    if count > 1:
+        assert kept[[0, -1]].tolist() == [0, total - 1] and steps.min() >= 1 and steps.max() - steps.min() <= 1
+
+
+def test_specvlm_keeps_a_share_of_the_attention_and_spreads_the_rest():
+    """The fewest tokens that hold so much of it, and a stride over what is left."""
+    attention = torch.tensor([1.0, 1, 1, 20, 1, 1, 15, 1, 1, 1, 1, 1, 1, 40, 1, 1]) / 88
+    assert preserve.keep_specvlm(attention, 5, share=0.4).tolist() == [0, 4, 9, 13, 15]
+    assert preserve.keep_specvlm(attention, 5, share=0.6).tolist() == [0, 3, 7, 13, 15]
+    # Where those that hold the share are more than may be kept, the best of them.
+    assert preserve.keep_specvlm(attention, 2, share=0.9).tolist() == [3, 13]
+    for count in range(1, 17):
+        for share in (0.0, 0.4, 1.0):
+            kept = preserve.keep_specvlm(attention, count, share)
+            assert len(kept) == count and kept.unique().tolist() == kept.tolist()
+    assert preserve.keep_specvlm(torch.zeros(6), 3).tolist() == [0, 1, 5]
+
+
+def test_every_frame_keeps_its_share():
+    """Also where there is less than a token for each: then every so many frames."""
+    scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(3))
+    scores[2] += 10  # the best of all lie in one frame
+    for count in range(1, 25):
+        kept = preserve.keep_best_per_frame(scores.flatten(), 4, count)
+        per_frame = torch.bincount(kept // 4, minlength=6)
+        assert len(kept) == count and kept.unique().tolist() == kept.tolist()
+        assert per_frame.max() - per_frame.min() <= 1
+        for frame in range(6):
+            best = scores[frame].topk(int(per_frame[frame])).indices.sort().values
+            assert kept[kept // 4 == frame].tolist() == (best + 4 * frame).tolist()
+    assert torch.bincount(preserve.keep_best_per_frame(scores.flatten(), 4, 3) // 4, minlength=6).tolist() in (
+        [1, 0, 1, 0, 1, 0],
+        [0, 1, 0, 1, 0, 1],
+    )
+    # What belongs to no frame, such as a separator at the video's end, stays.
+    assert preserve.keep_best_per_frame(torch.rand(25), 4, 7)[-1] == 24
+
+
+def test_random_choices_depend_on_the_seed():
+    first, again, other = (preserve.keep_random(100, 10, seed).tolist() for seed in (1, 1, 2))
+    assert first == again != other and len(set(first)) == 10 and first == sorted(first)
+
+
+# ---- what the prefill passed on ----
+
+
+def passed_job(hosts: HostGroup, kv: str):
+    """What :class:`PassedOn` makes of a prefill; and, as (layer, block, rows), what it was told on this host."""
+    model = build("qwen2_5_vl", DOUBLE)
+    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl"), None, hosts, DOUBLE)
+    is_visual = inspect_model(model).is_visual(inputs.input_ids[0])
+    told = []
+
+    class Recorded(observers.PassedOn):
+        def observe_passed(self, block, chosen):
+            layer = sum(seen == block for _, seen, _ in told)
+            told.append((layer, block, chosen[0].clone()))
+            super().observe_passed(block, chosen)
+
+    observer = Recorded(inspect_model(model))
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv=kv), observer=observer)
+    return observer.result(), told, state.layout, is_visual
+
+
+@pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
+def test_what_was_passed_on_is_known_to_all(pool, num_hosts, kv):
+    results = pool.run(num_hosts, passed_job, kv)
+    found, _, layout, is_visual = results[0]
+    expected = torch.zeros(len(found), *found[0].shape[:1], len(is_visual), dtype=torch.bool)
+    for _, told, *_ in results:
+        for layer, block, rows in told:
+            for head, chosen in enumerate(rows):
+                expected[layer, head, layout.blocks[block].start + chosen] = True
+    # Every block chose, the last one too, of every layer and head as many as it would pass on.
+    assert (expected.sum(dim=-1) == sum(map(layout.num_passed, range(len(layout.blocks))))).all()
+    for result, *_ in results:
+        assert torch.equal(torch.stack(result), expected[:, :, is_visual])
+
+
+def collected_job(hosts: HostGroup):
+    """Some of the KV, of every layer and head others: out of shards, and out of the whole cache."""
+    model = build("qwen2_5_vl", DOUBLE)
+    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl"), None, hosts, DOUBLE)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv="sharded"))
+    generator = torch.Generator().manual_seed(3)
+    parts = inspect_model(model)
+    kept = [
+        torch.stack(
+            [torch.randperm(state.num_tokens, generator=generator)[:40] for _ in range(parts.num_kv_heads)]
+        )
+        for _ in range(parts.num_layers)
+    ]
+    kept = [tokens.sort(dim=1).values for tokens in kept]
+    collected, whole = collect_kv(state.shards, kept, hosts), state.to_dynamic_cache()
+    if hosts.rank != 0:
+        return collected is None and whole is None
+    pairs = zip(collected.layers, select_kv(whole, kept).layers, strict=True)
+    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_kv_collected_from_shards_is_that_of_the_whole_cache(pool, num_hosts):
+    assert pool.run(num_hosts, collected_job) == [True] * num_hosts
