@@ -1,4 +1,4 @@
-"""``apbv infer`` and ``apbv serve``: the scripts of launch/, by the name of an installed command.
+"""The installed command ``apbv``, which runs the scripts of launch/ as ``apbv infer`` and ``apbv serve``.
 
 torchrun --nproc-per-node 2 -m apbv infer --model demo
 apbv infer --model demo          (one host)
@@ -17,7 +17,7 @@ COMMANDS = {
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Hand the arguments behind a command's name to it; its exit status."""
+    """Hand the arguments behind a command's name to the command, and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = OptionParser("apbv", description="Sequence-parallel prefill for long-video vision-language models.")
     parser.add_argument("--version", action="version", version=__version__)
@@ -29,7 +29,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def main() -> None:
-    """The installed command ``apbv``."""
+    """Run the installed command ``apbv``, and end this process."""
     exit_with(run)
 
 

@@ -1,4 +1,4 @@
-"""Memory that a process keeps for itself on a CPU, as PyTorch's allocator does on a GPU."""
+"""Keeping freed memory in the process on a CPU, as PyTorch's allocator does on a GPU."""
 
 import ctypes
 import sys
@@ -27,12 +27,12 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give kept memory back, once: before something whose peak memory is to be measured."""
+    """Give the memory that is kept now back to the operating system, so that a later peak can be measured."""
     malloc_trim = _from_libc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def _from_libc(name: str):
-    """A function of glibc; None where the C library has no such thing."""
+    """Look up a function of glibc; None where the C library has no such function."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

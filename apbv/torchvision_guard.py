@@ -6,7 +6,7 @@ that do not exist, and that failure takes ``import transformers.models...process
 video processors need only torchvision's Python transforms (resize, normalise), which run on plain
 torch. Declaring the missing operator schemas first is enough for the import to succeed.
 
-Whoever imports torchvision, and whenever: the import itself is watched, so that nothing is imported
+The import itself is watched, whoever imports torchvision and whenever, so that nothing is imported
 that nobody asked for.
 """
 
@@ -40,7 +40,7 @@ def ensure_torchvision_imports() -> None:
 
 
 class _TorchvisionFinder(importlib.abc.MetaPathFinder):
-    """Finds torchvision as the finders after it do, and lets its import be tried a second time."""
+    """A finder of torchvision, which leaves the search to those after it but tries a failed import again."""
 
     def __init__(self):
         # A torch.library.Library withdraws its definitions when it is collected, so it must stay referenced.
@@ -70,7 +70,7 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
 
 
 def _declared_operators():
-    """The schemas that are missing; they stand as long as what is returned is referenced."""
+    """Declare the operators' missing schemas, which last as long as the returned library is referenced."""
     import torch  # which torchvision has imported by now
 
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -81,6 +81,6 @@ def _declared_operators():
 
 
 def _forget_submodules() -> None:
-    """A failed import leaves them behind, which would hide the second attempt's errors."""
+    """Remove the submodules that a failed import leaves behind, which would hide the next attempt's errors."""
     for name in [name for name in sys.modules if name.startswith("torchvision.")]:
         del sys.modules[name]

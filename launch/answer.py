@@ -1,4 +1,4 @@
-"""What launch/infer.py does with its options: read the sources, load the engine, answer, and say what it took."""
+"""Carrying out launch/infer.py's options: read the source, load the engine, answer, and print the figures."""
 
 import argparse
 import os
@@ -25,8 +25,8 @@ from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
 
-MOST_FRAMES_DRAWN = 36
-DOING = {
+MAX_FRAMES_DRAWN = 36
+STAGE_LABELS = {
     "decode_video": "reading the video",
     "preprocess": "preparing the prompt",
     "encode": "encoding",
@@ -37,7 +37,7 @@ DOING = {
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    """Answer, and print; collective.
+    """Answer the question, and print the answer and its figures; collective.
 
     Raises:
         ValueError: a source cannot be read, a file cannot be written, or the engine refuses the request.
@@ -90,9 +90,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
 
 @contextmanager
 def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show tokens as they come; warnings that come meanwhile are held back until the answer's line has ended.
+    """Show tokens as they come, and hold warnings back until the answer's line has ended.
 
-    It is ended in any case: an error comes below it, and last.
+    The line is ended in any case: an error comes below it, and last.
     """
     streamer, shown = TextStreamer(tokenizer, skip_special_tokens=True), []
 
@@ -114,11 +114,11 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
 
 @dataclass(frozen=True)
 class Source:
-    """What the question is about, as far as it is read before the weights are loaded.
+    """The source that the question is about, as far as it is read before the weights are loaded.
 
     Attributes:
         context: the text of ``--context``.
-        video: what ``--video`` is.
+        video: the frames of ``--video``.
     """
 
     context: str | None = None
@@ -126,7 +126,7 @@ class Source:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Source":
-        """Read the text, look at the video and at the images.
+        """Read the text, find the video's frames, and look at the images.
 
         Raises:
             ValueError: one of the files cannot be read.
@@ -145,7 +145,7 @@ class Source:
 
 
 def require_writable_outputs(options: argparse.Namespace) -> None:
-    """Find out before the work is done, and without leaving files behind, whether its results can be kept.
+    """Make sure before the work is done, and without leaving files behind, that its results can be written.
 
     Raises:
         ValueError: a file cannot be written.
@@ -166,15 +166,15 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
 
 
 def save_kept(answer: GenerateResult, options: argparse.Namespace, source: Source) -> None:
-    """Draw at most so many frames, evenly chosen, with the visual tokens that the draft saw.
+    """Draw some frames, evenly chosen, with the visual tokens that the draft saw.
 
     Raises:
         ValueError: the file cannot be written.
     """
-    shown = sample_uniform(len(answer.kept), MOST_FRAMES_DRAWN)
-    per_row = -(-len(answer.frames) // len(answer.kept))  # frames that the model merges
-    numbers = [answer.frames[row * per_row] for row in shown]
-    picture = draw_kept(read_frames(source.video, numbers), answer.kept[shown].numpy(), numbers)
+    rows = sample_uniform(len(answer.kept), MAX_FRAMES_DRAWN)
+    num_merged = -(-len(answer.frames) // len(answer.kept))  # frames of one temporal patch
+    numbers = [answer.frames[row * num_merged] for row in rows]
+    picture = draw_kept(read_frames(source.video, numbers), answer.kept[rows].numpy(), numbers)
     try:
         picture.save(options.save_kept)
     except (OSError, ValueError) as error:
@@ -182,7 +182,7 @@ def save_kept(answer: GenerateResult, options: argparse.Namespace, source: Sourc
 
 
 class Progress:
-    """Says on a terminal what is being done; of the prefill, which may be long, how far it is."""
+    """Shows on a terminal what is being done, and how far the prefill is, which may take long."""
 
     def __init__(self, enabled: bool):
         self._enabled = enabled
@@ -190,24 +190,25 @@ class Progress:
         self._layers: list[torch.nn.Module] = []
 
     def watch(self, engine: Engine) -> None:
-        """Count the decoder's layers as they are done."""
+        """Advance with the decoder's layers as they are done."""
         if self._enabled and engine.model is not None:
             self._layers = list(engine.model.get_decoder().layers)
             for layer in self._layers:
                 layer.register_forward_hook(lambda *_: self._advance())
 
     def say(self, what: str) -> None:
+        """Show that something is being done, in place of what was shown before."""
         self.close()
         if self._enabled:
             self._bar = tqdm(desc=f"{what} …", bar_format="{desc}", leave=False)
 
     def begin(self, stage: str) -> None:
-        """A stage of the request begins."""
+        """Show that a stage of the request begins."""
         if stage == "prefill" and self._enabled:
             self.close()
             self._bar = tqdm(total=len(self._layers), desc="prefill", unit="layer", leave=False)
-        elif stage in DOING:
-            self.say(DOING[stage])
+        elif stage in STAGE_LABELS:
+            self.say(STAGE_LABELS[stage])
         else:  # decoding, which is seen by itself
             self.close()
 
@@ -216,16 +217,17 @@ class Progress:
             self._bar.update()
 
     def close(self) -> None:
+        """Remove what is shown."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 def table(answer: GenerateResult, options: argparse.Namespace, source: Source, num_hosts: int) -> str:
-    """The figures that a person wants to see at a glance.
+    """Lay out the figures that a person wants to see at a glance.
 
     Args:
-        num_hosts: all that take part, a draft host included.
+        num_hosts: the number of hosts that take part, a draft host included.
     """
     mebibyte, stats = 2**20, answer.stats
     speculation = stats["speculation"]
@@ -249,7 +251,7 @@ def table(answer: GenerateResult, options: argparse.Namespace, source: Source, n
 
 
 def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
-    """Those that prefilled, and the one that drafted."""
+    """Name the hosts that prefilled, and the one that drafted."""
     number, size = stats["hosts"], stats["tensor_parallel_size"]
     text = f"{number} host{'s' if number > 1 else ''}" + (f" of {size} processes" if size > 1 else "")
     return f"{text} and a draft host" if num_hosts > number else text
@@ -258,7 +260,7 @@ def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
 def _speculation(
     figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
 ) -> list[tuple[str, str]]:
-    """Who drafted, where, and what became of it."""
+    """Say who drafted, where, and what became of the draft's tokens."""
     strategy = STRATEGIES[figures["strategy"]]
     if strategy.needs_draft_model:
         who = options.draft_model or "the packaged draft"

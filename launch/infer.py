@@ -21,6 +21,7 @@ from apbv.launch.options import (
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Read and check the options, which ends the process where one is wrong."""
     parser = OptionParser(prog, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     source = parser.add_mutually_exclusive_group()
@@ -43,7 +44,6 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
     add_host_options(parser)
     options = parser.parse_args(arguments)
-    sampling_of_frames = next((name for name in ("frames", "fps") if getattr(options, name) is not None), None)
     if options.model == "demo":
         options.prompt = demo.DEMO_QUESTION if options.prompt is None else options.prompt
         if options.video is None and not (options.image or options.context):
@@ -52,8 +52,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         options.video = str(demo.video_path())
     if options.prompt is None:
         parser.error("--prompt is required")
-    for name in (sampling_of_frames, "save_kept"):
-        if name is not None and getattr(options, name) is not None and options.video is None:
+    for name in ("frames", "fps", "save_kept"):
+        if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
     if options.draft_host and options.save_kept:
         parser.error("--save-kept shows what host 0's draft saw: not together with --draft-host")
@@ -62,6 +62,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
+    """Answer a question on this host, and return the exit status."""
     options = parse_arguments(arguments, prog)
     # Only now what takes seconds to import.
     from apbv.hosts import run_on_hosts

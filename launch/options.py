@@ -6,7 +6,6 @@ They are read and checked before torch and transformers are imported, which take
 import argparse
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -29,12 +28,13 @@ from apbv.config import (
     ReuseConfig,
     SamplingConfig,
     SpeculativeConfig,
+    require_frame_rate,
 )
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup
 
-# What means nothing without a draft: its settings, which are None unless they are given, and what goes with them.
+# Options that mean nothing without a draft: its settings, and two others. They are None unless they are given.
 _NOT_SETTINGS = ("captioner", "save_kept")
 _SPECULATION = (*(field.name for field in fields(SpeculativeConfig)), *_NOT_SETTINGS)
 
@@ -42,21 +42,26 @@ _FORMAT = warnings.formatwarning
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as the scripts' other errors are: every host prints it."""
+    """A parser whose errors are one line, like the scripts' other errors, because every host prints it."""
 
     def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
         self.exit(2, f"error: {message} (--help lists the options)\n")
 
 
 def add_prefill_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of sampling frames, prefill and attention."""
     prefill = parser.add_argument_group("prefill")
     prefill.add_argument(
-        "--method", choices=METHOD_NAMES, default=PrefillConfig().method, help="(default %(default)s)"
+        "--method",
+        choices=METHOD_NAMES,
+        default=PrefillConfig().method,
+        help="how to prefill (default %(default)s)",
     )
     prefill.add_argument("--frames", type=int, help="frames sampled from a video (default: the model's, or 64)")
-    prefill.add_argument("--fps", type=float, help="sample at this rate, at most --frames")
+    prefill.add_argument("--fps", type=float, help="sample so many frames per second, at most --frames")
     prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
-    prefill.add_argument("--passing-len", type=int, help="KV pairs each block passes on (default: likewise)")
+    prefill.add_argument("--passing-len", type=int, help="KV pairs that each block passes on (default: likewise)")
     prefill.add_argument(
         "--query-len",
         type=int,
@@ -67,9 +72,14 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
         "--importance",
         choices=IMPORTANCE_NAMES,
         default=PrefillConfig().importance,
-        help="what ranks them (default %(default)s)",
+        help="how the KV pairs to pass on are ranked (default %(default)s)",
     )
-    prefill.add_argument("--kv", choices=KV_PLACEMENTS, default="gathered", help="where decoding finds the KV")
+    prefill.add_argument(
+        "--kv",
+        choices=KV_PLACEMENTS,
+        default="gathered",
+        help="where the KV lies for decoding (default %(default)s)",
+    )
     prefill.add_argument(
         "--backend",
         choices=BACKEND_NAMES,
@@ -77,12 +87,15 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
         help="what computes attention (default: by device)",
     )
     prefill.add_argument(
-        "--dtype", choices=DTYPE_NAMES, default="auto", help="of the weights (default auto: the model's)"
+        "--dtype", choices=DTYPE_NAMES, default="auto", help="the weights' type (default auto: the model's)"
     )
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Returns their group, for what a script adds to it; an option that is not given must be None."""
+    """Add the options of speculative decoding, and return their group, for what a script adds to it.
+
+    An option that is not given must be None.
+    """
     draft = parser.add_argument_group("speculative decoding")
     draft.add_argument(
         "--speculate", choices=("off", *STRATEGY_NAMES), default="off", help="how to draft (default off)"
@@ -94,28 +107,43 @@ def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
         default=None,
         help="the last host (of one: a thread) drafts while the others verify",
     )
-    draft.add_argument("--num-draft-tokens", type=draft_tokens, metavar="N|auto", help="per round (default 5)")
+    draft.add_argument(
+        "--num-draft-tokens", type=draft_tokens, metavar="N|auto", help="tokens drafted per round (default 5)"
+    )
     draft.add_argument(
         "--keep-losing-draft",
         action="store_true",
         default=None,
-        help="also where an answer takes longer with it than without",
+        help="draft on even where an answer takes longer with the draft than without",
     )
-    draft.add_argument("--num-tree-nodes", type=int, help="draft a tree of so many, as deep at most (sd_tree: 25)")
-    draft.add_argument("--keep", choices=KEEP_POLICIES, help="which visual tokens (default: the strategy's)")
-    draft.add_argument("--hippo-terms", nargs="+", choices=HIPPO_TERMS, help="of its scores (default: all)")
-    draft.add_argument("--prune", choices=PRUNINGS, help="what the draft reads or keeps (default prompt)")
+    draft.add_argument(
+        "--num-tree-nodes", type=int, help="draft a tree of so many tokens instead of a chain (sd_tree: 25)"
+    )
+    draft.add_argument(
+        "--keep", choices=KEEP_POLICIES, help="which visual tokens the draft sees (default: the strategy's)"
+    )
+    draft.add_argument(
+        "--hippo-terms", nargs="+", choices=HIPPO_TERMS, help="the terms of HIPPO's scores (default: all)"
+    )
+    draft.add_argument(
+        "--prune", choices=PRUNINGS, help="prune what the draft reads, or the KV it keeps (default prompt)"
+    )
     draft.add_argument(
         "--vision-first", action="store_true", default=None, help="a draft host begins before attention is known"
     )
-    draft.add_argument("--keep-ratio", type=float, help="the share of them the draft sees (default 0.1)")
-    draft.add_argument("--keep-tokens", type=int, help="or so many of the prompt's tokens, text included")
+    draft.add_argument(
+        "--keep-ratio", type=float, help="the share of visual tokens that the draft sees (default 0.1)"
+    )
+    draft.add_argument("--keep-tokens", type=int, help="instead: how many of the prompt's tokens, text included")
     draft.add_argument("--ensemble", help="what tabed drafts from: MT, MT*, MTCP, MTCP*, … (default MT*)")
-    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="gets the prompt, says what it shows")
+    draft.add_argument(
+        "--captioner", metavar="MODULE:FUNCTION", help="a function that describes what the prompt shows"
+    )
     return draft
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the group of hosts."""
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -127,15 +155,18 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with one line where options are wrong in themselves, or cannot be meant together."""
+    """End the process with one line where options are wrong in themselves, or do not go together."""
     if options.speculate == "off" and (useless := given_for_draft(options)):
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
     if options.frames is not None and options.frames < 1:
         parser.error(f"--frames must be at least 1, not {options.frames}")
-    if options.fps is not None and not 0 < options.fps < math.inf:
-        parser.error(f"--fps must be a positive number, not {options.fps}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be a positive number of seconds, not {options.timeout}")
+    if options.fps is not None:
+        try:
+            require_frame_rate(options.fps)
+        except ValueError as error:
+            parser.error(f"--{error}")  # which begins with the option's name
     for make in (prefill_config, speculative_config, sampling_config):
         try:
             make(options)
@@ -144,13 +175,13 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
-    """The options for a draft that were given; those of :class:`SpeculativeConfig` have their names there."""
+    """Return the options for a draft that were given, most by the names of :class:`SpeculativeConfig`."""
     found = {name: getattr(options, name, None) for name in _SPECULATION}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
-    """Raises ValueError where a value is out of range."""
+    """Make the settings of prefill; ValueError where a value is out of range."""
     return PrefillConfig(
         method=options.method,
         anchor_len=options.anchor_len,
@@ -163,7 +194,7 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
 
 
 def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
-    """Raises ValueError where a value is out of range."""
+    """Make the settings of speculative decoding, if any; ValueError where a value is out of range."""
     if options.speculate == "off":
         return None
     given = given_for_draft(options)
@@ -175,14 +206,14 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
 
 
 def sampling_config(options: argparse.Namespace) -> SamplingConfig:
-    """Raises ValueError where a value is out of range."""
+    """Make the settings of sampling; ValueError where a value is out of range."""
     given = {"max_new_tokens": options.max_new_tokens, "seed": getattr(options, "seed", None)}
     given = {name: value for name, value in given.items() if value is not None}
     return SamplingConfig(temperature=options.temperature, top_p=options.top_p, **given)
 
 
 def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None) -> "Engine":
-    """The engine that the options describe; collective.
+    """Load the engine that the options describe; collective.
 
     Raises:
         ValueError: options do not go together, or there is no such model.
@@ -208,15 +239,15 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
 
 
 def draft_tokens(text: str) -> int | str:
-    """A number, or ``auto``."""
+    """Read a number, or ``auto``."""
     return text if text == "auto" else int(text)
 
 
 def load_function(name: str) -> Callable:
-    """A function by its name, ``package.module:function``, of an importable module.
+    """Import a function by its name, ``package.module:function``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such function.
     """
     module, _, function = name.partition(":")
     try:
@@ -226,7 +257,7 @@ def load_function(name: str) -> Callable:
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """End this process with a script's status; Ctrl-C is one line, and not a traceback."""
+    """Run a script and end this process with its status; Ctrl-C gives one line, and not a traceback."""
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -240,7 +271,7 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
 
 
 def quieten(hosts: "HostGroup") -> None:
-    """Warnings and progress bars once, not once per process."""
+    """Let one process show warnings and progress bars, instead of every one."""
     from transformers.utils import logging as transformers_logging
 
     warnings.formatwarning = _formatted_warning
@@ -253,5 +284,5 @@ def quieten(hosts: "HostGroup") -> None:
 
 
 def _formatted_warning(message, category, *place) -> str:
-    """What a user is told is one line; what a developer is told, such as a deprecation, has its place."""
+    """Format a warning: to a user one line, to a developer, as of a deprecation, with its place in the code."""
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, *place)

@@ -36,17 +36,24 @@ _LONGEST_GRACE = 86_400
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Read and check the options, which ends the process where one is wrong."""
     parser = OptionParser(prog, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1)")
     http.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
-    http.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: --model)")
     http.add_argument(
-        "--api-key", metavar="KEY", help="wanted as a bearer token (default: $APBV_API_KEY, or none)"
+        "--served-model-name", metavar="NAME", help="what requests call the model (default: --model)"
+    )
+    http.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the bearer token that clients must send (default: $APBV_API_KEY, or none)",
     )
     http.add_argument("--max-queue", type=int, default=64, help="requests that may wait (default 64)")
-    http.add_argument("--max-body-mib", type=float, default=96.0, help="of a request (default 96)")
+    http.add_argument(
+        "--max-body-mib", type=float, default=96.0, help="the most MiB of a request's body (default 96)"
+    )
     http.add_argument(
         "--grace",
         type=float,
@@ -57,32 +64,48 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 
     requests = parser.add_argument_group("requests")
     requests.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (default: the model's)")
-    requests.add_argument("--max-frames", type=int, default=2048, help="of a video, or images (default 2048)")
-    requests.add_argument("--max-new-tokens", type=int, help="where a request does not say (default: the model's)")
+    requests.add_argument(
+        "--max-frames", type=int, default=2048, help="the most frames of a video, or images (default 2048)"
+    )
+    requests.add_argument("--max-new-tokens", type=int, help="if a request does not say (default: the model's)")
     requests.add_argument("--temperature", type=float, default=0.0, help="likewise; 0 is greedy (default)")
     requests.add_argument("--top-p", type=float, default=1.0, help="likewise")
     requests.add_argument(
         "--media-dir", type=Path, metavar="DIR", help="files that requests may name, on every host"
     )
     requests.add_argument(
-        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; may be repeated"
+        "--allow-media-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a host to fetch files from; may be repeated",
     )
     requests.add_argument(
-        "--max-media-mib", type=float, default=64.0, help="of a file sent or fetched (default 64)"
+        "--max-media-mib", type=float, default=64.0, help="the most MiB of a file sent or fetched (default 64)"
     )
     requests.add_argument(
-        "--max-decoded-mib", type=float, default=8192.0, help="of a video's frames (default 8192)"
+        "--max-decoded-mib",
+        type=float,
+        default=8192.0,
+        help="the most MiB of a video's decoded frames (default 8192)",
     )
     requests.add_argument(
-        "--max-image-mib", type=float, default=512.0, help="of a request's images, decoded (default 512)"
+        "--max-image-mib",
+        type=float,
+        default=512.0,
+        help="the most MiB of a request's decoded images (default 512)",
     )
-    requests.add_argument("--fetch-seconds", type=float, default=30.0, help="to fetch a request's files (30)")
+    requests.add_argument(
+        "--fetch-seconds", type=float, default=30.0, help="seconds to fetch a request's files (default 30)"
+    )
 
     add_prefill_options(parser)
     add_draft_options(parser)
     reuse = parser.add_argument_group("further questions about the same video or text")
     reuse.add_argument("--reuse", choices=REUSE_MODES, help="keep embeddings (exact) or KV (default: nothing)")
-    reuse.add_argument("--reuse-mib", type=int, default=4096, help="that each process keeps at most (4096)")
+    reuse.add_argument(
+        "--reuse-mib", type=int, default=4096, help="the most MiB that each process keeps (default 4096)"
+    )
     add_host_options(parser)
     options = parser.parse_args(arguments)
     sizes = ("max_body_mib", "max_media_mib", "max_decoded_mib", "max_image_mib")
@@ -104,13 +127,18 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 
 
 def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
-    """Raises ValueError where the bound makes no sense."""
+    """Make the settings of what is kept for further questions; None: nothing is.
+
+    Raises:
+        ValueError: the bound makes no sense.
+    """
     if options.reuse is None:
         return None
     return ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
 
 
 def settings_of(options: argparse.Namespace) -> "ServerSettings":
+    """Make the server's settings."""
     from apbv.serve.media import MediaSettings
     from apbv.serve.reading import RequestSettings
     from apbv.serve.server import ServerSettings
@@ -154,6 +182,7 @@ def log_requests() -> None:
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
+    """Serve on this host until asked to end, and return the exit status."""
     options = parse_arguments(arguments, prog)
     # Only now what takes seconds to import.
     from apbv.allocator import keep_freed_memory

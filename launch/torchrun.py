@@ -1,4 +1,4 @@
-"""What torchrun does with the processes that it has started when it is asked to end."""
+"""Finding out how long torchrun lets its processes run when it is asked to end."""
 
 import argparse
 import math
@@ -13,10 +13,10 @@ _EXIT_SECONDS = 10.0
 
 
 def warn_of_early_kill(grace: float) -> None:
-    """Say on stderr, once per machine, if torchrun does not let its processes finish what they run.
+    """Warn on stderr, once per machine, if torchrun would kill its processes before their work is done.
 
     Args:
-        grace: seconds that this may take after SIGTERM.
+        grace: seconds that the work may take after SIGTERM.
     """
     seconds = seconds_until_killed()
     if seconds is not None and seconds < grace + _EXIT_SECONDS and os.environ.get("LOCAL_RANK") == "0":
@@ -28,7 +28,7 @@ def warn_of_early_kill(grace: float) -> None:
 
 
 def seconds_until_killed() -> float | None:
-    """Seconds after which torchrun kills the processes that it has asked to end.
+    """Return the seconds after which torchrun kills the processes that it has asked to end.
 
     None where this process was not started by torchrun, or where its command line cannot be read (from /proc).
     """
@@ -44,7 +44,10 @@ def seconds_until_killed() -> float | None:
 
 
 def shutdown_timeout(command: Sequence[str], environment: Mapping[str, str]) -> float | None:
-    """The shutdown timeout of a torchrun, in seconds, by its command line and environment; None: unreadable."""
+    """Return a torchrun's shutdown timeout in seconds, by its command line and environment.
+
+    None where the command line cannot be understood.
+    """
     default = _DEFAULT_SECONDS
     for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):  # the latter goes before
         default = environment.get(name, default)

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's chat completions, and what operators ask."""
+"""The HTTP interface: OpenAI's chat completions, and the addresses that operators ask."""
 
 import asyncio
 import hmac
@@ -30,7 +30,7 @@ from .protocol import (
 from .worker import Event, Finished, Job, Worker
 
 _BODY_SECONDS = 60.0
-_PARSERS = 4  # bodies that are looked at at a time
+_PARSERS = 4  # bodies that are parsed at a time
 _CLIENT_CLOSED_REQUEST = 499  # nobody sees it
 _REFERENCE = "#/components/schemas/{model}"
 
@@ -38,11 +38,14 @@ _REFERENCE = "#/components/schemas/{model}"
 def build_app(
     worker: Worker, model: str, max_model_len: int, *, max_body_bytes: int, api_key: str | None = None
 ) -> FastAPI:
-    """The ASGI application.
+    """Build the ASGI application.
 
     Args:
+        worker: answers the requests.
         model: the name that requests give, and are told.
-        api_key: what /v1/* wants as a bearer token; None: nothing.
+        max_model_len: the tokens of prompt and answer that clients are told are possible.
+        max_body_bytes: the largest body that is read.
+        api_key: the bearer token that /v1/* wants; None: none.
     """
     app = FastAPI(title="apbv", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _error)
@@ -118,7 +121,7 @@ def build_app(
 
     @app.get("/health", responses={503: {"model": ErrorBody}})
     async def health() -> Response:
-        if reason := worker.why_not():
+        if reason := worker.reason_unavailable():
             raise ApiError(503, reason)
         return Response()
 
@@ -145,7 +148,7 @@ async def _read_request(request: Request, max_bytes: int, parsers: ThreadPoolExe
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, unless it is too large, which shows before it is read, or while it is."""
+    """Read the whole body, unless its header, or what has come so far, shows that it is too large."""
     too_large = ApiError(
         413, f"the body may have at most {max_bytes} bytes", code="body_too_large", headers={"Connection": "close"}
     )
@@ -174,7 +177,7 @@ async def _cancel_when_gone(request: Request, worker: Worker, job: Job) -> None:
 
 
 async def _events(worker: Worker, job: Job, watch: asyncio.Task) -> AsyncIterator[Event]:
-    """A job's events up to its last; whoever stops listening cancels it."""
+    """Yield a job's events up to its last; whoever stops listening cancels the job."""
     try:
         while True:
             event = await job.events.get()
@@ -202,7 +205,7 @@ async def _completion(job: Job, model: str, first: Event, events: AsyncIterator[
 async def _stream(
     job: Job, model: str, first: Event, events: AsyncIterator[Event], include_usage: bool
 ) -> AsyncIterator[str]:
-    """Server-sent events. What fails after the first can only be said in one of them."""
+    """Yield server-sent events; an error after the first of them can only be told in another."""
 
     def chunk(delta: Delta, reason: str | None = None) -> str:
         choice = ChunkChoice(delta=delta, finish_reason=reason)
@@ -229,7 +232,7 @@ async def _stream(
 
 
 def _sse(content: BaseModel, with_usage: bool) -> str:
-    """One event. A chunk has ``usage`` only where it was asked for, and it is null in all but the last."""
+    """Format one event. Chunks have ``usage`` only where it was asked for; it is null in all but the last."""
     fields = content.model_dump()
     if not with_usage:
         fields.pop("usage", None)
@@ -239,7 +242,7 @@ def _sse(content: BaseModel, with_usage: bool) -> str:
 
 
 async def _error(_: Request, error: Exception) -> JSONResponse:
-    """Every error in OpenAI's form."""
+    """Answer with an error, in OpenAI's form."""
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     elif not isinstance(error, ApiError):
@@ -248,13 +251,13 @@ async def _error(_: Request, error: Exception) -> JSONResponse:
 
 
 def _body_schema() -> dict:
-    """What OpenAPI says of a body that FastAPI does not read itself."""
+    """Describe for OpenAPI the body, which FastAPI does not read itself."""
     content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=ChatRequest.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def _with_schemas(app: FastAPI) -> FastAPI:
-    """Add the request's schema to what FastAPI collects."""
+    """Add the request's schema to those that FastAPI collects."""
     schema = ChatRequest.model_json_schema(ref_template=_REFERENCE)
     definitions = schema.pop("$defs", {})
     document = app.openapi()

@@ -1,4 +1,4 @@
-"""What keeps a flood of bad connections from flooding the log."""
+"""Keeping a flood of bad connections from flooding the log."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class OncePerPeriod(logging.Filter):
-    """Lets each warning through once per period; the next one says how many were left out.
+    """A filter that lets each warning through once per period; the next one says how many were left out.
 
     Args:
         seconds: the period.
@@ -20,7 +20,7 @@ class OncePerPeriod(logging.Filter):
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Errors, and what is less than a warning, always pass."""
+        """Decide whether a record passes; errors, and what is less than a warning, always do."""
         if record.levelno != logging.WARNING:
             return True
         text, now = str(record.msg), self._clock()

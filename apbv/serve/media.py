@@ -1,4 +1,4 @@
-"""What a URL in a request may mean: a file of an allowed folder, inline data, or an allowed host's file.
+"""The files that requests refer to: of an allowed folder, sent inline, or fetched from an allowed host.
 
 Where a file comes from is decided on host 0. Files of the folder are opened on every host at the same relative
 path; bytes from elsewhere travel to the other hosts, and lie in private temporary files during the request.
@@ -6,30 +6,24 @@ path; bytes from elsewhere travel to the other hosts, and lie in private tempora
 
 import base64
 import binascii
-import hashlib
 import http.client
 import ipaddress
-import os
 import socket
 import ssl
 import stat
-import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
+
+from .private_files import PrivateFiles
 
 _MAX_REDIRECTS = 3
 _CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
-
-_lock = threading.Lock()  # of private files
-_num_users: Counter[str] = Counter()  # of a private file
 
 
 class MediaError(ValueError):
@@ -42,14 +36,14 @@ class FolderError(RuntimeError):
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """What requests may refer to.
+    """The limits on what requests may refer to.
 
     Attributes:
         folder: the allowed folder; None: no files.
         hosts: names of the hosts that may be fetched from, lower case; an address or ``localhost`` that stands
             here itself may be one of this machine or its network.
-        max_bytes: of one file that is sent inline or fetched.
-        fetch_seconds: fetching may take, of all files of a request together.
+        max_bytes: the size of one file that is sent inline or fetched.
+        fetch_seconds: how long fetching all files of a request may take.
     """
 
     folder: Path | None = None
@@ -63,9 +57,9 @@ class Media:
     """A file that a request refers to.
 
     Attributes:
-        name: how messages call it.
+        name: what messages call it.
         relative: its path in the allowed folder, on every host; None where it came as bytes.
-        path: of the file on this host.
+        path: its path on this host.
     """
 
     name: str
@@ -74,11 +68,11 @@ class Media:
 
 
 def find_in_folder(folder: Path | None, path: str) -> Path:
-    """The real path of a file that is truly inside the folder: after ``..`` and symbolic links.
+    """Return the real path, after ``..`` and symbolic links, of a file that is truly inside the folder.
 
     Raises:
-        MediaError: there is no folder, it lies elsewhere, or is no regular file. What lies elsewhere is refused in
-            the same words whether it exists or not.
+        MediaError: no folder is allowed, or the file lies elsewhere or is no regular file. What lies elsewhere is
+            refused in the same words whether it exists or not.
         FolderError: the folder was removed, or became something else, since the server was started.
     """
     if folder is None:
@@ -109,47 +103,11 @@ def _resolved(folder: Path) -> Path:
     return root
 
 
-@cache
-def _private_folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="apbv-")
-
-
 @contextmanager
-def private_file(data: bytes) -> Iterator[Path]:
-    """A file that only this user can read, and that is gone when nobody uses it any more.
-
-    The same bytes are always the same file, by name and date, so that :mod:`apbv.prefilling.reuse` knows it again.
-    """
-    name = hashlib.sha256(data).hexdigest()
-    with _lock:
-        path = Path(_private_folder().name, name)
-        if not _num_users[name]:
-            _write_private(path, data)
-        _num_users[name] += 1
-    try:
-        yield path
-    finally:
-        with _lock:
-            _num_users[name] -= 1
-            if not _num_users[name]:
-                del _num_users[name]
-                path.unlink(missing_ok=True)
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    try:
-        path.parent.mkdir(0o700, exist_ok=True)  # whoever tidies up temporary files may have removed it
-        path.touch(0o600)
-        path.write_bytes(data)
-        os.utime(path, (0, 0))
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def opened(url: str, settings: MediaSettings, deadline: float | None = None) -> Iterator[Media]:
-    """The file that a URL, or a path in the allowed folder, stands for; on host 0.
+def open_media(
+    url: str, settings: MediaSettings, private_files: PrivateFiles, deadline: float | None = None
+) -> Iterator[Media]:
+    """Provide the file that a URL, or a path in the allowed folder, stands for; on host 0.
 
     Args:
         deadline: see :func:`fetch`.
@@ -160,10 +118,10 @@ def opened(url: str, settings: MediaSettings, deadline: float | None = None) -> 
     """
     scheme = url[: url.index(":")].lower() if ":" in url[:16] else ""
     if scheme == "data":
-        with private_file(_decode_data(url, settings.max_bytes)) as path:
+        with private_files.holding(_decode_data(url, settings.max_bytes)) as path:
             yield Media("the inline data", None, path)
     elif scheme in ("http", "https"):
-        with private_file(fetch(url, settings, deadline)) as path:
+        with private_files.holding(fetch(url, settings, deadline)) as path:
             yield Media(f"{url:.200}", None, path)
     elif scheme and "/" not in scheme and scheme != "file":
         raise MediaError(f"a URL must begin with file:, data: or https:, not with {scheme}:")
@@ -174,7 +132,7 @@ def opened(url: str, settings: MediaSettings, deadline: float | None = None) -> 
 
 
 def _path_of(url: str) -> str:
-    """``file:a/b``, ``file:///a/b`` or ``file://localhost/a/b``, with percent escapes, as a path."""
+    """Return the path in ``file:a/b``, ``file:///a/b`` or ``file://localhost/a/b``, without percent escapes."""
     rest = url[len("file:") :]
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
@@ -203,16 +161,16 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
 
 
 def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> bytes:
-    """A file from an allowed host.
+    """Fetch a file from an allowed host.
 
     The address is resolved once, checked, and then connected to, so that a name cannot change its meaning in
     between. A redirect may lead to the same host only.
 
     Args:
-        deadline: when it has to be done, by ``time.monotonic``, where it is not the request's only file.
+        deadline: when fetching must be done, by ``time.monotonic``; None: ``fetch_seconds`` from now.
 
     Raises:
-        MediaError: host or address are not allowed, or the file is too large, too slow or not to be had.
+        MediaError: the host or its address is not allowed, or the file is too large, too slow or not to be had.
     """
     deadline = deadline or time.monotonic() + settings.fetch_seconds
     host = _host_of(url, settings)
@@ -237,7 +195,7 @@ def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> b
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise MediaError(
-                    f"fetching took more than {settings.fetch_seconds:g} s, of which the last from {host}"
+                    f"fetching took more than {settings.fetch_seconds:g} s; the last file came from {host}"
                 ) from error
             if isinstance(error, MediaError):
                 raise
@@ -246,12 +204,12 @@ def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> b
 
 
 def _host_of(url: str, settings: MediaSettings) -> str:
-    """The host of an http(s) URL, if it may be fetched from."""
+    """Return the host of an http(s) URL; MediaError unless it may be fetched from."""
     try:
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").lower(), parts.port
     except ValueError as error:
-        raise MediaError(f"{url!r:.200} is no URL: {error}") from error
+        raise MediaError(f"{url!r:.200} is not a URL: {error}") from error
     if parts.scheme not in ("http", "https") or host not in settings.hosts:
         raise MediaError(f"this server does not fetch from {host!r:.100} (see --allow-media-host)")
     return host
@@ -261,7 +219,7 @@ def _host_of(url: str, settings: MediaSettings) -> str:
 def _connected(
     url: str, host: str, settings: MediaSettings, deadline: float
 ) -> Iterator[http.client.HTTPConnection]:
-    """A connection to the host's first address, if all of them are allowed; cut at the deadline."""
+    """Connect to the host's first address, if all of them are allowed, until the deadline."""
     secure = urlsplit(url).scheme == "https"
     port = urlsplit(url).port or (443 if secure else 80)
     addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
@@ -288,7 +246,7 @@ def _connected(
 
 
 def _is_local_by_name(host: str) -> bool:
-    """Whether the operator who lists this name knows that it means this machine or network."""
+    """Return whether the operator who lists this name knows that it means this machine or network."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -297,7 +255,7 @@ def _is_local_by_name(host: str) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet, also where it wraps an IPv4 address."""
+    """Return whether an IP address is one of the public internet, also where it wraps an IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     inner = ip.version == 6 and (ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]))
     if not inner and ip.version == 6 and ip in ipaddress.ip_network("64:ff9b::/96"):  # NAT64

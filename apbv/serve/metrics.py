@@ -1,4 +1,4 @@
-"""What Prometheus reads from GET /metrics."""
+"""The figures that Prometheus reads from GET /metrics."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -41,5 +41,5 @@ class Metrics:
             self.requests.labels(outcome)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Write the figures in Prometheus' text format."""
         return generate_latest(self._registry)

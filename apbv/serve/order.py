@@ -1,4 +1,4 @@
-"""What host 0 tells the other hosts, and what every host does about it."""
+"""Orders, which host 0 gives the other hosts, and how every host carries them out."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,12 +8,14 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from ..decode.decoder import Stop
-from ..engine import Engine, GenerateResult
+from ..engine import Engine
+from ..generated import GenerateResult
 from ..hosts import HostGroup
-from .media import find_in_folder, private_file
+from ..input.request import Question
+from .media import find_in_folder
+from .private_files import PrivateFiles
 
-WAIT, ANSWER, LEAVE = range(3)
+WAIT, ANSWER, LEAVE = range(3)  # host 0's commands
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,9 @@ class Order:
     """A request to the engine, the same on every host.
 
     Attributes:
-        messages: the chat; parts refer to files by number, ``{"type": "video", "file": 0}``.
+        messages: the chat; content parts refer to files by number, ``{"type": "video", "file": 0}``.
         files: paths in the allowed folder, or None for files whose bytes are sent.
+        num_frames, fps, max_new_tokens, temperature, top_p, seed: as of :meth:`apbv.Engine.generate`.
     """
 
     messages: list[dict[str, Any]]
@@ -35,15 +38,21 @@ class Order:
     seed: int
 
     def to_json(self) -> bytes:
+        """Encode the order for other hosts."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> "Order":
+        """Decode what :meth:`to_json` encoded."""
         return cls(**json.loads(data))
 
-    def chat(self, files: Sequence[Any]) -> list[dict[str, Any]]:
-        """The messages as the engine takes them, with paths of this host, or whatever stands for the files."""
-        return [
+    def question(self, files: Sequence[Any]) -> Question:
+        """Return the question as the engine takes it.
+
+        Args:
+            files: paths on this host, or whatever else stands for the order's files.
+        """
+        messages = [
             {
                 "role": message["role"],
                 "content": [
@@ -53,23 +62,30 @@ class Order:
             }
             for message in self.messages
         ]
+        return Question(messages=messages, num_frames=self.num_frames, fps=self.fps)
 
 
 def answer(
-    engine: Engine, hosts: HostGroup, order: Order, open_files: Callable[[ExitStack], list[Path]], stop: Stop
+    engine: Engine,
+    hosts: HostGroup,
+    order: Order,
+    open_files: Callable[[ExitStack], list[Path]],
+    stop: Callable[[Sequence[int]], bool],
 ) -> GenerateResult:
     """Let the engine answer; collective.
 
     Args:
         open_files: gives this host's paths of the order's files, which last as long as the stack.
+        stop: see :meth:`apbv.Engine.generate`.
     """
     with ExitStack() as stack:
         with hosts.local_stage("opening the files"):
             paths = open_files(stack)
+        question = order.question(paths)
         return engine.generate(
-            messages=order.chat(paths),
-            num_frames=order.num_frames,
-            fps=order.fps,
+            messages=question.messages,
+            num_frames=question.num_frames,
+            fps=question.fps,
             max_new_tokens=order.max_new_tokens,
             temperature=order.temperature,
             top_p=order.top_p,
@@ -78,32 +94,35 @@ def answer(
         )
 
 
-def exchange(hosts: HostGroup, command: int, wants_to_stop: bool) -> tuple[int, bool]:
-    """Hear host 0's command, and whether any host was asked to stop; collective.
+def exchange_commands(hosts: HostGroup, command: int, wants_to_stop: bool) -> tuple[int, bool]:
+    """Exchange host 0's command, and whether any host was asked to stop; collective.
 
     Every host sends something, so that each notices one that has ended.
     """
-    said = hosts.gather_floats([command, wants_to_stop])
-    return int(said[0][0]), any(stop for _, stop in said)
+    messages = hosts.gather_floats([command, wants_to_stop])
+    return int(messages[0][0]), any(stop for _, stop in messages)
 
 
 def is_usable(engine: Engine, hosts: HostGroup) -> bool:
-    """Whether the hosts can go on after a request that failed."""
+    """Return whether the hosts can go on after a request that failed."""
     return not (hosts.is_broken or engine.hosts.is_broken)
 
 
-def follow(engine: Engine, hosts: HostGroup, folder: Path | None, wants_to_stop: Event) -> None:
-    """What every host but host 0 does until it is told to leave.
+def follow(
+    engine: Engine, hosts: HostGroup, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event
+) -> None:
+    """Carry out host 0's commands until it says to leave; every other host does.
 
     Args:
-        folder: what files are read from, as on host 0.
+        folder: the folder that files are read from, as on host 0.
+        private_files: where files go whose bytes are sent.
         wants_to_stop: set when this process was asked to end; host 0 decides.
 
     Raises:
         HostError: another host ended, or failed in an exchange.
     """
     while True:
-        command, _ = exchange(hosts, WAIT, wants_to_stop.is_set())
+        command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
         if command == LEAVE:
             return
         if command == WAIT:
@@ -113,7 +132,9 @@ def follow(engine: Engine, hosts: HostGroup, folder: Path | None, wants_to_stop:
 
         def open_files(stack: ExitStack, order=order, sent=sent) -> list[Path]:
             return [
-                stack.enter_context(private_file(next(sent))) if file is None else find_in_folder(folder, file)
+                stack.enter_context(private_files.holding(next(sent)))
+                if file is None
+                else find_in_folder(folder, file)
                 for file in order.files
             ]
 

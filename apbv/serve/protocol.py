@@ -1,4 +1,4 @@
-"""What travels over HTTP: OpenAI's chat-completions objects, as far as they are served here.
+"""OpenAI's chat-completions objects, as far as they are served here.
 
 A field that is not served is refused by name wherever ignoring it would change the answer.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..input.video import MAX_FPS
+from ..config import MAX_FPS
 
 # Fields that change how a request is filed, paid for or scheduled, but not its answer.
 _WITHOUT_EFFECT = {
@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = {
     "store",
     "user",
 }
-# What the other fields may be, beside null and an empty list or object: as good as not given.
+# Values of other fields that are as good as not given; so are null and an empty list or object.
 _NEUTRAL: Mapping[str, tuple] = {
     "frequency_penalty": (0,),
     "function_call": ("none",),
@@ -41,12 +41,14 @@ _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked a
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form.
+    """The request gets an error, in OpenAI's form.
 
     Args:
-        status: of HTTP.
+        status: HTTP's status code.
+        message: tells the client what is wrong.
         param: the field of the request that is to blame.
-        headers: of the response.
+        code: OpenAI's name of the error, where it has one.
+        headers: the response's extra headers.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """The response's JSON."""
         if self.status == 401:
             kind = "authentication_error"
         elif self.status == 429:
@@ -73,7 +76,7 @@ class ApiError(Exception):
 
 
 class _Strict(BaseModel):
-    """Values are of the type they should be, and numbers finite."""
+    """An object whose values must have the declared types, whose numbers are finite and whose fields are known."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -87,12 +90,12 @@ class _Strict(BaseModel):
 
 
 def _refused(param: str, message: str) -> PydanticCustomError:
-    """What a validator of a whole object raises about one of its fields."""
+    """Make the error that a validator of a whole object raises about one of its fields."""
     return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
 class MediaUrl(_Strict):
-    """A file. ``detail``, OpenAI's choice of a resolution, changes nothing: the model's processor has its own."""
+    """A file's URL. OpenAI's ``detail``, a resolution, changes nothing: the model's processor has its own."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -167,15 +170,17 @@ class ChatRequest(_Strict):
 
     @property
     def stop_strings(self) -> list[str]:
+        """The strings that end the answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def token_limit(self) -> int | None:
+        """How many tokens the answer may have, where the request says so."""
         return self.max_completion_tokens or self.max_tokens
 
     @classmethod
     def parse(cls, body: bytes) -> "ChatRequest":
-        """Read a request.
+        """Read a request from its JSON.
 
         Raises:
             ApiError: with status 400, naming the field that is wrong.

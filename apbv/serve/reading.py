@@ -1,4 +1,7 @@
-"""From a request to an order: files opened, tokens counted, limits kept. On host 0, beside the engine's thread."""
+"""Turning a request into an order: opening its files, counting its tokens, and keeping the limits.
+
+This runs on host 0, beside the engine's thread.
+"""
 
 import copy
 import re
@@ -14,13 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..config import require_frame_rate
 from ..engine import Engine
-from ..input.model_inputs import video_skeleton
-from ..input.rendering import RenderedPrompt, render_prompt
-from ..input.video import probe, require_frame_rate, sample_fps, sample_uniform
+from ..input.reading import PromptReader
 from ..model.parts import inspect_model
-from .media import FolderError, Media, MediaError, MediaSettings, opened
+from .media import FolderError, Media, MediaError, MediaSettings, open_media
 from .order import Order
+from .private_files import PrivateFiles
 from .protocol import ApiError, ChatRequest, ImagePart, TextPart
 
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -31,17 +34,17 @@ _START_OF_SCAN = b"\xff\xda"
 
 @dataclass(frozen=True, kw_only=True)
 class RequestSettings:
-    """What requests may ask for, and what they get where they do not say.
+    """The limits on requests, and the defaults for what they do not say.
 
     Attributes:
         max_model_len: tokens of prompt and answer together; None: as many as the model was made for.
-        temperature, top_p, fps: where a request names none.
-        max_new_tokens, num_frames: likewise; None: the engine's.
-        max_frames: of a video, or images.
-        max_decoded_bytes: of the frames of one request as RGB, in the size they are stored in.
-        max_image_bytes: of the images of one request, likewise; every host decodes and scales all of them. Of an
-            animation only the first frame is decoded.
-        media: what URLs may mean.
+        temperature, top_p, fps: the default of the request's field of that name.
+        max_new_tokens, num_frames: likewise; None: the engine's default.
+        max_frames: the most frames of a video, or the most images.
+        max_decoded_bytes: the most bytes that the frames of one request may take as RGB, in their stored size.
+        max_image_bytes: the most bytes that the images of one request may take likewise; every host decodes and
+            scales all of them. Of an animation only the first frame is decoded.
+        media: the limits on files.
 
     Raises:
         ValueError: fps is no frame rate.
@@ -65,10 +68,10 @@ class RequestSettings:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request that the engine can be given.
+    """A request that is ready for the engine.
 
     Attributes:
-        order: for every host.
+        order: what every host is told.
         media: the order's files, on host 0.
         stop: strings that end the answer.
     """
@@ -79,20 +82,20 @@ class ReadRequest:
 
 
 class Reader:
-    """Reads requests; from any thread.
+    """Reads requests; any thread may call it.
 
     It has a processor of its own, as a tokenizer must not be used by two threads at once.
     """
 
-    def __init__(self, engine: Engine, settings: RequestSettings):
-        self._parts = inspect_model(engine.model)
-        self._processor = copy.deepcopy(engine.processor)
-        self._settings = settings
+    def __init__(self, engine: Engine, settings: RequestSettings, private_files: PrivateFiles):
+        parts, processor = inspect_model(engine.model), copy.deepcopy(engine.processor)
         self._num_frames = settings.num_frames or engine.num_frames
+        self._prompts = PromptReader(parts, processor, self._num_frames)
+        self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self._lock = threading.Lock()
-        self.max_model_len = settings.max_model_len or self._parts.max_position_embeddings
-        self._needs_pixels = _needs_pixels(self._processor)
+        self.max_model_len = settings.max_model_len or parts.max_position_embeddings
+        self._needs_pixels = _needs_pixels(processor)
 
     def read(
         self, request: ChatRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
@@ -114,7 +117,7 @@ class Reader:
                 raise ApiError(400, f"at most {settings.max_frames} images are allowed", param="messages")
             if not is_wanted():
                 raise ApiError(503, "the server is stopping, or the client has gone")
-            return stack.enter_context(opened(url, settings.media, deadline))
+            return stack.enter_context(open_media(url, settings.media, self._private_files, deadline))
 
         messages = [
             {
@@ -142,7 +145,7 @@ class Reader:
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
-            raise ApiError(400, described(error, media), param="messages") from error
+            raise ApiError(400, client_message(error, media), param="messages") from error
         room = self.max_model_len - num_tokens
         if room < (request.token_limit or 1):
             raise ApiError(
@@ -157,7 +160,7 @@ class Reader:
         return ReadRequest(order, media, request.stop_strings)
 
     def _count_tokens(self, order: Order, media: list[Media]) -> int:
-        """The prompt's length. What else the engine would refuse shows too, but for damaged frames and images."""
+        """Count the prompt's tokens; raises what the engine would, except about damaged frames and images."""
         kinds = [part["type"] for message in order.messages for part in message["content"] if "file" in part]
         sizes = [_image_size(file) if kind == "image" else None for file, kind in zip(media, kinds, strict=True)]
         _require_small("images", [size for size in sizes if size], self._settings.max_image_bytes)
@@ -165,28 +168,19 @@ class Reader:
             file.path if size is None or self._needs_pixels else _without_pixels(*size)
             for file, size in zip(media, sizes, strict=True)
         ]
-        rendered = render_prompt(self._parts, self._processor, None, messages=order.chat(files))
-        return len(self._tokenize(rendered, order)["input_ids"][0])
-
-    def _tokenize(self, rendered: RenderedPrompt, order: Order):
-        if rendered.video is not None:
-            info = probe(rendered.video)
-            if order.fps is None:
-                frames = sample_uniform(info, order.num_frames)
-            else:
-                frames = sample_fps(info, order.fps, max_frames=order.num_frames)
+        question = order.question(files)
+        rendered = self._prompts.render(question)
+        sampled = self._prompts.sample(rendered, question)
+        if sampled is not None:
+            info, frames = sampled
             _require_small("frames", [(info.height, info.width)] * len(frames), self._settings.max_decoded_bytes)
-            return video_skeleton(self._processor, rendered.text, info, frames)
-        if rendered.images:
-            return self._processor(text=[rendered.text], images=rendered.images, return_tensors="pt")
-        tokenizer = getattr(self._processor, "tokenizer", self._processor)
-        return tokenizer([rendered.text], add_special_tokens=not rendered.has_template)
+        return len(self._prompts.tokenize(rendered, sampled)["input_ids"][0])
 
 
 def _read_parts(
     content: str | list, where: str, media: list[Media], open_file: Callable[[str], Media]
 ) -> list[dict[str, Any]]:
-    """A message's parts, whose files join ``media``."""
+    """Read a message's content parts, and append their files to ``media``."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     parts = []
@@ -216,12 +210,12 @@ def _require_small(what: str, sizes: list[tuple[int, int]], most: int) -> None:
 
 
 def _without_pixels(height: int, width: int) -> Tensor:
-    """What has an image's shape, which is all that the prompt's length depends on."""
+    """Make a tensor with an image's shape, which is all that the prompt's length depends on."""
     return torch.empty(3, height, width, dtype=torch.uint8, device="meta")
 
 
 def _needs_pixels(processor) -> bool:
-    """Whether the processor cannot do with :func:`_without_pixels`, as those that work on arrays cannot."""
+    """Return whether the processor needs real images, as those that work on arrays do."""
     if not hasattr(processor, "image_processor"):
         return False
     try:
@@ -231,8 +225,8 @@ def _needs_pixels(processor) -> bool:
         return True
 
 
-def described(error: Exception, media: list[Media]) -> str:
-    """What an error says, with files called as the request calls them."""
+def client_message(error: Exception, media: list[Media]) -> str:
+    """Return an error's message, with files called what the request calls them."""
     text = str(error) or type(error).__name__
     for file in media:
         text = text.replace(str(file.path), file.name)
@@ -242,10 +236,11 @@ def described(error: Exception, media: list[Media]) -> str:
 
 
 def _image_size(file: Media) -> tuple[int, int]:
-    """Height and width of an image, from its header.
+    """Read the height and width of an image from its header.
 
     Raises:
-        ApiError: it is no image, of a format whose decoder runs more than a decoder, or decodes endlessly.
+        ApiError: the file is no image of an allowed format, or would take endlessly to decode. Other formats have
+            decoders that run more than a decoder.
     """
     try:
         with Image.open(file.path, formats=_IMAGE_FORMATS) as image:

@@ -16,6 +16,7 @@ from .app import build_app
 from .log import OncePerPeriod
 from .metrics import Metrics
 from .order import follow
+from .private_files import PrivateFiles
 from .reading import Reader, RequestSettings
 from .worker import Worker
 
@@ -26,15 +27,15 @@ _WARNING_SECONDS = 60.0  # anybody can cause uvicorn's warnings, as often as the
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How requests are taken.
+    """The settings of a server.
 
     Attributes:
         model: the name that requests give.
-        max_queue: requests that may wait.
-        max_body_bytes: of a request.
+        max_queue: how many requests may wait.
+        max_body_bytes: the largest body of a request.
         grace: seconds that a running answer may take once the server was asked to end.
-        api_key: what /v1/* wants as a bearer token; None: nothing.
-        requests: what requests may ask for.
+        api_key: the bearer token that /v1/* wants; None: none.
+        requests: the limits on requests.
     """
 
     model: str
@@ -46,10 +47,10 @@ class ServerSettings:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with an address, which does not listen yet; port 0: any that is free.
+    """Make a socket with an address, which does not listen yet; port 0: any that is free.
 
     Raises:
-        ValueError: the address cannot be had.
+        ValueError: the address does not exist or is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -64,7 +65,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket) -> None:
-    """Take connections from now on.
+    """Let a socket take connections from now on.
 
     Raises:
         ValueError: another server, which bound its socket before anybody listened, was first.
@@ -84,15 +85,21 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     Raises:
         HostError: a host ended, or failed in an exchange.
     """
-    with hosts.local_stage("preparing the server"):
-        reader = Reader(engine, settings.requests) if hosts.is_leader else None
-        if sock is not None:
-            listen(sock)
-    if reader is None:
-        asked = threading.Event()
+    with PrivateFiles() as private_files:
+        with hosts.local_stage("preparing the server"):
+            reader = Reader(engine, settings.requests, private_files) if hosts.is_leader else None
+            if sock is not None:
+                listen(sock)
+        if reader is not None:
+            return _lead(engine, hosts, sock, settings, reader)
+        wants_to_stop = threading.Event()
         for number in _SIGNALS:
-            signal.signal(number, lambda *_: asked.set())
-        return follow(engine, hosts, settings.requests.media.folder, asked)
+            signal.signal(number, lambda *_: wants_to_stop.set())
+        follow(engine, hosts, settings.requests.media.folder, private_files, wants_to_stop)
+
+
+def _lead(engine: Engine, hosts: HostGroup, sock: socket.socket, settings: ServerSettings, reader: Reader) -> None:
+    """Speak HTTP, and lead the other hosts, until asked to end; on host 0."""
     worker = Worker(engine, hosts, reader, Metrics(), settings.max_queue)
     app = build_app(
         worker,

@@ -1,4 +1,4 @@
-"""The text of an answer while it grows: whole characters only, and nothing that may become a stop string."""
+"""Turning the tokens of a growing answer into text: whole characters only, and no part of a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class AnswerText:
-    """Turns tokens into text that is certain.
+    """The text of an answer, as far as no further token can change it.
 
     Args:
         decode: token ids to text, without special tokens.
@@ -14,7 +14,7 @@ class AnswerText:
             no part of it.
 
     Attributes:
-        stopped: a stop string has ended the answer.
+        stopped: whether a stop string has ended the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
@@ -35,13 +35,13 @@ class AnswerText:
         return self._until_stop(piece)
 
     def finish(self, tokens: Sequence[int]) -> str:
-        """The rest, now that these are all tokens. Last bytes that make no whole character are left out."""
+        """Return the rest, now that these are all tokens. Last bytes that make no whole character are left out."""
         certain = self.update(tokens) + self._until_stop(self._undecided().rstrip(_INCOMPLETE))
         rest, self._held = self._held, ""
         return certain + rest
 
     def _until_stop(self, piece: str) -> str:
-        """What is certain once this text has been added."""
+        """Add some text, and return what has become certain."""
         if self.stopped:
             return ""
         self._held += piece
@@ -55,7 +55,7 @@ class AnswerText:
         return certain
 
     def _undecided(self) -> str:
-        """What the tokens that are no text yet add to those before them."""
+        """Return the text that the tokens which are not text yet add to those before them."""
         before = self._decode(self._tokens[self._context : self._read])
         return self._decode(self._tokens[self._context :])[len(before) :]
 
@@ -68,6 +68,6 @@ class AnswerText:
 
 
 def _overlap(text: str, string: str) -> int:
-    """The longest proper beginning of ``string`` that ends ``text``."""
+    """Return the length of the longest proper beginning of ``string`` that ends ``text``."""
     longest = min(len(text), len(string) - 1)
     return next((n for n in range(longest, 0, -1) if string.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""One request at a time through the engine: the queue, and the thread on host 0 that leads the other hosts."""
+"""The queue of requests, and the thread on host 0 that takes them through the engine, one at a time."""
 
 import asyncio
 import logging
@@ -12,17 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine import Engine, GenerateResult, RequestCancelled
+from ..engine import Engine
+from ..generated import GenerateResult
 from ..hosts import AgreedError, HostError, HostGroup
+from ..prefilling.prefiller import RequestCancelled
 from .metrics import Metrics
-from .order import ANSWER, LEAVE, WAIT, answer, exchange, is_usable
+from .order import ANSWER, LEAVE, WAIT, answer, exchange_commands, is_usable
 from .protocol import ApiError, ChatRequest, FinishReason, Usage
-from .reading import Reader, ReadRequest, described
+from .reading import Reader, ReadRequest, client_message
 from .text import AnswerText
 
-# Less than what hosts wait for at a time, so that a wait between two requests is a single one.
-_HEARTBEAT_SECONDS = 0.5
-_SILENCE_SECONDS = 10.0
+# Seconds without a request after which host 0 tells the others that there is none. This is less than what hosts
+# wait for at a time, so that a wait between two requests is a single one.
+_IDLE_SECONDS = 0.5
+_SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 
 _logger = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ class Job:
     which takes effect at the engine's next token.
 
     Attributes:
-        events: pieces of text, and at last Finished or an ApiError; for the loop it was made in.
+        events: stretches of text, and at last Finished or an ApiError; for the event loop it was made in.
     """
 
     def __init__(self):
@@ -61,7 +64,7 @@ class Job:
         self.read: ReadRequest | None = None
 
     def send(self, event: Event) -> None:
-        """From any thread."""
+        """Send an event; any thread may call this."""
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
@@ -70,11 +73,11 @@ class Worker:
     """Gives requests to the engine in the order in which they were ready; on host 0.
 
     Args:
-        max_queue: requests that may be read or wait while another one is answered.
+        max_queue: how many requests may be read or wait while another one is answered.
 
     Attributes:
-        max_admitted: requests that may be read or wait.
-        failure: what ended the engine's thread before it was told to stop.
+        max_admitted: how many requests may be read or wait at all.
+        failure: the error that ended the engine's thread before it was told to stop.
     """
 
     def __init__(self, engine: Engine, hosts: HostGroup, reader: Reader, metrics: Metrics, max_queue: int):
@@ -85,13 +88,13 @@ class Worker:
         self._ready: deque[Job] = deque()
         self._running: Job | None = None
         self._is_stopping = False
-        self._heard = time.monotonic()
+        self._last_step_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._on_stop: Callable[[], None] = lambda: None
         self._on_end: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
 
-    # ---- from the thread that speaks HTTP, or those that read requests ----
+    # These are called from the thread that speaks HTTP, or from those that read requests.
 
     def start(self, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
         """Start the engine's thread.
@@ -103,18 +106,18 @@ class Worker:
         self._on_stop, self._on_end = on_stop, on_end
         self._thread.start()
 
-    def why_not(self) -> str | None:
-        """Why no request can be answered; None if all is well."""
+    def reason_unavailable(self) -> str | None:
+        """Say why no request can be answered; None if all is well."""
         if self.failure is not None:
             return "a host has failed"
         if self._is_stopping or not self._thread.is_alive():
             return "the server is stopping"
-        if self._running is None and time.monotonic() - self._heard > _SILENCE_SECONDS:
+        if self._running is None and time.monotonic() - self._last_step_at > _SILENCE_SECONDS:
             return "a host does not answer"
         return None
 
     def admit(self) -> Job:
-        """A place in the queue.
+        """Give a new request a place in the queue.
 
         Raises:
             ApiError: with status 503 if no request can be answered, with 429 if the queue is full.
@@ -122,7 +125,7 @@ class Worker:
         job = Job()
         with self._changed:
             error = None
-            if reason := self.why_not():
+            if reason := self.reason_unavailable():
                 error = ApiError(503, reason)
             elif len(self._admitted) >= self._max_queue + (self._running is None):
                 error = ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
@@ -130,11 +133,11 @@ class Worker:
                 self.metrics.requests.labels("rejected").inc()
                 raise error
             self._admitted.add(job)
-            self._count()
+            self._update_gauges()
         return job
 
     def submit(self, job: Job, request: ChatRequest) -> None:
-        """Read a request and put it into the queue; blocks meanwhile. What is wrong becomes its last event."""
+        """Read a request and put it into the queue, which may take long; an error becomes its last event."""
 
         def is_wanted() -> bool:
             return not (job.is_cancelled or self._is_stopping)
@@ -154,7 +157,7 @@ class Worker:
         self.end(job, ApiError(503, "the server is stopping"), "cancelled" if job.is_cancelled else "rejected")
 
     def cancel(self, job: Job) -> None:
-        """The client has gone: free the queue at once, or the engine at its next token."""
+        """Drop a request whose client has gone: at once from the queue, or at the engine's next token."""
         with self._changed:
             job.is_cancelled = True
             is_ready = job in self._ready
@@ -164,21 +167,21 @@ class Worker:
             self.end(job, None, "cancelled")
 
     def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> None:
-        """Send a request's last event, count it, and delete its files; once."""
+        """Send a request's last event, count the request, and delete its files; a second call changes nothing."""
         with self._changed:
             had_ended, job.has_ended = job.has_ended, True
             self._admitted.discard(job)
-            self._count()
+            self._update_gauges()
         job.files.close()  # of a request that ended while it was read, those opened since, too
         if had_ended:
             return
         self.metrics.requests.labels(outcome).inc()
-        _logger.info("%s %s", job.id, _account(job, event, outcome))
+        _logger.info("%s %s", job.id, _log_line(job, event, outcome))
         if event is not None:
             job.send(event)
 
     def stop(self) -> None:
-        """Refuse what waits and what comes, finish what runs, and let all hosts leave."""
+        """Refuse the requests that wait or come, finish the running one, and let all hosts leave."""
         with self._changed:
             self._is_stopping = True
             waiting = list(self._ready)
@@ -188,7 +191,7 @@ class Worker:
             self.end(job, ApiError(503, "the server is stopping"), "rejected")
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread to end; after so many seconds cut the running answer."""
+        """Wait for the engine's thread to end; after so many seconds cut the running answer short."""
         self._thread.join(seconds)
         running = self._running
         if self._thread.is_alive() and running is not None:
@@ -196,13 +199,13 @@ class Worker:
             self.cancel(running)
         self._thread.join()
 
-    # ---- the engine's thread ----
+    # These run in the engine's thread.
 
     def _run(self) -> None:
         try:
             if self._hosts.device.type == "cuda":
                 torch.cuda.set_device(self._hosts.device)
-            while self._round():
+            while self._step():
                 pass
         except BaseException as error:
             self.failure = error
@@ -213,28 +216,28 @@ class Worker:
             if self._running is not None:
                 left.append(self._running)
             for job in left:
-                self.end(job, ApiError(503, self.why_not()), "failed" if self.failure else "rejected")
+                self.end(job, ApiError(503, self.reason_unavailable()), "failed" if self.failure else "rejected")
             self._on_end()
 
-    def _round(self) -> bool:
-        """Answer the next request, or let the other hosts know that there is none; False: they have left."""
+    def _step(self) -> bool:
+        """Answer the next request, or tell the other hosts that there is none; False once they have left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._is_stopping, _HEARTBEAT_SECONDS)
+            self._changed.wait_for(lambda: self._ready or self._is_stopping, _IDLE_SECONDS)
             job = self._running = self._ready.popleft() if self._ready else None
             self._admitted.discard(job)
-            self._count()
+            self._update_gauges()
             command = LEAVE if self._is_stopping and job is None else WAIT if job is None else ANSWER
         if job is not None:
             self._answer(job)
         else:
-            self._tell(command)
+            self._send_command(command)
         with self._changed:
-            self._running, self._heard = None, time.monotonic()
-            self._count()
+            self._running, self._last_step_at = None, time.monotonic()
+            self._update_gauges()
         return command != LEAVE
 
-    def _tell(self, command: int) -> None:
-        if exchange(self._hosts, command, False)[1] and command != LEAVE:
+    def _send_command(self, command: int) -> None:
+        if exchange_commands(self._hosts, command, False)[1] and command != LEAVE:
             self._on_stop()
 
     def _answer(self, job: Job) -> None:
@@ -244,7 +247,7 @@ class Worker:
             sent = [] if alone else [file.path.read_bytes() for file in media if file.relative is None]
         except OSError as error:
             return self.end(job, ApiError(500, f"cannot read a temporary file: {error.strerror}"), "failed")
-        self._tell(ANSWER)
+        self._send_command(ANSWER)
         self._hosts.broadcast_bytes(order.to_json())
         for data in sent:
             self._hosts.broadcast_bytes(data)
@@ -264,7 +267,7 @@ class Worker:
                 raise
             # All hosts have refused alike: the request is to blame, the model or the engine.
             if isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError):
-                return self.end(job, ApiError(400, described(error, media), param="messages"), "invalid")
+                return self.end(job, ApiError(400, client_message(error, media), param="messages"), "invalid")
             return self.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
         if job.is_cancelled:
             return self.end(job, None, "cancelled")
@@ -292,13 +295,13 @@ class Worker:
             metrics.accepted_tokens.inc(speculation["num_accepted"])
         self.end(job, Finished(reason, usage), reason)
 
-    def _count(self) -> None:
+    def _update_gauges(self) -> None:
         self.metrics.waiting.set(len(self._admitted))
         self.metrics.running.set(self._running is not None)
 
 
-def _account(job: Job, event: Finished | ApiError | None, outcome: str) -> str:
-    """What became of a request, for the log: nothing of what was asked or said."""
+def _log_line(job: Job, event: Finished | ApiError | None, outcome: str) -> str:
+    """Say for the log what became of a request, but nothing of what was asked or answered."""
     status = 200 if isinstance(event, Finished) else 499 if event is None else event.status  # 499: the client left
     parts = [f"{status} {outcome}"]
     if isinstance(event, Finished):

@@ -1,0 +1,241 @@
+"""launch/infer.py: what it refuses before the work is done, and what it says of it."""
+
+import errno
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from apbv import Engine, HostGroup, SpeculativeConfig, demo
+from apbv.launch.answer import Progress, streamed
+
+import families
+from pool import exit_statuses
+from scripts import INFER, run_script, started_hosts
+
+
+@pytest.fixture(scope="module")
+def weightless(tmp_path_factory) -> Path:
+    """A checkpoint without its weights: whoever begins to load them fails, and says so."""
+    path = tmp_path_factory.mktemp("checkpoints") / "weightless"
+    shutil.copytree(families.save_checkpoint("qwen2_5_vl", path.with_name("whole")), path)
+    (path / "model.safetensors").unlink()
+    return path
+
+
+@pytest.fixture
+def infer(capsys):
+    """Runs the script in this process, on one host; returns its status and what it wrote to stderr."""
+    main = runpy.run_path(str(INFER))["main"]
+
+    def run(*options) -> tuple[int, list[str]]:
+        try:
+            status = main([str(option) for option in options])
+        except SystemExit as end:  # the options themselves were refused
+            status = end.code
+        return status, capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def test_the_weights_are_looked_for_where_all_else_is_right(infer, weightless):
+    status, lines = infer("--model", weightless, "--prompt", "Why?")
+    assert status == 1 and f"cannot load the model {weightless}: " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--video", "missing.mp4"], "missing.mp4"),
+        (["--video", "text.png"], "text.png"),
+        (["--image", "text.png"], "cannot read the image text.png: "),
+        (["--json", "missing/figures.jsonl"], "--json missing/figures.jsonl: there is no directory missing"),
+        (["--json", "."], "--json . is a directory"),
+        (["--timeline", "missing/trace.json"], "--timeline missing/trace.json: there is no directory missing"),
+        (["--save-kept", "kept.xyz", "--speculate", "streaming"], "no picture format has this ending"),
+        (["--speculate", "vanilla"], "speculative decoding by vanilla needs a draft model"),
+        (
+            ["--speculate", "vanilla", "--draft-model", "./no"],
+            "cannot load the model ./no: there is no such directory",
+        ),
+        (["--speculate", "std", "--draft-model", "."], "draft_model does not apply"),
+        (["--speculate", "ngram", "--keep-ratio", "0.1"], "keep_ratio does not apply"),
+        (["--speculate", "vanilla", "--keep-ratio", "0.1"], "keep_ratio does not apply"),
+        (["--speculate", "specvlm", "--hippo-terms", "time"], "hippo_terms does not apply"),
+        (["--speculate", "vanilla", "--prune", "prompt"], "prune does not apply"),
+        (["--speculate", "specvlm", "--ensemble", "MT"], "ensemble does not apply"),
+        (["--speculate", "tabed", "--captioner", "json:dumps"], "captioner does not apply"),
+        (["--speculate", "std", "--save-kept", "kept.png"], "save_kept does not apply"),
+        (["--speculate", "std", "--keep", "random"], "keep does not apply"),
+        (["--speculate", "std_apbv"], "this one passes nothing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_work_is_refused_before_weights_are_loaded(
+    infer, weightless, tmp_path, monkeypatch, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.png").write_text("This is no picture.")
+    if not {"--video", "--image"} & {*options}:
+        options = [*options, "--video", demo.video_path()]
+    status, lines = infer("--model", weightless, "--prompt", "Why?", *options)
+    assert status == 1 and len(lines) == 1
+    assert lines[0].startswith("error (host 0): ") and message in lines[0]
+    assert os.listdir() == ["text.png"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--frames", "8"], "--frames needs a --video"),
+        (["--fps", "8"], "--fps needs a --video"),
+        (["--speculate", "specvlm", "--save-kept", "kept.png"], "--save-kept needs a --video"),
+        (["--save-kept", "kept.png", "--video", "clip.mp4"], "--save-kept needs --speculate"),
+        (["--vision-first"], "--vision-first needs --speculate"),
+        (["--draft-host"], "--draft-host needs --speculate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_without_effect_are_refused(infer, options, message):
+    status, (line,) = infer("--model", "some/model", "--prompt", "Why?", *options)
+    assert status == 2 and line.startswith(f"error: {message}")
+
+
+def test_the_library_refuses_before_it_loads_weights(weightless):
+    speculate = SpeculativeConfig(strategy="std", keep="random")
+    with pytest.raises(ValueError, match="keep does not apply"):
+        Engine.from_pretrained(weightless, speculate=speculate, hosts=HostGroup.single("cpu"))
+    with pytest.raises(ValueError, match="safetensors"):
+        Engine.from_pretrained(weightless, hosts=HostGroup.single("cpu"))
+
+
+def rows(lines: list[str]) -> dict[str, str]:
+    """The table at the end, by its first column."""
+    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if line.startswith("  "))
+
+
+ASKED = ("--model", "demo", "--prompt", "name the letters in order")
+
+
+def test_the_table_says_what_there_is(infer):
+    status, lines = infer(*ASKED, "--frames", 100)
+    assert status == 0
+    said = rows(lines)
+    assert said["method"] == "full on 1 host, cpu, float32"
+    assert said["video"] == "100 of 128 frames, 32.0 s"
+    assert said["decoding"].endswith(" tokens/s")
+    assert not {"drafting", "accepted", "anchor / passing", "communication", "draft"} & set(said)
+
+
+def test_a_single_token_has_no_rate(infer):
+    _, lines = infer(*ASKED, "--max-new-tokens", 1)
+    assert "decoding" not in rows(lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "drafting"),
+    [
+        (["vanilla"], "vanilla, by the packaged draft on host 0"),
+        (["std", "--keep-ratio", "0.9"], "std, by the target itself on host 0"),
+        (["ngram"], "ngram, by no model on host 0"),
+        (["vanilla", "--draft-host"], "vanilla, by the packaged draft in a thread of host 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_table_says_who_drafted_and_how_well(infer, tmp_path, options, drafting):
+    asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 40]
+    status, lines = infer(*asked, "--speculate", *options, "--json", tmp_path / "figures.jsonl")
+    assert status == 0
+    said, figures = rows(lines), json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
+    assert said["drafting"] == drafting
+    accepted, drafted = figures["num_accepted"], figures["num_drafted"]
+    assert said["accepted"] == f"{accepted / drafted:.0%}, {accepted} of {drafted} drafted tokens"
+    assert said["tokens per pass"] == f"{figures['tokens_per_target_forward']:.2f}"
+
+
+def test_a_draft_host_is_counted_as_one():
+    result = run_script(INFER, *ASKED, "--speculate", "vanilla", "--draft-host", hosts=2)
+    assert result.returncode == 0, result.stderr
+    said = rows(result.stderr.splitlines())
+    assert said["method"].startswith("full on 1 host and a draft host, ")
+    assert said["drafting"] == "vanilla, by the packaged draft on the draft host"
+
+
+def test_the_progress_names_what_is_done_and_leaves_nothing_behind(capsys):
+    with closing(Progress(enabled=True)) as progress:
+        progress.say("loading the model")
+        engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"), dtype="float32")
+        progress.watch(engine)
+        engine.generate(
+            demo.DEMO_QUESTION, video=demo.video_path(), num_frames=8, max_new_tokens=1, on_stage=progress.begin
+        )
+    said = capsys.readouterr().err
+    places = [
+        said.index(text) for text in ("loading the model …", "reading the video …", "encoding …", "prefill: ")
+    ]
+    assert places == sorted(places)
+    assert f"/{engine.model.config.text_config.num_hidden_layers} [" in said
+    assert not said.replace("\r", "\n").splitlines()[-1].strip(), "the line is empty at the end"
+
+
+@pytest.mark.parametrize(("prompt", "is_known"), [("What happens here?", False), (demo.DEMO_QUESTION, True)])
+def test_the_demo_says_what_it_understands(infer, prompt, is_known):
+    _, lines = infer("--model", "demo", "--prompt", prompt, "--max-new-tokens", 1, "--frames", 8)
+    notes = [line for line in lines if line.startswith("note: the demo model understands questions such as ")]
+    assert len(notes) == (0 if is_known else 1)
+
+
+def test_an_error_comes_below_what_was_shown_of_the_answer(capsys):
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_path())
+    with pytest.raises(ValueError), streamed(tokenizer, enabled=True) as show:
+        for token in tokenizer.encode("moving disc, moving"):
+            show(token)
+        raise ValueError
+    assert capsys.readouterr().out == "moving disc, moving\n"
+
+
+def test_a_warning_is_one_line_of_one_host(tmp_path):
+    (tmp_path / "context.txt").write_text("A")
+    asked = ["--model", "demo", "--prompt", demo.DEMO_QUESTION, "--context", tmp_path / "context.txt"]
+    result = run_script(INFER, *asked, "--max-new-tokens", 1, hosts=2)
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "too short to be split" in line]
+    assert line.startswith("warning: a prompt of ") and line.endswith("host 0 computes it alone, exactly")
+
+
+def hold(fifo: Path) -> int:
+    """The writing end of a FIFO, once somebody waits to read it."""
+    while True:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            assert error.errno == errno.ENXIO
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ctrl_c_is_one_line_and_130(tmp_path, hosts):
+    """While the last host reads a file that does not end, and the others wait for it."""
+    folders = [tmp_path / f"host{rank}" for rank in range(hosts)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "context.txt").write_text("A long text.")
+    (folders[-1] / "context.txt").unlink()
+    os.mkfifo(folders[-1] / "context.txt")
+    options = ["--model", "demo", "--prompt", demo.DEMO_QUESTION, "--context", "context.txt"]
+    with started_hosts(INFER, options, hosts, tmp_path, folders) as processes:
+        held = hold(folders[-1] / "context.txt")
+        for process in processes:
+            os.kill(process.pid, signal.SIGINT)
+        assert exit_statuses(processes) == [130] * hosts
+        os.close(held)
+    for rank in range(hosts):
+        assert (tmp_path / f"{rank}.stderr").read_text() == ("interrupted\n" if rank == 0 else "")
