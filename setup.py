@@ -1,4 +1,4 @@
-"""The kernels/ and launch/ folders install as apbv.kernels and apbv.launch.
+"""Install the folders kernels/ and launch/ as apbv.kernels and apbv.launch.
 
 A top-level package named ``kernels`` would shadow the Hugging Face package of that name, which
 transformers looks for, so the folder is mapped under ``apbv`` and never importable on its own.

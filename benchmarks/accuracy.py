@@ -1,4 +1,4 @@
-"""Exact match of every way to prefill, on held-out clips with the demo model and on text with SmolLM2.
+"""Measure exact match of every way to prefill, on held-out clips with the demo model and on text with SmolLM2.
 
     python benchmarks/accuracy.py --preset methods --json accuracy.jsonl
     python benchmarks/accuracy.py --preset importance --hosts 8 --clips 150 --shots 256
@@ -6,9 +6,10 @@
     python benchmarks/accuracy.py --preset ruler
     python benchmarks/accuracy.py --table accuracy.jsonl
 
-VNBench-shaped: retrieval, ordering and counting of needles that are edited into a running scene or inserted as
-shots of their own, at places drawn uniformly; clips of the test split, as real H.264 files. Without torchrun the
-hosts are simulated (apbv.hosts.simulated): same arithmetic and exchanges in one process, hence the same answers.
+The tasks have the form of VNBench: retrieval, ordering and counting of needles that are edited into a running
+scene or inserted as shots of their own, at places drawn uniformly. Clips of the test split are real H.264 files.
+Without torchrun the hosts are simulated (apbv.hosts.simulated): same arithmetic and exchanges in one process, and
+hence the same answers.
 """
 
 import argparse
@@ -22,10 +23,12 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from arguments import add_clip_options, add_json_option, command_line
+from exam import Exam, clips_folder, score_on
+from summaries import percent_cell
 
 from apbv import Engine, HostGroup, PrefillConfig
 from apbv.demo import clips
-from apbv.demo.evaluate import Exam, clips_folder, score_on, wilson
 from apbv.hosts import run_on_hosts
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.prefilling.methods import METHODS
@@ -33,11 +36,11 @@ from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import append_json_lines, markdown_table, provenance
 
 TASKS = ("retrieval", "ordering", "counting")
-LONGEST = 2**30  # passes whole blocks on
+LONGEST = 2**30  # passing whole blocks on
 
 
 def _methods(num_tokens: int) -> dict[str, PrefillConfig]:
-    """All methods, with the paper's l_a and l_p as bare fractions of n, and APB-V as it is by default."""
+    """Configure all methods, with the paper's l_a and l_p as fractions of n, and APB-V also with its defaults."""
     anchor, passing = -(-num_tokens // 64), -(-num_tokens // 128)
     named = {name: PrefillConfig(method=name) for name in METHODS if name not in ("apb", "apbv")}
     named["apb"] = PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing)
@@ -88,7 +91,7 @@ PRESETS: dict[str, Callable[[int], dict[str, PrefillConfig]]] = {
 
 
 def clip_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Records of one preset for every length and number of hosts, with the configs' names as labels."""
+    """Yield the records of one preset for every length and number of hosts, with the configs' names as labels."""
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype="float32")
     folder = clips_folder(options.folder)
     for num_shots in options.shots:
@@ -102,14 +105,14 @@ def clip_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict
 def chosen(
     configs: dict[str, PrefillConfig], num_hosts: int, options: argparse.Namespace
 ) -> dict[str, PrefillConfig]:
-    """The rows to run: on one host every method is exact full attention, and once is enough."""
+    """Choose the rows to run; on one host every method is exact full attention, which runs once."""
     if num_hosts == 1:
         return {"full": PrefillConfig(method="full")}
     return {name: config for name, config in configs.items() if not options.labels or name in options.labels}
 
 
 def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Records of the text tasks, in the same form."""
+    """Yield the records of the text tasks, in the same form."""
     from ruler import TASKS as RULER_TASKS
     from ruler import load_smollm2, score_ruler
 
@@ -133,7 +136,7 @@ def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dic
 
 
 def markdown(records: list[dict]) -> str:
-    """One row per label, hosts and length; a column per task, with 95 % intervals, and per kind of needle."""
+    """Format records: a row per label, hosts and length; a column per task and kind of needle, with intervals."""
     rows: dict[tuple, dict[str, list[int]]] = {}
     for record in records:
         length = f"{record['shots']} shots, " if "shots" in record else ""
@@ -151,16 +154,13 @@ def markdown(records: list[dict]) -> str:
 
 
 def _column_order(name: str) -> tuple[int, int, str]:
-    """Tasks first, each task's kinds of needle behind."""
+    """Return the sort key of a column: tasks come first, then each task's kinds of needle."""
     task, _, needles = name.partition(", ")
     return bool(needles), TASKS.index(task) if task in TASKS else len(TASKS), name
 
 
 def _cell(counts: list[int] | None) -> str:
-    if counts is None:
-        return ""
-    low, high = wilson(*counts)
-    return f"{100 * counts[0] / counts[1]:.1f} ({100 * low:.0f}-{100 * high:.0f})"
+    return "" if counts is None else percent_cell(*counts)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -169,16 +169,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, or a folder with such a checkpoint")
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8], help="simulated; not under torchrun")
     parser.add_argument("--shots", type=int, nargs="+", default=[256], help="lengths of the clips")
-    parser.add_argument("--grid", type=int, choices=clips.GRIDS, default=2, help="tokens per side of a frame")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="lengths of the texts (ruler)")
     parser.add_argument("--clips", type=int, default=150, help="clips or texts per task")
     parser.add_argument("--labels", nargs="+", help="only these rows of the preset")
     parser.add_argument("--split", choices=clips.SPLITS, default="test")
     parser.add_argument("--seed", type=int, default=0, help="of the texts")
-    parser.add_argument(
-        "--folder", type=Path, help="where the clips' files are kept (default: a temporary folder)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
+    add_clip_options(parser)
+    add_json_option(parser)
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print a table of such files")
     options = parser.parse_args(arguments)
     if min(options.hosts) < 1 or options.clips < 1:
@@ -195,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    """Score, and print or write what came of it."""
+    """Score, and print and write the figures."""
     made = ruler_records if options.preset == "ruler" else clip_records
     records = []
     try:
@@ -203,7 +200,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             stamp = {"benchmark": "accuracy", "preset": options.preset, "model": options.model}
             if options.preset == "ruler":
                 stamp["model"] = "SmolLM2-135M-Instruct"
-            records.append({**stamp, **record, "command": _command(), **provenance()})
+            records.append({**stamp, **record, "command": command_line("accuracy.py"), **provenance()})
             if hosts.rank == 0 and options.json:
                 append_json_lines(options.json, records[-1:])
     except ImportError as error:
@@ -211,10 +208,6 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
         return
     if hosts.rank == 0:
         print(markdown(records))
-
-
-def _command() -> str:
-    return " ".join(["benchmarks/accuracy.py", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -1,38 +1,42 @@
-"""What one prefill costs every host: arithmetic, memory, exchanges, and the time these must take. Nothing runs.
+"""This module counts what one prefill costs every host: arithmetic, memory traffic and exchanges. Nothing runs.
 
 A multiply-add is 2 FLOPs; causal attention of l rows has exactly l (l + 1) / 2 (query, key) pairs. Left out are
-element-wise operations (norms, rotary positions, activations), copies and launches: predicted times are floors.
+element-wise operations (norms, rotary positions, activations), copies and launches, so that the times that
+prefill_time.py derives from these counts are floors.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from apbv.layout import ContextLayout, intersect, single_host_layout, split_evenly
+from apbv.layout import ContextLayout, intersect, split_evenly
 
-# "block_to_earlier": an exact method's blocks to all that is before them. Full attention is one block's to itself.
+# "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is one block that
+# attends to itself.
 ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier", "block_to_self", "query")
-# "query_pass": projections and MLP of a separate query pass.
+# "query_pass": the projections and the MLP of a separate pass of the query.
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "lm_head")
 KINDS = ("embeddings", "passing", "query_merge", "ring", "all_to_all", "logits")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
-# On a CPU the scores of the importance are materialised in fp32: the product, less the lse, and the highest; each
-# reads what the one before wrote. (On a GPU they never leave the chip.)
+# On a CPU the importance materialises its scores in fp32 three times: their product, the difference from the lse,
+# and the maximum, each of which reads what the one before wrote. (On a GPU they never leave the chip.)
 _BYTES_PER_SCORE = 16
 
 
 @dataclass(frozen=True)
 class VisionShape:
-    """A vision tower. It attends within one temporal patch ("frame") at a time, in every layer: an upper bound
-    for Qwen2.5-VL, where most layers attend within smaller windows.
+    """The sizes of a vision tower.
+
+    The tower attends within one temporal patch ("frame") at a time, in every layer; for Qwen2.5-VL, where most
+    layers attend within smaller windows, this is an upper bound.
 
     Attributes:
-        weights: of all layers, which are a row's multiply-adds without attention.
+        layers, hidden: depth and width.
+        weights: weights of all layers, which are a row's multiply-adds without attention.
         patches_per_token: patches that become one token (the square of the spatial merge).
-        class_tokens: rows of a frame that are no patches.
-        outer_macs: a token's multiply-adds outside the layers: patch embedding, mergers or projector.
-        num_deepstack: further rows of the decoder's width that the decoder reads per token.
+        class_tokens: number of rows of a frame that are not patches.
+        outer_macs: a token's multiply-adds outside the layers (patch embedding, mergers or projector).
+        num_deepstack: number of further rows of the decoder's width that the decoder reads per token.
     """
 
     layers: int
@@ -44,14 +48,18 @@ class VisionShape:
     num_deepstack: int
 
     def frame_flops(self, tokens: int) -> float:
-        """FLOPs of a frame that becomes so many tokens."""
+        """Count the FLOPs of a frame that becomes so many tokens."""
         rows = tokens * self.patches_per_token + self.class_tokens
         attention_macs = 2 * self.layers * rows**2 * self.hidden
         return 2 * (rows * self.weights + attention_macs + tokens * self.outer_macs)
 
     @classmethod
     def from_config(cls, config) -> "VisionShape":
-        """From a vision-language config; the families do not agree on names, nor on what follows the tower."""
+        """Read the sizes from a vision-language config; families differ in names and in what follows the tower.
+
+        Raises:
+            ValueError: the family is unknown.
+        """
         vision, family, width = config.vision_config, config.model_type, config.get_text_config().hidden_size
         layers, deepstack = vision.num_hidden_layers, len(getattr(vision, "deepstack_visual_indexes", None) or ())
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
@@ -76,7 +84,12 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with grouped-query attention and a gated MLP; ``bytes_per_number`` is that of weights and KV."""
+    """The sizes of a decoder with grouped-query attention and a gated MLP.
+
+    Attributes:
+        bytes_per_number: bytes of one weight, and of one number of the KV.
+        vision: its vision tower; None for a text model.
+    """
 
     layers: int
     hidden: int
@@ -91,7 +104,7 @@ class Shape:
 
     @classmethod
     def from_config(cls, config, bytes_per_number: int = 2) -> "Shape":
-        """From a transformers config: Llama, Qwen2, Qwen3, or a vision-language model around one of them.
+        """Read the sizes from a transformers config of Llama, Qwen2, Qwen3 or a vision-language model around one.
 
         Raises:
             ValueError: the decoder has experts, or the vision tower is of an unknown family.
@@ -114,31 +127,31 @@ class Shape:
 
     @property
     def layer_weights(self) -> dict[str, int]:
-        """Of one layer: q, k, v and o; gate, up and down."""
+        """Count one layer's weights, by part: q, k, v and o; gate, up and down."""
         projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return {"projections": projections, "mlp": 3 * self.hidden * self.intermediate}
 
     @property
     def weights(self) -> int:
-        """All matrices but a vision tower's outside its layers; no biases and norms."""
+        """Count the weights of all matrices except those that a vision tower has outside its layers."""
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab * self.hidden
         vision = self.vision.weights if self.vision else 0
         return self.layers * sum(self.layer_weights.values()) + embeddings + vision
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one token, all layers."""
+        """Count the bytes of one token's K and V in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
 
 
 @dataclass(frozen=True)
 class Video:
-    """A prompt's video.
+    """The video of a prompt.
 
     Attributes:
-        tokens: the run of its placeholders; timestamps between them, as Qwen3-VL has, count as such.
-        frames: temporal patches, which the hosts share.
-        frame_parallel: every host encodes its share of them, instead of all.
+        tokens: the run of its placeholders; timestamps between them, as in Qwen3-VL, count as placeholders.
+        frames: number of temporal patches.
+        frame_parallel: whether every host encodes its share of them instead of all.
     """
 
     tokens: range
@@ -146,10 +159,10 @@ class Video:
     frame_parallel: bool = True
 
     def pieces(self, num_hosts: int) -> list[tuple[int, range]]:
-        """For every host: how many frames it encodes, and the tokens that these become."""
+        """Return for every host how many frames it encodes, and the tokens that these become."""
         frames = range(self.frames)
         shares = split_evenly(frames, num_hosts) if self.frame_parallel else [frames] * num_hosts
-        # What exceeds an equal number of tokens per frame (LLaVA-OneVision's newline) belongs to the last.
+        # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last frame.
         per_frame = len(self.tokens) // self.frames
         edges = [self.tokens.start + frame * per_frame for frame in frames] + [self.tokens.stop]
         return [(len(share), range(edges[share.start], edges[share.stop])) for share in shares]
@@ -157,15 +170,15 @@ class Video:
 
 @dataclass(frozen=True)
 class HostCost:
-    """What one host has to do, over all layers.
+    """The cost of a prefill on one host, over all layers.
 
     Attributes:
-        flops: by part, see :data:`PARTS`.
-        memory: bytes that a part at least moves: its weights once a pass, scores, the KV that the query reads.
-        received: bytes from other hosts, by kind, see :data:`KINDS`.
-        exchanges: by kind, how many follow one another.
-        kv_bytes: KV that this host keeps.
-        weight_bytes: the whole model, of which every host holds a replica.
+        flops: FLOPs by part (:data:`PARTS`).
+        memory: the fewest bytes that each part moves: weights once a pass, scores, the KV that the query reads.
+        received: bytes from other hosts, by kind (:data:`KINDS`).
+        exchanges: number of exchanges that follow one another, by kind.
+        kv_bytes: bytes of the KV that this host keeps.
+        weight_bytes: bytes of the whole model, of which every host holds a replica.
     """
 
     flops: dict[str, int]
@@ -177,27 +190,30 @@ class HostCost:
 
     @property
     def total_flops(self) -> int:
+        """Count the FLOPs of all parts."""
         return sum(self.flops.values())
 
     @property
     def attention_flops(self) -> int:
-        """Attention and the scoring for it."""
+        """Count the FLOPs of attention and of the scoring for it."""
         return sum(self.flops[part] for part in (*ATTENTION, "scoring"))
 
 
 def cost(
     shape: Shape, method: str, layout: ContextLayout, *, fused_query: bool = True, video: Video | None = None
 ) -> list[HostCost]:
-    """The cost of one prefill, host by host.
+    """Compute the cost of one prefill, host by host. Importance is ``peak``.
 
     Args:
+        shape: the model's sizes.
         method: a name in :data:`METHODS`; all are full attention on host 0 where the layout has no blocks.
         layout: what the method's ``plan`` returned.
-        fused_query: off, the query rides along in the context's pass, seeing the anchor and itself, and then
-            runs alone over everything. ``star`` and ``apb`` always do so. Importance is ``peak``.
+        fused_query: False: the query runs in the context's pass, where it sees the anchor and itself, and then
+            alone over everything, as it always does with ``star`` and ``apb``.
+        video: the prompt's video, if it has one.
 
     Raises:
-        ValueError: an unknown method, another method's layout, or a video for a shape without vision.
+        ValueError: the method is unknown, the layout is another method's, or the shape has no vision tower.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
@@ -243,7 +259,7 @@ def _host_cost(shape, method, layout, host, separate, video) -> HostCost:
 
 
 def _scores(shape, method, layout, host, separate) -> dict[str, int]:
-    """(query head, query row, key) triples of one layer on one host, by part."""
+    """Count the (query head, query row, key) triples of one layer on one host, by part."""
     if method == "full":
         return {"block_to_self": shape.heads * sum(_causal(len(span)) for span in layout.local_spans(host))}
     heads, blocks = shape.heads, layout.virtual_hosts(host)
@@ -268,7 +284,7 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
 
 
 def _traffic(shape, method, layout, host, video) -> tuple[dict[str, int], dict[str, int]]:
-    """(bytes received, exchanges in a row) by kind, of one of several hosts."""
+    """Count the bytes that one of several hosts receives, and its successive exchanges, both by kind."""
     received, exchanges = {}, {}
     layers, size, others = shape.layers, shape.bytes_per_number, layout.num_hosts - 1
     here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
@@ -310,12 +326,12 @@ def _query_heads(shape: Shape, layout: ContextLayout) -> list[range]:
 
 
 def paper_attention_flops(layout: ContextLayout, hidden: int) -> int:
-    """Eq. 7 as printed, one layer on any host: 2 l_a^2 d + 4 l_b^2 d + 4 (2H - 1) l_p l_b d.
+    """Compute Eq. 7 of the APB-V paper as printed, for one layer on any host.
 
-    l_b is the longest block, l_p at most that.
+    It is 2 l_a^2 d + 4 l_b^2 d + 4 (2H - 1) l_p l_b d, with l_b the longest block and l_p at most that.
 
     Raises:
-        ValueError: the layout has no zigzag, which the equation is about.
+        ValueError: the layout has no zigzag, which the equation assumes.
     """
     if not layout.zigzag:
         raise ValueError(f"Eq. 7 is about two blocks on every host, unlike {layout}")
@@ -324,146 +340,16 @@ def paper_attention_flops(layout: ContextLayout, hidden: int) -> int:
 
 
 def share_beyond_paper(host_cost: HostCost) -> float:
-    """The share of a host's attention FLOPs that Eq. 7 leaves out: blocks to anchor, query, scoring."""
+    """Compute the share of a host's attention FLOPs that Eq. 7 omits: blocks to anchor, query, scoring."""
     left_out = sum(host_cost.flops[part] for part in ("block_to_anchor", "query", "scoring"))
     return left_out / host_cost.attention_flops
 
 
 def flop_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
-    """FLOPs of the busiest host of one over the other's: the speed-up where every host brings its own cores."""
+    """Divide the busiest hosts' FLOPs: the speed-up where every host brings its own cores."""
     return max(c.total_flops for c in costs_full) / max(c.total_flops for c in costs_other)
 
 
 def work_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
-    """FLOPs of all hosts together of one over the other's: the speed-up where both share the same cores."""
+    """Divide all hosts' FLOPs: the speed-up where all hosts share the same cores."""
     return sum(c.total_flops for c in costs_full) / sum(c.total_flops for c in costs_other)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a host reaches per second, and its links.
-
-    Attributes:
-        attention_flops: of the decoder's attention; everything else goes at ``matmul_flops``.
-        link_bytes, link_latency: bytes received per second; seconds per exchange.
-        group_size: hosts of one h // group_size are a group (a node), None for one group. What comes from
-            another group comes over the host's own link of ``group_link_bytes`` and ``group_link_latency``.
-    """
-
-    matmul_flops: float
-    attention_flops: float
-    memory_bytes: float
-    link_bytes: float
-    link_latency: float = 0.0
-    group_size: int | None = None
-    group_link_bytes: float | None = None
-    group_link_latency: float = 0.0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds of one prefill.
-
-    Attributes:
-        parts, links: of every host, computing by part and receiving by kind.
-        slowest: the host that computes longest.
-        compute_seconds: its parts one after another.
-        communication_seconds: of the host that receives longest.
-        floor_seconds: with perfect overlap: the tower, the exchanges before and after the decoder, and in
-            the decoder whatever takes longer, computing or receiving.
-        total_seconds: without any overlap, of the host that takes longest.
-    """
-
-    parts: tuple[dict[str, float], ...]
-    links: tuple[dict[str, float], ...]
-    slowest: int
-    compute_seconds: float
-    communication_seconds: float
-    floor_seconds: float
-    total_seconds: float
-
-    @property
-    def exposed_seconds(self) -> float:
-        """The communication that shows even with perfect overlap."""
-        return self.floor_seconds - self.compute_seconds
-
-
-def predict(host_costs: list[HostCost], machine: Machine) -> Prediction:
-    """Every part takes its arithmetic or its memory traffic, whichever is longer."""
-    parts = tuple({part: max(_part_seconds(host, part, machine)) for part in PARTS} for host in host_costs)
-    links = tuple(_link_seconds(host_costs, host, machine) for host in range(len(host_costs)))
-    floors = []
-    for part, link in zip(parts, links, strict=True):
-        around = part["vision"] + link["embeddings"] + link["logits"]
-        inside = sum(link.values()) - link["embeddings"] - link["logits"]
-        floors.append(around + max(sum(part.values()) - part["vision"], inside))
-    computing, receiving = ([sum(host.values()) for host in hosts] for hosts in (parts, links))
-    return Prediction(
-        parts=parts,
-        links=links,
-        slowest=computing.index(max(computing)),
-        compute_seconds=max(computing),
-        communication_seconds=max(receiving),
-        floor_seconds=max(floors),
-        total_seconds=max(map(sum, zip(computing, receiving, strict=True))),
-    )
-
-
-def _part_seconds(host_cost: HostCost, part: str, machine: Machine) -> tuple[float, float]:
-    """(arithmetic, memory traffic)"""
-    rate = machine.attention_flops if part in ATTENTION else machine.matmul_flops
-    return host_cost.flops[part] / rate, host_cost.memory[part] / machine.memory_bytes
-
-
-def _link_seconds(host_costs: list[HostCost], host: int, machine: Machine) -> dict[str, float]:
-    others, size = max(1, len(host_costs) - 1), machine.group_size or len(host_costs)
-    outside = sum(other // size != host // size for other in range(len(host_costs)))
-    # Without a rate of its own a link between groups is like any other.
-    far_bytes = machine.group_link_bytes or machine.link_bytes
-    seconds = {}
-    for kind, count in host_costs[host].received.items():
-        # A ring brings everything from the host before; other exchanges about as much from every host.
-        share = outside / others if kind != "ring" else float(outside > 0 and host % size == 0)
-        latency = max(machine.link_latency, machine.group_link_latency) if share else machine.link_latency
-        transfer = count * ((1 - share) / machine.link_bytes + share / far_bytes)
-        seconds[kind] = transfer + host_costs[host].exchanges[kind] * latency
-    return seconds
-
-
-def explain(
-    shape: Shape, method: str, layout: ContextLayout, machine: Machine, *, fused_query=True, video=None
-) -> str:
-    """Where the time of a prefill must go, on its slowest host, as a short table; arguments as of ``cost``."""
-    costs = cost(shape, method, layout, fused_query=fused_query, video=video)
-    full = cost(shape, "full", single_host_layout(1, layout.num_tokens), video=video)
-    times, full_times = predict(costs, machine), predict(full, machine)
-    mine, bounds = costs[times.slowest], Counter(links=times.exposed_seconds)
-    table = []
-    for part, seconds in times.parts[times.slowest].items():
-        arithmetic, memory = _part_seconds(mine, part, machine)
-        bound = "memory" if memory > arithmetic else "attention" if part in ATTENTION else "matrix products"
-        bounds[bound] += seconds
-        share, tflops = seconds / times.compute_seconds, mine.flops[part] / 1e12
-        if seconds:
-            table.append(f"  {part:<17}{tflops:>12.4f}{seconds * 1e3:>12.2f}{share:>8.1%}  {bound}")
-    received = ", ".join(f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count)
-    lines = [
-        f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor {len(layout.anchor)}, "
-        f"{len(layout.blocks)} blocks, passing {layout.passing_len}, query {len(layout.query)}",
-        f"  {f'on host {times.slowest}':<17}{'TFLOP':>12}{'ms':>12}{'share':>8}  bound by",
-        *table,
-        f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, "
-        f"all hosts together {work_ratio(full, costs):.2f}",
-        f"time: {_ms(times.floor_seconds)} with perfect overlap, {_ms(times.total_seconds)} without; "
-        f"full on one host {_ms(full_times.total_seconds)}",
-        f"KV: {', '.join(f'{host.kv_bytes / 1e6:.1f}' for host in costs)} MB per host, beside "
-        f"{mine.weight_bytes / 1e6:.1f} MB of weights",
-        f"received: {received or 'nothing'}; at most {_ms(times.communication_seconds)}, of which "
-        f"{_ms(times.exposed_seconds)} cannot be hidden",
-        f"bound by {max(bounds, key=bounds.get)}",
-    ]
-    return "\n".join(lines)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"

@@ -1,12 +1,12 @@
-"""One decoding step over long KV: apbv's attention and cache beside transformers' own, of the same model.
+"""Measure one decoding step over long KV with apbv's attention and cache, beside transformers' own.
 
     python benchmarks/decoding.py --tokens 2048 32768 --dtype bfloat16 --json decoding.jsonl
     python benchmarks/decoding.py --model qwen2.5-vl-7b --tokens 131072          (on a GPU)
 
 A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in verification, which
-are then taken back. The KV is random. Rounds go through all ways in turn. The logits of every way are compared
-with transformers' first: what is wrong gets an error instead of a speed, and the exit status is 1. ``--compile``
-adds the model with its MLPs and norms compiled, and says how long that took.
+are then taken back. The KV is random. Every round runs all ways in turn. The logits of every way are compared
+with transformers' first: a wrong one gets an error instead of a speed, and the exit status is 1. ``--compile``
+adds the model with its MLPs and norms compiled, and the time that compiling takes.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from arguments import add_json_option, command_line
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -28,23 +28,25 @@ from workloads import CONFIGS, build_model
 
 from apbv import HostGroup
 from apbv.allocator import keep_freed_memory
-from apbv.decode.decoder import GatheredDecoder
+from apbv.decode.decoder import Decoder
+from apbv.kv.placement import GatheredKV
 from apbv.model.parts import ModelParts, inspect_model
-from apbv.stats import append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import append_json_lines, device_name, markdown_table, provenance, synchronize
 
-# Relative to the largest logit: what rounding in a few layers may leave between two ways of the same numbers.
+# Allowed difference, relative to the largest logit: two ways round differently in a few layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
 @dataclass
 class Way:
-    """How a step is computed.
+    """One way to compute a step.
 
     Attributes:
-        step: runs a pass over these tokens, takes them back, and returns the logits.
-        setup_s: what the first step took.
-        error: of its logits, relative to the largest.
-        ms: of a step, in every round.
+        name: its name in tables.
+        step: function that runs a pass over these tokens, takes them back, and returns the logits.
+        setup_s: seconds of the first step.
+        error: largest error of its logits, relative to the largest logit.
+        ms: milliseconds of a step, one entry for every round.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Way:
 
 
 def with_transformers(parts: ModelParts, cache: DynamicCache, num_tokens: int) -> Callable[[list[int]], Tensor]:
-    """The model as it is, with the attention that it was loaded with and a DynamicCache."""
+    """Return the step of the model as it was loaded, with a DynamicCache."""
 
     def step(tokens: list[int]) -> Tensor:
         position_ids = torch.arange(num_tokens, num_tokens + len(tokens), device=parts.device)[None]
@@ -72,7 +74,9 @@ def with_transformers(parts: ModelParts, cache: DynamicCache, num_tokens: int) -
 
 
 def with_apbv(parts: ModelParts, cache: DynamicCache, num_tokens: int) -> Callable[[list[int]], Tensor]:
-    decoder = GatheredDecoder(parts, cache, num_tokens, HostGroup.single(parts.device))
+    """Return the step of apbv's decoder."""
+    kv = GatheredKV(cache, num_tokens, HostGroup.single(parts.device))
+    decoder = Decoder(parts, kv, num_tokens)
 
     def step(tokens: list[int]) -> Tensor:
         logits = decoder.advance(tokens)
@@ -83,13 +87,14 @@ def with_apbv(parts: ModelParts, cache: DynamicCache, num_tokens: int) -> Callab
 
 
 def compile_parts(parts: ModelParts) -> None:
-    """Let torch.compile fuse what is neither attention nor cache, whose shapes change with every token."""
+    """Compile the MLPs and norms; the shapes of attention and cache change with every token."""
     for layer in parts.language_model.layers:
         for module in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
             module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def random_cache(parts: ModelParts, num_tokens: int, seed: int) -> DynamicCache:
+    """Fill a cache with random KV."""
     generator = torch.Generator(parts.device).manual_seed(seed)
     shape = (2, 1, parts.num_kv_heads, num_tokens, parts.head_dim)
     cache = DynamicCache()
@@ -101,7 +106,7 @@ def random_cache(parts: ModelParts, num_tokens: int, seed: int) -> DynamicCache:
 
 @torch.no_grad()
 def measure(ways: list[Way], tokens: list[int], rounds: int, warmup: int, device: torch.device) -> None:
-    """Check every way against the first, and time them in turn."""
+    """Check every way against the first, and time all in turn."""
     expected = None
     for way in ways:
         began = time.perf_counter()
@@ -111,20 +116,16 @@ def measure(ways: list[Way], tokens: list[int], rounds: int, warmup: int, device
         way.error = float((logits - expected).abs().max() / expected.abs().max())
     for number in range(warmup + rounds):
         for way in ways:
-            _synchronize(device)
+            synchronize(device)
             began = time.perf_counter()
             way.step(tokens)
-            _synchronize(device)
+            synchronize(device)
             if number >= warmup:
                 way.ms.append((time.perf_counter() - began) * 1e3)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def run(options: argparse.Namespace) -> list[dict]:
+    """Measure all ways on all lengths, and return the records."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = getattr(torch, options.dtype)
     parts = inspect_model(build_model(CONFIGS[options.model], dtype, device), options.backend)
@@ -134,7 +135,7 @@ def run(options: argparse.Namespace) -> list[dict]:
         compile_parts(compiled)
     records = []
     for num_tokens in tqdm(options.tokens, unit="context", disable=None):
-        # Each way has its own cache object over the same numbers.
+        # Each way has a cache object of its own with the same numbers.
         caches = [random_cache(parts, num_tokens, options.seed) for _ in range(2 + options.compile)]
         for num_new in options.new_tokens:
             ways = [
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> list[dict]:
 def record(
     options: argparse.Namespace, baseline: Way, way: Way, num_tokens: int, num_new: int, device: torch.device
 ) -> dict:
-    """A JSON-ready record; no speed for what is wrong."""
+    """Return a JSON-ready record, without a speed if the way is wrong."""
     ms = statistics.median(way.ms)
     right = way.error <= TOLERANCE[options.dtype]  # False for NaN
     return {
@@ -172,13 +173,13 @@ def record(
         "threads": torch.get_num_threads(),
         "device": device_name(device),
         "dtype": options.dtype,
-        "command": " ".join(["benchmarks/decoding.py", *sys.argv[1:]]),
+        "command": command_line("decoding.py"),
         **provenance(),
     }
 
 
 def table(rows: list[dict]) -> str:
-    """The figures for people, as Markdown."""
+    """Format records as a Markdown table."""
     lines = []
     for row in rows:
         wrong = row["speedup"] is None
@@ -201,7 +202,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3, help="rounds that do not count")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     if min(*options.tokens, *options.new_tokens, options.rounds) < 1 or options.warmup < 0:
         parser.error("--tokens, --new-tokens and --rounds must be at least 1, and --warmup at least 0")

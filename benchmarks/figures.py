@@ -1,11 +1,11 @@
-"""What the benchmarks' figures have in common: readable ticks, and legends that hide nothing."""
+"""This module gives the benchmarks' plots readable ticks, and legends that hide nothing."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 
 def import_pyplot():
-    """matplotlib.pyplot, which needs no screen."""
+    """Import matplotlib.pyplot, set up to need no screen."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -15,7 +15,7 @@ def import_pyplot():
 
 
 def short(number: int) -> str:
-    """A count, in units of 1,024 or 1,048,576 where that leaves nothing out: 128k."""
+    """Format a count, in units of 1,024 or 1,048,576 where these divide it: 128k."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if number and number % size == 0:
             return f"{number // size}{letter}"
@@ -23,7 +23,7 @@ def short(number: int) -> str:
 
 
 def mark_values(axis, values: Iterable[int]) -> None:
-    """Give an axis the ticks at which something was measured, evenly spread where they double."""
+    """Put an axis's ticks at the measured values, on a logarithmic scale where these are positive."""
     ticks = sorted(set(values))
     if len(ticks) > 1 and ticks[0] > 0:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
@@ -32,7 +32,7 @@ def mark_values(axis, values: Iterable[int]) -> None:
 
 
 def mark_factors(axis) -> None:
-    """Write the powers of two of a logarithmic axis out: 8 ×."""
+    """Make an axis logarithmic and label its powers of two as factors: 8 ×."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(_locator(base=2))
     axis.set_major_formatter(lambda value, _: f"{value:g} ×")
@@ -46,16 +46,18 @@ def _locator(base: int):
 
 
 def legend_beside(axes) -> None:
+    """Put the legend to the right of the axes."""
     axes.legend(
         loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, handlelength=3, fontsize=8, frameon=False
     )
 
 
 def legend_above(axes) -> None:
+    """Put the legend above the axes."""
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8, frameon=False)
 
 
 def save(figure, path: Path) -> None:
-    """With all that was written beside the axes."""
+    """Write a figure as a PNG, with everything beside its axes, and close it."""
     figure.savefig(path, dpi=150, bbox_inches="tight")
     import_pyplot().close(figure)

@@ -1,25 +1,23 @@
-"""The speed of apbv.kernels' operators, every back end and library side by side, beside what the device can do.
+"""Measure the speed of apbv.kernels' operators with every back end, beside the ceilings of the device.
 
     python benchmarks/operators.py --preset h200 --json operators.jsonl --plot operators.png
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch cudnn triton
 
-Every result is compared with fp64 first: what is wrong gets an error instead of a speed, and the exit status is 1.
-Rounds go through all back ends in turn, so that a drift of the device's speed hits all. On a GPU the time is that
-between events behind work queued before them: the device's, and not that of launching. Operands rotate, so that
+Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
+Every round runs all back ends in turn, so that a drift of the device's speed affects all alike. On a GPU the time
+is that between two events behind work queued before them, so that it excludes launching. Operands rotate, so that
 they come from memory and not from a cache. The ceilings, a large copy and a large matrix product in the same
-dtype, are measured in the same run; the share of the ceiling is of the one that allows less.
+dtype, are measured in the same run; the share of the ceiling is the share of the lower one.
 
-Where attention is over several segments, back ends other than Triton join them or merge partial results. That is
-part of their time; beside it stands the time of their attention kernels alone.
+Over several segments, back ends other than Triton join the segments or merge partial results. That is part of
+their time; the time of their attention kernels alone is given beside it.
 """
 
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,19 +25,20 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option, command_line
 from figures import import_pyplot, legend_beside, save, short
-from operator_cases import Case, Draw, Outputs, Sizes, cases
+from operator_case import Case, Draw, Sizes
+from operator_cases import cases
+from operator_timing import Contender, Timer, check, contenders, measure
 from tqdm import tqdm
 
-from apbv.kernels import BackendError, merge_states
-from apbv.kernels.backends import BACKENDS, LIBRARIES, is_interpreted
-from apbv.kernels.library_attention import attend_with
+from apbv.kernels.backends import BACKENDS
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What is run, and what shows the ceilings: a copy of so many bytes, a product of square matrices."""
+    """The sizes of the cases, and of the copy and the square matrix product that show the ceilings."""
 
     sizes: Sizes
     tokens: list[int]
@@ -54,187 +53,12 @@ PRESETS = {
     "h200": Preset(Sizes(131072, 8, 28, 4, 128, 64, 64, 26, 46, 3584), [8192, 32768, 131072], 2**30, 8192),
 }
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
-DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python")
 
 
-@dataclass
-class Contender:
-    """One way to compute a case.
-
-    Attributes:
-        variant: "operator", or "attention kernels alone".
-        prepare: makes what is timed out of the case's operands; not timed.
-        run: is timed.
-        finish: makes the operator's outputs out of what was timed; not timed.
-        errors: of each output, relative; empty if it could not be computed.
-        wrong: what is wrong with it; None: nothing.
-        ms: per call, one for every round.
-    """
-
-    backend: str
-    run: Callable[[tuple], Outputs]
-    variant: str = "operator"
-    prepare: Callable[[tuple], tuple] = lambda operands: operands
-    finish: Callable[[Outputs], Outputs] = lambda outputs: outputs
-    errors: tuple[float, ...] = ()
-    wrong: str | None = None
-    ms: list[float] = field(default_factory=list)
-
-
-class Timer:
-    """Milliseconds per call on a device.
-
-    Attributes:
-        bandwidth, flops: the device's ceilings, in bytes and operations per second.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, preset: Preset, rounds: int = 6):
-        self.device = device
-        size, side = preset.copy_bytes, preset.matrix_side
-        self._source, self._target = torch.zeros(2, size, dtype=torch.uint8, device=device).random_()
-        # The best of several rounds, the first of which warms up: a ceiling is what the device can do at most.
-        self._copy_seconds = 0.0
-        copy_ms = min(self(lambda _: self._target.copy_(self._source), [()]) for _ in range(rounds))
-        self._copy_seconds = copy_ms / 1e3
-        self.bandwidth = 2 * size / self._copy_seconds
-        a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-        self.flops = 2 * side**3 / min(self(lambda _: torch.mm(a, b), [()]) for _ in range(rounds)) * 1e3
-
-    def __call__(self, run: Callable[[tuple], object], sets: list[tuple], launching: float = 0.0) -> float:
-        """The mean of one call on each set of operands.
-
-        Args:
-            launching: seconds in which this process puts all these calls into a GPU's queue.
-        """
-        if self.device.type != "cuda":
-            began = time.perf_counter()
-            for operands in sets:
-                run(operands)
-            return (time.perf_counter() - began) * 1e3 / len(sets)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(min(100, int(launching / self._copy_seconds) + 1) if launching else 0):
-            self._target.copy_(self._source)
-        start.record()
-        for operands in sets:
-            run(operands)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / len(sets)
-
-    def launching(self, run: Callable[[tuple], object], sets: list[tuple]) -> float:
-        """Seconds until all calls are in a GPU's queue."""
-        self.synchronize()
-        began = time.perf_counter()
-        for operands in sets:
-            run(operands)
-        seconds = time.perf_counter() - began
-        self.synchronize()
-        return seconds
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def num_sets(self, size: int) -> int:
-        """How many operands of so many bytes are several times what a cache holds."""
-        if self.device.type != "cuda":
-            return 2
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        return min(32, max(2, -(-4 * cache // size)))
-
-
-def contenders(case: Case, operands: tuple, backends: list[str], note: Callable[[str], None]) -> list[Contender]:
-    """The back ends that can compute a case here; why the others cannot is noted."""
-    found = []
-    for name in backends:
-        if name in LIBRARIES and not case.is_segmented:
-            continue
-        if name == "triton" and is_interpreted():
-            note("triton is interpreted (TRITON_INTERPRET=1), and not timed")
-            continue
-        try:
-            case.chosen(operands, name)
-        except BackendError as error:
-            note(str(error))
-            continue
-        found.append(Contender(name, partial(case.run, backend=name)))
-        if case.is_segmented and name != "triton":
-            found += kernels_alone(case, operands, name)
-    return found
-
-
-def kernels_alone(case: Case, operands: tuple, name: str) -> list[Contender]:
-    """Only the attention function's calls: over all segments but the last, joined, and over the square last."""
-    q, segments = operands
-    if len(segments) == 1 or q.shape[2] != segments[-1][0].shape[2] or case.rows_alone:
-        return []
-    attend, scale = attend_with(name, q, segments[0][0]), q.shape[3] ** -0.5
-
-    def prepare(operands: tuple) -> tuple:
-        *before, last = operands[1]
-        return operands[0], [torch.cat(states, dim=2) for states in zip(*before, strict=True)], last
-
-    def run(prepared: tuple) -> Outputs:
-        q, before, last = prepared
-        return *attend(q, *before, scale, False), *attend(q, *last, scale, True)
-
-    def finish(outputs: Outputs) -> Outputs:
-        out, lse = merge_states(*(torch.stack(outputs[i::2]) for i in (0, 1)), backend="torch")
-        return out.to(q.dtype), lse
-
-    return [Contender(name, run, "attention kernels alone", prepare, finish)]
-
-
-@torch.no_grad()
-def check(case: Case, operands: tuple, dtype: torch.dtype, entries: list[Contender]) -> None:
-    """Compare every contender's outputs with fp64, and write down what is wrong with them."""
-    computed: list[tuple[Contender, Outputs]] = []
-    for entry in entries:
-        try:
-            computed.append((entry, entry.finish(entry.run(entry.prepare(operands)))))
-        except Exception as error:  # whatever a kernel may raise: it is the result of this check
-            entry.wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-    sums = [[[0.0, 0.0] for _ in outputs] for _, outputs in computed]
-    for pick, exact in case.exact(operands):
-        for (_, outputs), totals in zip(computed, sums, strict=True):
-            for total, ours, its in zip(totals, pick(outputs), exact, strict=True):
-                if ours.shape != its.shape:
-                    total[0] = float("nan")
-                    continue
-                total[0] += float((ours.double() - its.double()).square().sum())
-                total[1] += float(its.double().square().sum())
-    allowed = case.tolerance(dtype)
-    for (entry, outputs), totals in zip(computed, sums, strict=True):
-        entry.errors = tuple((off / max(norm, 1e-300)) ** 0.5 for off, norm in totals)
-        finite = all(bool(torch.isfinite(x).all()) for x in outputs)
-        if not finite or not all(error <= most for error, most in zip(entry.errors, allowed, strict=True)):
-            entry.wrong = f"is off by {_errors(entry.errors)}, where {_errors(allowed)} is allowed"
-            entry.wrong += "" if finite else "; not every number is finite"
-
-
-def _errors(errors: tuple[float, ...]) -> str:
-    return " and ".join(f"{error:.1e}" for error in errors)
-
-
-@torch.no_grad()
-def measure(timer: Timer, sets: list[tuple], entries: list[Contender], rounds: int, warmup: int) -> None:
-    """Time the contenders that are right, in turn, round after round."""
-    right = [entry for entry in entries if not entry.wrong]
-    prepared = [[entry.prepare(operands) for operands in sets] for entry in right]
-    launching = []
-    for entry, own in zip(right, prepared, strict=True):
-        for _ in range(warmup):
-            seconds = timer.launching(entry.run, own)
-        launching.append(seconds)
-    for _ in range(rounds):
-        for entry, own, seconds in zip(right, prepared, launching, strict=True):
-            entry.ms.append(timer(entry.run, own, seconds))
-
-
 def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contender, default: str) -> dict:
-    """A JSON-ready record; no speed for what is wrong."""
+    """Return a JSON-ready record, without a speed if the result is wrong."""
     dtype = getattr(torch, options.dtype)
     num_bytes = case.bytes(dtype)
     ms = statistics.median(entry.ms) if entry.ms else None
@@ -270,13 +94,13 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "device": device_name(timer.device),
         "dtype": options.dtype,
         "libraries": libraries(),
-        "command": " ".join(["benchmarks/operators.py", *sys.argv[1:]]),
+        "command": command_line("operators.py"),
         **provenance(),
     }
 
 
 def libraries() -> dict[str, str | None]:
-    """Versions of what was measured; None: not installed."""
+    """Return the versions of the measured libraries; None if one is not installed."""
     found: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
@@ -288,7 +112,7 @@ def libraries() -> dict[str, str | None]:
 
 
 def table(rows: list[dict]) -> str:
-    """The figures for people, as Markdown."""
+    """Format records as a Markdown table."""
     header = ["operator", "tokens", "case", "back end", "ms", "TFLOP/s", "GB/s", "of ceiling", "bound", "error"]
     lines = []
     for row in rows:
@@ -307,7 +131,7 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """The share of the ceiling, a group of bars for every case."""
+    """Plot the share of the ceiling as a group of bars for every case."""
     rows = [row for row in rows if row["ms"]]
     groups = list(dict.fromkeys((row["op"], row["case"], row["sizes"]["tokens"]) for row in rows))
     names = list(dict.fromkeys((row["backend"], row["variant"]) for row in rows))
@@ -336,18 +160,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
     parser.add_argument("--tokens", type=int, nargs="+", help="context lengths, instead of the preset's")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
+    add_json_option(parser)
+    add_plot_option(parser)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.warmup < 1:
         parser.error("--rounds and --warmup must be at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.preset = options.preset or ("h200" if device == "cuda" else "cpu")
-    options.dtype = options.dtype or DTYPES[device]
+    options.dtype = options.dtype or DEFAULT_DTYPES[device]
     options.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     fewest = 64 * PRESETS[options.preset].sizes.hosts
     if options.tokens and min(options.tokens) < fewest:
@@ -356,10 +180,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict]:
-    """The records of all cases, one after the other."""
+    """Yield the records of all cases, one after the other."""
     dtype = getattr(torch, options.dtype)
     preset = PRESETS[options.preset]
-    timer = Timer(options.device, dtype, preset)
+    timer = Timer(options.device, dtype, preset.copy_bytes, preset.matrix_side)
     print(f"ceilings: {timer.flops / 1e12:.2f} TFLOP/s in {options.dtype}, {timer.bandwidth / 1e9:.1f} GB/s")
     chosen = [case for case in cases(preset.sizes, options.tokens or preset.tokens) if case.op in options.ops]
     noted = set()

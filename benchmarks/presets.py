@@ -1,4 +1,4 @@
-"""The paper's sweeps over speed: which cases, at the paper's size on a GPU and at a size for a CPU otherwise."""
+"""This module defines the paper's sweeps over speed, in the paper's size for a GPU and a smaller one for a CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from apbv import PrefillConfig
 from apbv.hosts.simulated import Link, Network
 
 FRAMES = (16, 24, 32, 40, 48, 56)
-# The CPU's sizes keep the sweep's form; a frame of 240p has 8 x 15 tokens.
+# The CPU's sizes keep the form of the sweeps; a frame of 240p has 8 x 15 tokens.
 MODEL = {"cuda": "qwen2.5-vl-3b", "cpu": "qwen2.5-vl-small"}
 RESOLUTION = {"cuda": "720p", "cpu": "240p"}
 INFINIBAND = Link(bandwidth=25e9, latency=20e-6)  # 200 Gbit/s
@@ -21,8 +21,10 @@ class Case:
     """One way to prefill: a method with its settings, on so many hosts.
 
     Attributes:
-        label: what tables and plots call it.
-        network: of simulated hosts; None for a single host.
+        label: its name in tables and plots.
+        config: the method with its settings.
+        hosts: the number of hosts.
+        network: the network of simulated hosts; None for a single host.
     """
 
     label: str
@@ -33,7 +35,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Preset:
-    """A sweep: ``cases(hosts, link, base config)`` on every prompt, with ``full`` among them where compared."""
+    """A sweep over cases, prompts and numbers of hosts.
+
+    Attributes:
+        model: a name in :data:`workloads.CONFIGS`.
+        frames, resolutions: of the prompts.
+        hosts: numbers of hosts.
+        cases: function of (hosts, link, base config) that returns the cases for every prompt.
+    """
 
     model: str
     frames: tuple[int, ...]
@@ -48,7 +57,7 @@ def _all_methods(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
 
 
 def _switches(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
-    """Optimisations taken away one after the other; each case is also without those before it."""
+    """Remove one optimisation after the other; each case also lacks those before it."""
     config, label = base, "apbv"
     cases = [Case("full", replace(base, method="full"), hosts, Network(link))]
     cases.append(Case(label, config, hosts, Network(link)))
@@ -60,7 +69,7 @@ def _switches(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
 
 
 def _two_tiers(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
-    """All hosts on the fast link, and two groups of them joined by InfiniBand."""
+    """Compare all hosts on the fast link with two groups of them joined by InfiniBand."""
     networks = {f"({hosts})": Network(link)}
     networks[f"({hosts // 2}, {hosts - hosts // 2})"] = Network(link, INFINIBAND, group_size=-(-hosts // 2))
     return [

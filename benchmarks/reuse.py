@@ -1,10 +1,10 @@
-"""Further questions about the same clip: time to first token, and exact match, by what is kept of the first.
+"""Measure further questions about the same clip, by what is kept of the first: time to first token, exact match.
 
     python benchmarks/reuse.py --hosts 1 4 --shots 256 --clips 40 --json reuse.jsonl
     torchrun --nproc-per-node 2 benchmarks/reuse.py --shots 1024 --clips 4 --passing-len 16
 
 Every clip is asked several questions, by engines that keep nothing, embeddings ("exact"), or KV ("kv"); the first
-question, after which the KV is kept, is another one from clip to clip, and is not scored. Clips are held-out ones,
+question, after which the KV is kept, differs from clip to clip, and is not scored. Clips are held-out ones,
 as real H.264 files. Without torchrun the hosts are simulated (apbv.hosts.simulated).
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from arguments import add_clip_options, add_json_option, command_line
+from exam import Exam, clips_folder, run_on
+from summaries import percent_cell
 from transformers.utils.logging import disable_progress_bar
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig
 from apbv.config import REUSE_MODES
-from apbv.demo import clips
-from apbv.demo.evaluate import Exam, clips_folder, wilson
 from apbv.hosts import run_on_hosts
-from apbv.hosts.simulated import share_weights, simulate
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 TASKS = ("retrieval", "ordering", "counting")
@@ -32,18 +32,16 @@ LONGEST_ANSWER = 24  # tokens
 
 
 def measure(engine: Engine, exam: Exam, folder: Path) -> list[dict]:
-    """The clips' further questions as they were answered, one record each; collective."""
+    """Ask all questions about every clip; return one record for each but the first. Collective."""
     hosts, answers = engine.hosts, []
     for seed in range(exam.num_clips):
-        with hosts.local_stage("rendering a clip"):
-            if hosts.rank == 0:
-                exam.file(seed, folder)
+        file = exam.shared_file(seed, folder, hosts)
         questions = exam.questions(seed)
         first = seed % len(questions)
         for number, (task, question, expected) in enumerate(questions[first:] + questions[:first]):
             answer = engine.generate(
                 question,
-                video=exam.file(seed, folder),
+                video=file,
                 num_frames=2 * exam.num_shots,
                 max_new_tokens=LONGEST_ANSWER,
             )
@@ -53,23 +51,18 @@ def measure(engine: Engine, exam: Exam, folder: Path) -> list[dict]:
 
 
 def measure_on(num_hosts: int, engine: Engine, way: str, exam: Exam, folder: Path) -> list[dict]:
-    """:func:`measure` on the engine's hosts, or on simulated ones where it has one only."""
+    """Run :func:`measure` on so many hosts, which :func:`exam.run_on` chooses."""
     reuse = None if way == "none" else ReuseConfig(mode=way)
 
     def job(hosts: HostGroup, model) -> list[dict]:
         config = engine.prefill_config
         return measure(Engine(model, engine.processor, hosts, config, engine.name, reuse=reuse), exam, folder)
 
-    if num_hosts == engine.hosts.size:
-        return job(engine.hosts, engine.model)
-    if engine.hosts.size > 1:
-        raise ValueError(f"{num_hosts} hosts were asked for, but {engine.hosts.size} were started")
-    twins = [share_weights(engine.model) for _ in range(num_hosts)]
-    return simulate(num_hosts, lambda hosts: job(hosts, twins[hosts.rank]), device=engine.hosts.device)[0]
+    return run_on(num_hosts, engine, job)
 
 
-def records_of(answers: list[dict], baseline: list[dict]) -> dict:
-    """What a way's answers come to, beside those of the engine that keeps nothing."""
+def figures_of(answers: list[dict], baseline: list[dict]) -> dict:
+    """Summarise a way's answers, beside those of the engine that keeps nothing."""
     times, plain = ([answer["ttft_ms"] for answer in each] for each in (answers, baseline))
     return {
         "ttft_ms": statistics.median(times),
@@ -90,6 +83,7 @@ def records_of(answers: list[dict], baseline: list[dict]) -> dict:
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    """Measure, and print and write the figures."""
     disable_progress_bar()
     config = PrefillConfig(method=options.method, passing_len=options.passing_len, anchor_len=options.anchor_len)
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=config)
@@ -111,9 +105,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                     "num_input_tokens": answers[way][0]["num_input_tokens"],
                     "anchor_len": answers[way][0]["anchor_len"],
                     "passing_len": answers[way][0]["passing_len"],
-                    **records_of(answers[way], answers["none"]),
+                    **figures_of(answers[way], answers["none"]),
                     "device": device_name(hosts.device),
-                    "command": " ".join(["benchmarks/reuse.py", *sys.argv[1:]]),
+                    "command": command_line("reuse.py"),
                     **provenance(),
                 }
             )
@@ -125,6 +119,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
 
 
 def markdown(records: list[dict]) -> str:
+    """Format records as a Markdown table."""
     header = ["hosts", "method", "tokens", "kept", "TTFT (ms)", "speed-up", "same answer", *TASKS]
     rows = [
         [
@@ -143,10 +138,7 @@ def markdown(records: list[dict]) -> str:
 
 
 def _share(right: int, total: int) -> str:
-    if not total:
-        return ""
-    low, high = wilson(right, total)
-    return f"{100 * right / total:.1f} ({100 * low:.0f}-{100 * high:.0f})"
+    return percent_cell(right, total) if total else ""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -156,10 +148,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--anchor-len", type=int)
     parser.add_argument("--passing-len", type=int)
     parser.add_argument("--shots", type=int, default=256, help="length of the clips")
-    parser.add_argument("--grid", type=int, choices=clips.GRIDS, default=2, help="tokens per side of a frame")
     parser.add_argument("--clips", type=int, default=40)
-    parser.add_argument("--folder", type=Path, help="where the clips' files are kept (default: a temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
+    add_clip_options(parser)
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     if min(options.hosts) < 1 or options.clips < 1:
         parser.error("--hosts and --clips must be at least 1")

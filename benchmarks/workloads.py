@@ -1,4 +1,4 @@
-"""What the benchmarks run: models with random weights (the time does not depend on them) and synthetic prompts."""
+"""This module makes what benchmarks run: models with random weights, which do not affect times, and prompts."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # Qwen2.5-VL's
-# Names for frame sizes, as (height, width).
+PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # of Qwen2.5-VL
+# Frame sizes as (height, width), by name.
 RESOLUTIONS = {
     "144p": (144, 256),
     "240p": (240, 426),
@@ -28,13 +28,27 @@ RESOLUTIONS = {
     "1440p": (1440, 2560),
 }
 _VIDEO_TOKEN, _IMAGE_TOKEN, _VISION_START, _VISION_END = 1000, 1001, 1002, 1003
-PREFIX_LEN = 16  # system message and the like, before the video
+PREFIX_LEN = 16  # tokens before the video, such as a system message
+
+
+def parse_resolution(text: str) -> tuple[int, int]:
+    """Return (height, width) of "720p" or "720x1280".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text in RESOLUTIONS:
+        return RESOLUTIONS[text]
+    height, _, width = text.partition("x")
+    if not (height.isdigit() and width.isdigit()):
+        raise ValueError(f"{text!r} is no resolution: write HxW, or one of {', '.join(RESOLUTIONS)}")
+    return int(height), int(width)
 
 
 def llama_config(
     layers: int = 4, hidden: int = 512, intermediate: int = 1536, heads: int = 8, kv_heads: int = 2
 ) -> LlamaConfig:
-    """A Llama-class decoder; by default small enough for 128k tokens on two CPU cores."""
+    """Configure a Llama-class decoder, by default small enough for 128k tokens on two CPU cores."""
     return LlamaConfig(
         vocab_size=32000,
         hidden_size=hidden,
@@ -59,7 +73,7 @@ def qwen_vl_config(
     vision_intermediate: int,
     vision_heads: int,
 ) -> Qwen2_5_VLConfig:
-    """A Qwen2.5-VL with its own proportions otherwise: every eighth vision layer sees a whole frame."""
+    """Configure a Qwen2.5-VL of other sizes; as in the original every eighth vision layer sees a whole frame."""
     rotary = hidden // heads // 2
     sections = [rotary - 2 * (rotary * 3 // 8), rotary * 3 // 8, rotary * 3 // 8]
     return Qwen2_5_VLConfig(
@@ -118,10 +132,10 @@ CONFIGS = {
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """A model with random weights."""
+    """Build a model with random weights."""
     kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen2_5_VLForConditionalGeneration
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 3B weights in fp32 first would be twice the memory and time
+    torch.set_default_dtype(dtype)  # building 3B weights in fp32 first would take twice the memory and time
     try:
         with torch.device(device):
             torch.manual_seed(0)
@@ -133,26 +147,31 @@ def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as a processor or tokenizer would return it, and where its question begins if it is text."""
+    """A prompt as a processor or tokenizer returns it.
+
+    Attributes:
+        batch: the tensors.
+        query_start: where the question of a text begins; None for a video.
+    """
 
     batch: dict[str, Tensor]
     query_start: int | None = None
 
 
 def text_prompt(num_tokens: int, query_len: int, seed: int = 0) -> Prompt:
-    """Random tokens, the last ``query_len`` of them the question."""
+    """Draw a text of random tokens, of which the last ``query_len`` are the question."""
     ids = torch.randint(0, 32000, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
     return Prompt({"input_ids": ids}, num_tokens - query_len)
 
 
 def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]:
-    """Temporal patches, and patches down and across, of frames cut to whole tokens."""
+    """Return temporal patches, and patches down and across, of frames that are cut to whole tokens."""
     side = PATCH * MERGE
     return -(-num_frames // FRAMES_PER_PATCH), max(1, height // side) * MERGE, max(1, width // side) * MERGE
 
 
 def video_prompt(num_frames: int, height: int, width: int, query_len: int, seed: int = 0) -> Prompt:
-    """Random pixels and text for a model of :func:`qwen_vl_config`."""
+    """Draw random pixels and text for a model of :func:`qwen_vl_config`."""
     generator = torch.Generator().manual_seed(seed)
     grid = patch_grid(num_frames, height, width)
     num_patches = grid[0] * grid[1] * grid[2]

@@ -1,8 +1,8 @@
-"""A small trained video-language model, its draft, and a clip to ask them about, all part of the package.
+"""This package contains a small trained video-language model, its draft, and a clip to ask them about.
 
 Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
-parameters, trained by `apbv.demo.train` on synthetic clips (`apbv.demo.clips`): they read letters in coloured
-borders and name scenes. Pass `model_path()` and `draft_path()` to any `from_pretrained`.
+parameters, trained on synthetic clips (`apbv.demo.clips`): they read letters in coloured borders and name scenes.
+Pass `model_path()` and `draft_path()` to any `from_pretrained`.
 """
 
 from pathlib import Path
@@ -20,15 +20,15 @@ DEMO_CLIP = (10, 64, "test")  # arguments of apbv.demo.clips.make_clip that spec
 
 
 def model_path() -> Path:
-    """Folder of the packaged checkpoint."""
+    """Return the folder of the packaged checkpoint."""
     return _FOLDER / "model"
 
 
 def draft_path() -> Path:
-    """Folder of the draft's checkpoint, with the same tokenizer and processor."""
+    """Return the folder of the draft's checkpoint, which has the same tokenizer and processor."""
     return _FOLDER / "draft"
 
 
 def video_path() -> Path:
-    """The packaged clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
+    """Return the path of the packaged clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
     return _FOLDER / "clip.mp4"

@@ -1,4 +1,4 @@
-"""Seeded synthetic clips: everyday scenes with a few letters to find among them, and questions about them.
+"""This module draws synthetic clips from seeds: scenes with a few letters to find, and questions about them.
 
 A clip is a sequence of shots of two video frames each. Scenes (noise, a gradient, printed text, a disc or a square
 that moves or stands still) run over one to eight shots. Three to six shots hold a needle, as VNBench calls it: one
@@ -7,7 +7,7 @@ of 16 letters in a border of one of six colours, either *edited* (laid over a pa
 question that names a colour has one answer. Two frames are one temporal patch of the video model, hence a patch
 never mixes two shots as long as every frame of the clip is sampled.
 
-Needs only numpy, Pillow and PyAV.
+It needs only numpy, Pillow and PyAV.
 """
 
 import zlib
@@ -20,7 +20,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-TOKEN_SIZE = 28  # pixels, height and width of what becomes one visual token
+TOKEN_SIZE = 28  # height and width in pixels of a visual token
 GRIDS = (2, 6)  # tokens per side of a frame: frames of 56 x 56 and of 168 x 168 pixels
 FRAMES_PER_SHOT = 2
 FPS = 4  # video frames per second, so two shots per second
@@ -48,7 +48,7 @@ SCENES = (
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")
-MOST_DESCRIBED = 128  # shots: a longer clip's description is learned and compared up to here
+MOST_DESCRIBED = 128  # shots; of a longer clip only so many are described
 
 RETRIEVAL_QUESTION = "which letter has the border: {colour}"
 ORDERING_QUESTION = "name the letters in order"
@@ -61,10 +61,10 @@ class Needle:
     """A letter in a coloured border.
 
     Args:
-        seed: Seed of everything random in its pixels.
+        seed: seed of everything random in its pixels.
         kind: "edited" (over the scene) or "inserted" (instead of it).
-        colour: Border colour, a key of `COLOURS`.
-        letter: One of `LETTERS`.
+        colour: border colour, a key of `COLOURS`.
+        letter: one of `LETTERS`.
     """
 
     seed: int
@@ -78,10 +78,10 @@ class Shot:
     """One shot of two frames.
 
     Args:
-        seed: Seed of the scene it belongs to.
-        scene: What the scene shows, one of `SCENES`.
-        age: Number of shots that the scene has already run.
-        needle: The letter in this shot, if any.
+        seed: seed of the scene it belongs to.
+        scene: what the scene shows, one of `SCENES`.
+        age: number of shots that the scene has already run.
+        needle: the letter in this shot, if any.
     """
 
     seed: int
@@ -91,17 +91,17 @@ class Shot:
 
     @property
     def description(self) -> str:
-        """Two words: "red K" for a lettered shot, the scene for the others."""
+        """Describe the shot in two words: "red K" for a lettered shot, the scene for the others."""
         return f"{self.needle.colour} {self.needle.letter}" if self.needle else self.scene
 
 
 @dataclass(frozen=True)
 class ClipSpec:
-    """What a clip shows; `render` turns it into pixels.
+    """The specification of a clip, which `render` turns into pixels.
 
     Args:
-        shots: The shots in the order of time.
-        grid: Visual tokens per side of a frame.
+        shots: the shots in the order of time.
+        grid: visual tokens per side of a frame.
     """
 
     shots: tuple[Shot, ...]
@@ -109,27 +109,27 @@ class ClipSpec:
 
     @property
     def needles(self) -> tuple[Needle, ...]:
-        """The letters shown, in the order of time."""
+        """Return the letters shown, in the order of time."""
         return tuple(shot.needle for shot in self.shots if shot.needle)
 
 
+# (shot, colour, letter) of each needle of a clip, in the order of time.
 Placement = tuple[tuple[int, str, str], ...]
-"""(shot, colour, letter) of each needle of a clip, in the order of time."""
 
 
 def split_of(placement: Placement, num_shots: int) -> str:
-    """The only split in which letters may be placed so: one placement in ten is for test, one for validation."""
+    """Return the only split that may have a placement: a tenth of all are for test, a tenth for validation."""
     digest = zlib.crc32(repr((num_shots, placement)).encode()) % 10
     return {0: "test", 1: "validation"}.get(digest, "train")
 
 
 def sample_placement(rng: np.random.Generator, num_shots: int, split: str) -> Placement:
-    """Draws where a clip shows which letter in which border.
+    """Draw where a clip shows which letter in which border.
 
     Args:
-        rng: Source of randomness.
-        num_shots: Number of shots, at least `MIN_LETTERS`.
-        split: Split whose share of all placements is drawn from.
+        rng: source of randomness.
+        num_shots: number of shots, at least `MIN_LETTERS`.
+        split: the split whose placements are drawn from.
     """
     while True:
         count = int(rng.integers(MIN_LETTERS, min(MAX_LETTERS, num_shots) + 1))
@@ -142,7 +142,7 @@ def sample_placement(rng: np.random.Generator, num_shots: int, split: str) -> Pl
 
 
 def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
-    """Draws scenes until they fill a number of shots; two in five last one shot, the others two to eight."""
+    """Draw scenes until they fill a number of shots; two in five last one shot, the others two to eight."""
     shots: list[Shot] = []
     while len(shots) < num_shots:
         length = 1 if rng.random() < 0.4 else int(rng.integers(2, LONGEST_SCENE + 1))
@@ -152,17 +152,17 @@ def sample_scenes(rng: np.random.Generator, num_shots: int) -> list[Shot]:
 
 
 def make_clip(seed: int, num_shots: int, split: str, grid: int = 2, needles: Sequence[str] = NEEDLES) -> ClipSpec:
-    """The clip with number `seed` of a split.
+    """Make the clip with number `seed` of a split.
 
     The split is part of the seed of every random draw, so two splits never share a scene or a needle, and it
     limits how letters are placed (`split_of`), so they never share a placement.
 
     Args:
-        seed: Number of the clip within its split, from 0.
-        num_shots: Length in shots.
-        split: One of `SPLITS`.
-        grid: Visual tokens per side of a frame, one of `GRIDS`.
-        needles: Kinds of needle to draw from.
+        seed: number of the clip within its split, from 0.
+        num_shots: length in shots.
+        split: one of `SPLITS`.
+        grid: visual tokens per side of a frame, one of `GRIDS`.
+        needles: kinds of needle to draw from.
     """
     kinds = sum(1 << NEEDLES.index(kind) for kind in needles)
     rng = np.random.default_rng([SPLITS.index(split), seed, num_shots, grid, kinds])
@@ -174,9 +174,9 @@ def make_clip(seed: int, num_shots: int, split: str, grid: int = 2, needles: Seq
 
 
 def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
-    """Every question that can be asked about a clip.
+    """List every question that can be asked about a clip.
 
-    The colour comes last in a retrieval question: the token that names it can then look the answer up itself.
+    The colour comes last in a retrieval question, so that the token that names it can look up the answer itself.
 
     Returns:
         (task, question, answer) triples; tasks are retrieval (one per needle), ordering, counting and describe.
@@ -193,13 +193,13 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
 
 
 def is_question(text: str) -> bool:
-    """Whether it is one of the questions that can be asked about clips."""
+    """Tell whether a text is one of the questions that can be asked about clips."""
     retrieval = [RETRIEVAL_QUESTION.format(colour=colour) for colour in COLOURS]
     return text.strip() in (*retrieval, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
 
 
 def render(clip: ClipSpec) -> np.ndarray:
-    """Pixels of a clip.
+    """Render the pixels of a clip.
 
     Returns:
         uint8 RGB [T, H, W, 3] with T = 2 * number of shots and H = W = 28 * grid.
@@ -217,7 +217,7 @@ def render(clip: ClipSpec) -> np.ndarray:
 
 
 def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
-    """Where a needle lies in a frame of size x size pixels: top, left and side of its border, in pixels.
+    """Return top, left and side, in pixels, of a needle's border in a frame of size x size pixels.
 
     It is as large as the smallest frame, and begins at any patch of a larger one.
     """
@@ -227,16 +227,16 @@ def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
 
 
 def write_mp4(frames: np.ndarray, path: str | Path | BytesIO, fps: int = FPS) -> None:
-    """Writes frames as an H.264 file (yuv420p, constant rate factor 18).
+    """Write frames as an H.264 file (yuv420p, constant rate factor 18).
 
     Args:
         frames: uint8 RGB [T, H, W, 3].
-        path: File to write, or a buffer.
-        fps: Frames per second.
+        path: file to write, or a buffer.
+        fps: frames per second.
     """
     target = path if isinstance(path, BytesIO) else str(path)
     with av.open(target, "w", format="mp4") as container:
-        # One thread makes the encoder's decisions, hence the file, the same everywhere.
+        # With one thread the encoder makes the same decisions, and hence the same file, everywhere.
         stream = container.add_stream("libx264", rate=fps, options={"crf": "18", "threads": "1"})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
@@ -246,18 +246,18 @@ def write_mp4(frames: np.ndarray, path: str | Path | BytesIO, fps: int = FPS) ->
 
 
 def read_mp4(path: str | Path | BytesIO) -> np.ndarray:
-    """All frames of a video file as uint8 RGB [T, H, W, 3]."""
+    """Read all frames of a video file as uint8 RGB [T, H, W, 3]."""
     with av.open(path if isinstance(path, BytesIO) else str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 class _Scene:
-    """What stays the same while a scene runs, and the path of what moves.
+    """A running scene: its still background, and the path of what moves.
 
     Args:
-        seed: Seed of the scene.
-        kind: One of `SCENES`.
-        size: Height and width in pixels.
+        seed: seed of the scene.
+        kind: one of `SCENES`.
+        size: height and width in pixels.
     """
 
     def __init__(self, seed: int, kind: str, size: int) -> None:
@@ -280,10 +280,10 @@ class _Scene:
         self.velocity = speed * np.array([np.cos(angle), np.sin(angle)])
 
     def frame(self, number: int) -> np.ndarray:
-        """float [H, W, 3] of the scene's frame `number`."""
+        """Draw the scene's frame `number`, float [H, W, 3]."""
         if self.shape not in ("disc", "square"):
             return self.still
-        # The path is reflected at the edges: distance along a line twice the free length, folded back.
+        # The path is reflected at the edges: a distance along a line of twice the free length is folded back.
         free = self.size - 2 * self.radius
         folded = np.mod(self.start + self.velocity * number, 2 * free)
         x, y = np.minimum(folded, 2 * free - folded) + self.radius
@@ -295,7 +295,7 @@ class _Scene:
 
 
 def _render_frame(shot: Shot, scene: _Scene, index: int) -> np.ndarray:
-    """uint8 RGB [H, W, 3]: a little fresh noise over scene and needle."""
+    """Draw one frame, uint8 RGB [H, W, 3], with a little fresh noise over scene and needle."""
     number = shot.age * FRAMES_PER_SHOT + index
     picture = scene.frame(number)
     if shot.needle:
@@ -305,14 +305,14 @@ def _render_frame(shot: Shot, scene: _Scene, index: int) -> np.ndarray:
 
 
 def _noise(rng: np.random.Generator, size: int) -> np.ndarray:
-    """float [H, W, 3]: near-grey blocks of random size, brightness and contrast."""
+    """Draw near-grey blocks of random size, brightness and contrast, float [H, W, 3]."""
     block = int(rng.choice([2, 4, 7, 14]))
     texture = rng.normal(rng.uniform(70, 140), rng.uniform(15, 35), size=(size // block, size // block, 1))
     return np.kron(texture + rng.normal(0, 4, size=3), np.ones((block, block, 1)))
 
 
 def _gradient(rng: np.random.Generator, size: int, contrast: float) -> np.ndarray:
-    """float [H, W, 3]: from one muted colour to a brighter one at a random angle."""
+    """Draw a gradient from one muted colour to a brighter one at a random angle, float [H, W, 3]."""
     angle = rng.uniform(0, 2 * np.pi)
     steps = np.linspace(-0.7, 0.7, size)
     slope = np.cos(angle) * steps[:, None] + np.sin(angle) * steps[None, :]
@@ -320,7 +320,7 @@ def _gradient(rng: np.random.Generator, size: int, contrast: float) -> np.ndarra
 
 
 def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
-    """float [H, W, 3]: lines of small lower-case letters and digits."""
+    """Draw lines of small lower-case letters and digits, float [H, W, 3]."""
     canvas = Image.fromarray(np.clip(background, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(canvas)
     size = canvas.width
@@ -334,12 +334,12 @@ def _print_text(rng: np.random.Generator, background: np.ndarray) -> np.ndarray:
 
 
 def _muted_colour(rng: np.random.Generator, brightness: float) -> tuple[int, int, int]:
-    """A colour far less saturated than any border's."""
+    """Draw a colour that is far less saturated than any border's."""
     return tuple(int(value) for value in np.clip(brightness + rng.uniform(-25, 25, size=3), 0, 255))
 
 
 def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
-    """float [H, W, 3]: the letter, light on the dimmed scene or on a card, inside its border."""
+    """Draw a light letter in its border on the dimmed scene or on a card, float [H, W, 3]."""
     size = picture.shape[0]
     top, left, side = needle_box(needle, size)
     rng = np.random.default_rng([needle.seed, 1])
@@ -349,7 +349,7 @@ def _draw_needle(needle: Needle, picture: np.ndarray) -> np.ndarray:
         background[top : top + side, left : left + side] *= 0.6
     canvas = Image.fromarray(np.clip(background, 0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(canvas)
-    # Pillow's built-in font, so that clips look the same wherever they are rendered.
+    # Pillow's built-in font makes clips look the same wherever they are rendered.
     font = ImageFont.load_default(size=int(rng.integers(29, 40)))
     centre = np.array([left, top]) + side / 2 + rng.uniform(-4, 4, size=2)
     brightness = int(rng.integers(215, 256))

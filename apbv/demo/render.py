@@ -1,4 +1,4 @@
-"""Writes a clip of the demo's kind, and prints what can be asked about it.
+"""Write a clip of the demo's kind, and print what can be asked about it.
 
 python -m apbv.demo.render --seed 7
 torchrun --nproc-per-node 2 launch/infer.py --model demo --video clip-7.mp4 --prompt "name the letters in order"

@@ -1,4 +1,4 @@
-"""The plot of a training's history."""
+"""This module plots a training's history."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ import matplotlib.pyplot as plt
 
 
 def plot_curves(history: list[dict[str, float]], path: Path) -> None:
-    """Writes a PNG: the share of right answer tokens by task, and the dense loss, over the minutes of training.
+    """Write a PNG with the share of correct answer tokens by task, and the heads' loss, over the minutes.
 
     Args:
-        history: Rows with "minutes", "learning rate", "step", losses named "dense..." and the tasks seen so far.
-        path: File to write.
+        history: rows with "minutes", "learning rate", "step", losses named "dense..." and the tasks seen so far.
+        path: file to write.
     """
     figure, (accuracy, loss) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     named = dict.fromkeys(name for row in history for name in row)

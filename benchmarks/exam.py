@@ -1,9 +1,9 @@
-"""Scores a model on held-out clips, prefilled as one likes, over real hosts: exact match per task.
+"""Score a demo model on held-out clips by exact match per task, prefilled by any method on any hosts.
 
-    python -m apbv.demo.evaluate --method full --grids 2 6 --shots 64 256 --clips 100 --json scores.jsonl
-    python -m apbv.demo.evaluate --hosts 2 4 8 --shots 256 --passing-len 0 16 default --json scores.jsonl
-    torchrun --nproc-per-node 4 -m apbv.demo.evaluate --shots 256 --passing-len 0 16 default
-    python -m apbv.demo.evaluate --table scores.jsonl
+    python benchmarks/exam.py --method full --grids 2 6 --shots 64 256 --clips 100 --json scores.jsonl
+    python benchmarks/exam.py --hosts 2 4 8 --shots 256 --passing-len 0 16 default --json scores.jsonl
+    torchrun --nproc-per-node 4 benchmarks/exam.py --shots 256 --passing-len 0 16 default
+    python benchmarks/exam.py --table scores.jsonl
 
 Every clip is rendered, written as an H.264 file, decoded from it, prefilled and answered greedily. Clips with an
 even number have edited needles, the others inserted ones. With `--hosts` the hosts are simulated in one process
@@ -13,44 +13,47 @@ even number have edited needles, the others inserted ones. With `--hosts` the ho
 import argparse
 import itertools
 import json
-import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from summaries import share_cell
 from tqdm import tqdm
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
-from apbv.decode.decoder import GatheredDecoder, generate_tokens
 from apbv.demo import clips, model_path
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.input.rendering import render_prompt
+from apbv.input.request import Question, Request
 from apbv.input.video import probe, sample_uniform
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.forward import PrefillResult
+from apbv.speculate import Autoregressive
 from apbv.stats import append_json_lines, markdown_table
 
 from transformers import PreTrainedModel, ProcessorMixin  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip
 
 RETRIEVALS_PER_CLIP = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Exam:
-    """What is asked about which clips.
+    """An exam is a set of clips and the tasks that are asked about each of them.
 
     Args:
-        grid: Visual tokens per side of a frame.
-        num_shots: Length of the clips.
-        num_clips: Number of clips.
-        tasks: What is asked about each.
-        split: Where the clips come from.
+        grid: visual tokens per side of a frame.
+        num_shots: length of the clips.
+        num_clips: number of clips; their seeds are 0 to num_clips - 1.
+        tasks: names of :data:`apbv.demo.clips.TASKS`.
+        split: the split from which the clips come.
     """
 
     grid: int
@@ -60,13 +63,15 @@ class Exam:
     split: str = "test"
 
     def clip(self, seed: int) -> clips.ClipSpec:
+        """Return the clip of a seed, with one kind of needle."""
         return clips.make_clip(seed, self.num_shots, self.split, self.grid, [self.needles(seed)])
 
     def needles(self, seed: int) -> str:
+        """Return the kind of needle in a seed's clip; the kinds alternate."""
         return clips.NEEDLES[seed % 2]
 
     def file(self, seed: int, folder: Path) -> Path:
-        """The clip's file in a folder; written there if it is missing."""
+        """Return the path of a clip's file in a folder, which is written first if it is missing."""
         path = folder / f"{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
         if not path.exists():
             unfinished = path.with_suffix(".part")
@@ -74,8 +79,15 @@ class Exam:
             unfinished.replace(path)
         return path
 
+    def shared_file(self, seed: int, folder: Path, hosts: HostGroup) -> Path:
+        """Let host 0 write a clip's file if it is missing, and return its path on every host; collective."""
+        with hosts.local_stage("rendering a clip"):
+            if hosts.rank == 0:
+                self.file(seed, folder)
+        return self.file(seed, folder)
+
     def questions(self, seed: int) -> list[tuple[str, str, str]]:
-        """(task, question, answer): the first and the last needle's retrieval, and every other question once."""
+        """Return (task, question, answer) of the first and last needle's retrieval and of all other questions."""
         asked = [item for item in clips.questions(self.clip(seed)) if item[0] in self.tasks]
         retrievals = [item for item in asked if item[0] == "retrieval"]
         others = [item for item in asked if item[0] != "retrieval"]
@@ -83,7 +95,7 @@ class Exam:
 
 
 def clips_folder(chosen: Path | None = None) -> Path:
-    """The folder for the clips' files, made if it is missing; by default one for temporary files."""
+    """Return the folder for the clips' files, created if it is missing; by default a temporary one."""
     folder = chosen or Path(tempfile.gettempdir()) / "apbv-demo-clips"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -92,29 +104,26 @@ def clips_folder(chosen: Path | None = None) -> Path:
 def answer_greedily(
     parts: ModelParts, inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, max_new_tokens: int
 ) -> tuple[list[int], PrefillResult]:
-    """The greedy answer to a prompt, decoded on host 0 and known to all, and its prefill; collective."""
+    """Answer a prompt greedily; return the tokens, on every host, and the prefill. Collective."""
     state = prefill(parts.model, inputs, hosts=hosts, config=config)
-    decoder = GatheredDecoder(parts, state.to_dynamic_cache(), state.next_position, hosts)
-    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
-    with hosts.collective_stage("decode"):
-        tokens = generate_tokens(decoder, state.logits[0], state.num_tokens, hosts, sampling, parts.eos_token_ids)
-    return tokens, state
+    request = Request(Question(), state.timer, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
+    return Autoregressive(parts, hosts).answer(request, state).tokens, state
 
 
 class Candidate:
-    """A model that answers questions about files; every method is collective.
+    """A model that takes exams; every method is collective.
 
     Args:
-        model: A model in eval mode on every host.
-        processor: Its processor.
-        hosts: Who prefills.
+        model: a model in eval mode, on every host.
+        processor: its processor.
+        hosts: the hosts that prefill.
     """
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, hosts: HostGroup) -> None:
         self.model, self.processor, self.hosts = model, processor, hosts
         self.parts = inspect_model(model)
         self._video: tuple[Path, ModelInputs] | None = None
-        # Many questions are asked about the same pixels: the vision tower runs on them once.
+        # Several questions are asked about the same pixels, on which the vision tower runs only once.
         self._encode = model.model.get_video_features
         self._encoded: tuple[torch.Tensor, object] | None = None
         model.model.get_video_features = self._encode_once
@@ -125,7 +134,7 @@ class Candidate:
         return self._encoded[1]
 
     def read(self, path: Path, question: str) -> ModelInputs:
-        """The prompt of a question about all frames of a file; this host reads its share of them."""
+        """Read the prompt of a question about all frames of a file, of which each host reads its share."""
         text = render_prompt(self.parts, self.processor, question, video=path).text
         info = probe(path)
         inputs, piece = ModelInputs.from_video(
@@ -136,7 +145,7 @@ class Candidate:
         return replace(inputs, visual=self._video[1].visual)
 
     def answer(self, inputs: ModelInputs, config: PrefillConfig, max_new_tokens: int) -> tuple[list[int], dict]:
-        """Greedy answer tokens, and what was really run."""
+        """Answer greedily; return the tokens, and the method and lengths that really ran."""
         tokens, state = answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens)
         run = {"method": state.method, "tokens": state.num_tokens, "anchor_len": len(state.layout.anchor)}
         return tokens, {**run, "passing_len": state.layout.passing_len if state.method != "full" else None}
@@ -145,11 +154,11 @@ class Candidate:
 def score(
     candidate: Candidate, exam: Exam, configs: Sequence[PrefillConfig], folder: Path
 ) -> Iterable[dict[str, int | str | None]]:
-    """Lets a candidate sit an exam, once with each way to prefill.
+    """Let a candidate take an exam once with each way to prefill.
 
-    Returns:
-        One record per config (its index in ``configs``), task and kind of needle: right of total answers; of
-        descriptions the tokens count.
+    Yields:
+        One record per config (its index in ``configs``), task and kind of needle: how many of the total answers
+        are right, or for descriptions how many of the tokens.
     """
     tokenizer = candidate.processor.tokenizer
     right: dict[tuple, int] = defaultdict(int)
@@ -158,13 +167,11 @@ def score(
     hosts = candidate.hosts
     title = f"{exam.num_shots} shots of {exam.grid} x {exam.grid} tokens"
     for seed in tqdm(range(exam.num_clips), desc=title, disable=hosts.rank != 0 or None, leave=False):
-        with hosts.local_stage("rendering a clip"):
-            if hosts.rank == 0:
-                exam.file(seed, folder)
+        file = exam.shared_file(seed, folder, hosts)
         for task, question, answer in exam.questions(seed):
             expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
             with hosts.local_stage("reading a clip"):
-                inputs = candidate.read(exam.file(seed, folder), question)
+                inputs = candidate.read(file, question)
             for index, config in enumerate(configs):
                 said, runs[index] = candidate.answer(inputs, config, max_new_tokens=len(expected) + 1)
                 key = (index, task, exam.needles(seed))
@@ -191,39 +198,44 @@ def score(
         }
 
 
-def score_on(
-    num_hosts: int, engine: Engine, exam: Exam, configs: Sequence[PrefillConfig], folder: Path
-) -> list[dict]:
-    """`score` on so many hosts: the engine's own, or, where it has one only, simulated ones.
+def run_on(num_hosts: int, engine: Engine, job: Callable[[HostGroup, PreTrainedModel], T]) -> T:
+    """Run a job on so many hosts: the engine's own, or simulated ones where it has only one.
+
+    Args:
+        num_hosts: the number of hosts.
+        engine: the engine, whose model every host gets as an object of its own with shared weights.
+        job: function of a host and its model.
+
+    Returns:
+        What the job returned, on simulated hosts that of host 0.
 
     Raises:
-        ValueError: the engine runs on several hosts, but not on so many.
+        ValueError: the engine runs on another number of several hosts.
     """
     hosts = engine.hosts
     if num_hosts == hosts.size:
-        return list(score(Candidate(share_weights(engine.model), engine.processor, hosts), exam, configs, folder))
+        return job(hosts, share_weights(engine.model))
     if hosts.size > 1:
         raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
-    # Copied before the threads start: each of them then leaves the others' models alone.
+    # Copied before the threads start, so that each of them works on its own model.
     models = [share_weights(engine.model) for _ in range(num_hosts)]
-
-    def sit(host: HostGroup) -> list[dict]:
-        return list(score(Candidate(models[host.rank], engine.processor, host), exam, configs, folder))
-
-    return [{**record, "simulated": True} for record in simulate(num_hosts, sit, device=hosts.device)[0]]
+    return simulate(num_hosts, lambda host: job(host, models[host.rank]), device=hosts.device)[0]
 
 
-def wilson(right: int, total: int) -> tuple[float, float]:
-    """95 % confidence interval of a share (Wilson's score interval)."""
-    z = 1.96
-    share, spread = right / total, z**2 / total
-    middle = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return max(0.0, middle - half), min(1.0, middle + half)
+def score_on(
+    num_hosts: int, engine: Engine, exam: Exam, configs: Sequence[PrefillConfig], folder: Path
+) -> list[dict]:
+    """Run :func:`score` on so many hosts, which :func:`run_on` chooses."""
+
+    def sit(hosts: HostGroup, model: PreTrainedModel) -> list[dict]:
+        return list(score(Candidate(model, engine.processor, hosts), exam, configs, folder))
+
+    simulated = num_hosts != engine.hosts.size
+    return [{**record, "simulated": simulated} for record in run_on(num_hosts, engine, sit)]
 
 
 def markdown(records: Sequence[dict]) -> str:
-    """A table of records: one row per clip size and way to prefill, one column per task, intervals in brackets."""
+    """Format records as a table: a row per clip size and prefill, a column per task, intervals in brackets."""
     rows: dict[tuple, dict[str, list[int]]] = {}
     for record in records:
         asked = record["passing_len_asked"]
@@ -248,10 +260,9 @@ def _cell(task: str, cells: dict[str, list[int]]) -> str:
     if task not in cells:
         return ""
     right, total = cells[task]
-    if task == "describe":  # tokens of one answer are not independent: no interval
+    if task == "describe":  # tokens of one answer are not independent, so that no interval holds
         return f"{right / total:.3f}"
-    low, high = wilson(right, total)
-    return f"{right / total:.2f} ({low:.2f}-{high:.2f})"
+    return share_cell(right, total)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""How often the draft would say the target's next token, seeing all visual tokens or a random part of them.
+"""Measure how often the draft predicts the target's next token from all or a random part of the visual tokens.
 
-    python -m apbv.demo.agreement --shots 24 64 128 --keep 1.0 0.1 --clips 40
+    python benchmarks/agreement.py --shots 24 64 128 --keep 1.0 0.1 --clips 40
 
 The target describes held-out clips greedily; the draft reads along, and its most likely token is compared at every
 step. Kept tokens keep their positions.
@@ -10,27 +10,32 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
 import torch
+from exam import Candidate, Exam, clips_folder
 from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
 from apbv.demo import clips, draft_path, model_path
-from apbv.demo.evaluate import Candidate, Exam, clips_folder
 from apbv.stats import append_json_lines
-
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel  # isort: skip
-from transformers.utils.logging import disable_progress_bar  # isort: skip
 
 
 @torch.no_grad()
 def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int], kept: Tensor) -> list[int]:
-    """A model's most likely token before each of some tokens.
+    """Predict each of some tokens from those before it.
 
     Args:
-        model: A Qwen2.5-VL model on the CPU.
-        inputs: The prompt, with all pixels of its video on this host.
-        tokens: What follows the prompt.
-        kept: Indices, growing, of the visual tokens that the model sees, int64.
+        model: a Qwen2.5-VL model on the CPU.
+        inputs: the prompt, with all pixels of its video on this host.
+        tokens: the tokens that follow the prompt.
+        kept: ascending indices of the visual tokens that the model sees, int64.
+
+    Returns:
+        The model's most likely token at the place of each.
     """
     ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
     embeds = model.get_input_embeddings()(ids)
@@ -55,17 +60,17 @@ def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int]
 def count_agreements(
     candidate: Candidate, draft: PreTrainedModel, exam: Exam, shares: Sequence[float], folder: Path
 ) -> tuple[dict[float, int], int]:
-    """On how many tokens of the target's descriptions the draft agrees, by the share of visual tokens it sees.
+    """Count how many tokens of the target's descriptions the draft predicts from shares of the visual tokens.
 
     Args:
-        candidate: The target, on one host.
-        draft: The draft.
-        exam: The clips.
-        shares: Of the visual tokens, kept at random, one at least.
-        folder: Where the clips' files are kept.
+        candidate: the target, on one host.
+        draft: the draft.
+        exam: the clips.
+        shares: shares of the visual tokens that the draft sees, chosen at random, at least one token.
+        folder: the folder of the clips' files.
 
     Returns:
-        Agreeing tokens by share, and all tokens.
+        The number of agreeing tokens by share, and the number of all tokens.
     """
     right, total = dict.fromkeys(shares, 0), 0
     for seed in range(exam.num_clips):

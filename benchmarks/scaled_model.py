@@ -1,6 +1,6 @@
-"""A slower model that computes the same: for timings in which target and draft differ as real pairs do.
+"""Make a slower model that computes the same, so that target and draft differ in cost as real pairs do.
 
-    python -m apbv.demo.scale --times 6 --out DIR
+    python benchmarks/scaled_model.py --times 6 --out DIR
 
 Before every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the KV
 cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the
@@ -12,22 +12,21 @@ import argparse
 import copy
 from pathlib import Path
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
 import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from apbv.demo import model_path
-from apbv.torchvision_guard import ensure_torchvision_imports
-
-ensure_torchvision_imports()
-
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel  # noqa: E402
 
 
 def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
-    """A new model with `times` as many decoder layers and the same outputs.
+    """Build a model with `times` as many decoder layers and the same outputs.
 
     Args:
-        model: A Qwen2.5-VL model; left as it is.
-        times: Number of layers for each layer, at least 1.
+        model: a Qwen2.5-VL model, which is left as it is.
+        times: layers for each layer, at least 1.
 
     Raises:
         ValueError: `times` is less than 1.
@@ -36,7 +35,7 @@ def scale_model(model: PreTrainedModel, times: int) -> PreTrainedModel:
         raise ValueError(f"a model can be scaled by 1 or more, not by {times}")
     config = copy.deepcopy(model.config)
     config.text_config.num_hidden_layers *= times
-    config.text_config.layer_types = None  # filled in anew, for as many layers as there are now
+    config.text_config.layer_types = None  # filled in again, for the new number of layers
     config = type(config).from_dict(config.to_dict())
     scaled = type(model)(config).to(model.device, model.dtype).eval()
     weights = {}

@@ -1,4 +1,4 @@
-"""Tokenizer, chat template and processor of the demo model, built from scratch.
+"""This module builds the demo model's tokenizer, chat template and processor from scratch.
 
 The tokenizer is a byte-level BPE, so any text can be encoded and decoded; its merges come from the demo's own
 sentences, so that every word in them, with the space before it and the punctuation behind it, is one token.
@@ -6,6 +6,9 @@ sentences, so that every word in them, with the space before it and the punctuat
 
 import string
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -43,7 +46,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's tokenizer; deterministic, about 500 tokens."""
+    """Build the demo's tokenizer, deterministically; it has about 500 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -70,7 +73,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_processor() -> Qwen2_5_VLProcessor:
-    """The genuine Qwen2.5-VL processor with the demo's tokenizer; scales frames to 56^2 to 168^2 pixels."""
+    """Build Qwen2.5-VL's own processor with the demo's tokenizer; it scales frames to 56^2 to 168^2 pixels."""
     smallest, largest = ((clips.TOKEN_SIZE * grid) ** 2 for grid in (min(clips.GRIDS), max(clips.GRIDS)))
     size = {"shortest_edge": smallest, "longest_edge": largest}
     vision = {"size": size, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
@@ -78,7 +81,7 @@ def build_processor() -> Qwen2_5_VLProcessor:
         image_processor=Qwen2VLImageProcessor(**vision),
         video_processor=Qwen2VLVideoProcessor(
             **vision,
-            num_frames=2048,  # all of any clip: questions are about every shot
+            num_frames=2048,  # all frames of any clip, because questions are about every shot
             do_sample_frames=False,
             cap_pixels_per_frame=False,
         ),
@@ -88,11 +91,11 @@ def build_processor() -> Qwen2_5_VLProcessor:
 
 
 def _sentences() -> list[str]:
-    """Everything the demo's questions and answers are made of."""
+    """List everything that the demo's questions and answers are made of."""
     asked = [clips.RETRIEVAL_QUESTION.format(colour=colour) for colour in clips.COLOURS]
     asked += [clips.ORDERING_QUESTION, clips.COUNTING_QUESTION, clips.DESCRIBE_QUESTION]
     words = [*clips.COLOURS, *string.ascii_uppercase, *string.digits, *" ".join(clips.SCENES).split(), "end"]
     forms = [form for word in words for form in (word, f" {word}", f" {word},")]
     roles = ["system", "user", "assistant"]
-    # Twice, because a merge needs to be seen more than once.
+    # The list is doubled because BPE merges only what it sees more than once.
     return 2 * [*asked, *(f" {sentence}" for sentence in asked), *forms, *roles]

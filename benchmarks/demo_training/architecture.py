@@ -1,8 +1,11 @@
-"""The demo's two models, untrained, and how they are saved."""
+"""This module builds the demo's two models, untrained, and saves them as checkpoints."""
 
 import json
 from pathlib import Path
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
 import torch
 from transformers import (
     GenerationConfig,
@@ -16,7 +19,7 @@ from apbv.demo import clips
 
 PATCH_SIZE = clips.TOKEN_SIZE // 2  # pixels; the merger joins 2 x 2 patches to one token
 
-# name: (language model, vision tower)
+# Settings of (language model, vision tower) by name.
 SIZES = {
     "target": (
         {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 6},
@@ -30,7 +33,7 @@ SIZES = {
 
 
 def build_model(size: str, tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """An untrained model; `size` is a key of `SIZES`."""
+    """Build an untrained model; `size` is a key of `SIZES`."""
     text, vision = SIZES[size]
     token = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(

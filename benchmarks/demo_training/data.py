@@ -1,4 +1,4 @@
-"""Training data: a pool of shots out of real H.264 files, joined to clips and packed with their questions."""
+"""This module draws training data: shots from real H.264 files, joined to clips and packed with questions."""
 
 from dataclasses import dataclass
 from io import BytesIO
@@ -6,11 +6,11 @@ from io import BytesIO
 import numpy as np
 import torch
 import torch.nn.functional as F
+from demo_training.architecture import PATCH_SIZE
+from demo_training.processor import build_processor
 from tqdm import tqdm
 
 from apbv.demo import clips
-from apbv.demo.architecture import PATCH_SIZE
-from apbv.demo.processor import build_processor
 
 PATCH_VALUES = 3 * clips.FRAMES_PER_SHOT * PATCH_SIZE**2
 COLOUR_IDS = {colour: index + 1 for index, colour in enumerate(clips.COLOURS)}  # 0 is "no border"
@@ -24,21 +24,21 @@ STRIDE = 2
 LONGEST_TIME = 2200
 USUAL_STRIDE_SHARE = 0.6
 
-# Weights of labels within a task; an answer's words otherwise count 1.
-KEY_WEIGHT = 2.0  # of an answer's first token where it is asked for at the question's last word
-TEMPLATE_WEIGHT = 0.3  # of the same at the chat template's tokens behind it
-EASY_WEIGHT = 0.1  # of the end of an answer and of the words for scenes, soon trivial
+# Weights of labels within a task; all other words of an answer count 1.
+KEY_WEIGHT = 2.0  # of an answer's first token, predicted at the question's last word
+TEMPLATE_WEIGHT = 0.3  # of the same token, predicted at the chat template's tokens behind that word
+EASY_WEIGHT = 0.1  # of the end of an answer and of the words for scenes, which are soon trivial
 
 
 class ShotPool:
-    """Shots that went through a real H.264 round trip, to be joined to clips in any order.
+    """A pool of shots that were encoded to H.264 and decoded, to be joined to clips in any order.
 
     Two in five shots hold a needle.
 
     Args:
-        seed: Seed of the pool; shots come from the train split only.
-        size: Number of shots, rounded down to whole files; 1,024 at least, or some needle might be missing.
-        grid: Visual tokens per side of a frame.
+        seed: seed of the pool; shots come from the train split only.
+        size: number of shots, rounded down to whole files; 1,024 at least, or some needle might be missing.
+        grid: visual tokens per side of a frame.
 
     Raises:
         ValueError: `size` is less than 1,024.
@@ -49,7 +49,7 @@ class ShotPool:
 
     def __init__(self, seed: int, size: int, grid: int) -> None:
         if size < 1024:
-            raise ValueError(f"a pool holds 1024 shots at least, not {size}")
+            raise ValueError(f"a pool needs at least 1024 shots, not {size}")
         self.grid = grid
         self.rng = np.random.default_rng([seed, grid, 1])
         self.next_file = seed * 1_000_000
@@ -65,10 +65,10 @@ class ShotPool:
         self.oldest = 0
 
     def renew(self) -> list[int]:
-        """Replaces the oldest file's shots by fresh ones, so that the model cannot learn them by heart.
+        """Replace the oldest file's shots by fresh ones, so that the model cannot learn them by heart.
 
         Returns:
-            Their places.
+            The places of the replaced shots.
         """
         places = list(range(self.oldest, self.oldest + self.SHOTS_PER_FILE))
         for place in places:
@@ -79,7 +79,7 @@ class ShotPool:
         return places
 
     def _encode_next(self, first: int) -> None:
-        """Writes and reads the next file; its shots go to the places from `first` on."""
+        """Write and read the next file; its shots go to the places from `first` on."""
         clip = self._dense_clip(self.next_file)
         self.next_file += 1
         buffer = BytesIO()
@@ -94,7 +94,7 @@ class ShotPool:
                 self.by_needle.setdefault((needle.kind, needle.colour, needle.letter), []).append(place)
 
     def _dense_clip(self, seed: int) -> clips.ClipSpec:
-        """The scenes of a train clip with any needle in two shots of five."""
+        """Make a clip of train scenes with any needle in two of five shots."""
         shots = []
         for shot in clips.make_clip(seed, self.SHOTS_PER_FILE, "train", self.grid).shots:
             needle = None
@@ -108,7 +108,7 @@ class ShotPool:
         return clips.ClipSpec(tuple(shots), self.grid)
 
     def draw_clip(self, num_shots: int, rng: np.random.Generator) -> list[int]:
-        """Places in the pool of a new clip's shots: running scenes, and needles placed as in the train split."""
+        """Choose the pool's shots for a new clip of running scenes with needles, and return their places."""
         places: list[int] = []
         while len(places) < num_shots:
             start = int(rng.integers(len(self.shots)))
@@ -123,11 +123,11 @@ class ShotPool:
 
 
 def patchify(frames: np.ndarray, grid: int) -> torch.Tensor:
-    """Cuts frames into patches in the order of Qwen's video processor.
+    """Cut frames into patches in the order of Qwen's video processor.
 
     Args:
         frames: uint8 RGB [2 * shots, 28 * grid, 28 * grid, 3].
-        grid: Visual tokens per side.
+        grid: visual tokens per side.
 
     Returns:
         uint8 [shots, 4 * grid^2, 1176]; a patch holds (channel, frame, row, column).
@@ -138,7 +138,7 @@ def patchify(frames: np.ndarray, grid: int) -> torch.Tensor:
 
 
 def label_tokens(shot: clips.Shot, grid: int) -> torch.Tensor:
-    """What each visual token of a shot shows.
+    """Label what each visual token of a shot shows.
 
     Returns:
         int64 [grid^2, 3]: colour and letter of the needle that covers a quarter or more of the token, 0 and 0
@@ -162,15 +162,15 @@ def label_tokens(shot: clips.Shot, grid: int) -> torch.Tensor:
 
 @dataclass
 class Row:
-    """One clip with its questions, as one sequence: P tokens up to the clip's last, L in all.
+    """One clip with its questions as one sequence of L tokens, P of them up to the clip's last.
 
-    Args:
-        ids: Token ids, int64 [L].
+    Attributes:
+        ids: token ids, int64 [L].
         positions: M-RoPE positions, int64 [3, L].
-        segments: Number of the question, from 1, that a token behind the clip belongs to, int64 [L - P].
-        labels: Next token to predict, int64 [L - P], -100 where there is none.
-        weights: Weight of each label, float [L - P].
-        tasks: Index into clips.TASKS of the answer a label belongs to, int64 [L - P], -1 elsewhere.
+        segments: number, from 1, of the question to which a token behind the clip belongs, int64 [L - P].
+        labels: next token to predict, int64 [L - P], -100 where there is none.
+        weights: weight of each label, float [L - P].
+        tasks: index into clips.TASKS of the answer a label belongs to, int64 [L - P], -1 elsewhere.
     """
 
     ids: torch.Tensor
@@ -183,20 +183,20 @@ class Row:
 
 @dataclass
 class Batch:
-    """B clips of S shots and their questions; P tokens up to the clip's last, then Q tokens of questions.
+    """B clips of S shots and their questions: P tokens up to the clip's last, then Q tokens of questions.
 
-    Args:
-        grid: Visual tokens per side of a frame.
-        places: Places of the B * S shots in the grid's pool.
-        token_labels: What each visual token shows (`label_tokens`), int64 [B * S, grid^2, 3].
+    Attributes:
+        grid: visual tokens per side of a frame.
+        places: places of the B * S shots in the grid's pool.
+        token_labels: what each visual token shows (`label_tokens`), int64 [B * S, grid^2, 3].
         input_ids: int64 [B, P + Q].
         positions: M-RoPE positions, int64 [3, B, P + Q].
-        mask: Additive attention mask of the questions' tokens, float [B, 1, Q, P + Q]. The tokens before them
+        mask: additive attention mask of the questions' tokens, float [B, 1, Q, P + Q]. The tokens before them
             are causal.
-        labels: Next token to predict, int64 [B, Q], -100 where there is none.
-        weights: Weight of each label, float [B, Q].
-        tasks: Index into clips.TASKS of the answer a label belongs to, int64 [B, Q], -1 elsewhere.
-        first_visual: Index of the first visual token.
+        labels: next token to predict, int64 [B, Q], -100 where there is none.
+        weights: weight of each label, float [B, Q].
+        tasks: index into clips.TASKS of the answer a label belongs to, int64 [B, Q], -1 elsewhere.
+        first_visual: index of the first visual token.
     """
 
     grid: int
@@ -212,11 +212,11 @@ class Batch:
 
 
 class BatchMaker:
-    """Draws training batches.
+    """A source of training batches.
 
     Args:
-        pools: Where shots come from, by grid.
-        seed: Seed of what clips show and of what is asked.
+        pools: the shots, by grid.
+        seed: seed of what clips show and of what is asked.
     """
 
     def __init__(self, pools: dict[int, ShotPool], seed: int) -> None:
@@ -234,15 +234,15 @@ class BatchMaker:
         self.mean, self.std = per_channel * 255
 
     def normalise(self, patches: torch.Tensor) -> torch.Tensor:
-        """uint8 [..., 1176] to what the video processor makes of the same pixels."""
+        """Turn uint8 patches [..., 1176] into what the video processor makes of the same pixels."""
         return (patches.float() - self.mean) / self.std
 
     def pixels(self, grid: int, places: list[int]) -> torch.Tensor:
-        """Normalised patches of shots of a pool, float [S, 4 * grid^2, 1176]."""
+        """Return the normalised patches of a pool's shots, float [S, 4 * grid^2, 1176]."""
         return self.normalise(self.pools[grid].patches[places])
 
     def prompt(self, question: str, system: str | None) -> tuple[list[int], list[int]]:
-        """Token ids before the video's placeholder and from <|vision_end|> to the answer's beginning."""
+        """Return the token ids before the video's placeholder, and those from <|vision_end|> to the answer."""
         if (question, system) not in self._prompts:
             self._prompts[question, system] = self._tokenize_prompt(question, system)
         return self._prompts[question, system]
@@ -256,7 +256,7 @@ class BatchMaker:
         return self.tokenizer(before).input_ids, self.tokenizer(after).input_ids
 
     def draw(self, num_clips: int, num_shots: int, grid: int) -> Batch:
-        """A batch of `num_clips` clips of `num_shots` shots each."""
+        """Draw a batch of `num_clips` clips of `num_shots` shots each."""
         pool = self.pools[grid]
         usual = self.rng.random() < USUAL_STRIDE_SHARE
         system = "answer in few words" if self.rng.random() < 0.15 else None
@@ -287,12 +287,12 @@ class BatchMaker:
         )
 
     def draw_shots(self, num_shots: int, grid: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels and token labels (`label_tokens`) of random shots of the pool."""
+        """Draw random shots of the pool; return their pixels and token labels (`label_tokens`)."""
         places = self.rng.integers(len(self.pools[grid].shots), size=num_shots).tolist()
         return self.pixels(grid, places), self.pools[grid].token_labels[places]
 
     def fresh_needles(self, num_shots: int, grid: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels and token labels of new shots that all hold a needle and never saw an encoder."""
+        """Draw new shots that all hold a needle, without encoding them; return their pixels and token labels."""
         shots = []
         for _ in range(num_shots):
             scene, needle = self.rng.integers(0, 2**62, size=2).tolist()
@@ -302,14 +302,14 @@ class BatchMaker:
         return self.normalise(patchify(frames, grid)), torch.stack([label_tokens(shot, grid) for shot in shots])
 
     def _times_with_gaps(self, num_shots: int) -> torch.Tensor:
-        """Time positions of shots, int64: from 0, growing, evenly or unevenly, up to LONGEST_TIME at most."""
+        """Draw ascending time positions of shots, int64, evenly or unevenly spaced, from 0 to LONGEST_TIME."""
         longest = np.exp(self.rng.uniform(np.log(num_shots / 2), np.log(LONGEST_TIME)))
         steps = np.ones(num_shots) if self.rng.random() < 0.5 else self.rng.exponential(size=num_shots)
         times = np.cumsum(steps) - steps[0]
         return torch.from_numpy(np.floor(times * longest / max(times[-1], 1))).long()
 
     def _choose(self, clip: clips.ClipSpec, describe: bool) -> list[tuple[str, str, str]]:
-        """Every other question once, and a few retrievals; descriptions of MOST_DESCRIBED shots at most."""
+        """Choose a few retrievals and every other question once; descriptions end after MOST_DESCRIBED shots."""
         asked = clips.questions(clip)
         retrievals = [item for item in asked if item[0] == "retrieval"]
         count = len(retrievals) if len(clip.shots) <= 16 else 2
@@ -329,14 +329,14 @@ class BatchMaker:
         system: str | None,
         asked: list[tuple[str, str, str]],
     ) -> Row:
-        """One clip's sequence: the clip, then each question with its answer.
+        """Build one clip's sequence: the clip, then each question with its answer.
 
         Every question sees the clip and itself, at the positions it would have alone.
 
         Args:
-            clip: The clip.
+            clip: the clip.
             times: M-RoPE time position of each shot, from 0, int64 [S].
-            system: System message, if any.
+            system: system message, if any.
             asked: (task, question, answer) triples; an answer that ends in "," is cut off there.
         """
         before, _ = self.prompt("", system)
@@ -381,10 +381,10 @@ class BatchMaker:
 
 
 def _stack(values: list[torch.Tensor], length: int, fill: int) -> torch.Tensor:
-    """Pads tensors at the end of their last dimension and stacks them."""
+    """Pad tensors at the end of their last dimension and stack them."""
     return torch.stack([F.pad(value, (0, length - value.shape[-1]), value=fill) for value in values])
 
 
 def _round_up(length: int, multiple: int) -> int:
-    """Few different shapes let the CPU's matrix kernels, compiled per shape, be reused."""
+    """Round up, because with few different shapes the CPU's kernels, compiled per shape, are reused."""
     return -(-length // multiple) * multiple

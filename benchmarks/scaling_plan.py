@@ -1,0 +1,140 @@
+"""This module predicts by the cost model how prefills scale: the command ``scaling.py plan``."""
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from cost_model import Shape, Video, cost, flop_ratio
+from figures import import_pyplot, legend_beside, mark_factors, mark_values, save, short
+from prefill_time import Machine, explain, predict
+from transformers import AutoConfig
+from workloads import CONFIGS, MERGE, PREFIX_LEN, parse_resolution, patch_grid
+
+from apbv import PrefillConfig
+from apbv.layout import ContextLayout
+from apbv.prefilling.methods import METHODS
+from apbv.stats import markdown_table, provenance
+
+# Large matrix products are assumed to reach 70 % of the peak dense bf16 arithmetic, and attention 50 %; measured
+# rates can be given by --matmul-tflops and --attention-tflops. Links are NVLink.
+MACHINES = {
+    "a800": Machine(0.7 * 312e12, 0.5 * 312e12, 1.555e12, 200e9, 10e-6),
+    "h200": Machine(0.7 * 989e12, 0.5 * 989e12, 4.8e12, 450e9, 10e-6),
+}
+
+
+def shape_of(model: str, bytes_per_number: int) -> Shape:
+    """Read the shape of a built-in configuration, or of any checkpoint's.
+
+    Raises:
+        ValueError: there is no such model, or the cost model does not know its kind.
+    """
+    try:
+        return Shape.from_config(CONFIGS.get(model) or AutoConfig.from_pretrained(model), bytes_per_number)
+    except OSError as error:
+        raise ValueError(f"cannot load the configuration of {model}: {error}") from error
+
+
+def prompt_of(options: argparse.Namespace, num_tokens: int | None) -> tuple[int, int, int, Video | None]:
+    """Return n, where the context starts, where the query starts, and the video if there is one."""
+    if num_tokens is not None:
+        return num_tokens, 0, num_tokens - options.query_len, None
+    frames, down, across = patch_grid(options.frames, *parse_resolution(options.resolution))
+    start = PREFIX_LEN + 1
+    visual = range(start, start + frames * down * across // MERGE**2)
+    return visual.stop + 1 + options.query_len, start, visual.stop, Video(visual, frames)
+
+
+def layout_of(method: str, hosts: int, prompt: tuple, config: PrefillConfig) -> ContextLayout:
+    """Return what a method plans for a prompt on so many hosts."""
+    return METHODS[method].plan(hosts, *prompt[:3], config)
+
+
+def plan(options: argparse.Namespace) -> list[dict]:
+    """Predict every method on every number of hosts, print a table, and return the records."""
+    shape = shape_of(options.model, options.bytes_per_number)
+    machine = MACHINES[options.machine]
+    machine = replace(
+        machine,
+        matmul_flops=(options.matmul_tflops or machine.matmul_flops / 1e12) * 1e12,
+        attention_flops=(options.attention_tflops or machine.attention_flops / 1e12) * 1e12,
+        group_size=options.group_size,
+        group_link_bytes=options.group_bandwidth,
+    )
+    records = []
+    for num_tokens in options.tokens or [None]:
+        prompt = prompt_of(options, num_tokens)
+        video = prompt[3]
+        alone = cost(shape, "full", layout_of("full", 1, prompt, PrefillConfig()), video=video)
+        full_seconds = predict(alone, machine).total_seconds
+        for hosts, method in _runs(options):
+            config = PrefillConfig(method=method, anchor_len=options.anchor_len, passing_len=options.passing_len)
+            layout = layout_of(method, hosts, prompt, config)
+            costs = cost(shape, method, layout, video=video)
+            times = predict(costs, machine)
+            if options.explain:
+                print(explain(shape, method, layout, machine, video=video), end="\n\n")
+            records.append(
+                {
+                    "benchmark": "scaling",
+                    "kind": "plan",
+                    "model": options.model,
+                    "machine": {"name": options.machine, **_finite(asdict(machine))},
+                    "method": method,
+                    "hosts": hosts,
+                    "num_input_tokens": prompt[0],
+                    "anchor_len": len(layout.anchor),
+                    "passing_len": layout.passing_len,
+                    "flop_ratio": flop_ratio(alone, costs),
+                    "floor_ms": times.floor_seconds * 1e3,
+                    "total_ms": times.total_seconds * 1e3,
+                    "speedup_vs_full": full_seconds / times.floor_seconds,
+                    "received_bytes": max(sum(host.received.values()) for host in costs),
+                    "kv_bytes": max(host.kv_bytes for host in costs),
+                    "weight_bytes": costs[0].weight_bytes,
+                    **provenance(),
+                }
+            )
+    header = ["tokens", "hosts", "method", "FLOP ratio", "floor ms", "no overlap ms", "speed-up", "MB received"]
+    print(markdown_table([*header, "KV MB / host"], [_plan_row(record) for record in records]))
+    if options.plot:
+        plot_plan(records, options.plot)
+    return records
+
+
+def _runs(options: argparse.Namespace) -> list[tuple[int, str]]:
+    """Return (hosts, method) of all runs; full attention is one host's, and runs once."""
+    split = [(hosts, method) for hosts in options.hosts for method in options.methods if method != "full"]
+    return ([(1, "full")] if "full" in options.methods else []) + split
+
+
+def _plan_row(record: dict) -> list:
+    numbers = [f"{record[name]:.2f}" for name in ("flop_ratio", "floor_ms", "total_ms", "speedup_vs_full")]
+    sizes = [f"{record[name] / 1e6:.1f}" for name in ("received_bytes", "kv_bytes")]
+    return [record["num_input_tokens"], record["hosts"], record["method"], *numbers, *sizes]
+
+
+def plot_plan(records: list[dict], path: Path) -> None:
+    """Plot the speed-up over tokens, with the most hosts, and over hosts, with the most tokens."""
+    figure, panels = import_pyplot().subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axes, x, fixed in ((panels[0], "num_input_tokens", "hosts"), (panels[1], "hosts", "num_input_tokens")):
+        most = max(record[fixed] for record in records)
+        for method in dict.fromkeys(record["method"] for record in records if record["method"] != "full"):
+            points = [r for r in records if r["method"] == method and r[fixed] == most]
+            axes.plot([r[x] for r in points], [r["speedup_vs_full"] for r in points], marker="o", label=method)
+        mark_values(axes.xaxis, (record[x] for record in records if record["method"] != "full"))
+        mark_factors(axes.yaxis)
+        names = {"num_input_tokens": "tokens", "hosts": "hosts"}
+        axes.set_xlabel(f"{names[x]}, with {short(most)} {names[fixed]}")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("predicted speed-up over `full` on one host")
+    legend_beside(panels[1])
+    figure.suptitle(f"{records[0]['model']} on {records[0]['machine']['name']} (cost model, perfect overlap)")
+    save(figure, path)
+
+
+def _finite(fields: dict) -> dict:
+    return {name: None if value == float("inf") else value for name, value in fields.items()}

@@ -1,0 +1,134 @@
+"""The benchmark of the operators at toy size: its counts, its form, and that what is wrong gets no speed."""
+
+import importlib
+import json
+import math
+import statistics
+
+import jsonschema
+import pytest
+import torch
+
+from apbv.kernels import reference
+
+from scripts import BENCHMARKS, figures_of
+
+
+@pytest.fixture
+def benchmark(monkeypatch, tmp_path):
+    """Runs the benchmark in this process: its exit status and records."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    operators = importlib.import_module("operators")
+    schema = json.loads((BENCHMARKS / "schemas" / "operators.json").read_text())
+
+    def run(*options):
+        path = tmp_path / "figures.jsonl"
+        arguments = ["--preset", "quick", "--rounds", 1, "--warmup", 1, "--json", path, *options]
+        status = operators.main([str(argument) for argument in arguments])
+        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        for record in records:
+            jsonschema.validate(record, schema)
+        return status, records
+
+    return run
+
+
+def test_every_operator_beside_the_ceilings(tmp_path):
+    plot = tmp_path / "speed.png"
+    options = ["--preset", "quick", "--rounds", 3, "--plot", plot]
+    records, output = figures_of("operators", tmp_path / "figures.jsonl", *options)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(output.strip().splitlines()) == 1 + 2 + len(records) and output.startswith("ceilings: ")
+    assert len({record["op"] for record in records}) == 8
+    for record in records:
+        assert record["wrong"] is None and record["backend"] == "torch" and len(record["samples"]["ms"]) == 3
+        assert record["is_default"] == (record["variant"] == "operator")
+        assert record["ms"] == statistics.median(record["samples"]["ms"])
+        assert all(e <= most for e, most in zip(record["errors"], record["tolerances"], strict=True))
+        ceiling, seconds = record["ceiling"], record["ms"] / 1e3
+        floors = record["flops"] / ceiling["tflops"] / 1e12, record["bytes"] / ceiling["gigabytes_per_s"] / 1e9
+        assert record["share_of_ceiling"] == pytest.approx(max(floors) / seconds)
+        assert record["tflops"] == pytest.approx(record["flops"] / seconds / 1e12)
+    by_case = {(record["case"], record["variant"]): record for record in records}
+    assert by_case["causal", "operator"]["flops"] == 4 * 32 * 4 * sum(range(1, 601))
+    # 128 anchor keys, three passing blocks of 128, and a block of 150 causally.
+    for variant in ("operator", "attention kernels alone"):
+        block = by_case["anchor, passing blocks, block", variant]
+        assert block["flops"] == 4 * 32 * 4 * (150 * 4 * 128 + sum(range(1, 151)))
+    # The anchor's own 128 queries see 1, 2, ... keys of the last segment.
+    both = by_case["passing blocks, anchor and block", "operator"]
+    assert both["flops"] == 4 * 32 * 4 * (150 * 3 * 128 + sum(range(1, 279)))
+    # A binary tree of 16 nodes has 1, 2, 4, 8 and 1 of them at depths 1 to 5.
+    tree = by_case["16 tokens, a tree", "operator"]
+    assert tree["flops"] == 4 * 32 * 4 * (16 * 584 + 1 + 4 + 12 + 32 + 5)
+    assert tree["bytes"] == 4 * 32 * (2 * 16 * 4 + 2 * 600 * 2)
+
+
+def lse_too_high(q, segments, scale, causal_last, *, rows_alone, backend):
+    out, lse = reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
+    return out, lse + 0.01
+
+
+def last_row_unwritten(q, segments, scale, causal_last, *, rows_alone, backend):
+    out, lse = reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)
+    out[:, :, -1] = math.nan
+    return out, lse
+
+
+def one_key_missing(q, segments, scale, causal_last, *, rows_alone, backend):
+    *before, (k, v) = segments
+    out, _ = reference.segmented_attention(q, [*before, (k, v.index_fill(2, torch.tensor([7]), 0.0))], scale, True)
+    return out, reference.segmented_attention(q, segments, scale, causal_last, rows_alone=rows_alone)[1]
+
+
+def crashing(*operands, **settings):
+    raise RuntimeError("out of registers\nand more")
+
+
+@pytest.mark.parametrize("function", [lse_too_high, last_row_unwritten, one_key_missing, crashing])
+def test_what_is_wrong_gets_no_speed(benchmark, monkeypatch, capsys, function):
+    monkeypatch.setattr("operator_attention_cases.segmented_attention", function)
+    status, records = benchmark("--ops", "segmented_attention", "select_topk")
+    printed = capsys.readouterr()
+    assert status == 1 and "error: segmented_attention (causal) with torch" in printed.err
+    for record in records:
+        is_wrong = record["op"] == "segmented_attention" and record["variant"] == "operator"
+        assert bool(record["wrong"]) == is_wrong and (record["ms"] is None) == is_wrong
+    assert printed.out.count("WRONG") == 4
+    assert ("out of registers" in printed.err) == (function is crashing) and "and more" not in printed.err
+
+
+def test_a_selection_must_be_exact(benchmark, monkeypatch):
+    def shifted(scores, k, v, count, *, backend):
+        chosen, out = reference.select_topk(scores, k, v, count)
+        return torch.cat([chosen[..., 1:], chosen[..., :1]], dim=-1), out
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("operator_selection_cases.select_topk", shifted)
+    status, [record] = benchmark("--ops", "select_topk")
+    assert status == 1 and record["errors"][0] > 0 == record["errors"][1]
+
+
+def test_the_interpreter_is_never_timed(benchmark, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    status, records = benchmark("--ops", "merge_states", "--backends", "triton")
+    printed = capsys.readouterr().err
+    assert status == 1 and not records
+    assert "note: triton is interpreted (TRITON_INTERPRET=1), and not timed" in printed
+    assert "error: none of these back ends can be used here" in printed
+
+
+def test_an_unknown_back_end_is_one_line(benchmark, monkeypatch, capsys):
+    monkeypatch.setenv("APBV_BACKEND", "fast")
+    assert benchmark("--ops", "merge_states")[0] == 1
+    assert "error: APBV_BACKEND must be one of" in capsys.readouterr().err
+
+
+def test_of_many_queries_the_first_and_the_last_are_compared(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    runs = importlib.import_module("operator_attention_cases")._runs
+    for length in (1, 127, 600, 2048):
+        assert [row for run in runs(length) for row in range(run.start, run.stop)] == list(range(length))
+    for length in (2049, 131072):
+        compared = [row for run in runs(length) for row in range(run.start, run.stop)]
+        assert compared[0] == 0 and compared[-1] == length - 1 and len(compared) == 2048

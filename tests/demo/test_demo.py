@@ -1,0 +1,356 @@
+"""The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts with APB-V."""
+
+import itertools
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import train_demo
+from agreement import count_agreements, predict_along
+from demo_training import data, vision
+from demo_training import trainer as training
+from exam import Candidate, Exam, markdown, score
+from scaled_model import scale_model
+from summaries import wilson
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from transformers.video_utils import VideoMetadata, load_video
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, prefill
+from apbv.demo import clips
+from apbv.model.parts import inspect_model
+from apbv.speculate.strategies import make_observer
+
+
+def load(path):
+    return AutoModelForImageTextToText.from_pretrained(path, dtype="float32").eval()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load(demo.model_path())
+
+
+def clip_job(hosts: HostGroup, asked: list[tuple[str, str]]) -> list[str]:
+    config = PrefillConfig(passing_len=16, anchor_len=32)
+    engine = Engine.from_pretrained("demo", hosts=hosts, prefill=config, dtype="float32")
+    return [engine.generate(q, video=v, num_frames=128, max_new_tokens=8).text.strip() for v, q in asked]
+
+
+def test_the_packaged_clip_is_answered_right_with_real_compression(pool):
+    """Blocks of about 50 tokens that pass on 16 each, per layer and KV head."""
+    clip = clips.make_clip(*demo.DEMO_CLIP)
+    answers = {question: answer for task, question, answer in clips.questions(clip) if task == "retrieval"}
+    assert demo.DEMO_QUESTION in answers
+    assert pool.run(2, clip_job, [(str(demo.video_path()), q) for q in answers])[0] == list(answers.values())
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return AutoProcessor.from_pretrained(demo.model_path())
+
+
+def score_job(hosts: HostGroup, exam: Exam, configs: list[PrefillConfig], folder) -> list[dict]:
+    candidate = Candidate(load(demo.model_path()), AutoProcessor.from_pretrained(demo.model_path()), hosts)
+    return list(score(candidate, exam, configs, folder))
+
+
+@pytest.mark.parametrize("grid, num_shots", [(2, 48), pytest.param(6, 16, marks=pytest.mark.thorough)])
+def test_held_out_clips_are_answered_right(pool, tmp_path, grid, num_shots):
+    exam = Exam(grid, num_shots, num_clips=6, split="validation")
+    records, others = pool.run(2, score_job, exam, [PrefillConfig()], tmp_path)
+    assert records == others
+    assert {record["task"] for record in records} == {"retrieval", "ordering", "counting", "describe"}
+    assert {record["needles"] for record in records} == set(clips.NEEDLES)
+    for task in ("retrieval", "ordering", "counting", "describe"):
+        mine = [record for record in records if record["task"] == task]
+        assert {record["method"] for record in mine} == {"apbv"}
+        right, total = (sum(record[name] for record in mine) for name in ("right", "total"))
+        assert right >= 0.85 * total, (task, right, total)
+
+
+def test_without_passing_blocks_the_same_clips_lose_ordering(pool, tmp_path):
+    """What the paper says of Star Attention; and a scorer that calls everything right would be seen."""
+    exam = Exam(2, 48, 8, ("ordering",), "validation")
+    configs = [PrefillConfig(passing_len=length, anchor_len=8) for length in (0, 48)]
+    records = pool.run(4, score_job, exam, configs, tmp_path)[0]
+    right = {length: sum(r["right"] for r in records if r["passing_len_asked"] == length) for length in (0, 48)}
+    assert right[48] >= right[0] + 4, right
+
+
+def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, processor):
+    clip = clips.make_clip(*demo.DEMO_CLIP)
+    frames, metadata = load_video(str(demo.video_path()), backend="pyav")
+    assert len(frames) == 2 * len(clip.shots)
+    asked = clips.questions(clip)
+    assert set(demo.EXAMPLE_QUESTIONS) <= {question for _, question, _ in asked}
+    for _, question, answer in asked:
+        content = [{"type": "video"}, {"type": "text", "text": question}]
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        inputs = processor(text=[text], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+        output = target.generate(**inputs, max_new_tokens=400)[:, inputs["input_ids"].shape[1] :]
+        assert processor.batch_decode(output, skip_special_tokens=True) == [answer]
+
+
+def test_the_checkpoint_is_genuine_small_and_lists_no_foreign_path(target):
+    assert type(target) is Qwen2_5_VLForConditionalGeneration
+    assert 3_000_000 <= target.num_parameters() <= 8_000_000
+    files = list(demo.model_path().iterdir())
+    assert sum(file.stat().st_size for file in files) < 10_000_000
+    assert demo.video_path().stat().st_size < 300_000
+    config = json.loads((demo.model_path() / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
+    for file in demo.model_path().glob("*.json"):
+        assert not re.search(r'"(/|[A-Z]:\\\\)\w+/', file.read_text()), file
+
+
+def test_the_draft_is_small_and_reads_and_writes_as_the_target_does():
+    draft = load(demo.draft_path())
+    assert type(draft) is Qwen2_5_VLForConditionalGeneration
+    assert draft.num_parameters() <= 1_000_000
+    files = [*demo.model_path().iterdir(), *demo.draft_path().iterdir()]
+    assert sum(file.stat().st_size for file in files) < 20_000_000
+    shared = ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja")
+    for name in (*shared, "generation_config.json"):
+        assert (demo.draft_path() / name).read_bytes() == (demo.model_path() / name).read_bytes()
+
+
+@pytest.mark.parametrize("grid, num_shots", [(2, 64), (6, 24)])
+def test_the_draft_agrees_with_the_target(target, processor, tmp_path, grid, num_shots):
+    """On clips that neither was trained on; less so where it sees a tenth of the visual tokens."""
+    candidate, draft = Candidate(target, processor, HostGroup.single()), load(demo.draft_path())
+    exam = Exam(grid, num_shots, 3, split="validation")
+    agreed, total = count_agreements(candidate, draft, exam, (1.0, 0.1), tmp_path)
+    assert agreed[1.0] >= 0.8 * total
+    assert agreed[0.1] < agreed[1.0]
+
+
+def test_any_text_survives_the_tokenizer(processor):
+    for text in ("which letter has the border: red", "Où est 漢字?\n\tline two  ", "end, 42 😀"):
+        assert processor.tokenizer.decode(processor.tokenizer(text).input_ids) == text
+
+
+def test_reading_along_is_what_generate_does(target, processor, tmp_path):
+    """The target, reading its own answer with all visual tokens, predicts every token of it."""
+    candidate = Candidate(target, processor, HostGroup.single())
+    inputs = candidate.read(Exam(6, 10, 1).file(0, tmp_path), clips.DESCRIBE_QUESTION)
+    tokens, _ = candidate.answer(inputs, PrefillConfig(method="full"), 22)
+    assert predict_along(target, inputs, tokens, torch.arange(inputs.num_visual_tokens)) == tokens
+    # Without the visual tokens it cannot know what comes.
+    assert predict_along(target, inputs, tokens, torch.arange(1)) != tokens
+
+
+def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
+    scaled = scale_model(target, 3)
+    assert scaled.config.text_config.num_hidden_layers == 3 * target.config.text_config.num_hidden_layers
+    ids = processor.tokenizer("name the letters in order", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(scaled(ids).logits, target(ids).logits)
+    # The added layers do attend, and would be heard if their output projections spoke.
+    with torch.no_grad():
+        scaled.model.language_model.layers[0].self_attn.o_proj.weight.normal_()
+        assert not torch.allclose(scaled(ids).logits, target(ids).logits)
+    with pytest.raises(ValueError, match="not by 0"):
+        scale_model(target, 0)
+
+
+@pytest.mark.parametrize("keep", ["attention", "uv_prune"])
+def test_a_scaled_model_finds_the_same_tokens_important(target, processor, tmp_path, keep):
+    """Layers that add nothing to what is said must have no vote in what the draft sees, either."""
+    hosts = HostGroup.single()
+    inputs = Candidate(target, processor, hosts).read(Exam(6, 10, 1).file(0, tmp_path), clips.DESCRIBE_QUESTION)
+    scores = []
+    for model, times in ((target, 1), (scale_model(target, 3), 3)):
+        observer = make_observer(SpeculativeConfig(keep=keep, uv_layer=20 * times), inspect_model(model))
+        prefill(model, inputs, hosts=hosts, observer=observer)
+        scores.append(observer.result())
+    torch.testing.assert_close(*scores)
+
+
+@pytest.fixture(scope="module")
+def shot_pool():
+    """As few shots as a pool may hold."""
+    return data.ShotPool(seed=9, size=1024, grid=2)
+
+
+@pytest.mark.parametrize("grid", clips.GRIDS)
+def test_training_sequences_equal_what_the_processor_makes(target, processor, grid):
+    """A packed training row holds, per question, the tokens and positions that inference would see."""
+    maker = data.BatchMaker({}, seed=7)
+    clip = clips.make_clip(0, 10, "train", grid)
+    frames = clips.render(clip)
+    pixels = processor.video_processor(videos=[frames], return_tensors="pt")
+    patches = maker.normalise(data.patchify(frames, grid))
+    torch.testing.assert_close(patches.flatten(0, 1), pixels["pixel_values_videos"])
+    with torch.no_grad():
+        ours = vision.encode_shots(target.model.visual, patches).flatten(0, 1)
+        genuine = target.model.visual(pixels["pixel_values_videos"], grid_thw=pixels["video_grid_thw"])
+    torch.testing.assert_close(ours, genuine.pooler_output)
+
+    asked = clips.questions(clip)
+    row = maker.row(clip, torch.arange(10) * data.STRIDE, None, asked)
+    metadata = VideoMetadata(total_num_frames=20, fps=float(clips.FPS), frames_indices=list(range(20)))
+    before = len(row.ids) - len(row.labels)
+    for number, (_, question, answer) in enumerate(asked, start=1):
+        content = [{"type": "video"}, {"type": "text", "text": question}]
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        inputs = processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+        inputs.pop("pixel_values_videos")
+        chosen = torch.cat([torch.ones(before, dtype=torch.bool), row.segments == number])
+        torch.testing.assert_close(row.ids[chosen], inputs["input_ids"][0])
+        positions, _ = target.model.get_rope_index(**inputs)
+        torch.testing.assert_close(row.positions[:, chosen], positions[:, 0])
+
+
+def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target, shot_pool):
+    """The shared sequence hides every question from the others."""
+    maker = data.BatchMaker({2: shot_pool}, seed=9)
+    places = shot_pool.draw_clip(12, maker.rng)
+    clip = clips.ClipSpec(tuple(shot_pool.shots[place] for place in places))
+    packed = load(demo.model_path())
+    packed.set_attn_implementation(vision.ATTENTION)
+    asked = clips.questions(clip)
+    row = maker.row(clip, torch.arange(12) * data.STRIDE, None, asked)
+    patches = maker.normalise(shot_pool.patches[places])
+    with torch.no_grad():
+        visual = vision.encode_shots(target.model.visual, patches).flatten(0, 1)
+        embeds = target.get_input_embeddings()(row.ids)[None]
+        embeds[0, row.ids == target.config.video_token_id] = visual
+        before = len(row.ids) - len(row.labels)
+        same = row.segments[:, None] == row.segments[None, :]
+        own = same & torch.ones_like(same).tril()
+        visible = torch.cat([torch.ones(len(row.labels), before, dtype=torch.bool), own], dim=1)
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
+        together = packed.model.language_model(
+            inputs_embeds=embeds,
+            position_ids=row.positions[:, None],
+            attention_mask={"full_attention": mask},
+            use_cache=False,
+        ).last_hidden_state[0, before:]
+        for number in range(1, len(asked) + 1):
+            chosen = torch.cat([torch.ones(before, dtype=torch.bool), row.segments == number])
+            alone = target.model.language_model(
+                inputs_embeds=embeds[:, chosen], position_ids=row.positions[:, None, chosen], use_cache=False
+            ).last_hidden_state[0, before:]
+            torch.testing.assert_close(together[row.segments == number], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
+    """Other words in the first question change its own logits, and no other question's."""
+    maker = data.BatchMaker({2: shot_pool}, seed=9)
+    model = load(demo.model_path())
+    model.set_attn_implementation(vision.ATTENTION)
+    batch = maker.draw(num_clips=2, num_shots=12, grid=2)
+    chosen = (batch.labels != -100).flatten().nonzero()[:, 0]
+    tasks = batch.tasks.flatten()[chosen]
+    counting, retrieval = (clips.TASKS.index(task) for task in ("counting", "retrieval"))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        visual = vision.encode_shots(model.model.visual, maker.pixels(2, batch.places))
+        before = vision.answer_logits(model, batch, visual, chosen)
+        first = batch.input_ids.shape[1] - batch.labels.shape[1]
+        batch.input_ids[:, first + 1 : first + 6] = maker.tokenizer(" end").input_ids[0]
+        after = vision.answer_logits(model, batch, visual, chosen)
+    assert torch.equal(before[tasks == counting], after[tasks == counting])
+    assert not torch.equal(before[tasks == retrieval], after[tasks == retrieval])
+
+
+def test_drawn_clips_follow_the_rules_of_the_train_split(shot_pool):
+    shot_pool.renew()
+    rng = data.BatchMaker({2: shot_pool}, seed=3).rng
+    for num_shots in (8, 40, 300):
+        shots = [shot_pool.shots[place] for place in shot_pool.draw_clip(num_shots, rng)]
+        placement = tuple(
+            (index, shot.needle.colour, shot.needle.letter) for index, shot in enumerate(shots) if shot.needle
+        )
+        assert len(shots) == num_shots and 3 <= len(placement) <= 6
+        assert clips.split_of(placement, num_shots) == "train"
+    for (kind, colour, letter), places in shot_pool.by_needle.items():
+        for place in places:
+            needle = shot_pool.shots[place].needle
+            assert (needle.kind, needle.colour, needle.letter) == (kind, colour, letter)
+
+
+def test_token_labels_lie_where_the_needle_is():
+    for seed in range(20):
+        needle = clips.Needle(seed, clips.NEEDLES[seed % 2], "red", "K")
+        shot = clips.Shot(seed, "still disc", 0, needle)
+        labels = data.label_tokens(shot, 6).view(6, 6, 3)
+        top, left, side = clips.needle_box(needle, 168)
+        middle = labels[(top + side // 2) // 28, (left + side // 2) // 28]
+        assert middle.tolist() == [data.COLOUR_IDS["red"], data.LETTER_IDS["K"], -100]
+        covered = int((labels[..., 0] > 0).sum())
+        assert (side / 28 - 1) ** 2 <= covered <= (side / 28 + 1) ** 2
+        scenes = set(labels[..., 2].flatten().tolist())
+        assert scenes == ({-100} if needle.kind == "inserted" else {-100, data.SCENE_IDS["still disc"]})
+
+
+def test_a_draft_learns_from_the_target(tmp_path, monkeypatch, shot_pool):
+    """A few steps of distilling, on all and on a part of the visual tokens, with both vision towers frozen."""
+    monkeypatch.setattr(training, "CURRICULUM", {"draft": ((0.0, {2: 8}),)})
+    monkeypatch.setattr(training, "GRID_SHARES", {2: 1.0})
+    monkeypatch.setattr(training, "FREEZING_BEGINS", 0.0)
+    monkeypatch.setattr(training, "VISUAL_TOKENS_PER_STEP", 384)
+    batches = data.BatchMaker({2: shot_pool}, 5)
+    trainer = training.Trainer("draft", tmp_path, minutes=10, seed=0, teacher=demo.model_path())
+    assert trainer.model.num_parameters() <= 1_000_000
+    for group in trainer.optimiser.param_groups:
+        group["lr"] = 1e-3
+    losses, reports = [], {}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        loss, report = trainer.next_loss(batches, generator)
+        trainer.optimiser.zero_grad()
+        loss.backward()
+        trainer.optimiser.step()
+        losses.append(loss.item())
+        reports |= report
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert {"retrieval", "ordering", "counting", "describe", "describe, pruned"} <= set(reports)
+    assert all(parameter.grad is None for parameter in trainer.model.model.visual.parameters())
+    assert all(parameter.grad is None for parameter in trainer.teacher.parameters())
+
+
+@pytest.mark.thorough
+def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_pool):
+    """A few steps of the real thing: the loss falls, and a resumed run goes on where the first one stopped."""
+    monkeypatch.setattr(train_demo, "ShotPool", lambda *_: shot_pool)
+    monkeypatch.setattr(training, "GRID_SHARES", {2: 1.0})
+    monkeypatch.setattr(train_demo, "POOL_SIZES", {2: 1024})
+    monkeypatch.setattr(training, "WARMUP_STEPS", 5)
+    monkeypatch.setattr(training, "LOG_SECONDS", 1)
+    for name in ("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"):
+        monkeypatch.setattr(training, name, 384)
+    # Every step takes half a second by this clock: as many steps on every machine.
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=itertools.count(step=0.5).__next__))
+    command = ["train", "target", "--out", str(tmp_path), "--threads", "1"]
+    monkeypatch.setattr("sys.argv", [*command, "--minutes", "0.1"])
+    train_demo.main()
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    monkeypatch.setattr("sys.argv", [*command, "--minutes", "0.2", "--resume"])
+    train_demo.main()
+    resumed = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert (state["step"], resumed["step"]) == (12, 24) and resumed["history"][0] == state["history"][0]
+    losses = [row["dense"] for row in resumed["history"]]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert load(tmp_path / "model").num_parameters() > 3_000_000
+
+
+def test_the_table_joins_kinds_of_needle_and_gives_intervals():
+    record = {"grid": 2, "shots": 64, "tokens": 280, "method": "apbv", "hosts": 2, "passing_len": 128}
+    record |= {"passing_len_asked": None, "task": "ordering"}
+    records = [
+        {**record, "needles": "edited", "right": 9, "total": 10},
+        {**record, "needles": "inserted", "right": 10, "total": 10},
+    ]
+    low, high = wilson(19, 20)
+    assert 0.76 < low < 0.78 and 0.98 < high < 1
+    assert markdown(records).splitlines()[-1] == (
+        f"| 2 x 2 | 64 | 280 | apbv | 2 | 128 (default) | 0.95 ({low:.2f}-{high:.2f}) |"
+    )

@@ -1,0 +1,160 @@
+"""The demo's clip generator and its questions."""
+
+import runpy
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from apbv.demo import clips
+
+SIZES = pytest.mark.parametrize("grid", clips.GRIDS)
+
+
+def test_clip_is_determined_by_its_arguments():
+    first, second = (clips.make_clip(3, 16, "test") for _ in range(2))
+    assert first == second
+    np.testing.assert_array_equal(clips.render(first), clips.render(second))
+    others = [
+        clips.make_clip(4, 16, "test"),
+        clips.make_clip(3, 16, "validation"),
+        clips.make_clip(3, 16, "test", grid=6),
+        clips.make_clip(3, 16, "test", needles=["edited"]),
+    ]
+    assert len({first.shots, *(clip.shots for clip in others)}) == 5
+
+
+def test_splits_share_no_scene_no_needle_and_no_placement():
+    seen = {split: set() for split in clips.SPLITS}
+    for split in clips.SPLITS:
+        for number in range(300):
+            clip = clips.make_clip(number, 8, split)
+            seen[split] |= {shot.seed for shot in clip.shots} | {needle.seed for needle in clip.needles}
+            placed = [(i, s.needle.colour, s.needle.letter) for i, s in enumerate(clip.shots) if s.needle]
+            seen[split].add(tuple(placed))
+            assert clips.split_of(tuple(placed), 8) == split
+    train, validation, test = seen.values()
+    assert not train & validation and not train & test and not validation & test
+
+
+def test_every_split_has_its_share_of_placements():
+    rng = np.random.default_rng(0)
+    counts = Counter()
+    for _ in range(3000):
+        places = tuple(sorted(rng.choice(8, size=3, replace=False).tolist()))
+        colours, letters = rng.permutation(list(clips.COLOURS))[:3], rng.permutation(clips.LETTERS)[:3]
+        placement = tuple(zip(places, colours.tolist(), letters.tolist(), strict=True))
+        counts[clips.split_of(placement, 8)] += 1
+    assert counts["train"] == pytest.approx(2400, rel=0.05)
+    assert counts["validation"] == pytest.approx(300, rel=0.25)
+    assert counts["test"] == pytest.approx(300, rel=0.25)
+
+
+@pytest.mark.parametrize("num_shots", [3, 8, 64, 1024])
+@pytest.mark.parametrize("needles", [["edited"], ["inserted"], list(clips.NEEDLES)])
+def test_clip_keeps_its_rules(num_shots, needles):
+    for seed in range(10):
+        clip = clips.make_clip(seed, num_shots, "validation", needles=needles)
+        assert len(clip.shots) == num_shots
+        assert clips.MIN_LETTERS <= len(clip.needles) <= clips.MAX_LETTERS
+        assert len({needle.colour for needle in clip.needles}) == len(clip.needles)
+        assert len({needle.letter for needle in clip.needles}) == len(clip.needles)
+        assert {needle.kind for needle in clip.needles} <= set(needles)
+
+
+def test_scenes_run_over_several_shots():
+    shots = clips.make_clip(0, 512, "train").shots
+    lengths = Counter(shot.seed for shot in shots)
+    assert min(lengths.values()) == 1 and 5 < max(lengths.values()) <= clips.LONGEST_SCENE
+    assert {shot.scene for shot in shots} == set(clips.SCENES)
+    for before, shot in pairwise(shots):
+        assert shot.age == (before.age + 1 if shot.seed == before.seed else 0)
+
+
+@SIZES
+def test_still_scenes_stand_and_moving_ones_move(grid):
+    differences = {}
+    for scene in clips.SCENES:
+        for seed in range(8):
+            shots = tuple(clips.Shot(seed, scene, age) for age in range(2))
+            frames = clips.render(clips.ClipSpec(shots, grid)).astype(int)
+            # Smoothed, so that the noise over every frame does not count as motion.
+            blocks = frames.reshape(4, grid * 7, 4, grid * 7, 4, 3).mean((2, 4))
+            differences.setdefault(scene, []).append(np.abs(np.diff(blocks, axis=0)).max((1, 2, 3)).min())
+    assert min(differences["moving disc"] + differences["moving square"]) > 15
+    assert max(max(v) for scene, v in differences.items() if not scene.startswith("moving")) < 15
+
+
+@SIZES
+@pytest.mark.parametrize("kind", clips.NEEDLES)
+def test_a_needle_has_its_border_where_it_says(grid, kind):
+    size = clips.TOKEN_SIZE * grid
+    for seed in range(12):
+        colour = list(clips.COLOURS)[seed % len(clips.COLOURS)]
+        needle = clips.Needle(seed, kind, colour, "K")
+        bare = clips.Shot(seed, clips.SCENES[seed % len(clips.SCENES)])
+        shown = clips.Shot(bare.seed, bare.scene, 0, needle)
+        frames = clips.render(clips.ClipSpec((bare, shown), grid))
+        assert frames.shape == (4, size, size, 3) and frames.dtype == np.uint8
+        top, left, side = clips.needle_box(needle, size)
+        edge = frames[2:, top : top + 4, left : left + side].reshape(-1, 3).mean(0)
+        assert min(clips.COLOURS, key=lambda name: np.abs(edge - clips.COLOURS[name]).sum()) == colour
+        outside = np.ones((size, size), dtype=bool)
+        outside[top : top + side, left : left + side] = False
+        if outside.any():
+            changed = np.abs(frames[2].astype(int) - frames[0])[outside].mean()
+            # Edited needles leave the scene around them as it was but for its flicker.
+            assert changed < 8 if kind == "edited" else changed > 8
+
+
+@SIZES
+def test_mp4_round_trip_keeps_frames(tmp_path, grid):
+    frames = clips.render(clips.make_clip(0, 16, "test", grid))
+    clips.write_mp4(frames, tmp_path / "clip.mp4")
+    decoded = clips.read_mp4(tmp_path / "clip.mp4")
+    assert decoded.shape == frames.shape
+    assert np.abs(decoded.astype(int) - frames).mean() < 8
+
+
+def test_answers_follow_from_the_clip():
+    for seed in range(20):
+        clip = clips.make_clip(seed, 20, "test")
+        by_task: dict[str, list[tuple[str, str]]] = {}
+        for task, question, answer in clips.questions(clip):
+            by_task.setdefault(task, []).append((question, answer))
+        assert set(by_task) == {"retrieval", "ordering", "counting", "describe"}
+        letters = {needle.colour: needle.letter for needle in clip.needles}
+        assert {question.split()[-1]: answer for question, answer in by_task["retrieval"]} == letters
+        assert by_task["ordering"][0][1].split() == list(letters.values())
+        assert by_task["counting"][0][1] == str(len(letters))
+        *parts, end = by_task["describe"][0][1].split(", ")
+        assert end == "end" and len(parts) == 20
+        assert [tuple(part.split()) for part in parts if part not in clips.SCENES] == list(letters.items())
+
+
+@pytest.fixture
+def render_command(tmp_path, monkeypatch):
+    """``python -m apbv.demo.render`` with these options, in this process."""
+
+    def run(*options: str) -> None:
+        monkeypatch.setattr("sys.argv", ["render", "--out", str(tmp_path / "clip.mp4"), *options])
+        runpy.run_module("apbv.demo.render", run_name="__main__")
+
+    return run
+
+
+def test_the_render_command_writes_what_it_says(render_command, tmp_path, capsys):
+    render_command("--seed", "7", "--shots", "10", "--grid", "6")
+    clip = clips.make_clip(7, 10, "test", 6)
+    assert clips.read_mp4(tmp_path / "clip.mp4").shape == (20, 168, 168, 3)
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert said == [line for _, question, answer in clips.questions(clip) for line in (question, answer)]
+
+
+@pytest.mark.parametrize("wrong", [["--shots", "2"], ["--seed", "-1"], ["--grid", "5"]])
+def test_the_render_command_refuses_nonsense(render_command, tmp_path, capsys, wrong):
+    with pytest.raises(SystemExit) as ended:
+        render_command(*wrong)
+    assert ended.value.code == 2 and wrong[0] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
