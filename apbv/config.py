@@ -1,4 +1,4 @@
-"""What a caller may choose, validated once."""
+"""This module defines the configurations of prefill, reuse, sampling and speculation, validated once."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ KEEP_POLICIES = (
 DEFAULT_KEEP_RATIO = 0.1
 CONTEXTS = "MTCP"
 DEFAULT_QUERY_LEN = 128
-# The names in the registries, which need torch: a command line says them without it.
+# Frames per second: more than any camera's, and small enough for times of years to be counted exactly.
+MAX_FPS = 1e9
+# The names in the registries, which need torch: a command line lists them without importing it.
 METHOD_NAMES = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
 BACKEND_NAMES = ("auto", "torch", "triton", "reference", "cudnn", "flash_attn", "flashinfer")
@@ -55,14 +57,24 @@ def _require_known(name: str, value, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
 
 
+def require_frame_rate(fps: float) -> None:
+    """Make sure that frames can be sampled at this rate, in frames per second.
+
+    Raises:
+        ValueError: the rate is not in 0 < fps <= MAX_FPS.
+    """
+    if not 0 < fps <= MAX_FPS:
+        raise ValueError(f"fps must lie in 0 < fps <= {MAX_FPS:g}, not {fps!r:.50}")
+
+
 def longest_window(num_draft_tokens: int | str) -> int:
-    """How many tokens a window may have; γ, unless that is ``"auto"``."""
+    """Return the largest number of tokens of a draft window: γ, unless that is ``"auto"``."""
     return MOST_AUTO_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
-    """How a prompt is prefilled.
+    """A PrefillConfig says how prompts are prefilled.
 
     Attributes:
         method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
@@ -74,19 +86,20 @@ class PrefillConfig:
         passing_len: KV pairs that each context block passes on, l_p, per layer and KV head. None:
             ``max(128, ceil(n / 128))`` (``ceil(n / 64)`` without zigzag and for ``"apb"``). 0: no passing blocks
             (Tables 3, 8).
-        query_len: of a text whose question nobody has pointed out (as ``context=`` does), so many tokens at its
-            end are the query block, which every host computes; of a longer chat the last message's, at most.
+        query_len: how many tokens at the end of a text are the query block, which every host computes, where the
+            question is not given apart from the text (as with ``context=``); in a chat at most the last message's.
         importance: how the l_p pairs are chosen; a name in :data:`apbv.prefilling.methods.importance.IMPORTANCE`.
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
         frame_parallel: each host encodes its share of the frames instead of all of them (Section 3.1; "V").
-        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which is exact and,
-            without other hosts to share the work, what every method degenerates to.
-        kv: where the KV lives after prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was computed.
-        backend: what computes attention, here and in decoding; a name in :data:`apbv.kernels.backends.BACKENDS`.
-            ``"auto"``: what the environment variable ``APBV_BACKEND`` says, or else the fastest for the device
-            and the shape.
+        on_single_host: run the method itself even on one host. Off, one host runs ``"full"``, which is exact, and
+            to which every method degenerates without other hosts to share the work.
+        kv: where the KV is placed after the prefill: ``"gathered"`` on host 0, or ``"sharded"`` as it was
+            computed.
+        backend: the kernels that compute attention, here and in decoding; a name in
+            :data:`apbv.kernels.backends.BACKENDS`. ``"auto"``: the environment variable ``APBV_BACKEND``, or else
+            the fastest one for the device and the shape.
 
     Raises:
         ValueError: a length is negative or absurd, or a name is unknown.
@@ -124,13 +137,13 @@ class PrefillConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReuseConfig:
-    """What is kept of a video, or a long text, for further questions about it.
+    """A ReuseConfig says what is kept of a video, or a long text, for further questions about it.
 
     Attributes:
         mode: ``"exact"`` keeps the vision tower's embeddings of a video: answers are as without. ``"kv"`` keeps
             the KV of all that comes before the question, so that only the question is run; with a method that is
             exact so are its answers, else the KV is what the first question selected.
-        max_bytes: of what one host keeps; what was not used for longest goes.
+        max_bytes: the limit of what one host keeps; the least recently used is dropped first.
 
     Raises:
         ValueError: the mode is unknown, or the bound is not a positive number of bytes.
@@ -147,10 +160,10 @@ class ReuseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How next tokens are chosen.
+    """A SamplingConfig says how next tokens are chosen.
 
     Attributes:
-        max_new_tokens: at most so many tokens are generated; at least 1.
+        max_new_tokens: the largest number of generated tokens; at least 1.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
         seed: with the same seed, prompt and model, the same tokens are drawn.
@@ -167,7 +180,7 @@ class SamplingConfig:
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or not 1 <= self.max_new_tokens <= 2**20:
             raise ValueError(f"max_new_tokens must lie in 1 .. 2^20, not {self.max_new_tokens!r}")
-        # Below the lower bound, which no one can mean by it, logits over temperature overflow.
+        # Below the lower bound, which is of no practical use, logits over temperature overflow.
         if not _is_number(self.temperature) or not (
             self.temperature == 0 or 1e-6 <= self.temperature < float("inf")
         ):
@@ -180,50 +193,53 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How a draft proposes tokens for the target to verify. Whatever is chosen, the output is the target's own.
+    """A SpeculativeConfig says how a draft proposes tokens; the verified output is always the target's own.
 
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
             visual tokens), ``"specvlm"``, ``"hippo"``, ``"parallelvlm"`` (on some, by ``keep``), ``"text_only"``
-            and ``"tabed"`` (reading the prompt in several ways, see ``ensemble``); the target itself in ``"std"``
-            (on the most attended visual KV), ``"std_apbv"`` (on what the prefill passed on between hosts),
-            ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what followed
-            the last tokens before.
+            and ``"tabed"`` (reading the prompt in several ways, see ``ensemble``); the target drafts itself in
+            ``"std"`` (on the most attended visual KV), ``"std_apbv"`` (on what the prefill passed on between
+            hosts), ``"streaming"`` (the latest) and ``"layerskip"`` (its first layers); ``"ngram"`` looks up what
+            followed the last tokens before.
         draft_model: a directory or hub id, of the target's family and tokenizer (for ``"text_only"``, but not on a
             draft host, also a text-only model with the target's tokens); ``"demo"`` is the packaged one.
         num_draft_tokens: γ, tokens drafted per round; ``"auto"``: at most 16, as many as promise the highest
-            speed-up by the costs and the acceptance so far (see :func:`apbv.speculate.pace.best_window`). A draft
-            host drafts until the target has run, where ParallelVLM's Theorem 6 is largest.
+            speed-up by the costs and the acceptance so far (see :func:`apbv.speculate.pace.best_window`). With
+            ``"auto"`` a draft host drafts until the target's forward pass ends, where ParallelVLM's Theorem 6 is
+            largest.
         keep_losing_draft: go on with a draft that costs more time than it saves. Off, the rest of an answer is
-            decoded without a draft that has lost eight passes of the target; for this the target takes a pass
-            alone now and then.
-        keep: how the visual tokens that a pruned draft sees are chosen: by the question's attention to them
+            decoded without a draft that has cost eight forward passes of the target more than it has saved; to
+            measure that, the target now and then runs a forward pass without drafted tokens.
+        keep: which visual tokens a pruned draft sees: by the question's attention to them
             ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced),
             ``"attention"`` (the highest) and ``"attention_per_frame"`` (the highest of each frame);
             ``"uv_prune"`` (ParallelVLM's: what comes closer to the question in the target's first layers),
             ``"hippo"`` (see ``hippo_terms``); ``"even"`` (evenly spaced), ``"uniform_frames"`` (whole frames,
             evenly spaced), ``"random"``, ``"full"``; None: as the strategy's paper does.
         keep_ratio: the share of visual tokens that a pruned draft sees; 0.1 where ``keep_tokens`` is not given.
-        keep_tokens: how many of the prompt's tokens a pruned draft sees instead: all text, and visual ones for the
-            rest, at least one. With ``"std"`` that is the paper's K + m_t, of each layer and KV head; 1024 there.
-        hippo_terms: what HIPPO's scores consist of: attention, change over time, variety in space.
+        keep_tokens: how many of the prompt's tokens a pruned draft sees, in place of a ratio: all text tokens, and
+            visual ones for the rest, at least one. With ``"std"`` that is the paper's K + m_t, of each layer and
+            KV head; 1024 there.
+        hippo_terms: the terms of HIPPO's scores: attention, change over time, variety in space.
         prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and the KV of
-            what is not kept is dropped; its prefill costs more. A draft host need not wait then for what the
-            target's prefill says: its first window is drafted on everything.
-        vision_first: a draft host that reads kept tokens only drafts its first window on what is best by HIPPO's
-            terms of vision, and then reads the prompt again.
-        uv_layer: up to which layer of the target ``"uv_prune"`` looks, at most its last but one; 20 in the paper.
+            what is not kept is dropped; its prefill costs more. Then a draft host does not wait for the scores
+            of the target's prefill: it drafts its first window on the whole prompt.
+        vision_first: with ``prune="prompt"``, a draft host drafts its first window on the tokens that are best by
+            HIPPO's visual terms alone, and reads the prompt again when the attention is known.
+        uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
+            paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
         ensemble: what ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep`` preserves (M), with
-            line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by how each has done so
-            far in this answer, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter alone; C
-            needs a captioner.
-        num_tree_nodes: draft a tree of so many tokens per round, at most γ deep, instead of a chain of γ. None: a
-            chain, or what the strategy says: ``"sd_tree"`` is ``"vanilla"`` with 25.
-        draft_host: the last host of the group drafts while the others, which are the target's, verify; on a single
-            host a thread does, on a CUDA stream of its own.
-        draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer,
-            whether it works or not; at most a quarter of the hosts' own timeout.
+            line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by how well each has
+            predicted the answer so far, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter
+            alone; C needs a captioner.
+        num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round instead of a chain of
+            γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and a chain for the others.
+        draft_host: the last host of the group drafts while the others, which run the target, verify; on a single
+            host a thread drafts, on a CUDA stream of its own.
+        draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer, even
+            if it is still computing; at most a quarter of the hosts' own timeout.
 
     Raises:
         ValueError: a number is out of range, or a name is unknown.
@@ -272,7 +288,9 @@ class SpeculativeConfig:
             raise ValueError(f"draft_timeout must be a positive number of seconds, not {self.draft_timeout!r}")
         if self.keep_tokens is not None:
             if self.keep_ratio is not None:
-                raise ValueError("keep_ratio and keep_tokens both say how much a draft sees: give one of them")
+                raise ValueError(
+                    "keep_ratio and keep_tokens both say how many visual tokens a draft sees: give one of them"
+                )
             if not _is_int(self.keep_tokens) or not 1 <= self.keep_tokens < 2**31:
                 raise ValueError(f"keep_tokens must lie in 1 .. 2^31-1, not {self.keep_tokens!r}")
         elif self.keep_ratio is None:
@@ -284,10 +302,10 @@ class SpeculativeConfig:
 
     @property
     def most_draft_tokens(self) -> int:
-        """The longest window."""
+        """The largest number of tokens of a draft window."""
         return longest_window(self.num_draft_tokens)
 
     @property
     def needs_caption(self) -> bool:
-        """Whether the draft reads a caption in place of what is seen."""
+        """Whether the draft reads a caption in place of visual tokens."""
         return self.strategy == "tabed" and "C" in self.ensemble

@@ -1,5 +1,6 @@
-"""Which tokens are anchor, context blocks and query, and which host owns what. Integers only, no torch.
+"""This module plans which tokens are anchor, context blocks and query, and which host owns them.
 
+It computes with integers only, without torch.
 A run of consecutive token positions is a ``range`` with step 1.
 """
 
@@ -9,36 +10,36 @@ from itertools import pairwise
 
 
 class LayoutError(ValueError):
-    """The requested lengths do not fit the input; the message names every number involved."""
+    """A LayoutError says that requested lengths do not fit the input; it names every number involved."""
 
 
-def split_evenly(items: range, parts: int) -> list[range]:
-    """Cut a run into consecutive parts whose lengths differ by at most one, longer ones first (Eq. 6)."""
-    base, longer = divmod(len(items), parts)
-    starts = [items.start + part * base + min(part, longer) for part in range(parts + 1)]
+def split_evenly(items: range, num_runs: int) -> list[range]:
+    """Cut a run into consecutive runs whose lengths differ by at most one, longer ones first (Eq. 6)."""
+    base, longer = divmod(len(items), num_runs)
+    starts = [items.start + place * base + min(place, longer) for place in range(num_runs + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
 
 
 def intersect(a: range, b: range) -> range:
-    """The common run of two runs; empty where they do not meet."""
+    """Return the common run of two runs; empty where they do not overlap."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """The split of n prompt tokens over H hosts: ``[anchor | context block 0 .. V-1 | query]``.
+    """A ContextLayout splits n prompt tokens over H hosts: ``[anchor | context block 0 .. V-1 | query]``.
 
     With zigzag there are V = 2H virtual hosts, and host h holds blocks h and 2H-1-h; without, V = H and
     host h holds block h. A layout without blocks is a prompt that host 0 computes alone, all of it "query".
-    Methods that share out every token of the prompt have blocks only: no anchor, and an empty query at n.
+    Methods that give every token of the prompt to one host have blocks only: no anchor, and an empty query at n.
 
     Attributes:
         num_hosts: H.
         anchor: token positions of the anchor block, replicated on every host.
         blocks: token positions of the context block of every virtual host.
         query: token positions of the query block, replicated on every host; ends at n.
-        passing_len: l_p, at most so many KV pairs leave a block, per layer and KV head.
+        passing_len: l_p, the largest number of KV pairs that a block passes on, per layer and KV head.
     """
 
     num_hosts: int
@@ -49,6 +50,7 @@ class ContextLayout:
 
     @property
     def num_tokens(self) -> int:
+        """n, the tokens of the prompt."""
         return self.query.stop
 
     @property
@@ -69,43 +71,43 @@ class ContextLayout:
         return len(self.blocks) == 2 * self.num_hosts
 
     def virtual_hosts(self, host: int) -> tuple[int, ...]:
-        """The virtual hosts of a host, in token order: (h, 2H-1-h) with zigzag, (h,) without."""
+        """Return the virtual hosts of a host, in token order: (h, 2H-1-h) with zigzag, (h,) without."""
         if not self.is_split:
             return ()
         return (host, len(self.blocks) - 1 - host) if self.zigzag else (host,)
 
     def host_of_block(self, virtual_host: int) -> int:
-        """The host that holds the block of a virtual host."""
+        """Return the host that holds the block of a virtual host."""
         return min(virtual_host, len(self.blocks) - 1 - virtual_host) if self.zigzag else virtual_host
 
     def num_passed(self, virtual_host: int) -> int:
-        """k_v: how many KV pairs the block of a virtual host passes on, per layer and KV head."""
+        """Return k_v, how many KV pairs a virtual host's block passes on, per layer and KV head."""
         return min(self.passing_len, len(self.blocks[virtual_host]))
 
     @property
     def max_passed(self) -> int:
-        """Rows of an exchange buffer: the longest passing block of one virtual host."""
+        """The rows of an exchange buffer: the largest k_v of all virtual hosts."""
         return min(self.passing_len, max(map(len, self.blocks), default=0))
 
     def anchor_slice(self, host: int) -> range:
-        """The slice of the anchor whose keys this host shows to the query (Appendix B.2) and caches."""
+        """Return the slice of the anchor that a host shows to the query (Appendix B.2) and caches."""
         return split_evenly(self.anchor, self.num_hosts)[host]
 
     def local_spans(self, host: int) -> tuple[range, ...]:
-        """The tokens this host computes, in token order: anchor, its blocks, query."""
+        """Return the tokens that a host computes, in token order: anchor, its blocks, query."""
         if not self.is_split:
             return (self.query,) if host == 0 else ()
         return (self.anchor, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
 
     def cache_spans(self, host: int) -> tuple[range, ...]:
-        """The tokens whose KV this host keeps, in token order; over all hosts each token exactly once."""
+        """Return the tokens whose KV a host keeps, in token order; over all hosts each token occurs once."""
         if not self.is_split:
             return (self.query,) if host == 0 else ()
         spans = (self.anchor_slice(host), *(self.blocks[v] for v in self.virtual_hosts(host)))
         return (*spans, self.query) if host == 0 else spans
 
     def owner(self, token: int) -> int:
-        """The host that keeps the KV of a token."""
+        """Return the host that keeps the KV of a token."""
         for host in range(self.num_hosts):
             if any(token in span for span in self.cache_spans(host)):
                 return host
@@ -127,15 +129,15 @@ def plan_layout(
     Args:
         num_hosts: H.
         num_tokens: n, the whole prompt.
-        context_start: tokens before it (everything before the first visual token) belong to the anchor.
+        context_start: the first visual token; all tokens before it belong to the anchor.
         query_start: first token of the query block, after the last visual token.
         anchor_len: l_a. None takes ``max(128, ceil(n / 64))``, at most a quarter of the prompt (below
             n = 512 the floor alone would leave nothing to split). 0 makes the prefix context too.
         passing_len: l_p. None takes ``max(128, ceil(n / 128))``, or ``ceil(n / 64)`` without zigzag.
-        zigzag: 2H blocks, or H.
+        zigzag: cut the context into 2H blocks; else into H.
 
     Returns:
-        The layout; one without blocks where the context is too short to give every virtual host a token.
+        The layout; it has no blocks where the context is too short to give every virtual host a token.
 
     Raises:
         LayoutError: the query is empty, or an anchor length that was asked for leaves no context.
@@ -170,9 +172,9 @@ def plan_layout(
 
 
 def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextLayout:
-    """Every token of the prompt on exactly one host, in 2H blocks (zigzag) or H: nothing is replicated.
+    """Give every token of the prompt to exactly one host, in 2H blocks (zigzag) or H.
 
-    One without blocks where there are too few tokens to give every block one.
+    The layout has no blocks where there are too few tokens to give every block one.
     """
     num_blocks = num_hosts * (2 if zigzag else 1)
     if num_tokens < num_blocks:
@@ -182,9 +184,9 @@ def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextL
 
 
 def star_layout(num_hosts: int, num_tokens: int, query_start: int) -> ContextLayout:
-    """Star Attention's: H equal blocks of context, the first of which is everybody's anchor.
+    """Cut the context into Star Attention's H equal blocks, the first of which is every host's anchor.
 
-    One without blocks where there are too few tokens to give every block one.
+    The layout has no blocks where there are too few tokens to give every block one.
 
     Raises:
         LayoutError: the query is empty.
@@ -200,12 +202,12 @@ def star_layout(num_hosts: int, num_tokens: int, query_start: int) -> ContextLay
 
 
 def single_host_layout(num_hosts: int, num_tokens: int) -> ContextLayout:
-    """Host 0 computes and keeps the whole prompt."""
+    """Return the layout in which host 0 computes and keeps the whole prompt."""
     return ContextLayout(num_hosts, range(0), (), range(num_tokens), passing_len=0)
 
 
 def offsets_within(spans: Iterable[range], wanted: Iterable[range]) -> list[range]:
-    """Where the wanted runs lie in the concatenation of the spans.
+    """Return where the wanted runs lie in the concatenation of the spans.
 
     Each wanted run must lie inside one span.
     """

@@ -1,4 +1,4 @@
-"""Where the time and the memory of a request go."""
+"""This module measures the time and the memory of a request, and writes figures."""
 
 import json
 import platform
@@ -21,12 +21,13 @@ STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handof
 
 
 class StageTimer:
-    """Wall-clock seconds per stage on this host, and since the request began.
+    """A timer of a request's stages on this host, by the wall clock.
 
-    On CUDA a stage ends when its kernels have.
+    On CUDA a stage ends when its kernels have ended.
 
     Args:
-        on_stage: told the name of each stage as it begins.
+        hosts: the hosts that run the request.
+        on_stage: called with the name of each stage as it begins.
 
     Attributes:
         stages: a span for each time that a stage ran.
@@ -41,29 +42,33 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        """Time what happens inside as a stage."""
         if self._on_stage is not None:
             self._on_stage(name)
         with self.stages.span(name):
             try:
                 yield
             finally:
-                self._synchronize()
+                synchronize(self._hosts.device)
 
     def mark_first_token(self) -> None:
-        """The logits of the first new token exist: TTFT ends here."""
-        self._synchronize()
+        """End the time to first token: the logits of the first new token exist."""
+        synchronize(self._hosts.device)
         self._first_token = self._hosts.clock() - self._began
 
     @property
     def comm_bytes(self) -> int:
-        """Payload received from other hosts since the request began."""
+        """Count the payload bytes received from other hosts since the request began."""
         return self._hosts.bytes_received - self._bytes_before
 
     def summary(self, num_new_tokens: int = 0) -> dict:
-        """The request's figures, equal on every host; collective.
+        """Return the request's figures, equal on every host; collective.
 
         Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts, and
-        ``peak_memory_bytes`` are per process.
+        ``peak_memory_bytes`` are lists with an entry per process.
+
+        Args:
+            num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
         mine = [*map(self.stages.seconds, STAGES), self._first_token, self._hosts.clock() - self._began]
         everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
@@ -81,30 +86,32 @@ class StageTimer:
             "peak_memory_bytes": [int(row[-1]) for row in everybody],
         }
 
-    def _synchronize(self) -> None:
-        if self._hosts.device.type == "cuda":
-            torch.cuda.synchronize(self._hosts.device)
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all its work; a CPU has no work left behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def gather_spans(spans: Sequence[Span], hosts: HostGroup) -> list[list[Span]]:
-    """Every process's spans, on every process; collective."""
+    """Return every process's spans on every process; collective."""
     return [[Span(**fields) for fields in theirs] for theirs in hosts.gather_json([asdict(s) for s in spans])]
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start measuring the peak anew, where the platform can."""
+    """Restart the measurement of peak memory, if the platform can."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Linux: forget the highest resident set size so far
+            file.write("5")  # on Linux this resets the highest resident set size
     except OSError:
         pass
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Highest memory in use: of the GPU's allocator, or the process's resident set on a CPU."""
+    """Return the highest memory in use, in bytes: the GPU allocator's, or on a CPU the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -116,7 +123,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def provenance() -> dict:
-    """When and with what figures are made: UTC date, versions, and the commit of a checkout."""
+    """Return when and with what figures are made: UTC date, versions, and a checkout's commit."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {
@@ -130,13 +137,13 @@ def provenance() -> dict:
 
 
 def device_name(device: torch.device) -> str:
-    """What figures were taken on: a GPU's name, or ``"cpu"``."""
+    """Return a GPU's name, or ``"cpu"``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @cache
 def _git_sha() -> str | None:
-    """The commit of the checkout this runs from; None for an installed package. Asked for once a process."""
+    """Return the commit of the checkout that this runs from; None for an installed package."""
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
@@ -168,6 +175,6 @@ def append_json_lines(path: Path, records: Iterable[dict]) -> None:
 
 
 def markdown_table(header: Sequence, rows: Iterable[Sequence], align: str = "---:") -> str:
-    """Rows of cells under a header, in Markdown."""
+    """Format rows of cells under a header as a Markdown table."""
     lines = [header, [align] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""What happened when, on which host; and a file of it that ui.perfetto.dev and chrome://tracing open."""
+"""This module records what happened when on each host, and writes it for ui.perfetto.dev and chrome://tracing."""
 
 import json
 import time
@@ -11,12 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on one host.
+    """A span is something that took time on one host.
 
     Attributes:
-        name, track: what it was, and which row of its host shows it.
-        begin, seconds: by the wall clock, in seconds of the epoch; clocks of several machines must agree.
-        details: JSON-ready figures of it.
+        name: what it was.
+        track: the row of its host that shows it.
+        begin: when it began, in seconds since the epoch; the clocks of several machines must agree.
+        seconds: how long it took.
+        details: JSON-ready figures about it.
     """
 
     name: str
@@ -27,30 +29,31 @@ class Span:
 
 
 def seconds_of(spans: Iterable[Span], *names: str) -> float:
-    """The time of all spans of some names."""
+    """Sum the seconds of all spans of some names."""
     return sum(span.seconds for span in spans if span.name in names)
 
 
 class Recorder:
-    """Spans of one track, in the order in which they ended.
+    """A recorder collects the spans of one track, in the order in which they ended.
 
     Args:
-        clock: seconds since some moment.
+        track: the track's name.
+        clock: returns seconds since some fixed moment.
     """
 
     def __init__(self, track: str, clock: Callable[[], float] = time.perf_counter):
         self.spans: list[Span] = []
-        self._totals: dict[str, float] = {}  # asked for in every round
+        self._totals: dict[str, float] = {}  # kept because every round of decoding reads it
         self._track, self._clock = track, clock
         self._epoch = time.time() - clock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What was recorded, for another process; the clock is this host's."""
+        """Return what was recorded, for another process, without this process's clock."""
         return {**self.__dict__, "_clock": None}
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
-        """Record what happens inside, also where it fails; yields the details, to be added to."""
+        """Record what happens inside, even if it fails; yields the details, to which figures can be added."""
         began = self._clock()
         try:
             yield details
@@ -60,7 +63,7 @@ class Recorder:
             self._totals[name] = self.seconds(name) + seconds
 
     def seconds(self, name: str) -> float:
-        """The time of all spans of a name."""
+        """Sum the seconds of all spans of a name."""
         return self._totals.get(name, 0.0)
 
 
@@ -68,7 +71,8 @@ def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
     """Write spans as a JSON file in the Trace Event Format.
 
     Args:
-        hosts: every host's spans, under the name that it is shown by.
+        path: the file.
+        hosts: every host's spans, under its displayed name.
 
     Raises:
         ValueError: the file cannot be written.

@@ -1,1 +1,1 @@
-"""Serving engines that go on from what apbv prefilled."""
+"""This package connects serving engines that continue from KV that apbv prefilled."""

@@ -1,17 +1,20 @@
-"""vLLM continues from KV that apbv prefilled and saved: a KV connector, for the consumer's side only.
+"""This module lets vLLM continue from KV that apbv prefilled and saved, by a KV connector that only loads.
+
+Start vLLM with
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "ApbvConnector", "kv_role": "kv_consumer",
         "kv_connector_module_path": "apbv.integrations.vllm"}'
 
-and per request what :func:`request_params` returns. A request without ``apbv_path`` is vLLM's own affair.
+and send with every request what :func:`request_params` returns. vLLM prefills requests without ``apbv_path``
+itself.
 
-vLLM gives a connector one clean way to refuse a request: a load that fails. So a request that does not fit its
-KV waits for a load like every other, the load fails at once, and under the policy ``fail`` (which is demanded)
-vLLM ends this request with finish reason ``error`` (HTTP 500) and goes on with the others. The reason is in
-vLLM's log; there is no field that would carry it to the client.
+A connector can refuse a request only by a load that fails. So a request that does not fit its KV waits for a load
+like every other, the load fails at once, and under the policy ``fail``, which is required, vLLM ends this request
+with finish reason ``error`` (HTTP 500) and continues with the others. The reason is in vLLM's log; no field of the
+response could carry it.
 
-The scheduler's half decides when a request arrives; the worker's half reads one layer of each waiting request
-per engine step, so that requests that are being decoded wait for a layer at most.
+The scheduler's half decides when a request arrives. The worker's half reads one layer of each waiting request
+per engine step, so that requests that are being decoded wait for at most one layer.
 """
 
 import re
@@ -41,23 +44,27 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from ..kv.storage import SavedKV, StorageError
+from ..kv.manifest import StorageError
+from ..kv.reader import SavedKV
 from ..model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
 
 _PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name only
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
 
 
 def request_params(path: str | Path) -> dict[str, Any]:
-    """By what a request names saved KV.
+    """Return the parameters by which a request names saved KV.
+
+    Args:
+        path: the folder.
 
     Returns:
         ``kv_transfer_params`` and ``cache_salt``, which are fields of an OpenAI request's body (``extra_body``).
         Offline the first goes into ``SamplingParams(extra_args={"kv_transfer_params": …})``, the second into the
-        prompt. With a video or images also ``uuid``, by which they are named: a field of the message's
+        prompt. With a video or images also ``uuid``, their name: a field of the message's
         ``video_url`` or ``image_url`` part (of each image, with a suffix of its own); offline the prompt's
-        ``multi_modal_uuids``. The client vouches with it that vLLM is shown what apbv was shown.
+        ``multi_modal_uuids``. By it the client asserts that vLLM is shown what apbv was shown.
 
     Raises:
         StorageError: there is no usable KV in this folder.
@@ -69,27 +76,28 @@ def request_params(path: str | Path) -> dict[str, Any]:
 
 
 def _cache_salt(saved: SavedKV) -> str:
-    """What a request's ``cache_salt`` must contain.
+    """Return what a request's ``cache_salt`` must contain.
 
-    vLLM's prefix cache takes equal tokens under equal salts for equal KV. This KV is approximate and made for
-    one question, so the salt is that of one save.
+    vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for one
+    question, so that every save has a salt of its own.
     """
     return f"apbv-{saved.manifest.generation}"
 
 
 def _visual_uuid(saved: SavedKV) -> str:
-    """What the identifiers of a request's video or images must begin with: all videos have equal token ids."""
+    """Return the start of the identifiers of a request's video or images, whose token ids are all equal."""
     return saved.manifest.visual.sha256 or saved.manifest.generation
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker needs to put a request's KV into its blocks.
+    """Everything that a worker needs to put a request's KV into its blocks.
 
     Attributes:
-        path: the saved KV, and ``generation`` which save of it the scheduler saw.
-        tokens: which tokens are loaded.
-        slots: where each goes in the paged cache.
+        path: the folder of the saved KV.
+        generation: the save that the scheduler saw there.
+        tokens: the tokens to load.
+        slots: the place of each in the paged cache.
         is_refused: whether the request must fail instead.
     """
 
@@ -108,12 +116,12 @@ class LoadMetadata(KVConnectorMetadata):
 
 
 class ApbvConnector(KVConnectorBase_V1):
-    """Loads KV that :meth:`apbv.PrefillResult.save` wrote; saves nothing.
+    """A connector that loads KV written by :meth:`apbv.PrefillResult.save`, and saves nothing.
 
     ``kv_connector_extra_config`` may hold ``root``: a folder outside which no request may name KV.
 
     Raises:
-        ValueError: the engine is set up in a way in which loaded KV would be wrong, or refusals would not hold.
+        ValueError: with the engine's settings loaded KV would be wrong, or refused requests would be answered.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
@@ -127,7 +135,7 @@ class ApbvConnector(KVConnectorBase_V1):
                 f"{transfer.kv_load_failure_policy} vLLM would answer a refused request from a prefill of its own"
             )
         if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError("ApbvConnector needs a model all of whose layers are of full attention")
+            raise ValueError("ApbvConnector needs a model whose layers all have full attention")
         if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
             raise ValueError("ApbvConnector does not support vLLM's context parallelism")
         if vllm_config.speculative_config is not None:
@@ -144,7 +152,7 @@ class ApbvConnector(KVConnectorBase_V1):
             self._loading: dict[str, Iterator[int]] = {}
             self._results = KVConnectorTransferResults()
 
-    # Scheduler's side.
+    # The scheduler's half.
 
     def on_new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
@@ -152,10 +160,10 @@ class ApbvConnector(KVConnectorBase_V1):
             return
         try:
             load = self._admission.check(request, params["apbv_path"])
-        except Exception as error:  # whatever a request names, the engine serves the others
+        except Exception as error:  # whatever this request names, the engine must serve the others
             logger.error("request %s is refused: %s", request.request_id, _reason(error))
             load = Load(is_refused=True)
-            # vLLM drops loads for requests that skip its prefix cache: this one would run instead of failing.
+            # vLLM drops the loads of requests that skip its prefix cache, so that this one would run and not fail.
             request.skip_reading_prefix_cache = False
         self._requests[request.request_id] = load
 
@@ -163,7 +171,7 @@ class ApbvConnector(KVConnectorBase_V1):
         load = self._requests.get(request.request_id)
         if load is None:
             return 0, False
-        # All tokens of a refused request are announced, so that vLLM begins the load whatever it has cached.
+        # A refused request announces all its tokens, so that vLLM starts the load whatever it has cached.
         stop = request.num_tokens if load.is_refused else load.tokens.stop
         count = max(0, stop - num_computed_tokens)
         return count, count > 0
@@ -188,7 +196,7 @@ class ApbvConnector(KVConnectorBase_V1):
         self._requests.pop(request.request_id, None)
         return False, None
 
-    # Worker's side.
+    # The worker's half.
 
     def start_load_kv(self, forward_context, **kwargs) -> None:
         for request_id, load in self._get_connector_metadata().loads.items():
@@ -200,7 +208,7 @@ class ApbvConnector(KVConnectorBase_V1):
             try:
                 if next(layers, None) is None:
                     self._end(request_id)
-            except Exception as error:  # this request fails, not the engine
+            except Exception as error:  # only this request fails, not the engine
                 logger.error("the KV of request %s cannot be loaded: %s", request_id, _reason(error))
                 self._end(request_id, failed=True)
 
@@ -211,7 +219,7 @@ class ApbvConnector(KVConnectorBase_V1):
             self._results.failed_recving.add(request_id)
 
     def _load_layers(self, load: Load) -> Iterator[int]:
-        """Put a request's KV into its blocks, one layer at a time; yields their numbers."""
+        """Put a request's KV into its blocks one layer at a time, and yield each layer's number."""
         saved = SavedKV.open(load.path)
         if saved.manifest.generation != load.generation:
             raise StorageError(f"{load.path} was replaced after the request began")
@@ -228,7 +236,7 @@ class ApbvConnector(KVConnectorBase_V1):
 
     @staticmethod
     def _own_heads(saved: SavedKV, layer) -> range:
-        """The KV heads of this tensor-parallel worker; several workers share one where there are too few."""
+        """Return this tensor-parallel worker's KV heads; several workers share one where there are too few."""
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         first = rank * saved.manifest.num_kv_heads // size
         return range(first, first + layer.num_kv_heads)
@@ -238,17 +246,17 @@ class ApbvConnector(KVConnectorBase_V1):
         return results
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request is not run before all its layers are loaded."""
+        """Do nothing, because a request does not run before all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata, **kwargs) -> None:
-        """Nothing is saved."""
+        """Do nothing, because this connector saves nothing."""
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing, because this connector saves nothing."""
 
 
 class Admission:
-    """Whether a request may be given the KV that it names."""
+    """The decision whether a request may have the KV that it names."""
 
     def __init__(self, vllm_config: VllmConfig):
         self.model_config = model_config = vllm_config.model_config
@@ -256,8 +264,8 @@ class Admission:
         root = vllm_config.kv_transfer_config.get_from_extra_config("root", None)
         self.root = None if root is None else Path(root).resolve()
         if model_config.hf_overrides:
-            raise ValueError("ApbvConnector cannot tell which model hf_overrides make")
-        # As transformers reads it: vLLM edits the one that it works with.
+            raise ValueError("ApbvConnector cannot identify a model that was changed by hf_overrides")
+        # vLLM edits its own copy of the configuration, so the digest needs the one that transformers reads.
         config = AutoConfig.from_pretrained(
             model_config.hf_config_path or model_config.model, revision=model_config.revision
         )
@@ -268,10 +276,10 @@ class Admission:
             self.model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
     def check(self, request: Request, path: Any) -> Load:
-        """What to load for this request.
+        """Return what to load for this request.
 
         Raises:
-            ValueError: the request must not have this KV; with the reason.
+            ValueError: the request must not have this KV; the message says why.
         """
         if not isinstance(path, str):
             raise ValueError(f"apbv_path must be a string, not {path!r}")
@@ -283,7 +291,7 @@ class Admission:
         self._check_prompt(request, saved)
         self._check_visual(request, saved)
         self._check_positions(request, saved)
-        # vLLM computes the last token of every prompt itself, for its logits.
+        # vLLM computes the last token of every prompt itself, to get its logits.
         stop = min(saved.manifest.num_tokens, request.num_prompt_tokens - 1)
         return Load(str(saved.path), saved.manifest.generation, range(stop))
 
@@ -323,11 +331,11 @@ class Admission:
             )
             raise ValueError(
                 f"the prompt of {len(token_ids)} tokens does not begin with the {n} of the KV: "
-                f"they part at token {differing}"
+                f"they differ from token {differing} on"
             )
 
     def _check_visual(self, request: Request, saved: SavedKV) -> None:
-        """What a video shows is not in its token ids, so the client says which it is."""
+        """Check the video's identity as the client states it, because token ids do not tell what a video shows."""
         n = saved.manifest.num_tokens
         shown = [feature for feature in request.mm_features if feature.mm_position.offset < n]
         for feature in shown:
@@ -338,7 +346,7 @@ class Admission:
                 )
 
     def _check_positions(self, request: Request, saved: SavedKV) -> None:
-        """vLLM and transformers disagree on where text after a video stands; keys are saved rotated."""
+        """Check rotary positions, which vLLM and transformers give differently to text after a video."""
         n = saved.manifest.num_tokens
         if self.model is None:
             positions = torch.arange(n)
@@ -360,7 +368,7 @@ def _reason(error: Exception) -> str:
 
 
 def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Module:
-    """A model of vLLM's to ask for positions, which depend on its config alone."""
+    """Make a vLLM model without weights, whose rotary positions depend on its config alone."""
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
     model.config = config
@@ -368,13 +376,13 @@ def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Modu
 
 
 def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
-    """What :func:`apbv.kv.storage.weights_digest` wants, from the checkpoint: a scheduler has no model.
+    """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint; a scheduler has no model.
 
     Raises:
         ValueError: there are no such weights in safetensors files.
     """
     folder = Path(model_config.model)
-    if not folder.is_dir():  # vLLM has downloaded it by now
+    if not folder.is_dir():  # a hub id, which vLLM has downloaded by now
         options = {"revision": model_config.revision, "cache_dir": download_dir, "local_files_only": True}
         folder = Path(snapshot_download(model_config.model, allow_patterns="*.safetensors", **options))
     rows = {}
