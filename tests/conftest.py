@@ -14,10 +14,18 @@ if not torch.cuda.is_available():
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as property_settings
 
+from apbv.hosts.simulated import simulate
+
+import families
+from engines import write_clip
+from pairs import leave_out_combinations
 from patience import TEST_TIMEOUT
 from pool import HostPool
 
@@ -27,6 +35,20 @@ property_settings.load_profile("untimed")
 
 # pytest-timeout reads it when it is configured; an option of the command line goes before.
 os.environ.setdefault("PYTEST_TIMEOUT", str(TEST_TIMEOUT))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist hand out files in their order here, in which the scripts, that take longest, come first.
+
+    By itself it begins with the files of many tests, and ends with one worker in a long file of few.
+    """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_out_combinations(items)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,3 +62,38 @@ def pool(tmp_path_factory):
     pool = HostPool(str(tmp_path_factory.mktemp("pool") / "rendezvous"))
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def on_hosts(pool):
+    """``pool.run``, with simulated hosts in place of more real ones than a small machine runs well.
+
+    ``test_simulate`` shows that they give the results of real ones.
+    """
+
+    def run(num_hosts: int, job: Callable, *args) -> list:
+        return (pool.run if num_hosts <= 4 else simulate)(num_hosts, job, *args)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    """A saved tiny model and processor of each family, made when first asked for."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def get(family: str) -> Path:
+        path = folder / family
+        if not path.exists():
+            families.save_checkpoint(family, path)
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory) -> Path:
+    """A real H.264 file with B-frames and several keyframes."""
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_clip(path, families.synthetic_video(30, 64, 96))
+    return path

@@ -1,0 +1,288 @@
+"""The README and the pages of docs/: their code blocks, commands and links.
+
+A code block's info string says how it is tested. Behind the language stands one of these marks:
+
+``quickstart``  ``.ci/run`` and tests/test_readme.py run the commands as they stand
+``run``         the commands, or the script, are run; a block ``output`` behind it is what they print to stdout
+``parse``       the scripts parse the options, for what needs GPUs, several machines or hours
+``install``     the extra that pip installs exists
+``serve``       a server is started as the first line says, and asked as the rest says
+``client``      the script is run against that server
+``compile``     the script is compiled, and what it imports of apbv exists, for what needs vLLM
+``vllm``        the connector that the command names exists
+``output``      what the block before prints
+"""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+from dataclasses import dataclass
+from importlib.metadata import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+from apbv import demo
+from apbv.demo.clips import make_clip, questions
+
+from scripts import ROOT
+
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKS = {
+    "bash": ("quickstart", "run", "parse", "install", "serve", "vllm"),
+    "python": ("run", "client", "compile"),
+    "text": ("quickstart", "output"),
+}
+
+_BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+_INLINE_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+_STARTS_A_SCRIPT = re.compile(r"([A-Z_]+=\S+ )*(python|torchrun|pytest|compute-sanitizer) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        page: the file that it stands in.
+        line: the number of the line on which it begins.
+        info: the info string, such as ``bash run``.
+        code: what stands in it.
+    """
+
+    page: Path
+    line: int
+    info: str
+    code: str
+
+    @property
+    def language(self) -> str:
+        return self.info.partition(" ")[0]
+
+    @property
+    def mark(self) -> str:
+        return self.info.partition(" ")[2]
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_in(page: Path, text: str | None = None) -> list[Block]:
+    """The code blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8") if text is None else text
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2]) for found in _BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_in(page)]
+
+
+def marked(info: str) -> list[Block]:
+    """The blocks with this info string, on all pages."""
+    return [block for block in BLOCKS if block.info == info]
+
+
+def output_of(block: Block) -> str | None:
+    """What the page says that a block prints; None where it does not say."""
+    place = BLOCKS.index(block) + 1
+    behind = BLOCKS[place] if place < len(BLOCKS) else None
+    return behind.code if behind and behind.page == block.page and behind.mark == "output" else None
+
+
+def prose(text: str) -> str:
+    """A page without its code blocks."""
+    return _BLOCK.sub("", text)
+
+
+def commands_in(code: str) -> list[str]:
+    """The commands of a block, each on one line."""
+    return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def inline_commands(page: Path) -> list[str]:
+    """The commands in running text that start one of the project's scripts."""
+    found = _INLINE_CODE.findall(prose(page.read_text(encoding="utf-8")))
+    return [code for code in found if _STARTS_A_SCRIPT.match(code)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command that starts one of the project's scripts.
+
+    Attributes:
+        script: its path below the root.
+        options: its command line.
+        hosts: how many processes torchrun starts; 1 without torchrun.
+    """
+
+    script: Path
+    options: list[str]
+    hosts: int
+
+
+def read_command(command: str) -> Job | None:
+    """Take a command apart.
+
+    Returns:
+        The script that it starts; None for a run of tests.
+
+    Raises:
+        AssertionError: there is no such file, or the command is of no known form.
+        SystemExit: torchrun refuses its own options.
+    """
+    words = shlex.split(command, comments=True)
+    while words and _ASSIGNMENT.fullmatch(words[0]):
+        words.pop(0)
+    if words[0] == "compute-sanitizer":
+        words.pop(0)
+    program, *rest = words
+    if program == "pytest":
+        missing = [word for word in rest if word.startswith("tests") and not (ROOT / word).exists()]
+        assert not missing, f"{command}: there is no {', '.join(missing)}"
+        return None
+    hosts, is_module = 1, False
+    if program == "torchrun":
+        started = get_args_parser().parse_args(rest)
+        rest = [started.training_script, *started.training_script_args]
+        hosts, is_module = int(started.nproc_per_node), started.module
+    elif rest[0] == "-m":
+        rest, is_module = rest[1:], True
+    assert program in ("python", "torchrun"), f"{command}: not a command that these tests know"
+    name, *options = rest
+    script = Path(name.removeprefix("apbv.").replace(".", "/")).with_suffix(".py") if is_module else Path(name)
+    assert (ROOT / script).is_file(), f"{command}: there is no {script}"
+    return Job(script, options, hosts)
+
+
+def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
+    """Let the script that a command starts parse its options.
+
+    Raises:
+        AssertionError, SystemExit: it refuses them, or the command is wrong in itself.
+    """
+    job = read_command(command)
+    if job is None:
+        return None
+    folder, name = job.script.parts[0], job.script.stem
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module(f"apbv.launch.{name}" if folder == "launch" else name)
+    return module.parse_arguments(job.options)
+
+
+def require_installable(command: str) -> None:
+    """Check that pip would find the extras that a command names.
+
+    Raises:
+        AssertionError: apbv has no such extra.
+    """
+    program, *_, wanted = shlex.split(command)
+    assert program == "pip", command
+    extras = re.findall(r"\[(.*)\]", wanted)
+    known = metadata("apbv").get_all("Provides-Extra")
+    assert all(extra in known for extra in extras), f"{command}: the extras are {', '.join(known)}"
+
+
+def missing_imports(code: str) -> list[str]:
+    """What a script imports from apbv that is not there, found without importing it."""
+    missing = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "apbv":
+            spec = find_spec(node.module)
+            defined = names_in(Path(spec.origin)) if spec else set()
+            missing += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in defined]
+    return missing
+
+
+def names_in(path: Path) -> set[str]:
+    """What a Python file defines: functions and classes, and methods as ``Class.method``."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+    return names
+
+
+def places_named(text: str) -> list[str]:
+    """The places in the code that a text names: a file, a file with ``:name``, or a package with ``:name``."""
+    return re.findall(r"`((?:[\w.]+/)*\w+\.py(?::[\w.]+)?|(?:\w+/)+\w+:[\w.]+)`", text)
+
+
+def is_there(place: str) -> bool:
+    """Whether there is such a file, and such a name in it; of a package, a name that it offers."""
+    name, _, inside = place.partition(":")
+    if name.startswith("apbv/kernels"):  # the folder kernels/ is installed as apbv.kernels
+        name = name.removeprefix("apbv/")
+    path = ROOT / name
+    if path.is_dir():
+        imported = ast.parse((path / "__init__.py").read_text(encoding="utf-8")).body
+        aliases = [alias for node in imported if isinstance(node, ast.ImportFrom) for alias in node.names]
+        return inside in [alias.name for alias in aliases]
+    if "/" not in name:  # a file that the text has placed already
+        return not inside and any(ROOT.glob(f"*/**/{name}"))
+    return path.is_file() and (not inside or inside in names_in(path))
+
+
+def layers() -> list[tuple[str, ...]]:
+    """LAYERS of tests/test_structure.py."""
+    for node in ast.parse((ROOT / "tests" / "test_structure.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "LAYERS":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError("tests/test_structure.py has no LAYERS")
+
+
+def steps_up(road: str, layers: list[tuple[str, ...]]) -> list[str]:
+    """The steps of a nested list that lie in a higher layer than the step that they are nested in."""
+    height = {name: number for number, names in enumerate(layers) for name in names}
+    found, above = [], []  # above: indentation and height of the steps that the next one may lie in
+    for indent, step in re.findall(r"^( *)\d+\. (.*)$", road, re.MULTILINE):
+        above = [(width, number) for width, number in above if width < len(indent)]
+        places = places_named(step)
+        if not places:
+            continue
+        parts = Path(places[0].partition(":")[0]).with_suffix("").parts
+        parts = parts if parts[0] == "apbv" else ("apbv", *parts)
+        mine = next(height[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in height)
+        if above and mine > above[-1][1]:
+            found.append(step)
+        above.append((len(indent), mine))
+    return found
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    anchors, seen = set(), {}
+    for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        seen[slug] = seen.get(slug, -1) + 1
+        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+    return anchors
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The relative links of a page that lead nowhere: no such file in the project, or no such heading."""
+    broken = []
+    for target in _LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        is_known = there.exists() and there.is_relative_to(ROOT)
+        if is_known and anchor:
+            is_known = anchor in anchors_of(text if there == page else there.read_text(encoding="utf-8"))
+        if not is_known:
+            broken.append(target)
+    return broken
+
+
+def answer_to(question: str) -> str:
+    """The right answer to a question about the packaged clip."""
+    return next(answer for _, asked, answer in questions(make_clip(*demo.DEMO_CLIP)) if asked == question)

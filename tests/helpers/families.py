@@ -1,0 +1,361 @@
+"""Tiny random models with genuine processors, one per supported family, built without hub access.
+
+The model classes, configurations, processors and video processors are the library's own; only the
+sizes, the weights and the byte-level tokenizer are ours. Weights are drawn so that activations keep
+unit scale: attention really selects, biases and norms are not neutral, and greedy continuations vary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import nn
+
+from apbv.torchvision_guard import ensure_torchvision_imports
+
+ensure_torchvision_imports()
+
+import transformers as tf  # noqa: E402  (the guard must run before the video processors are imported)
+
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
+TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<image>",
+    "<video>",
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
+)
+EOS, PAD = "<|im_end|>", "<|endoftext|>"
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
+VISION_HIDDEN, VISION_HEADS = 32, 2
+QWEN_PATCH, QWEN3_PATCH = 14, 16
+INTERNVL_SIDE, INTERNVL_TOKENS = 56, 4  # 4 x 4 patches of 14 pixels, pixel-shuffled to 2 x 2
+LLAVA_SIDE, LLAVA_TOKENS = 42, 9  # 3 x 3 patches of 14 pixels, pooled to 2 x 2 for video
+LLAVA_PINPOINTS = [[42, 42], [42, 84], [84, 42], [84, 84]]
+
+# How one image and one video stand in the prompt before the processor expands them.
+_PLACEHOLDERS = {
+    "qwen2_vl": (
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|vision_start|><|video_pad|><|vision_end|>",
+    ),
+    "internvl": ("<IMG_CONTEXT>\n", "<video>\n"),
+    "llava_onevision": ("<image>\n", "<video>\n"),
+}
+_PLACEHOLDERS["qwen2_5_vl"] = _PLACEHOLDERS["qwen3_vl"] = _PLACEHOLDERS["qwen2_vl"]
+
+# Attributes that InternVL's processor reads from its tokenizer; the other processors have defaults.
+_INTERNVL_NAMED_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+
+
+def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
+    """A byte-level tokenizer (one token a byte) with the special tokens of every family."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.normalizer = normalizers.NFC()  # as Qwen2Tokenizer, which AutoTokenizer puts in for qwen2
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    named = {"extra_special_tokens": _INTERNVL_NAMED_TOKENS} if family == "internvl" else {}
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS,
+        pad_token=PAD,
+        chat_template=_chat_template(family),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _chat_template(family: str) -> str:
+    """ChatML turns; content is a string or a list of text, image and video parts."""
+    image, video = _PLACEHOLDERS.get(family, ("", ""))
+    quote = {"image": image.replace("\n", "\\n"), "video": video.replace("\n", "\\n")}
+    return (
+        "{%- for message in messages -%}"
+        "{{- '<|im_start|>' + message.role + '\\n' -}}"
+        "{%- if message.content is string -%}{{- message.content -}}{%- else -%}"
+        "{%- for part in message.content -%}"
+        "{%- if part.type == 'image' -%}{{- '" + quote["image"] + "' -}}"
+        "{%- elif part.type == 'video' -%}{{- '" + quote["video"] + "' -}}"
+        "{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}"
+        "{{- '<|im_end|>\\n' -}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+
+
+def build_processor(family: str):
+    """The family's own processor class (the bare tokenizer for a text family)."""
+    tokenizer = build_tokenizer(family)
+    if family in TEXT_FAMILIES:
+        return tokenizer
+    parts = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    if family in ("qwen2_vl", "qwen2_5_vl"):
+        size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
+        parts["image_processor"] = tf.Qwen2VLImageProcessor(size=size, patch_size=QWEN_PATCH)
+        parts["video_processor"] = tf.Qwen2VLVideoProcessor(size=size, patch_size=QWEN_PATCH)
+        classes = {"qwen2_vl": tf.Qwen2VLProcessor, "qwen2_5_vl": tf.Qwen2_5_VLProcessor}
+        return classes[family](**parts)
+    if family == "qwen3_vl":
+        # The video budget counts all frames together, so the frame size depends on the frame count.
+        parts["image_processor"] = tf.Qwen2VLImageProcessor(
+            size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}, patch_size=QWEN3_PATCH
+        )
+        parts["video_processor"] = tf.Qwen3VLVideoProcessor(
+            size={"shortest_edge": 32 * 32 * 2, "longest_edge": 32 * 32 * 200}, patch_size=QWEN3_PATCH
+        )
+        return tf.Qwen3VLProcessor(**parts)
+    if family == "internvl":
+        size = {"height": INTERNVL_SIDE, "width": INTERNVL_SIDE}
+        return tf.InternVLProcessor(
+            image_processor=tf.GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=4),
+            video_processor=tf.InternVLVideoProcessor(size=size),
+            image_seq_length=INTERNVL_TOKENS,
+            **parts,
+        )
+    if family == "llava_onevision":
+        size = {"height": LLAVA_SIDE, "width": LLAVA_SIDE}
+        return tf.LlavaOnevisionProcessor(
+            image_processor=tf.LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=LLAVA_PINPOINTS),
+            video_processor=tf.LlavaOnevisionVideoProcessor(size=size),
+            num_image_tokens=LLAVA_TOKENS,
+            vision_feature_select_strategy="full",
+            **parts,
+        )
+    raise ValueError(f"unknown family {family!r}")
+
+
+def build_config(
+    family: str, *, layers: int = 3, heads: int = HEADS, kv_heads: int = KV_HEADS
+) -> tf.PreTrainedConfig:
+    """The family's configuration, tiny, with token ids that match ``build_tokenizer``."""
+    tokenizer = build_tokenizer(family)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": None,
+        "eos_token_id": ids[EOS],
+        "pad_token_id": ids[PAD],
+        "tie_word_embeddings": False,
+    }
+    if family in ("llama", "qwen3", "qwen3_vl"):
+        text["head_dim"] = HEAD_DIM
+    if family in TEXT_FAMILIES:
+        return {"llama": tf.LlamaConfig, "qwen2": tf.Qwen2Config, "qwen3": tf.Qwen3Config}[family](**text)
+
+    common = {"text_config": text, "tie_word_embeddings": False}
+    if family.startswith("qwen"):
+        section = {"mrope_section": [2, 3, 3]}  # halves of the rotary dimensions: time, height, width
+        if family == "qwen3_vl":
+            section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        text["rope_parameters"].update(section)
+        common |= {
+            "vision_config": _qwen_vision_config(family),
+            "image_token_id": ids["<|image_pad|>"],
+            "video_token_id": ids["<|video_pad|>"],
+            "vision_start_token_id": ids["<|vision_start|>"],
+            "vision_end_token_id": ids["<|vision_end|>"],
+        }
+        classes = {
+            "qwen2_vl": tf.Qwen2VLConfig,
+            "qwen2_5_vl": tf.Qwen2_5_VLConfig,
+            "qwen3_vl": tf.Qwen3VLConfig,
+        }
+        return classes[family](**common)
+
+    text["model_type"] = "qwen2"
+    vision = {
+        "hidden_size": VISION_HIDDEN,
+        "intermediate_size": 2 * VISION_HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": VISION_HEADS,
+        "patch_size": 14,
+    }
+    if family == "internvl":
+        return tf.InternVLConfig(
+            vision_config={**vision, "model_type": "internvl_vision", "image_size": INTERNVL_SIDE},
+            image_token_id=ids["<IMG_CONTEXT>"],
+            image_seq_length=INTERNVL_TOKENS,
+            **common,
+        )
+    if family == "llava_onevision":
+        siglip = {"model_type": "siglip_vision_model", "image_size": LLAVA_SIDE, "vision_use_head": False}
+        return tf.LlavaOnevisionConfig(
+            vision_config={**vision, **siglip},
+            image_token_id=ids["<image>"],
+            video_token_id=ids["<video>"],
+            image_grid_pinpoints=LLAVA_PINPOINTS,
+            **common,
+        )
+    raise ValueError(f"unknown family {family!r}")
+
+
+def _qwen_vision_config(family: str) -> dict:
+    """Qwen2-VL names its widths differently; 2.5 mixes windowed and full blocks; 3 has deepstack."""
+    common = {"num_heads": VISION_HEADS, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    if family == "qwen2_vl":
+        return {
+            **common,
+            "depth": 2,
+            "embed_dim": VISION_HIDDEN,
+            "hidden_size": HIDDEN,
+            "patch_size": QWEN_PATCH,
+        }
+    common |= {"depth": 3, "hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN}
+    common["out_hidden_size"] = HIDDEN
+    if family == "qwen2_5_vl":
+        # 56 pixels are 2 x 2 merged tokens; block 1 attends to whole frames, blocks 0 and 2 to windows.
+        return {**common, "patch_size": QWEN_PATCH, "window_size": 56, "fullatt_block_indexes": [1]}
+    return {
+        **common,
+        "patch_size": QWEN3_PATCH,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+
+
+def build_model(
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int
+) -> tf.PreTrainedModel:
+    """The family's own model class with random weights, in eval mode, with sdpa attention.
+
+    ``sizes`` are those of ``build_config``, of the text model. The same arguments give the same weights;
+    the global random state is left as it was.
+    """
+    config = build_config(family, **sizes)
+    auto = tf.AutoModelForCausalLM if family in TEXT_FAMILIES else tf.AutoModelForImageTextToText
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, attn_implementation="sdpa")
+        _randomise(model)
+    text = config.get_text_config()
+    generation = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = text.eos_token_id, text.pad_token_id
+    generation.do_sample = False
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module) -> None:
+    """Draw weights that keep activations at unit scale, and move norms and biases off neutral.
+
+    Special tokens get small output weights, so that greedy decoding emits bytes, never a placeholder or EOS.
+    """
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, nn.Embedding):
+                weight.normal_(std=0.5)
+            elif isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)) and name == "weight":
+                weight.normal_(std=1.7 / weight[0].numel() ** 0.5)
+            else:  # biases, norms, layer scales, class tokens, newline embeddings
+                weight.add_(torch.randn_like(weight), alpha=0.2)
+    model.get_output_embeddings().weight[-len(SPECIAL_TOKENS) :] *= 0.1
+
+
+def save_checkpoint(family: str, directory: str | Path, **kwargs) -> Path:
+    """Write model (``kwargs`` go to ``build_model``) and processor so that the Auto classes load them."""
+    directory = Path(directory)
+    build_model(family, **kwargs).save_pretrained(directory)
+    build_processor(family).save_pretrained(directory)
+    return directory
+
+
+def synthetic_video(frames: int = 10, height: int = 84, width: int = 112, *, seed: int = 0) -> torch.Tensor:
+    """A uint8 [frames, 3, height, width] clip: drifting colour gradients with some noise."""
+    generator = torch.Generator().manual_seed(seed)
+    t = torch.arange(frames).view(-1, 1, 1, 1)
+    channel = torch.arange(1, 4).view(1, -1, 1, 1)
+    y, x = torch.arange(height).view(1, 1, -1, 1), torch.arange(width).view(1, 1, 1, -1)
+    noise = torch.randint(0, 64, (frames, 3, height, width), generator=generator)
+    return ((3 * x + 5 * channel * y + 11 * t * channel) % 192 + noise).to(torch.uint8)
+
+
+def synthetic_image(height: int = 84, width: int = 112, *, seed: int = 0):
+    """The first frame of ``synthetic_video`` as a PIL image."""
+    from PIL import Image
+
+    return Image.fromarray(synthetic_video(1, height, width, seed=seed)[0].permute(1, 2, 0).numpy())
+
+
+def _self_check() -> None:
+    """Video, image and text through every family, and a save and load round trip."""
+    import tempfile
+    import time
+
+    from transformers.video_utils import VideoMetadata
+
+    for family in VIDEO_FAMILIES + TEXT_FAMILIES:
+        start = time.perf_counter()
+        model, processor = build_model(family), build_processor(family)
+        parameters = sum(p.numel() for p in model.parameters())
+        built = time.perf_counter() - start
+
+        def prompt(*kinds, processor=processor):
+            content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": "What happens here? é日"}]
+            turns = [{"role": "user", "content": content}]
+            return processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+        cases = {"text": processor(text=[prompt()], return_tensors="pt")}
+        if family in VIDEO_FAMILIES:
+            meta = VideoMetadata(total_num_frames=40, fps=8.0, frames_indices=list(range(0, 40, 4)))
+            cases["video"] = processor(
+                text=[prompt("video")],
+                videos=[synthetic_video()],
+                video_metadata=[meta],
+                do_sample_frames=False,
+                return_tensors="pt",
+            )
+            cases["image"] = processor(text=[prompt("image")], images=[synthetic_image()], return_tensors="pt")
+        summary = []
+        for name, inputs in cases.items():
+            length = inputs["input_ids"].shape[1]
+            tokens = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)[0, length:].tolist()
+            assert len(set(tokens)) > 2 and max(tokens) < 256, (family, name, tokens)
+            with torch.no_grad():
+                spread = model(**inputs).logits.std().item()
+            summary.append(f"{name} {length} tokens, {len(set(tokens))} distinct, logit std {spread:.2f}")
+
+        with tempfile.TemporaryDirectory() as directory:
+            save_checkpoint(family, directory)
+            auto = tf.AutoModelForImageTextToText if family in VIDEO_FAMILIES else tf.AutoModelForCausalLM
+            loaded = auto.from_pretrained(directory).eval()
+            again = (tf.AutoProcessor if family in VIDEO_FAMILIES else tf.AutoTokenizer).from_pretrained(directory)
+            inputs = list(cases.values())[-1]
+            with torch.no_grad():
+                assert torch.equal(model(**inputs).logits, loaded(**inputs).logits), family
+            assert family in TEXT_FAMILIES or type(again) is type(processor), family
+            assert prompt(processor=again) == prompt()
+            text = cases["text"]["input_ids"]
+            assert torch.equal(again(text=[prompt()], return_tensors="pt")["input_ids"], text), family
+        print(f"{family}: {parameters} parameters, built in {built:.2f} s; " + "; ".join(summary))
+
+
+if __name__ == "__main__":
+    _self_check()

@@ -1,0 +1,135 @@
+"""APB-V's attention by its definition, in one process: a dense mask of which key each query may see.
+
+Nothing here is shared with the implementation: the blocks are cut anew, scores are taken head by head, and
+the mask is applied to plain softmax attention over the whole sequence.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AttentionInterface, DynamicCache
+
+
+@dataclass
+class DenseOracle:
+    """Attention for a whole prompt of n tokens in order; used as a model's attention implementation.
+
+    Attributes:
+        anchor_len, query_start: where the anchor ends and the query begins.
+        num_blocks: virtual hosts.
+        passing_len: l_p.
+        importance: ``peak``, ``softmax``, ``dot`` or ``received``.
+        separate_query: the query sees only the anchor and itself here, and runs again afterwards.
+        keys, values: what each layer saw, ``[1, Hkv, n, D]``.
+    """
+
+    anchor_len: int
+    query_start: int
+    num_blocks: int
+    passing_len: int
+    importance: str = "peak"
+    separate_query: bool = False
+    keys: list = field(default_factory=list)
+    values: list = field(default_factory=list)
+
+    def blocks(self) -> list[list[int]]:
+        context = list(range(self.anchor_len, self.query_start))
+        cuts, start = [], 0
+        for block in range(self.num_blocks):
+            length = len(context) // self.num_blocks + (block < len(context) % self.num_blocks)
+            cuts.append(context[start : start + length])
+            start += length
+        return cuts
+
+    def scores(self, q, k, block, kv_head, group, scale):
+        """Importance of the keys of one block for one KV head, ``[l_b]``."""
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        keys = k[0, kv_head, block]
+        if self.importance in ("peak", "softmax"):
+            rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
+            weights = torch.stack([torch.softmax(keys @ row * scale, dim=0) for row in rows])
+            return weights.amax(dim=0) if self.importance == "peak" else weights.mean(dim=0)
+        if self.importance == "dot":
+            rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
+            mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0)
+            last = len(block) - 1
+            return torch.stack([mean[max(0, j - 2) : min(last, j + 2) + 1].max() for j in range(len(block))])
+        total = torch.zeros(len(block), dtype=q.dtype)
+        count = min(64, len(block))
+        steps = torch.linspace(0, len(block) - 1, count, dtype=torch.float64).round().long().tolist()
+        for h in heads:
+            for i in steps:
+                total[: i + 1] += torch.softmax(keys[: i + 1] @ q[0, h, block[i]] * scale, dim=0)
+        return total
+
+    def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        n, group = key.shape[2], query.shape[1] // key.shape[1]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self.keys.append(key)
+        self.values.append(value)
+        visible = torch.zeros(key.shape[1], n, n, dtype=torch.bool)
+        visible[:, : self.anchor_len, : self.anchor_len] = True
+        passed = torch.zeros(key.shape[1], n, dtype=torch.bool)
+        for block in self.blocks():
+            visible[:, block, : self.anchor_len] = True
+            visible[:, block] |= passed[:, None]
+            visible[:, block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
+            for kv_head in range(key.shape[1]):
+                best = self.scores(query, key, block, kv_head, group, scale)
+                best = best.argsort(descending=True, stable=True)[: self.passing_len]  # of equal keys the earlier
+                passed[kv_head, torch.tensor(block)[best]] = True
+        visible[:, self.query_start :] = True
+        if self.separate_query:
+            visible[:, self.query_start :, self.anchor_len : self.query_start] = False
+        visible &= torch.ones(n, n, dtype=torch.bool).tril()
+        visible = visible.repeat_interleave(group, dim=0)[None]
+        k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
+        weights = (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+@torch.no_grad()
+def run_oracle(model, batch, oracle: DenseOracle):
+    """Logits ``[1, V]`` of the last token with the oracle's attention in every layer of the language model.
+
+    With a separate query pass (text models only) the query runs a second time, with the model's own
+    attention, over the context's keys and values of the first.
+    """
+    AttentionInterface.register("dense_oracle", oracle.attend)
+    config = model.get_decoder().config
+    before = config._attn_implementation
+    model.get_decoder().set_attn_implementation("dense_oracle")
+    try:
+        logits = model(**batch, use_cache=False).logits[:, -1]
+    finally:
+        config._attn_implementation = before
+    if not oracle.separate_query:
+        return logits
+    cache = DynamicCache()
+    for layer, states in enumerate(zip(oracle.keys, oracle.values, strict=True)):
+        cache.update(*(s[:, :, : oracle.query_start] for s in states), layer)
+    logits = model(input_ids=batch["input_ids"][:, oracle.query_start :], past_key_values=cache).logits
+    oracle.keys, oracle.values = ([getattr(layer, n) for layer in cache.layers] for n in ("keys", "values"))
+    return logits[:, -1]
+
+
+def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> DenseOracle:
+    """What a method means, said anew."""
+    method = settings.get("method", "apbv")
+    if method == "star":
+        first_block = -(-query_start // num_hosts)
+        return DenseOracle(first_block, query_start, num_hosts - 1, passing_len=0, separate_query=True)
+    anchor_len = settings["anchor_len"]
+    one_block_a_host = method == "apb" or settings.get("zigzag") is False
+    return DenseOracle(
+        anchor_len=max(anchor_len, prefix) if anchor_len else 0,
+        query_start=query_start,
+        num_blocks=num_hosts * (1 if one_block_a_host else 2),
+        passing_len=settings["passing_len"],
+        importance=settings.get("importance", "peak"),
+        separate_query=method == "apb" or settings.get("fused_query") is False,
+    )
+
+
+def as_double(batch: dict) -> dict:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}

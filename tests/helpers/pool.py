@@ -1,0 +1,129 @@
+"""Processes for tests: forked from a server that has imported everything, and a pool of them that stays up.
+
+Starting a process that imports transformers takes seconds; running a job on a tiny model takes
+milliseconds. So eight processes are forked once, with one gloo group for every H, and a job runs on the
+first H of them.
+"""
+
+import multiprocessing as mp
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from patience import GROUP_TIMEOUT, HANGING, limit
+
+GROUP_SIZES = (1, 2, 3, 4, 8)
+MAX_HOSTS = max(GROUP_SIZES)
+_JOB_TIMEOUT = limit(600.0)
+
+
+def start(target: Callable, *args) -> mp.Process:
+    """A process forked from the server that has imported everything."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["apbv.engine"])
+    # The name of ``_call`` is read before those of the target and its arguments, which need ``tests``.
+    process = context.Process(target=_call, args=(target, *args), daemon=True)
+    process.start()
+    return process
+
+
+def _call(target: Callable, *args) -> None:
+    target(*args)
+
+
+def _make_tests_importable() -> None:
+    """Let functions of test modules be found by the names that pytest gives them, such as ``tests.kv.test_cache``.
+
+    Putting the root on the path would do it as well, and make the folder ``kernels`` importable under that name.
+    """
+    package = ModuleType("tests")
+    package.__path__ = [str(Path(__file__).parents[1])]
+    sys.modules.setdefault("tests", package)
+
+
+_make_tests_importable()
+
+
+def exit_statuses(processes: list[mp.Process], seconds: float = limit(300.0)) -> list[int]:
+    """How the processes ended; none may outlive so many seconds."""
+    deadline = time.monotonic() + seconds
+    try:
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"host {rank} did not end"
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+class HostPool:
+    """Runs ``job(hosts, *args)`` on H gloo processes."""
+
+    def __init__(self, rendezvous_file: str):
+        self._pipes, self._processes = [], []
+        for rank in range(MAX_HOSTS):
+            ours, theirs = mp.Pipe()
+            self._processes.append(start(_serve, rank, rendezvous_file, theirs))
+            theirs.close()
+            self._pipes.append(ours)
+
+    def run(self, num_hosts: int, job: Callable, *args) -> list[Any]:
+        """Run a module-level function on ``num_hosts`` hosts; returns what each host returned.
+
+        Raises:
+            AssertionError: a host raised; with its traceback.
+        """
+        for pipe in self._pipes[:num_hosts]:
+            pipe.send((num_hosts, job, args))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes[:num_hosts]):
+            if not pipe.poll(_JOB_TIMEOUT):
+                raise AssertionError(f"host {rank} did not finish {job.__name__}")
+            ok, value = pipe.recv()
+            (results if ok else failures).append(value if ok else f"host {rank}:\n{value}")
+        assert not failures, "\n".join(failures)
+        return results
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # a process that a job killed
+                pipe.send(None)
+        for process in self._processes:
+            process.join(timeout=HANGING)
+            process.kill()
+
+
+def _serve(rank: int, rendezvous_file: str, pipe) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from apbv import HostGroup
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous_file}",
+        rank=rank,
+        world_size=MAX_HOSTS,
+        timeout=timedelta(seconds=_JOB_TIMEOUT),
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in GROUP_SIZES}
+    hosts = {
+        size: HostGroup.from_process_group(group, device="cpu", timeout=GROUP_TIMEOUT)
+        for size, group in groups.items()
+        if rank < size
+    }
+    while (message := pipe.recv()) is not None:
+        num_hosts, job, args = message
+        try:
+            pipe.send((True, job(hosts[num_hosts], *args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

@@ -1,0 +1,209 @@
+"""A server to talk to: launch/serve.py in processes of its own, or the app in this process."""
+
+import asyncio
+import base64
+import http.server
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+
+from apbv import Engine, HostGroup
+from apbv.serve.app import build_app
+from apbv.serve.metrics import Metrics
+from apbv.serve.private_files import PrivateFiles
+from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.worker import Worker
+
+from patience import HANGING, limit, wait_for
+from scripts import ROOT, started_hosts
+
+SERVE = ROOT / "launch" / "serve.py"
+KEY = "a key"
+ENDLESS = {"max_tokens": 20000}  # which a model with random weights uses up, in minutes
+
+
+class Server:
+    """A running server and its client."""
+
+    def __init__(self, processes: list, outputs: Path, key: str = ""):
+        self.processes, self._outputs = processes, outputs
+        self.url = self._wait_for_address()
+        self.root = self.url.removesuffix("/v1")
+        self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0, timeout=limit(600.0))
+        self.http = httpx.Client(timeout=HANGING)
+
+    def _wait_for_address(self) -> str:
+        printed = self._outputs / "0.stdout"
+
+        def address() -> str | None:
+            found = printed.exists() and re.search(r"http://\S+\n", printed.read_text())
+            return found[0].strip() if found else None
+
+        wait_for(lambda: address() or any(process.exitcode is not None for process in self.processes))
+        assert address(), self.errors()
+        return address()
+
+    def errors(self) -> str:
+        return "".join(path.read_text() for path in sorted(self._outputs.glob("*.stderr")))
+
+    def ask(self, content, **options):
+        options = {"model": "demo", **options}
+        return self.client.chat.completions.create(messages=[{"role": "user", "content": content}], **options)
+
+    def health(self) -> int | None:
+        """Its status; None where nobody answers any more."""
+        try:
+            return self.http.get(f"{self.root}/health").status_code
+        except httpx.TransportError:
+            return None
+
+    def metric(self, name: str) -> float:
+        text = self.http.get(f"{self.root}/metrics").text
+        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
+
+    def wait_until(self, name: str, value: float) -> None:
+        wait_for(lambda: self.metric(name) == value)
+
+
+@contextmanager
+def serving(outputs: Path, *options, hosts: int = 2, key: str = ""):
+    outputs.mkdir()
+    arguments = [str(option) for option in ("--port", 0, *options)]
+    with started_hosts(SERVE, arguments, hosts, outputs) as processes:
+        yield Server(processes, outputs, key)
+
+
+def part(kind: str, url: str | Path) -> dict:
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": str(url)}}
+
+
+def text(question: str) -> dict:
+    return {"type": "text", "text": question}
+
+
+def data_url(path: Path) -> str:
+    return "data:application/octet-stream;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+@contextmanager
+def left_open(server: Server, body: dict):
+    """A request whose client hangs up at the end of the block, without having read anything."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: server\r\nContent-Length: {len(content)}\r\n\r\n"
+    url = httpx.URL(server.url)
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(head.encode() + content)
+        yield
+
+
+class Stream:
+    """A streamed answer, read in a thread."""
+
+    def __init__(self, server: Server, **options):
+        self.pieces, self.error = 0, None
+        self._thread = threading.Thread(target=self._read, args=(server, options))
+        self._thread.start()
+
+    def _read(self, server: Server, options: dict) -> None:
+        try:
+            for _ in server.ask("x", stream=True, **options):
+                self.pieces += 1
+        except openai.APIError as error:
+            self.error = error
+
+    def end(self) -> openai.APIError | None:
+        self._thread.join(HANGING)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+class Torchrun(subprocess.Popen):
+    """A server of two hosts under the real torchrun, in the place of its processes."""
+
+    def __init__(self, outputs: Path, torchrun_options: list, *options):
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+        words += [*torchrun_options, SERVE, "--port", 0, *options]
+        with open(outputs / "0.stdout", "w") as stdout, open(outputs / "0.stderr", "w") as stderr:
+            super().__init__([str(word) for word in words], stdout=stdout, stderr=stderr)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.poll()
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """A server on this machine that must not be reached unless it is meant."""
+
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        kind, _, rest = self.path[1:].partition("/")
+        if kind == "late":
+            self.server.answers_late.wait(HANGING)
+        if kind == "to":
+            self.send_response(302)
+            self.send_header("Location", rest)
+            self.end_headers()
+            return
+        self.send_response(404 if kind == "missing" else 200)
+        if kind == "short":
+            self.send_header("Content-Length", "50")
+        self.end_headers()
+        for _ in range(600 if kind == "slow" else 1):
+            try:
+                self.wfile.write(b"x" * (1000 if kind == "large" else 3))
+                self.wfile.flush()
+            except OSError:
+                return
+            time.sleep(0.1 if kind == "slow" else 0)
+
+    def log_message(self, *_):
+        pass
+
+
+class InProcess:
+    """The app before a real engine, on a loop of its own."""
+
+    def __init__(self, media, max_queue: int = 4):
+        self.loop = asyncio.new_event_loop()
+        hosts = HostGroup.single("cpu")
+        self.engine = engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+        limits = RequestSettings(max_model_len=48, max_new_tokens=1, num_frames=8, max_frames=16, media=media)
+        self.private_files = PrivateFiles()
+        reader = Reader(engine, limits, self.private_files)
+        self.worker = Worker(engine, hosts, reader, Metrics(), max_queue)
+        self.app = build_app(self.worker, "demo", reader.max_model_len, max_body_bytes=2**20)
+        self.worker.start(on_stop=lambda: None, on_end=lambda: None)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+
+    def request(self, method: str, path: str, **options) -> httpx.Response:
+        return self.loop.run_until_complete(asyncio.wait_for(self.client.request(method, path, **options), 30))
+
+    def close(self):
+        self.worker.stop()
+        self.worker.join(10)
+        self.loop.run_until_complete(self.client.aclose())
+        self.loop.close()
+        self.private_files.close()
+
+
+def asking(**fields) -> bytes:
+    return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
+
+
+TIMEOUT = 8.0
+
+
+def slow_caption(prompt) -> str:
+    """A captioner that takes longer than hosts wait for one that is silent."""
+    time.sleep(2.5 * TIMEOUT)
+    return "letters"

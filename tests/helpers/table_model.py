@@ -1,0 +1,80 @@
+"""A target and a draft whose distributions are tables, so that samples can be counted against exact chances."""
+
+import math
+from collections import Counter
+from itertools import product
+
+import torch
+
+from apbv import HostGroup
+from apbv.config import SamplingConfig
+from apbv.decode.answer import Answer
+from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
+from apbv.speculate.drafters import Proposal
+from apbv.speculate.pace import Pace
+from apbv.speculate.serial import generate_speculatively
+
+NUM_TOKENS, NUM_SAMPLES = 3, 3000
+
+
+class TableModel:
+    """A target and a draft whose next-token distributions depend on the last token only."""
+
+    def __init__(self, p_logits, q_logits, top_p=1.0, greedy_draft=False):
+        self.p_logits, self.q_logits = p_logits, q_logits
+        self.top_p, self.greedy_draft = top_p, greedy_draft
+        self.said: list[int] = []
+
+    def advance(self, tokens):
+        self.said += tokens
+        return self.p_logits[torch.tensor(tokens)]
+
+    def take_back(self, count):
+        del self.said[len(self.said) - count :]
+
+    def propose(self, tokens, count, index=None):
+        drafted, rows = [], []
+        index = len(tokens) if index is None else index
+        for place in range(count):
+            row = probabilities(self.q_logits[[*tokens, *drafted][-1]], 1.0, self.top_p)
+            number = uniform(self.seed, index + place, PURPOSE_DRAFT)
+            drafted.append(int(row.argmax()) if self.greedy_draft else draw(row, number))
+            rows.append(row)
+        return Proposal(drafted, None if self.greedy_draft or not rows else torch.stack(rows))
+
+    def generate(self, seed: int, num_draft_tokens: int = 2) -> tuple[int, ...]:
+        self.seed, self.said = seed, []
+        config = SamplingConfig(max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed)
+        tokens, _ = generate_speculatively(self.answer(config), self, Pace(num_draft_tokens))
+        assert self.said == tokens[:-1]
+        return tuple(tokens)
+
+    def answer(self, config: SamplingConfig, hosts: HostGroup | None = None) -> Answer:
+        self.hosts = hosts or HostGroup.single()
+        return Answer(self, self.p_logits[0], 0, config)
+
+    def exact(self) -> dict[tuple[int, ...], float]:
+        """The target's own distribution of whole sequences."""
+        p = probabilities(self.p_logits, 1.0, self.top_p)
+        chances = {}
+        for sequence in product(range(p.shape[1]), repeat=NUM_TOKENS):
+            chances[sequence] = math.prod(float(p[a, b]) for a, b in zip((0, *sequence), sequence, strict=False))
+        return chances
+
+
+def surprise_of(counts: Counter, model: TableModel) -> float:
+    expected = {sequence: counts.total() * chance for sequence, chance in model.exact().items()}
+    impossible = [sequence for sequence in counts if not expected[sequence]]
+    if impossible:
+        return float("inf")
+    rare = [sequence for sequence, number in expected.items() if 0 < number < 5]
+    cells = [(counts[sequence], number) for sequence, number in expected.items() if number >= 5]
+    if rare:
+        cells.append((sum(counts[s] for s in rare), sum(expected[s] for s in rare)))
+    statistic = sum((seen - number) ** 2 / number for seen, number in cells)
+    freedom = len(cells) - 1
+    return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+def tables(size: int, seed: int = 0) -> torch.Tensor:
+    return 1.5 * torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,0 +1,68 @@
+"""Attention by definition, and with one mistake each, for tests of what notices them."""
+
+import math
+
+import torch
+
+from apbv.kernels import reference
+
+
+def by_definition(q, k, v, scale, causal):
+    return reference.segmented_attention(q, [(k, v)], scale, causal)
+
+
+def never_causal(q, k, v, scale, causal):
+    return by_definition(q, k, v, scale, False)
+
+
+def base_2(q, k, v, scale, causal):
+    out, lse = by_definition(q, k, v, scale, causal)
+    return out, lse / math.log(2)
+
+
+def other_scale(q, k, v, scale, causal):
+    return by_definition(q, k, v, 1.1 * scale, causal)
+
+
+def heads_of_other_groups(q, k, v, scale, causal):
+    groups = q.shape[1] // k.shape[1]
+    return by_definition(q, k.repeat(1, groups, 1, 1), v.repeat(1, groups, 1, 1), scale, causal)
+
+
+def whole_buffer(q, k, v, scale, causal):
+    """As if the rows of k and v were contiguous: reads what lies before and behind them."""
+    k, v = (torch.as_strided(x, x.shape, torch.empty_like(x).contiguous().stride()) for x in (k, v))
+    return by_definition(q, k, v, scale, causal)
+
+
+def last_key_unseen(q, k, v, scale, causal):
+    return by_definition(
+        q, k[:, :, : k.shape[2] // 64 * 64 or None], v[:, :, : k.shape[2] // 64 * 64 or None], scale, False
+    )
+
+
+def transposed_out(q, k, v, scale, causal):
+    out, lse = by_definition(q, k, v, scale, causal)
+    return out.transpose(1, 2), lse
+
+
+def half_lse(q, k, v, scale, causal):
+    out, lse = by_definition(q, k, v, scale, causal)
+    return out, lse.to(q.dtype)
+
+
+def raising(q, k, v, scale, causal):
+    raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+WRONG = {
+    never_causal: "its causal attention of 129 queries over 129 keys is off by",
+    base_2: "and the lse by",
+    other_scale: "is off by",
+    heads_of_other_groups: "is off by",
+    whole_buffer: "is off by nan",
+    last_key_unseen: "is off by",
+    transposed_out: "it returned",
+    half_lse: "it returned",
+    raising: "RuntimeError: no kernel image is available",
+}

@@ -1,0 +1,203 @@
+"""What the README and the pages of docs/ say, run or parsed; documents.py lists the marks of their code blocks."""
+
+import json
+import re
+import runpy
+import shlex
+from importlib.util import find_spec
+
+import pytest
+
+from apbv import demo
+
+from documents import (
+    BLOCKS,
+    MARKS,
+    PAGES,
+    README,
+    answer_to,
+    blocks_in,
+    broken_links,
+    commands_in,
+    inline_commands,
+    is_there,
+    layers,
+    marked,
+    missing_imports,
+    names_in,
+    output_of,
+    parse_command,
+    places_named,
+    prose,
+    read_command,
+    require_installable,
+    steps_up,
+)
+from scripts import ROOT, run_hosts, run_script
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+LINKED_PAGES = (*PAGES, ROOT / "apbv" / "demo" / "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_says_how_it_is_tested(page):
+    assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks_in(page)), "a block is not closed"
+    unknown = [f"{block}: {block.info!r}" for block in blocks_in(page) if block.mark not in MARKS[block.language]]
+    assert not unknown, "\n".join(unknown)
+
+
+@pytest.mark.parametrize("block", marked("bash run"), ids=str)
+def test_commands_run(block):
+    said = []
+    for command in commands_in(block.code):
+        job = read_command(command)
+        result = run_script(ROOT / job.script, *job.options, hosts=job.hosts)
+        assert result.returncode == 0, f"{command}\n{result.stderr}"
+        prompt = job.options[job.options.index("--prompt") + 1] if "--prompt" in job.options else None
+        assert result.stdout.strip() == answer_to(prompt or demo.DEMO_QUESTION), command
+        said.append(result.stdout)
+    assert output_of(block) in (None, "".join(said))
+
+
+@pytest.mark.parametrize("block", marked("python run"), ids=str)
+def test_library_examples_run(block, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(block.code)
+    (result,) = run_hosts(script, folders=[tmp_path])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == output_of(block)
+
+
+@pytest.mark.parametrize("block", marked("bash parse"), ids=str)
+def test_commands_are_understood(block, monkeypatch):
+    for command in commands_in(block.code):
+        parse_command(command, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_running_text_are_understood(page, monkeypatch):
+    for command in inline_commands(page):
+        parse_command(command, monkeypatch)
+
+
+def test_commands_in_running_text_are_found():
+    assert len(inline_commands(README)) >= 5
+
+
+@pytest.mark.parametrize("block", [*marked("python compile"), *marked("python client")], ids=str)
+def test_other_scripts_compile(block):
+    compile(block.code, str(block), "exec")
+    assert not missing_imports(block.code)
+
+
+@pytest.mark.parametrize("block", marked("bash install"), ids=str)
+def test_extras_exist(block):
+    for command in commands_in(block.code):
+        require_installable(command)
+
+
+def test_the_connector_that_vllm_is_told_of_exists():
+    (block,) = marked("bash vllm")
+    words = shlex.split(block.code)
+    settings = json.loads(words[words.index("--kv-transfer-config") + 1])
+    path = find_spec(settings["kv_connector_module_path"]).origin
+    assert settings["kv_connector"] in names_in(ROOT / path)
+
+
+def test_every_benchmark_that_writes_figures_is_in_the_results():
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    first = next(block for block in blocks_in(ROOT / "docs" / "results.md") if block.mark == "parse")
+    named = {read_command(command).script.stem for command in commands_in(first.code)}
+    assert named == {path.stem for path in (ROOT / "benchmarks" / "schemas").glob("*.json")}
+    assert "All benchmarks" in results
+
+
+def test_the_architecture_names_what_there_is():
+    code = places_named(prose(ARCHITECTURE.read_text(encoding="utf-8")))
+    assert len(code) > 40
+    assert not [place for place in code if not is_there(place)]
+
+
+def test_the_architecture_has_the_layers_that_the_imports_obey():
+    rows = re.findall(r"^\| (`.*?`) \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
+    told = [set(re.findall(r"`([^`]+)`", row)) for row in rows]
+    assert told == [set(names) for names in reversed(layers())], "tests/test_structure.py has other LAYERS"
+
+
+def test_the_road_goes_down():
+    _, road = ARCHITECTURE.read_text(encoding="utf-8").split("## The road of one request")
+    assert not steps_up(road, layers())
+    assert len(re.findall(r"^ *\d+\. ", road, re.MULTILINE)) > 15
+
+
+def test_a_step_up_is_seen():
+    assert steps_up("1. `apbv/kv/cache.py:ShardedCache` keeps\n   1. `apbv/engine.py:Engine` asks\n", layers())
+    assert not steps_up("1. `apbv/engine.py:Engine` asks\n   1. `apbv/kv/cache.py:ShardedCache` keeps\n", layers())
+
+
+@pytest.mark.parametrize("place", ["apbv/missing.py", "missing.py", "apbv/engine.py:Engine.no", "apbv/hosts:no"])
+def test_a_missing_place_is_seen(place):
+    assert places_named(f"see `{place}`") == [place] and not is_there(place)
+
+
+@pytest.mark.parametrize("page", LINKED_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert not broken_links(page, page.read_text(encoding="utf-8"))
+
+
+def test_every_page_is_reached_from_the_readme():
+    linked = set(re.findall(r"\((docs/\w+\.md)\)", README.read_text(encoding="utf-8")))
+    assert linked == {str(page.relative_to(ROOT)) for page in PAGES if page.parent.name == "docs"}
+
+
+def test_the_picture_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "docs" / "draw_road.py"))["draw"]()
+    assert (ROOT / "docs" / "road.svg").read_text(encoding="utf-8") == drawn, "run python docs/draw_road.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a page](docs/missing.md)",
+        "[a heading](docs/results.md#no-such-heading)",
+        "[a heading here](#quick-stop)\n\n## Quick start\n",
+        "[outside](../elsewhere.md)",
+        "![a picture](docs/missing.svg)",
+    ],
+)
+def test_a_broken_link_is_seen(text):
+    assert broken_links(README, text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --nproc-per-node 2 launch/infer.py --model demo --no-such-option",
+        "torchrun --no-such-option 2 launch/infer.py --model demo",
+        "python benchmarks/throughput.py --preset table99",
+        "python benchmarks/missing.py",
+        "python -m apbv.missing",
+        "pytest tests/test_missing.py",
+        "OMP_NUM_THREADS=1 python launch/serve.py",
+    ],
+)
+def test_a_wrong_command_is_seen(command, monkeypatch, capsys):
+    with pytest.raises((AssertionError, SystemExit)):
+        parse_command(command, monkeypatch)
+
+
+def test_a_missing_import_is_seen():
+    assert missing_imports("from apbv.integrations.vllm import no_such_name")
+    assert missing_imports("from apbv.no_such_module import name")
+
+
+def test_an_unmarked_block_is_seen():
+    (block,) = blocks_in(README, "text\n\n```python\nimport apbv\n```\n")
+    assert (block.line, block.language, block.mark) == (3, "python", "")
+    assert block.mark not in MARKS[block.language]
+
+
+def test_there_is_something_to_test():
+    assert {block.info for block in BLOCKS} == {
+        f"{name} {mark}" for name, marks in MARKS.items() for mark in marks
+    }
