@@ -85,6 +85,21 @@ def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = before
 
 
+@contextmanager
+def own_attention(language_model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let the language model use an attention that it has had before, also where apbv's is in force around.
+
+    Args:
+        implementation: what ``language_model.config._attn_implementation`` said then.
+    """
+    config = language_model.config
+    before, config._attn_implementation = config._attn_implementation, implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
 @dataclass(frozen=True)
 class ChosenKV:
     """Some of a prompt's KV, read where it lies and never written: a draft on the target's KV needs no copy of it.

@@ -20,6 +20,7 @@ from ..config import SamplingConfig
 from ..decode.sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
+from ..model.attention import own_attention
 from ..model.parts import ModelParts
 from .draft_kv import prefill_draft, run_prompt
 from .drafters import ModelDrafter
@@ -261,6 +262,8 @@ class EnsembleDrafter(ModelDrafter):
         self._positions = torch.tensor(positions, device=parts.device)[:, None]
         padding = max(lengths) - torch.tensor(lengths, device=parts.device)[:, None]
         self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
+        # Only the model's own attention knows of padding.
+        self._implementation = parts.language_model.config._attn_implementation
         self._policy = weights
         self._weights = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
@@ -315,11 +318,12 @@ class EnsembleDrafter(ModelDrafter):
         parts, count = self._parts, len(tokens)
         input_ids = torch.tensor([list(tokens)], device=parts.device).expand(len(self._positions), -1)
         position_ids = self._positions + len(self._cached) + torch.arange(count, device=parts.device)
-        hidden = parts.language_model(
-            inputs_embeds=parts.embed_tokens(input_ids),
-            attention_mask=functional.pad(self._is_prompt, (0, len(self._cached) + count), value=True).long(),
-            position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
+        with own_attention(parts.language_model, self._implementation):
+            hidden = parts.language_model(
+                inputs_embeds=parts.embed_tokens(input_ids),
+                attention_mask=functional.pad(self._is_prompt, (0, len(self._cached) + count), value=True).long(),
+                position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+            ).last_hidden_state
         return parts.logits(hidden)[..., : self._vocab_size]

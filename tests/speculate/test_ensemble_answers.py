@@ -1,12 +1,15 @@
 """TABED through the engine: answers, captions, and what is refused."""
 
+import copy
 import runpy
 import threading
 
 import pytest
+import torch
 
 from apbv import HostGroup, SpeculativeConfig
 from apbv.hosts import HostError
+from apbv.speculate.ensemble import EnsembleDrafter
 
 from engines import CAPTION, QUESTION, build_engine
 from scripts import INFER
@@ -164,3 +167,22 @@ def test_the_command_line_names_a_captioner_that_is_not_there(captioner, capsys)
         == 1
     )
     assert f"cannot load {captioner}, which should be MODULE:FUNCTION" in capsys.readouterr().err
+
+
+def test_contexts_of_several_lengths_are_read_by_the_models_own_attention(clip, monkeypatch):
+    """That alone knows of the padding; apbv's is in force around it while an answer is decoded."""
+    run, ran = EnsembleDrafter._run_contexts, []
+
+    def recorded(drafter, tokens):
+        before = copy.copy(drafter), copy.deepcopy(drafter._cache), list(drafter._cached)
+        ran.append((before, tokens, run(drafter, tokens)))
+        return ran[-1][-1]
+
+    monkeypatch.setattr(EnsembleDrafter, "_run_contexts", recorded)
+    speculate = SpeculativeConfig(strategy="tabed", ensemble="MT", keep_losing_draft=True)
+    engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", speculate, 1)
+    engine.generate(QUESTION, video=str(clip), num_frames=8, max_new_tokens=12)
+    assert len(ran) > 3
+    for (drafter, cache, cached), tokens, logits in ran:
+        drafter._cache, drafter._cached = cache, cached
+        torch.testing.assert_close(logits, run(drafter, tokens))
