@@ -271,8 +271,13 @@ def test_sigterm_lets_the_running_answer_end(tmp_path, endless_model):
         assert exit_statuses(server.processes) == [0, 0], server.errors()
 
 
-@pytest.mark.parametrize("asked", ["the process that is named", "torchrun"])
-@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param("the process that is named", marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", marks=pytest.mark.thorough),
+    ],
+)
 def test_sigterm_under_torchrun_lets_the_running_answer_end(tmp_path, endless_model, asked):
     """torchrun itself exits with 1 whatever became of its processes; that it kills them too early is said."""
     patient = asked == "torchrun"

@@ -133,7 +133,7 @@ def check(results, runs: list[dict]) -> list:
     ("num_hosts", "kv"),
     [
         (2, "gathered"),
-        pytest.param(3, "gathered", marks=pytest.mark.thorough),
+        pytest.param(3, "gathered", marks=pytest.mark.exhaustive),
         pytest.param(3, "sharded", marks=pytest.mark.thorough),
     ],
 )
@@ -252,7 +252,7 @@ class TableStream:
             yield proposal.tokens[0], proposal.q[0]
 
 
-@pytest.mark.parametrize("count", [NUM_SAMPLES // 8, pytest.param(NUM_SAMPLES // 3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", [NUM_SAMPLES // 8, pytest.param(NUM_SAMPLES // 3, marks=pytest.mark.exhaustive)])
 def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own(pool, count):
     for counts in pool.run(2, sampled_job, count):
         assert surprise_of(counts, TableModel(tables(4), tables(4, 1))) < 4

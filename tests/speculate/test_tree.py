@@ -228,7 +228,7 @@ def decode_job(hosts: HostGroup, family: str, batch: dict, query_start, kv: str)
 @pytest.mark.parametrize(
     ("family", "num_hosts", "kv"),
     [
-        pytest.param("qwen2_5_vl", 1, "gathered", marks=pytest.mark.thorough),
+        pytest.param("qwen2_5_vl", 1, "gathered", marks=pytest.mark.exhaustive),
         ("qwen2_5_vl", 2, "sharded"),
         ("llama", 2, "gathered"),
         pytest.param("llama", 3, "sharded", marks=pytest.mark.thorough),
@@ -322,8 +322,11 @@ SEES_ALL = [
 ]
 
 
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "sampled",
+    [pytest.param({}, marks=pytest.mark.thorough), pytest.param(SAMPLED, marks=pytest.mark.exhaustive)],
+    ids=["greedy", "sampled"],
+)
 def test_every_drafting_model_can_draft_a_tree(pool, clip, sampled):
     request = {"video": str(clip), "num_frames": 12, **sampled}
     names = [name for name, strategy in STRATEGIES.items() if strategy.drafts_trees]
