@@ -1,9 +1,15 @@
 """Exchanges under way, and the errors that say why one will never be complete."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from typing import Any
+
+ENDING_SECONDS = (
+    5.0  # at exit, for a thread inside a store whose host is out of reach, which answers late or never
+)
 
 
 class HostError(RuntimeError):
@@ -44,7 +50,11 @@ class Exchange:
 
 
 def in_thread(call: Callable[[], Any]) -> Future:
-    """Begin a call that may never return; the interpreter does not wait for it when it exits."""
+    """Begin a call that may never return; the interpreter waits a few seconds for it when it exits, no longer.
+
+    It waits at all because a thread that is inside C++, of torch's store for instance, when the interpreter ends
+    aborts the process.
+    """
     future: Future = Future()
 
     def run() -> None:
@@ -53,7 +63,9 @@ def in_thread(call: Callable[[], Any]) -> Future:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    weakref.finalize(thread, wait_for_futures, [future], ENDING_SECONDS)
+    thread.start()
     return future
 
 

@@ -16,7 +16,6 @@ above that.
 """
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
@@ -28,7 +27,6 @@ from .heartbeat import Heartbeat, Patience
 
 POLL_SECONDS = 1.0  # between two looks at what an exchange, or the store, has to say
 GRACE_SECONDS = 2.0  # for a failure to be posted, or to be found
-ENDING_SECONDS = 5.0  # for a store whose host is out of reach, which answers late, or never
 WORK_LIMIT = 10.0  # times the timeout: how long a stretch of work counts as a sign of work
 
 _FAILURE_KEY = "apbv/failure"
@@ -62,9 +60,6 @@ class FailureWatch:
         self._store = store
         self._waits_for_work = waits_for_work
         self._question: Future | None = None  # to the store, as yet unanswered
-        self._last_question: list[Future] = []  # at most one, which may still be inside the store
-        # A thread that is inside the store when the interpreter ends aborts the process.
-        weakref.finalize(self, _let_end, self._last_question)
 
     def working(self, stage: str) -> AbstractContextManager:
         """Return a context for work in which this process gives signs of work."""
@@ -171,7 +166,6 @@ class FailureWatch:
         question = self._question
         if question is None:
             question = self._question = in_thread(self._ask_store)
-            self._last_question[:] = [question]
             wait_for_futures([question], POLL_SECONDS)
         if not question.done():
             return None
@@ -202,7 +196,3 @@ class FailureWatch:
                 return failure
             time.sleep(0.05)
         return HostError(f"another host ended, or did not answer in time (seen by {self._name}): {error}")
-
-
-def _let_end(questions: list[Future]) -> None:
-    wait_for_futures(questions, ENDING_SECONDS)

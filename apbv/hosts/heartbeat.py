@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from .exchange import ENDING_SECONDS
+
 _COUNT_KEY = "apbv/beats"
 _WORK_KEY = "apbv/work"
 _BEAT_SECONDS = 1.0
-_ENDING_SECONDS = 5.0  # for a store whose host is out of reach, which answers late, or never
 
 
 class Heartbeat:
@@ -120,7 +121,7 @@ class Patience:
 def _end(thread: threading.Thread, stopped: threading.Event) -> None:
     stopped.set()
     if thread is not threading.current_thread():
-        thread.join(_ENDING_SECONDS)
+        thread.join(ENDING_SECONDS)
 
 
 def _beat(heart: "weakref.ref[Heartbeat]", stopped: threading.Event, interval: float) -> None:
