@@ -86,7 +86,7 @@ class Engine:
             config,
             None if reuse is None or model is None else Reuse(reuse),
             reads_all_frames=draft is not None,
-            require_readable=self._way.require_readable,
+            require_readable=drafting.require_readable,
         )
         self._reporter = Reporter(self.name, self._parts, self.tokenizer, self.hosts, config.kv)
 
@@ -215,11 +215,13 @@ class Engine:
             RequestCancelled: ``stop`` returned true before the first token.
             ValueError, HostError: as :meth:`prefill`.
         """
+        with self.hosts.local_stage("reading the settings"):
+            sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
         question = Question(prompt, video, images, context, messages, num_frames, fps)
         request = Request(
             question,
             StageTimer(self.hosts, on_stage),
-            sampling=self._sampling(max_new_tokens, temperature, top_p, seed),
+            sampling=sampling,
             num_wanted=max_new_tokens or 1,
             on_token=on_token,
             stop=stop if self._way.prefills else None,  # a draft host is told where the answer ends
@@ -247,10 +249,10 @@ class Engine:
 
         The arguments are those of :meth:`generate`.
         """
-        timer, max_positions = state.timer, self._parts.max_position_embeddings
-        sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
-        request = Request(Question(), timer, sampling=sampling, on_token=on_token, stop=stop)
+        max_positions = self._parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
+            sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
+            request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = request.within(max_positions, state.inputs)
         answered = Autoregressive(self._parts, self.hosts).answer(request, state)
@@ -258,5 +260,4 @@ class Engine:
 
     def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingConfig:
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        with self.hosts.local_stage("reading the settings"):
-            return SamplingConfig(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)
+        return SamplingConfig(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)

@@ -91,18 +91,17 @@ class PromptReader:
             return_tensors="pt",
         )
 
-    def read(self, question: Question, hosts: HostGroup, timer: StageTimer | None = None) -> ReadPrompt:
+    def read(self, question: Question, hosts: HostGroup, timer: StageTimer) -> ReadPrompt:
         """Read a question, but for its video's frames; every host does.
 
         Raises:
             ValueError: the prompt or a file cannot be read; the message says why.
         """
-        stage = timer.stage if timer is not None else lambda name: nullcontext()
-        with stage("preprocess"):
+        with timer.stage("preprocess"):
             rendered = self.render(question)
-        with stage("decode_video") if rendered.video is not None else nullcontext():
+        with timer.stage("decode_video") if rendered.video is not None else nullcontext():
             sampled = self.sample(rendered, question)
-        with stage("preprocess"):
+        with timer.stage("preprocess"):
             batch = self.tokenize(rendered, sampled)
             if sampled is not None:
                 inputs, piece = ModelInputs.from_skeleton(

@@ -28,17 +28,21 @@ class PlacedKV(ABC):
         placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
         hosts: the hosts that prefilled the prompt.
         cache: the KV that this host holds; None where it holds none.
+        num_tokens: n, the tokens of the prompt.
         attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
     """
 
     placement: ClassVar[str]
     hosts: HostGroup
     cache: DynamicCache | ShardedCache | None
+    num_tokens: int
     attending: HostGroup | None
 
-    @abstractmethod
     def continued(self) -> DynamicCache | ShardedCache | None:
         """Drop the tokens of an earlier answer, and return the cache to which a new answer's are appended."""
+        if self.cache is not None and (surplus := self.cache.get_seq_length() - self.num_tokens) > 0:
+            self.cache.crop(-surplus)
+        return self.cache
 
     @abstractmethod
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
@@ -103,12 +107,7 @@ class GatheredKV(PlacedKV):
 
     def __init__(self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup):
         self.cache = None if cache is None else appending_in_place(cache)
-        self.hosts, self._num_tokens = hosts, num_tokens
-
-    def continued(self) -> DynamicCache | None:
-        if self.cache is not None and (surplus := self.cache.get_seq_length() - self._num_tokens) > 0:
-            self.cache.crop(-surplus)
-        return self.cache
+        self.hosts, self.num_tokens = hosts, num_tokens
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         if host != 0:
@@ -117,12 +116,12 @@ class GatheredKV(PlacedKV):
 
     @property
     def whole(self) -> DynamicCache | None:
-        return None if self.cache is None else first_tokens(self.cache, self._num_tokens, DynamicCache())
+        return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
     def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
         if self.cache is None:
             return (), []
-        return (range(self._num_tokens),), [(layer.keys, layer.values) for layer in self.whole.layers]
+        return (range(self.num_tokens),), [(layer.keys, layer.values) for layer in self.whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
         view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
@@ -148,20 +147,15 @@ class ShardedKV(PlacedKV):
 
     def __init__(self, cache: ShardedCache, hosts: HostGroup):
         self.cache, self.hosts, self.attending = cache, hosts, hosts
+        self.num_tokens = cache.layout.num_tokens
 
     def gathered(self) -> GatheredKV:
         """Send all of the KV to host 0, and free the shares; collective. This KV must not be used afterwards."""
-        return GatheredKV(self.cache.release_to(self.hosts), self.cache.layout.num_tokens, self.hosts)
-
-    def continued(self) -> ShardedCache:
-        surplus = self.cache.get_seq_length() - self.cache.layout.num_tokens
-        if surplus > 0:
-            self.cache.crop(-surplus)
-        return self.cache
+        return GatheredKV(self.cache.release_to(self.hosts), self.num_tokens, self.hosts)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)
-        return None if cache is None else first_tokens(cache, self.cache.layout.num_tokens, DynamicCache())
+        return None if cache is None else first_tokens(cache, self.num_tokens, DynamicCache())
 
     @property
     def whole(self) -> None:
@@ -185,7 +179,7 @@ class ShardedKV(PlacedKV):
 
     def first_layers(self, count: int) -> DynamicCache | None:
         num_heads = self.cache.layers[0].keys.shape[1]
-        everything = torch.arange(self.cache.layout.num_tokens).expand(num_heads, -1)
+        everything = torch.arange(self.num_tokens).expand(num_heads, -1)
         return self.select([everything] * count)
 
     def _rows(self, count: int | None) -> Layers:

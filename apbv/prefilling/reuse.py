@@ -141,9 +141,10 @@ def prefill_question(parts: ModelParts, inputs: ModelInputs, prefix: Prefix, tim
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
         kv = before.kv.behind(layout)
         logits = Decoder(parts, kv, position).advance(inputs.input_ids[0, start:].tolist(), last_only=True)
-        if logits is None:
-            logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
-        logits = hosts.broadcast(logits)
+        if kv.attending is None:  # host 0 ran it alone
+            if logits is None:
+                logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
+            logits = hosts.broadcast(logits)
         timer.mark_first_token()
     return replace(
         before, logits=logits, layout=layout, inputs=inputs.without_pixels(), timer=timer, kv=kv, reused="kv"

@@ -7,7 +7,6 @@ from functools import partial
 
 from ..config import SpeculativeConfig
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
@@ -18,7 +17,6 @@ from .pace import Pace
 from .pair import Pair, draft_request
 from .pipeline import PipelineStats, generate_beside_draft
 from .preserve import kept_by_frame
-from .settings import require_readable
 from .strategies import make_observer
 from .threads import DraftThread
 from .way import Answered, AnswerSession
@@ -39,9 +37,6 @@ class BesideDraft:
     ):
         self._target, self._config, self._pair, self._thread = target, config, pair, thread
         self.hosts = pair.hosts
-
-    def require_readable(self, inputs: ModelInputs) -> None:
-        require_readable(self._config, inputs)
 
     def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
         agreed = self._config, self._target.vocab_size, request.sampling.temperature > 0
@@ -101,9 +96,6 @@ class DraftHost:
         self._draft, self._config, self._pair = draft, config, pair
         self.hosts = pair.hosts
 
-    def require_readable(self, inputs: ModelInputs) -> None:
-        require_readable(self._config, inputs)
-
     def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
         with self._pair.beginning(self._config, self._draft.vocab_size, request.sampling.temperature > 0):
             return read(request)
@@ -115,7 +107,7 @@ class DraftHost:
     def _answer(self, read: ReadRequest, state: None) -> Answered:
         request = read.request
         # Should the target go on alone, this host waits for it after the request.
-        with self.hosts.working("draft"), apbv_attention(self._draft.language_model):
+        with self.hosts.working("draft"):
             tokens, report, draft = draft_request(
                 self._pair, self._draft, read.inputs, self._config, request.sampling, request.timer
             )

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .. import demo
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
+from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, read_config
 from ..model.parts import ModelParts, inspect_model, require_supported
 from .beside import beside_draft
@@ -17,6 +18,7 @@ from .settings import (
     reads,
     require_consistent,
     require_fitting_draft,
+    require_readable,
     require_same_tokens,
     strategy_of,
 )
@@ -127,6 +129,15 @@ class Drafting:
     def watches_prefill(self, models: Models) -> bool:
         """Return whether the strategy observes the target's prefill of the whole prompt."""
         return self._config is not None and make_observer(self._config, models.reading) is not None
+
+    def require_readable(self, inputs: ModelInputs) -> None:
+        """Refuse a prompt that the strategy cannot draft for.
+
+        Raises:
+            ValueError: the prompt is refused; the message says why.
+        """
+        if self._config is not None:
+            require_readable(self._config, inputs)
 
     def way_to_answer(self, models: Models, tokenizer) -> WayToAnswer:
         """Return how this host answers requests; collective."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..config import SamplingConfig, SpeculativeConfig
 from ..hosts import HostError, HostGroup
 from ..input.model_inputs import ModelInputs
+from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from ..warn import warn_caller
@@ -197,7 +198,7 @@ def draft_request(
         except Exception:
             pair.link.send_failure(first=True)
             raise
-        with timer.stage("decode"):
+        with timer.stage("decode"), apbv_attention(draft.language_model):
             last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
             return draft_beside(pair.link, made, last, timer.stages.spans, stops_with_target=is_auto)
     except Exception:

@@ -22,7 +22,6 @@ from .draft import Draft, DraftTask
 from .pace import Pace
 from .preserve import kept_by_frame
 from .serial import generate_speculatively
-from .settings import require_readable
 from .strategies import STRATEGIES, draft_tree, keep_policy, make_observer
 from .tree_decoding import generate_by_tree
 from .way import Answered, AnswerSession
@@ -55,9 +54,6 @@ class TakingTurns:
         self._tokenize, self._captioner = tokenize, captioner
         vocab_size = min(parts.vocab_size for parts in (target, draft) if parts is not None)
         self._tree = draft_tree(config, vocab_size)
-
-    def require_readable(self, inputs: ModelInputs) -> None:
-        require_readable(self._config, inputs)
 
     def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
         return read(request)

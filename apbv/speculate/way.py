@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..decode.answer import generate_tokens
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
@@ -68,13 +67,6 @@ class WayToAnswer(Protocol):
     hosts: HostGroup
     prefills: bool
 
-    def require_readable(self, inputs: ModelInputs) -> None:
-        """Refuse a prompt that the strategy cannot draft for.
-
-        Raises:
-            ValueError: the prompt is refused; the message says why.
-        """
-
     def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
         """Read a request by calling ``read`` with it."""
 
@@ -89,9 +81,6 @@ class Autoregressive:
 
     def __init__(self, parts: ModelParts, hosts: HostGroup):
         self._parts, self.hosts = parts, hosts
-
-    def require_readable(self, inputs: ModelInputs) -> None:
-        """Accept every prompt."""
 
     def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
         return read(request)
