@@ -135,6 +135,30 @@ def test_damage_is_not_concealed(tmp_path, suffix, length):
     assert good >= 10  # the group before, at least
 
 
+def test_a_frame_is_no_better_than_one_that_it_refers_to(tmp_path):
+    """A B-frame comes out of the decoder before the damaged frame that it was predicted from."""
+    path = encode(tmp_path / "b.mp4", n=20, gop=20, bframes=1, x264="b-adapt=0:scenecut=0", size=(144, 192))
+    info, reference = probe(path), decode_all(path)
+    forward = next(i for i, p in enumerate(info.packets.pts) if i > 8 and p > info.packets.pts[i + 1])
+    between = info.frame_packets.tolist().index(forward + 1)
+    at, size = int(info.packets.pos[forward]), int(info.packets.size[forward])
+    noise = np.random.default_rng(0).integers(1, 256, 60, np.uint8).tobytes()
+    for offset in range(30, size - 60, 5):
+        broken = overwrite(path, tmp_path / "a.mp4", at + offset, noise)
+        with av.open(broken) as container:
+            container.streams.video[0].codec_context.thread_count = 1
+            frames = [frame for _, frame in zip(range(between + 2), container.decode(video=0), strict=False)]
+        if frames[-1].is_corrupt and not np.array_equal(frames[-2].to_ndarray(format="rgb24"), reference[between]):
+            break
+    else:
+        pytest.fail("no damage that the decoder notices and conceals")
+    assert not frames[-2].is_corrupt
+    for indices in ([between], range(between + 1), range(20)):
+        with pytest.raises(VideoError, match=rf"a\.mp4: frame {between} cannot be decoded: the data is damaged"):
+            read_frames(probe(broken), indices)
+    assert np.array_equal(read_frames(probe(broken), range(between)), reference[:between])
+
+
 def test_no_frame_is_made_up_for_a_lost_one(tmp_path):
     """A packet without a picture: its frame is an error, the others come."""
     path = encode(tmp_path / "b.mkv", bframes=0)
@@ -146,7 +170,7 @@ def test_no_frame_is_made_up_for_a_lost_one(tmp_path):
     filler = struct.pack(">I", size - 4) + b"\x0c" + b"\xff" * (size - 6) + b"\x80"
     info = probe(overwrite(path, tmp_path / "a.mkv", at, filler))
     reference = decode_all(path)
-    with pytest.raises(VideoError, match=r"frame among 9\.\.9 cannot be decoded"):
+    with pytest.raises(VideoError, match="frame 9 cannot be decoded"):
         read_frames(info, [9])
     assert np.array_equal(read_frames(info, [8, 10]), [reference[8], reference[10]])
 

@@ -26,7 +26,7 @@ def test_indices(encoded):
 
 def info_at(times):
     fps = (len(times) - 1) / times[-1] if len(times) > 1 else 25
-    return VideoInfo("a", tuple(times), 2, 2, fps, False, False, False, (), ())
+    return VideoInfo("a", times, 2, 2, fps, False, False, False, None, ())
 
 
 @given(st.integers(0, 2000), st.integers(1, 300))

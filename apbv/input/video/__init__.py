@@ -1,21 +1,34 @@
-"""Reading videos with PyAV: timestamps, frame sampling, and decoding of chosen frames only.
+"""Reading videos: timestamps, frame sampling, and decoding of chosen frames only.
 
-Every host probes the file, samples the same frame indices and decodes its own share of them. :func:`probe` reads
-the packets (all bytes of the file, almost no decoding) and lists the frames in presentation order;
-:func:`read_frames` seeks to the keyframe before each run of wanted frames and stops at the last of them. What it
-returns is bit-equal to decoding the whole file and picking the frames.
+Every host knows the file's frames, samples the same frame indices and decodes its own share of them. :func:`probe`
+reads the packets (all bytes of the file, almost no decoding) and lists the frames in presentation order; what it
+finds may be sent to other hosts. :func:`iter_frames` seeks to the keyframe before each run of wanted frames, stops
+at the last of them, and on the way leaves out frames that no other refers to. What it gives out, chunk by chunk,
+is bit-equal to decoding the whole file and picking the frames; :func:`read_frames` returns it in one piece.
 
 That takes a container that stores presentation times (mp4/mov, mkv/webm, mpegts, flv) or a file of keyframes
 only. In others (avi, mpeg, raw streams...) packet times are missing or guessed, wrongly where there are
 B-frames, and some writers of mp4 store decoding times instead. Such files are decoded once to probe them, and
 from the start to read frames.
 
+All this is done with PyAV. torchcodec may decode instead, on a GPU or by itself
+(:mod:`apbv.input.video.torchcodec_reading`).
+
 Rotation and mirroring metadata are applied. The sample aspect ratio is ignored: pixels come as stored.
 """
 
 from .info import VideoError, VideoInfo
 from .probing import probe
-from .reading import read_frames
+from .reading import iter_frames, read_frames, require_backend
 from .sampling import sample_fps, sample_uniform
 
-__all__ = ["VideoError", "VideoInfo", "probe", "read_frames", "sample_fps", "sample_uniform"]
+__all__ = [
+    "VideoError",
+    "VideoInfo",
+    "iter_frames",
+    "probe",
+    "read_frames",
+    "require_backend",
+    "sample_fps",
+    "sample_uniform",
+]

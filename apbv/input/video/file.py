@@ -1,12 +1,14 @@
 """Reading the packets of an open video file, and feeding them to its decoder."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import av
+import numpy as np
 from av.stream import Disposition
 
-from .info import Packet, PacketId, VideoError, is_ascending, is_nearly_sorted, packet_id, packet_indices
+from .codecs import can_skip
+from .info import NO_POSITION, NO_TIME, Packets, VideoError, is_nearly_sorted
 
 MPEGTS = "mpegts"
 _MOV = "mov,mp4,m4a,3gp,3g2,mj2"
@@ -74,6 +76,7 @@ class VideoFile:
             raise self.error("no decoder for its video stream")
         # Damage that the h264 decoder conceals it reports reliably only with a single thread.
         self._stream.codec_context.thread_count = 1
+        self._skip, self._can_skip = "DEFAULT", can_skip(self._stream.codec_context)
 
     @property
     def time_base(self):
@@ -84,55 +87,53 @@ class VideoFile:
         """Return the frames per second by the container's account."""
         return float(self._stream.average_rate or self._stream.guessed_rate or 1)
 
-    def list_packets(self) -> list[Packet] | None:
-        """List all packets in decoding order; None where their times do not tell the frames' times.
+    def list_packets(self) -> Packets | None:
+        """List all packets; None where their times do not tell the frames' times.
 
         Raises:
             VideoError: the file is cut short or has no frames.
         """
-        vp8 = self._stream.codec_context.name == "vp8"
         declared = _declared_size(self.path)
         if declared > os.path.getsize(self.path):
             raise self.error(f"is cut short: {os.path.getsize(self.path)} of {declared} bytes")
-        packets = []
-        for packet in self._container.demux(self._stream):
-            if not packet.size:
-                continue  # the end of the stream, or a repeated frame in avi
-            # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
-            if packet.is_corrupt and self.format_name != MPEGTS:
-                raise self.error(f"is cut short or damaged: packet {len(packets)} is incomplete")
-            # VP8 has packets that are only referred to; a bit of the header says whether to show them.
-            shown = not packet.is_discard and not (vp8 and not memoryview(packet)[0] & 0x10)
-            key = packet.is_keyframe
-            packets.append(Packet(packet.pts, packet.dts, packet.pos, packet.size, key, shown))
+        packets = self._read_packets()
         if self.format_name == _MOV:
             end = max((entry.pos + entry.size for entry in self._stream.index_entries), default=0)
             if end > self._container.size:
                 raise self.error(f"is cut short: {self._container.size} of at least {end} bytes")
-        if not any(packet.shown for packet in packets):
+        if not packets.shown.any():
             raise self.error("has no video frames")
         return packets if self._times_are_right(packets) else None
 
-    def _times_are_right(self, packets: list[Packet]) -> bool:
-        stored = self.format_name in _STORES_PTS or all(packet.key for packet in packets)
-        if not stored or any(packet.pts is None for packet in packets):
+    def _read_packets(self) -> Packets:
+        vp8 = self._stream.codec_context.name == "vp8"
+        rows = []
+        for packet in self._container.demux(self._stream):
+            size = packet.size
+            if not size:
+                continue  # the end of the stream, or a repeated frame in avi
+            # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
+            if packet.is_corrupt and self.format_name != MPEGTS:
+                raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
+            # VP8 has packets that are only referred to; a bit of the header says whether to show them.
+            shown = not packet.is_discard and not (vp8 and not memoryview(packet)[0] & 0x10)
+            rows.append((packet.pts, packet.dts, packet.pos, size, packet.is_keyframe, shown))
+        pts, dts, pos, size, key, shown = zip(*rows, strict=True) if rows else ((),) * 6
+        return Packets(_known(pts, NO_TIME), _known(dts, NO_TIME), _known(pos, NO_POSITION), size, key, shown)
+
+    def _times_are_right(self, packets: Packets) -> bool:
+        stored = self.format_name in _STORES_PTS or packets.key.all()
+        if not stored or (packets.pts == NO_TIME).any() or not packets.are_distinct():
             return False
-        if len(packet_indices(packets)) < len(packets):
-            return False
-        pts = [packet.pts for packet in packets if packet.shown]
+        pts = packets.pts[packets.shown]
         # Frames are reordered, by their header or as seen on opening, yet times ascend: decoding times.
-        if self._stream.codec_context.has_b_frames and len(pts) > 1 and is_ascending(pts):
+        if self._stream.codec_context.has_b_frames and len(pts) > 1 and (np.diff(pts) > 0).all():
             return False
         return is_nearly_sorted(pts)
 
-    def expect(self, packets: Sequence[Packet], indices: dict[PacketId, int]) -> None:
-        """Say what :meth:`packets_between` will find in the file.
-
-        Args:
-            packets: all of them, as listed earlier.
-            indices: :func:`packet_indices` of them.
-        """
-        self._packets, self._packet_indices = packets, indices
+    def expect(self, packets: Packets) -> None:
+        """Say what :meth:`packets_between` will find in the file: all packets, as listed earlier."""
+        self._packets = packets
 
     def packets_between(self, start: int, stop: int) -> Iterator[av.Packet]:
         """Read the packets [start, stop) of those expected, after a seek.
@@ -141,9 +142,10 @@ class VideoFile:
             SeekFailed: reading from the start may help.
             VideoError: the file holds other packets.
         """
-        key = self._packets[start]
+        key_times = self._packets.pts[start], self._packets.dts[start]
         # Containers index keyframes by presentation time or by decoding time, or they cannot seek at all.
-        for target in (key.pts, key.dts, None) if self.can_seek else (None,):
+        targets = [int(time) for time in key_times if time != NO_TIME] if self.can_seek else []
+        for target in (*targets, None):
             if target is None:
                 self.reopen()
             else:
@@ -151,12 +153,14 @@ class VideoFile:
                     self._container.seek(target, stream=self._stream)
                 except av.error.FFmpegError:
                     continue
-            expected = start
+            expected, at = start, -1
             for packet in self._container.demux(self._stream):
-                found = self._packet_indices.get(packet_id(packet)) if packet.size else None
-                if expected == start and (found is None or found < start):
+                if not packet.size:
+                    continue
+                at = self._index_of(packet, at + 1)
+                if expected == start and at < start:
                     continue  # the seek went too far back, which costs little
-                if found != expected:
+                if at != expected:
                     break
                 yield packet
                 expected += 1
@@ -166,8 +170,29 @@ class VideoFile:
                 raise SeekFailed
         raise self.error("changed since it was probed")
 
-    def decode(self, packet: av.Packet | None) -> list[av.VideoFrame]:
-        """Return the frames that the decoder gives out on one more packet; on None, those that it still holds."""
+    def _index_of(self, packet: av.Packet, likely: int) -> int:
+        """Return which of the expected packets this is, -1 if none; fastest for the one that is thought likely."""
+        if likely < len(self._packets) and self._is(packet, likely):
+            return likely
+        same_time = np.flatnonzero(self._packets.pts == packet.pts)
+        return next((int(i) for i in same_time if self._is(packet, i)), -1)
+
+    def _is(self, packet: av.Packet, index: int) -> bool:
+        packets, pos = self._packets, NO_POSITION if packet.pos is None else packet.pos
+        return (
+            packet.pts == packets.pts[index] and packet.size == packets.size[index] and pos == packets.pos[index]
+        )
+
+    def decode(self, packet: av.Packet | None, needed: bool = True) -> list[av.VideoFrame]:
+        """Return the frames that the decoder gives out on one more packet; on None, those that it still holds.
+
+        Args:
+            needed: false where the packet's own frame is of no use. Where no other frame refers to it, the decoder
+                then leaves it out, if that changes no others.
+        """
+        skip = "DEFAULT" if needed or not self._can_skip else "NONREF"
+        if skip != self._skip:
+            self._stream.codec_context.skip_frame = self._skip = skip
         return self._stream.decode(packet)
 
     def decode_all(self, threads: int = 1) -> Iterator[av.VideoFrame]:
@@ -183,6 +208,10 @@ class VideoFile:
             if packet.size:
                 yield from self.decode(packet)
         yield from self.decode(None)
+
+
+def _known(values, default: int) -> list[int]:
+    return [default if value is None else value for value in values]
 
 
 def _declared_size(path: str) -> int:

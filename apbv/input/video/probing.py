@@ -3,12 +3,14 @@
 import itertools
 import os
 import struct
+from fractions import Fraction
 
 import av
+import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 
 from .file import MPEGTS, VideoFile
-from .info import Packet, VideoError, VideoInfo, is_nearly_sorted, keyframe_indices, packet_indices
+from .info import Packets, VideoError, VideoInfo, is_nearly_sorted
 
 
 def probe(path: str | os.PathLike) -> VideoInfo:
@@ -26,42 +28,41 @@ def probe(path: str | os.PathLike) -> VideoInfo:
         packets = file.list_packets()
         if packets is None:
             times, first = _decode_times(file)
-            frame_packets: list[int] = []
+            frame_packets = np.empty(0, np.int64)
         else:
             first, frame_packets = _find_frames(file, packets)
-            # The difference first, in integers: a late start must not cost precision.
-            origin = packets[frame_packets[0]].pts
-            times = [float((packets[i].pts - origin) * file.time_base) for i in frame_packets]
+            times = _seconds(packets.pts[frame_packets], file.time_base)
         transpose, flip_vertical, flip_horizontal = _orientation(path, first)
         height, width = (first.width, first.height) if transpose else (first.height, first.width)
-        fps = (len(times) - 1) / times[-1] if len(times) > 1 else file.declared_fps()
+        fps = (len(times) - 1) / float(times[-1]) if len(times) > 1 else file.declared_fps()
         return VideoInfo(
             path=path,
-            timestamps=tuple(times),
+            timestamps=times,
             height=height,
             width=width,
             fps=fps,
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,
-            packets=tuple(packets or ()),
-            frame_packets=tuple(frame_packets),
+            packets=packets,
+            frame_packets=frame_packets,
         )
 
 
-def _find_frames(file: VideoFile, packets: list[Packet]) -> tuple[av.VideoFrame, list[int]]:
+def _find_frames(file: VideoFile, packets: Packets) -> tuple[av.VideoFrame, np.ndarray]:
     """Decode the first frame, and find for each frame that can be decoded the index of its packet."""
-    start = keyframe_indices(packets)[0]
-    origin = packets[start].pts
-    order = sorted((i for i, packet in enumerate(packets) if packet.shown), key=lambda i: packets[i].pts)
-    regular = [i for i in order if i >= start and packets[i].pts >= origin]
+    start = int(packets.keyframes[0])
+    origin = packets.pts[start]
+    shown = np.flatnonzero(packets.shown)
+    order = shown[np.argsort(packets.pts[shown], kind="stable")]
+    regular = order[(order >= start) & (packets.pts[order] >= origin)]
     # What follows the first keyframe in the file but is displayed before it may refer to frames cut away.
-    leading = [i for i in order if i > start and packets[i].pts < origin]
-    if not regular:
+    leading = order[(order > start) & (packets.pts[order] < origin)]
+    if not len(regular):
         raise file.error("has no video frames")
     first, decoded = None, set()
-    stop = max(regular[:1] + leading) + 1
-    file.expect(packets, packet_indices(packets))
+    stop = int(max(regular[0], leading.max(initial=0))) + 1
+    file.expect(packets)
     file.can_seek = False  # no need to: it is near the start
     if start and file.format_name != MPEGTS:
         # A video may be cut out between keyframes, but what precedes the first may also be a damaged
@@ -72,20 +73,21 @@ def _find_frames(file: VideoFile, packets: list[Packet]) -> tuple[av.VideoFrame,
         try:
             frames = file.decode(packet)
         except av.error.FFmpegError:
-            if not leading:
+            if not len(leading):
                 raise
             continue
         for frame in frames:
             if not frame.is_corrupt:
                 decoded.add(frame.pts)
-                if frame.pts == packets[regular[0]].pts:
+                if frame.pts == packets.pts[regular[0]]:
                     first = frame
     if first is None:
         raise file.error("its first frame cannot be decoded")
-    return first, [i for i in leading if packets[i].pts in decoded] + regular
+    leading = leading[np.isin(packets.pts[leading], list(decoded))]
+    return first, np.concatenate([leading, regular])
 
 
-def _decode_times(file: VideoFile) -> tuple[list[float], av.VideoFrame]:
+def _decode_times(file: VideoFile) -> tuple[np.ndarray, av.VideoFrame]:
     """Decode everything: times of all frames in seconds since the first, and the first frame."""
     first, pts = None, []
     for frame in file.decode_all(threads=0):
@@ -93,11 +95,15 @@ def _decode_times(file: VideoFile) -> tuple[list[float], av.VideoFrame]:
         pts.append(frame.pts)
     if first is None:
         raise file.error("has no video frames")
-    if None not in pts and is_nearly_sorted(pts):
+    if None not in pts and is_nearly_sorted(np.array(pts)):
         # Where decoding times stand for presentation times, they are the right ones, in the wrong order.
-        pts.sort()
-        return [float((p - pts[0]) * file.time_base) for p in pts], first
-    return [i / file.declared_fps() for i in range(len(pts))], first
+        return _seconds(np.sort(pts), file.time_base), first
+    return np.arange(len(pts)) / file.declared_fps(), first
+
+
+def _seconds(pts: np.ndarray, time_base: Fraction) -> np.ndarray:
+    # The difference first, in integers: a late start must not cost precision.
+    return (pts - pts[0]) * time_base.numerator / time_base.denominator
 
 
 def _orientation(path: str, frame: av.VideoFrame) -> tuple[bool, bool, bool]:

@@ -1,0 +1,110 @@
+"""On the way to a wanted frame the decoder leaves out what nobody refers to, and gives out the same picture."""
+
+import av
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from apbv.input.video import VideoError, probe, read_frames
+from apbv.input.video.file import VideoFile
+
+from video_files import OPEN_GOP, encode, overwrite, packets_of
+
+PYRAMID = "b-pyramid=normal:b-adapt=0:scenecut=0:bframes=5:ref=4"
+TEMPORAL_LAYERS = "bframes=4:scenecut=0:open-gop=0:temporal-layers=3"
+X265 = {"codec": "libx265", "bframes": None}
+# What is encoded how, and whether the decoder may leave anything out.
+STREAMS = {
+    "h264 b-pyramid": ("mp4", {"x264": PYRAMID}, True),
+    "h264 flat": ("mkv", {"x264": "b-pyramid=none:b-adapt=0:scenecut=0:bframes=2"}, True),
+    "h264 open gop": ("ts", {"x264": OPEN_GOP, "gop": 7}, True),
+    "h264 slices": ("mp4", {"x264": PYRAMID + ":slices=3"}, True),
+    "h264 interlaced": ("mp4", {"x264": PYRAMID + ":interlaced=1", "size": (64, 64)}, True),
+    "h264 no b-frames": ("mp4", {"bframes": 0}, False),
+    "h264 intra": ("mp4", {"gop": 1}, False),
+    "hevc": ("mp4", {**X265, "x264": "bframes=4:scenecut=0"}, True),
+    "hevc open gop": ("ts", {**X265, "x264": "open-gop=1:bframes=3:b-adapt=0:scenecut=0", "gop": 8}, True),
+    "hevc temporal layers": ("mp4", {**X265, "x264": TEMPORAL_LAYERS}, False),
+    "hevc temporal layers, ts": ("ts", {**X265, "x264": TEMPORAL_LAYERS}, False),
+    "mpeg2": ("ts", {"codec": "mpeg2video"}, True),
+    "mpeg4": ("mp4", {"codec": "mpeg4"}, True),
+    "vp9": ("webm", {"codec": "libvpx-vp9", "bframes": None}, False),
+}
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How many packets were given to decoders, and how many frames came out of them."""
+    seen = {"packets": 0, "frames": 0}
+    original = VideoFile.decode
+
+    def decode(file, packet, *args):
+        frames = original(file, packet, *args)
+        seen["packets"] += packet is not None
+        seen["frames"] += len(frames)
+        return frames
+
+    monkeypatch.setattr(VideoFile, "decode", decode)
+    return seen
+
+
+def decode_everything(path):
+    """Every frame, by a single thread, none left out."""
+    with av.open(path) as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_frames_are_those_of_decoding_everything(tmp_path, counts, name):
+    suffix, options, leaves_out = STREAMS[name]
+    path = encode(tmp_path / f"a.{suffix}", n=42, **{"gop": 20, **options})
+    info, reference = probe(path), decode_everything(path)
+    assert info.packets is not None and info.num_frames == len(reference) == 42
+    counts.update(packets=0, frames=0)
+    for index, picture in enumerate(reference):
+        assert np.array_equal(read_frames(info, [index])[0], picture), index
+    if leaves_out:
+        assert counts["frames"] < 0.8 * counts["packets"]
+    else:
+        assert counts["frames"] == counts["packets"]
+
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(st.sets(st.integers(0, 41), min_size=2).map(sorted))
+    def check(indices):
+        assert np.array_equal(read_frames(info, indices), [reference[i] for i in indices]), indices
+
+    check()
+
+
+def test_damage_that_no_wanted_frame_depends_on(tmp_path):
+    """A frame that nobody refers to is lost: that one is an error, whatever else is asked for."""
+    path = encode(tmp_path / "b.mp4", n=42, gop=42, x264=PYRAMID)
+    info, reference = probe(path), decode_everything(path)
+    with av.open(path) as container:
+        lost = next(i for i, p in enumerate(container.demux(video=0)) if i > 15 and not bytes(p)[4] & 0x60)
+    at, size, *_ = packets_of(path)[lost]
+    broken = probe(overwrite(path, tmp_path / "a.mp4", at + 5, b"\0" * (size - 5)))
+    lost = info.frame_packets.tolist().index(lost)
+    good = [i for i in range(42) if i != lost]
+    assert np.array_equal(read_frames(broken, good), [reference[i] for i in good])
+    for indices in ([lost], range(42), [lost, 41], [3, lost]):
+        with pytest.raises(VideoError, match=rf"a\.mp4: frame {lost} cannot be decoded"):
+            read_frames(broken, indices)
+
+
+def test_a_decoder_that_leaves_out_too_much_is_asked_again(tmp_path, monkeypatch):
+    """It then decodes everything on the way."""
+    path = encode(tmp_path / "a.mp4", n=42, gop=42, x264=PYRAMID)
+    info, reference = probe(path), decode_everything(path)
+    original, left_out = VideoFile.decode, []
+
+    def decode(file, packet, needed=True):
+        frames = original(file, packet, needed)
+        left_out.extend([] if needed else [packet])
+        return frames if packet is not None or not left_out else left_out.clear() or []
+
+    monkeypatch.setattr(VideoFile, "decode", decode)
+    assert np.array_equal(read_frames(info, [13, 30]), [reference[13], reference[30]])
+    assert np.array_equal(read_frames(info, [13]), [reference[13]])

@@ -1,0 +1,251 @@
+"""Frames decoded chunk by chunk: the same frames, in bounded memory, and nothing left behind."""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from apbv.input.video import VideoError, iter_frames, probe, read_frames, streaming
+from apbv.input.video.file import VideoFile
+
+from video_files import OPEN_GOP, decode_all, encode, overwrite
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A path, what the probe says, and all frames: 120 of them, in groups of 10."""
+    path = encode(tmp_path_factory.mktemp("stream") / "a.mp4", n=120, gop=10, x264=OPEN_GOP)
+    return path, probe(path), np.stack(decode_all(path))
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    """The packets given to decoders, by their byte offsets."""
+    seen = []
+    original = VideoFile.decode
+
+    def decode(file, packet, *args):
+        seen.extend([packet.pos] if packet is not None else [])
+        return original(file, packet, *args)
+
+    monkeypatch.setattr(VideoFile, "decode", decode)
+    return seen
+
+
+def open_files(path):
+    """How many descriptors of this process are the file."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.path.samefile(f"/proc/self/fd/{number}", path)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("chunk_len", [1, 7, 64, 120, 1000])
+@pytest.mark.parametrize("indices", [range(120), range(2, 120, 11), [0], [119], [5, 6, 7, 40, 41, 118]], ids=len)
+def test_chunks_are_the_frames_cut_into_pieces(clip, indices, chunk_len, threads):
+    _, info, reference = clip
+    chunks = list(iter_frames(info, indices, chunk_len, threads))
+    assert [len(chunk) for chunk in chunks[:-1]] == [chunk_len] * (len(chunks) - 1)
+    assert 0 < len(chunks[-1]) <= chunk_len
+    assert all(chunk.dtype == np.uint8 for chunk in chunks)
+    assert np.array_equal(np.concatenate(chunks), reference[list(indices)])
+
+
+@pytest.mark.parametrize("name", ["avi h264", "mpg", "mp4 intra refresh", "mp4 hevc open gop", "ts"])
+def test_other_files_too(encoded, name):
+    _, info, reference = encoded(name)
+    chunks = list(iter_frames(info, range(info.num_frames), 9, 3))
+    assert np.array_equal(np.concatenate(chunks), reference)
+
+
+def test_arguments_are_refused_at_once(clip):
+    _, info, _ = clip
+    for indices, chunk_len, error in (([1], 0, ValueError), ([2, 1], 4, ValueError), ([120], 4, IndexError)):
+        with pytest.raises(error):
+            iter_frames(info, indices, chunk_len)
+    assert list(iter_frames(info, [], 4)) == []
+
+
+def test_a_group_that_spans_chunks_is_decoded_once(tmp_path, fed):
+    path = encode(tmp_path / "a.mp4", n=60, gop=60)
+    info = probe(path)
+    fed.clear()
+    assert sum(len(chunk) for chunk in iter_frames(info, range(60), 8, 3)) == 60
+    assert len(fed) == len(set(fed)) == 60
+
+
+@pytest.mark.parametrize(("gop", "threads"), [(250, 1), (250, 4), (10, 1), (10, 4)])
+def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop, threads):
+    """Two chunks at most, and in each thread one frame that has no place yet; also while nobody asks for more."""
+    chunk_len, height, width = 8, 96, 128
+    info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
+    waiting, most, ahead = [], [0], threading.Event()
+    place, filled = streaming._Chunks.place, streaming._Chunks.filled
+
+    def counted_place(chunks, row):
+        waiting.append(row)
+        most[0] = max(most[0], len(waiting))
+        return place(chunks, row)
+
+    def counted_filled(chunks, row):
+        waiting.remove(row)
+        if row == 2 * chunk_len - 1:
+            ahead.set()
+        return filled(chunks, row)
+
+    monkeypatch.setattr(streaming._Chunks, "place", counted_place)
+    monkeypatch.setattr(streaming._Chunks, "filled", counted_filled)
+    tracemalloc.start()
+    rows = 0
+    for chunk in iter_frames(info, range(250), chunk_len, threads):
+        rows += len(chunk)
+        ahead.wait()
+        del chunk
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert rows == 250
+    # Beside the chunks each thread has its frame in RGB, and for a moment a copy of it.
+    assert 1 <= peak / (chunk_len * height * width * 3) < 2.5 + 2 * threads / chunk_len
+    assert most[0] <= threads
+
+
+def test_nothing_is_decoded_for_chunks_that_nobody_asks_for(tmp_path, fed):
+    """But for the next one, and what each thread has in hand."""
+    info = probe(encode(tmp_path / "a.mp4", n=120, gop=10))
+    fed.clear()
+    with contextlib.closing(iter_frames(info, range(120), 10, 2)) as chunks:
+        next(chunks)
+    assert len(set(fed)) <= 40
+
+
+# An end before the end.
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_closing_ends_the_threads_and_closes_the_file(clip, threads, taken):
+    path, info, _ = clip
+    before = set(threading.enumerate())
+    chunks = iter_frames(info, range(120), 9, threads)
+    for _ in range(taken):
+        next(chunks)
+    assert taken == 0 or set(threading.enumerate()) > before
+    chunks.close()
+    assert set(threading.enumerate()) <= before and open_files(path) == 0
+    with pytest.raises(StopIteration):
+        next(chunks)
+
+
+def test_closing_on_the_way_to_a_frame_decodes_no_further(tmp_path, monkeypatch):
+    info = probe(encode(tmp_path / "a.mp4", n=60, gop=60, bframes=0))
+    decode, close = VideoFile.decode, streaming._Chunks.close
+    fed, on_the_way, closed = [], threading.Event(), threading.Event()
+
+    def slow_decode(file, packet, *args):
+        fed.append(packet)
+        if len(fed) == 30:
+            on_the_way.set()
+            closed.wait()
+        return decode(file, packet, *args)
+
+    def told_close(chunks):
+        close(chunks)
+        closed.set()
+
+    monkeypatch.setattr(VideoFile, "decode", slow_decode)
+    monkeypatch.setattr(streaming._Chunks, "close", told_close)
+    with contextlib.closing(iter_frames(info, [0, 59], 1, 1)) as chunks:
+        assert len(next(chunks)) == 1
+        on_the_way.wait()
+    assert len(fed) == 30
+
+
+def test_threads_end_with_the_last_chunk_and_with_a_dropped_iterator(clip):
+    path, info, _ = clip
+    before = set(threading.enumerate())
+    for _ in iter_frames(info, range(120), 50, 3):
+        pass
+    assert set(threading.enumerate()) <= before and open_files(path) == 0
+    chunks = iter_frames(info, range(120), 5, 3)
+    next(chunks)
+    del chunks
+    gc.collect()
+    assert set(threading.enumerate()) <= before and open_files(path) == 0
+
+
+def test_a_program_ends_though_an_iterator_is_left_open(clip):
+    code = (
+        "import sys\n"
+        "from apbv.input.video import iter_frames, probe\n"
+        "chunks = iter_frames(probe(sys.argv[1]), range(120), 2, 3)\n"
+        "next(chunks)\n"
+        "sys.modules['sys'].left_open = chunks\n"
+        "print('end')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, clip[0]], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_damage_is_told_with_the_chunk_that_it_is_in(clip, tmp_path, threads):
+    path, info, reference = clip
+    at, size = int(info.packets.pos[70]), int(info.packets.size[70])
+    broken = probe(overwrite(path, tmp_path / "b.mp4", at, b"\0" * size))
+    bad = []
+    for i in range(120):
+        try:
+            read_frames(broken, [i])
+        except VideoError:
+            bad.append(i)
+    assert bad
+    for chunk_len in (1, 7, 50):
+        before, got = set(threading.enumerate()), []
+        with pytest.raises(VideoError, match=rf"b\.mp4: frame {bad[0]} cannot be decoded"):
+            got.extend(iter_frames(broken, range(120), chunk_len, threads))
+        assert sum(len(chunk) for chunk in got) == bad[0] // chunk_len * chunk_len
+        assert np.array_equal(np.concatenate(got), reference[: bad[0] // chunk_len * chunk_len])
+        assert set(threading.enumerate()) <= before and open_files(tmp_path / "b.mp4") == 0
+    good = [i for i in range(120) if i not in bad]
+    assert np.array_equal(np.concatenate(list(iter_frames(broken, good, 7, threads))), reference[good])
+
+
+def test_a_file_that_is_gone(clip, tmp_path):
+    path, _, _ = clip
+    copy = tmp_path / "b.mp4"
+    copy.write_bytes(Path(path).read_bytes())
+    info = probe(copy)
+    copy.unlink()
+    with pytest.raises(VideoError, match=r"b\.mp4: no such file"):
+        next(iter_frames(info, range(0, 120, 20), 2, 3))
+
+
+def test_an_iterator_of_other_size_than_probed(clip, tmp_path):
+    """The size is that of the first frame; the error is told with the chunk in which it changes."""
+    parts = [encode(tmp_path / f"{h}.h264", n=10, size=(h, 64)) for h in (48, 96)]
+    (tmp_path / "a.h264").write_bytes(b"".join(Path(p).read_bytes() for p in parts))
+    chunks = iter_frames(probe(tmp_path / "a.h264"), range(20), 4)
+    assert [len(next(chunks)) for _ in range(2)] == [4, 4]
+    with pytest.raises(VideoError, match=r"a\.h264: the frame size changes"):
+        next(chunks)
+
+
+def test_default_threads_are_the_cpus_of_this_process(clip, monkeypatch):
+    """However many the machine has."""
+    path, info, _ = clip
+    for cpus in (1, 3):
+        opened = []
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: set(range(cpus)), raising=False)
+            patch.setattr(streaming, "VideoFile", lambda p, opened=opened: opened.append(p) or VideoFile(p))
+            assert len(read_frames(info, range(0, 120, 3))) == 40
+        assert 1 <= len(opened) <= cpus
+    assert opened[0] == path

@@ -1,0 +1,129 @@
+"""torchcodec as a back end: the same frames where it can, and PyAV's or an error where it cannot."""
+
+import contextlib
+import itertools
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from apbv.input.video import VideoError, iter_frames, probe, reading
+from apbv.input.video.torchcodec_reading import load_decoder, torchcodec_chunks
+
+from video_files import encode, picture
+
+try:
+    load_decoder()
+    missing = ""
+except ImportError as error:
+    missing = str(error).splitlines()[0]
+needs_torchcodec = pytest.mark.skipif(bool(missing), reason=missing)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+SAME = [
+    "mp4", "mp4 open gop", "mp4 gop 2", "mp4 fragments", "mp4 late, variable rate", "mp4 edit lists",
+    "mp4 hevc open gop", "mkv late, variable rate", "webm vp9", "flv", "avi mjpeg",
+]  # fmt: skip
+
+
+def read(info, indices, chunk_len=50, **options):
+    return np.concatenate(list(iter_frames(info, indices, chunk_len, **{"backend": "torchcodec", **options})))
+
+
+def test_unknown_back_end(encoded):
+    _, info, _ = encoded("mp4")
+    with pytest.raises(ValueError, match=r"'opencv'.*auto, pyav, torchcodec"):
+        iter_frames(info, [0], 1, backend="opencv")
+
+
+def test_without_torchcodec(encoded, monkeypatch):
+    """Whoever asks for it is told at once; a GPU alone is no reason to."""
+    _, info, reference = encoded("mp4")
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    with pytest.raises(ImportError, match="torchcodec"):
+        iter_frames(info, [0], 1, backend="torchcodec")
+    chunks = list(iter_frames(info, [3, 30, 49], 2, device="cuda"))
+    assert np.array_equal(np.concatenate(chunks), [reference[i] for i in (3, 30, 49)])
+
+
+@needs_torchcodec
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", SAME)
+def test_frames_are_those_of_pyav(encoded, name, threads):
+    _, info, reference = encoded(name)
+    for indices in (range(info.num_frames), [0, 7, 20], [info.num_frames - 1]):
+        for chunk_len in (4, 50):
+            got = read(info, indices, chunk_len, threads=threads)
+            assert got.dtype == np.uint8
+            assert np.array_equal(got, [reference[i] for i in indices])
+
+
+@needs_torchcodec
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+def test_orientation(tmp_path, degrees):
+    info = probe(encode(tmp_path / "a.mp4", n=12, rotate=(degrees,)))
+    expected = np.concatenate(list(iter_frames(info, [0, 3, 11], 3, backend="pyav")))
+    assert np.array_equal(read(info, [0, 3, 11]), expected)
+
+
+@needs_torchcodec
+def test_what_it_cannot_read_as_it_was_probed(encoded, tmp_path):
+    mirrored = probe(encode(tmp_path / "mirrored.mp4", n=12, rotate=(0, True, False)))
+    replaced = probe(encode(tmp_path / "replaced.mp4"))
+    encode(tmp_path / "replaced.mp4", n=20)
+    gone = probe(encode(tmp_path / "gone.mp4"))
+    (tmp_path / "gone.mp4").unlink()
+    for info, index in (
+        (mirrored, 3), (encoded("avi h264")[1], 3), (encoded("ts")[1], 20), (replaced, 40), (gone, 3),
+    ):  # fmt: skip
+        with pytest.raises(VideoError, match=rf"{info.path}: torchcodec cannot decode it"):
+            read(info, [index])
+
+
+@needs_torchcodec
+def test_pyav_goes_on_where_torchcodec_fails(encoded):
+    """From the first chunk on that does not come."""
+    for name in ("mp4", "ts", "avi h264"):
+        _, info, reference = encoded(name)
+        chunks = torchcodec_chunks(load_decoder(), info, range(50), 6, 1, "cpu", at_work)
+        got = list(reading._with_pyav_behind(chunks, info, list(range(50)), 6, 1, at_work))
+        assert np.array_equal(np.concatenate(got), reference)
+
+
+def at_work(thread: int) -> contextlib.AbstractContextManager:
+    """Nobody asks when which thread decodes."""
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("good", [0, 2, 8])
+def test_pyav_goes_on_behind_the_chunks_that_came(encoded, good):
+    _, info, reference = encoded("mp4")
+
+    def chunks():
+        yield from itertools.islice(iter_frames(info, range(50), 6), good)
+        raise VideoError("that is all")
+
+    got = list(reading._with_pyav_behind(chunks(), info, list(range(50)), 6, 1, at_work))
+    assert np.array_equal(np.concatenate(got), reference)
+
+
+@needs_torchcodec
+def test_closing_ends_the_thread(encoded):
+    _, info, _ = encoded("mp4")
+    before = set(threading.enumerate())
+    with contextlib.closing(iter_frames(info, range(50), 4, backend="torchcodec")) as chunks:
+        assert len(next(chunks)) == 4
+    assert set(threading.enumerate()) <= before
+
+
+@needs_torchcodec
+@needs_cuda
+def test_frames_stay_on_the_gpu(tmp_path):
+    """NVDEC has a smallest size; its RGB is rounded otherwise."""
+    info = probe(encode(tmp_path / "a.mp4", n=40, size=(256, 320), draw=picture))
+    expected = np.concatenate(list(iter_frames(info, range(0, 40, 3), 40, backend="pyav")))
+    chunks = list(iter_frames(info, range(0, 40, 3), 5, device="cuda"))
+    assert all(chunk.is_cuda and chunk.dtype == torch.uint8 for chunk in chunks)
+    difference = np.abs(torch.cat(chunks).cpu().numpy().astype(int) - expected)
+    assert difference.mean() < 3
