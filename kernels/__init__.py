@@ -4,7 +4,8 @@ It imports torch and, in the files named ``triton_*``, triton; it imports nothin
 installed and imported as ``apbv.kernels``. Each family of operators has four parts:
 
 - ``<family>.py`` documents and checks the public functions;
-- ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same signatures;
+- ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same signatures, but for
+  ``varlen_attention``, which needs no kernel of ours;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.
@@ -14,10 +15,12 @@ from .attention import segmented_attention, verify_attention
 from .backends import BackendError
 from .importance import kv_importance, select_topk
 from .merging import merge_states
+from .varlen_attention import PackedSequences, varlen_attention
 from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 __all__ = [
     "BackendError",
+    "PackedSequences",
     "kv_importance",
     "merge_states",
     "segmented_attention",
@@ -25,6 +28,7 @@ __all__ = [
     "similarity_to",
     "spatial_variety",
     "temporal_change",
+    "varlen_attention",
     "verify_attention",
 ]
 

@@ -30,7 +30,7 @@ WORTH_PLANNING = 8192
 
 _HALF = (torch.float16, torch.bfloat16)
 # FlashAttention's module by version, and the versions by major compute capability, the fastest first.
-_FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 _FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
 
 
@@ -196,9 +196,9 @@ def _flash_attention(major: int) -> tuple[int, Callable]:
     problems = []
     for version in _FLASH_VERSIONS.get(major, (2,)):
         try:
-            return version, import_module(_FLASH_MODULES[version]).flash_attn_func
+            return version, import_module(FLASH_MODULES[version]).flash_attn_func
         except Exception as error:  # a package built for another torch fails in many ways
-            problems.append(f"{_FLASH_MODULES[version]}: {error}")
+            problems.append(f"{FLASH_MODULES[version]}: {error}")
     raise ImportError("; ".join(problems))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .runs import Segment
+from .runs import PackedSequences, Segment
 
 
 def segmented_attention(
@@ -37,6 +37,13 @@ def verify_attention(
         seen = visible.new_zeros(q.shape[0], k.shape[1], past).scatter(2, kept.long(), True)
     seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand(-1, -1, queries, -1)
     return _attend(q, k, v, scale, torch.cat([seen, visible.expand(*seen.shape[:2], -1, -1)], dim=-1))
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    """Attend within one sequence after the other."""
+    parts = (states.transpose(0, 1)[None].split(sequences.lengths, dim=2) for states in (q, k, v))
+    outs = [segmented_attention(q, [(k, v)], scale, False)[0] for q, k, v in zip(*parts, strict=True)]
+    return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

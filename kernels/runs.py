@@ -1,9 +1,11 @@
-"""This module describes where keys and values lie in memory: in runs of pieces at equal distances."""
+"""This module describes where keys and values lie in memory: in runs of pieces, or as sequences in one tensor."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
+import torch
 from torch import Tensor
 
 Segment = tuple[Tensor, Tensor]  # k and v, each [B, Hkv, T, D]
@@ -32,6 +34,44 @@ class Run:
         """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements behind the one before it."""
         length = k.shape[2]
         return cls(k, v, num_pieces * length, length, (k_step, *row_strides(k)), (v_step, *row_strides(v)))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """PackedSequences lie one behind the other along the first dimension of a tensor ``[T, ...]``.
+
+    What is worked out of the boundaries is kept, so that all layers of a model can share it.
+
+    Attributes:
+        boundaries: int32 ``[N + 1]``, ascending from 0 to T: where each sequence begins, and the last one ends.
+        longest: the number of rows of the longest sequence.
+    """
+
+    boundaries: Tensor
+    longest: int
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The number of rows of each sequence; where the boundaries are on a GPU, this waits for it."""
+        return self.boundaries.diff().tolist()
+
+    @cached_property
+    def by_length(self) -> list[tuple[int, Tensor | None]]:
+        """Sequences of equal length together, as (length, rows), shortest first; empty sequences are left out.
+
+        Rows are int64 indices along the first dimension, one sequence behind the other; None stands for all rows.
+        """
+        lengths = torch.tensor(self.lengths)
+        ends = lengths.cumsum(0)
+        distinct = [length for length in sorted(set(self.lengths)) if length]
+        if len(distinct) == 1:
+            return [(distinct[0], None)]
+        groups = []
+        for length in distinct:
+            starts = (ends - lengths)[lengths == length]
+            rows = (starts[:, None] + torch.arange(length)).flatten()
+            groups.append((length, rows.to(self.boundaries.device)))
+        return groups
 
 
 def find_runs(segments: list[Segment]) -> list[Run]:

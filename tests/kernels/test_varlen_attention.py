@@ -1,0 +1,223 @@
+"""Attention within packed sequences: every way to compute it, against the definition."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from apbv.kernels import PackedSequences, backends, library_attention, reference, varlen_attention
+from apbv.kernels import torch_varlen_attention as varlen
+
+CPU = torch.device("cpu")
+LENGTHS = {
+    "one": [37],
+    "equal": [16, 16, 16],
+    "ragged": [64, 5, 64, 1, 63, 5],
+    "with an empty one": [3, 0, 8, 3],
+}
+
+
+def pack(lengths) -> PackedSequences:
+    return PackedSequences(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), max(lengths))
+
+
+def draw(rows: int, *, heads: int = 2, groups: int = 1, dim: int = 24, dtype=torch.float32):
+    """q, k and v as a fused projection leaves them: v is a slice of rows that hold more."""
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(rows, heads * groups, dim, generator=generator).to(dtype)
+    k, v = torch.randn(rows, 2, heads, dim, generator=generator).to(dtype).unbind(1)
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_every_sequence_attends_to_itself(lengths, groups, dtype):
+    q, k, v = draw(sum(lengths), groups=groups, dtype=dtype)
+    out = varlen_attention(q, k, v, pack(lengths), 0.2)
+    exact = reference.varlen_attention(q.double(), k.double(), v.double(), pack(lengths), 0.2)
+    assert out.dtype == dtype and out.is_contiguous()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_the_definition_is_that_of_a_mask():
+    lengths = LENGTHS["ragged"]
+    q, k, v = (x.double() for x in draw(sum(lengths)))
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    scores = torch.einsum("shd,thd->hst", q, k) * 0.3
+    weights = scores.masked_fill(owner[:, None] != owner, float("-inf")).softmax(-1)
+    torch.testing.assert_close(
+        reference.varlen_attention(q, k, v, pack(lengths), 0.3), torch.einsum("hst,thd->shd", weights, v)
+    )
+
+
+def test_equal_lengths_are_one_batch_that_is_not_copied():
+    (group,) = pack([16, 16, 16]).by_length
+    assert group == (16, None)
+    lengths, rows = zip(*pack(LENGTHS["ragged"]).by_length, strict=True)
+    assert lengths == (1, 5, 63, 64)
+    assert sorted(torch.cat(rows).tolist()) == list(range(sum(LENGTHS["ragged"])))
+
+
+def test_no_rows_and_wrong_groups():
+    q, k, v = draw(8, groups=2)
+    assert varlen_attention(q[:0], k[:0], v[:0], pack([0]), 1.0).shape == (0, 4, 24)
+    with pytest.raises(ValueError, match="3 query heads"):
+        varlen_attention(q[:, :3], k, v, pack([8]), 1.0)
+
+
+def by_definition(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    """What the varlen function of every FlashAttention computes, and what all of them require."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and not causal
+    assert q.dtype in (torch.float16, torch.bfloat16) and q.stride(-1) == 1
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    return reference.varlen_attention(q, k, v, PackedSequences(cu_seqlens_q, max_seqlen_q), softmax_scale)
+
+
+def flash_attention_2(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    return by_definition(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+
+
+def flash_attention_4(
+    q,
+    k,
+    v,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+):
+    out = by_definition(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    return out, None
+
+
+def without_boundaries(q, k, v, max_seqlen_q, **options):
+    return reference.varlen_attention(q, k, v, pack([len(q)]), options["softmax_scale"])
+
+
+def with_other_names(q, k, v, cu_seqlens):
+    raise AssertionError("never called: the names differ")
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Puts a function in place of an installed FlashAttention, on a GPU that this machine takes the CPU for."""
+    caches = (
+        library_attention._flash_attention,
+        library_attention.flash_version,
+        varlen.usable,
+    )
+
+    def forget():
+        for function in caches:
+            function.cache_clear()
+
+    def install(function, major=8, name="flash_attn"):
+        for module in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+            monkeypatch.setitem(sys.modules, module, None)
+        if function is not None:
+            module = SimpleNamespace(flash_attn_func=None, flash_attn_varlen_func=function)
+            monkeypatch.setitem(sys.modules, name, module)
+        for module in (backends, library_attention, varlen):
+            monkeypatch.setattr(module, "capability", lambda device: (major, 0), raising=False)
+        forget()
+
+    yield install
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("function", "major", "name"),
+    [
+        (flash_attention_2, 8, "flash_attn"),
+        (flash_attention_2, 9, "flash_attn_interface"),
+        (flash_attention_4, 10, "flash_attn.cute"),
+    ],
+    ids=["2", "3", "4"],
+)
+def test_every_flash_attention_passes_its_trial(flash, function, major, name):
+    flash(function, major, name)
+    assert varlen.probe("flash_attn", CPU, torch.bfloat16, 80) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (None, "ImportError"),
+        (without_boundaries, "off by"),
+        (with_other_names, "TypeError"),
+        (lambda q, k, v, **options: q[:, :1], r"returned \(262, 1, 80\)"),
+        (lambda q, k, v, **options: torch.full_like(q, float("nan")), "off by nan"),
+    ],
+    ids=["absent", "wrong", "other names", "another shape", "nan"],
+)
+def test_a_flash_attention_that_fails_its_trial_is_not_used(flash, function, reason):
+    flash(function)
+    assert re.search(reason, varlen.probe("flash_attn", CPU, torch.bfloat16, 80))
+
+
+def test_a_library_is_asked_only_for_what_it_says_it_can(flash):
+    flash(flash_attention_2)
+    cuda = torch.device("cuda")
+    assert "float32" in varlen.usable("flash_attn", cuda, torch.float32, 80)
+    assert "multiples of 8" in varlen.usable("flash_attn", cuda, torch.bfloat16, 20)
+    assert "on cpu" in varlen.usable("flash_attn", CPU, torch.bfloat16, 80)
+
+
+@pytest.mark.parametrize("usable", [["flash_attn", "torch"], ["torch"], []], ids=str)
+def test_auto_takes_what_is_usable(flash, monkeypatch, usable):
+    flash(flash_attention_2)
+    monkeypatch.setattr(varlen, "usable", lambda name, *args: None if name in usable else "absent")
+    monkeypatch.setattr(sys.modules[varlen_attention.__module__], "usable", varlen.usable)
+    used = []
+
+    def recording(name, attend):
+        def run(*args):
+            used.append(name)
+            return attend(*args)
+
+        return run
+
+    monkeypatch.setitem(varlen.FLASH, "flash_attn", recording("flash_attn", varlen.FLASH["flash_attn"]))
+    monkeypatch.setitem(varlen.FLASH, "torch", recording("torch", reference.varlen_attention))
+    lengths = LENGTHS["ragged"]
+    q, k, v = draw(sum(lengths), dtype=torch.bfloat16)
+    exact = reference.varlen_attention(q.double(), k.double(), v.double(), pack(lengths), 0.2)
+    out = varlen_attention(q, k, v, pack(lengths), 0.2)
+    torch.testing.assert_close(out.double(), exact, atol=0.02, rtol=0.02)
+    assert used == usable[:1]
+
+
+def test_torch_has_the_operator_that_takes_boundaries():
+    """By its registered schema and shapes: nothing is computed without a GPU."""
+    with FakeTensorMode():
+        q = torch.empty(40, 4, 80, dtype=torch.bfloat16, device="cuda")
+        boundaries = torch.empty(3, dtype=torch.int32, device="cuda")
+        out = varlen.FLASH["torch"](q, q, q, PackedSequences(boundaries, 30), 0.1)
+        assert out.shape == q.shape and out.is_cuda

@@ -1,0 +1,200 @@
+"""The vision towers with one attention call for all windows, against transformers' own."""
+
+import sys
+import threading
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from video_tower import AttentionCalls
+
+from apbv.kernels import PackedSequences, reference, varlen_attention
+from apbv.kernels import torch_varlen_attention as varlen
+from apbv.model.parts import ModelParts, inspect_model
+from apbv.model.vision_attention import packed_vision_attention
+
+import families
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILY = pytest.mark.parametrize("family", QWEN)
+# (temporal patches, patches down, patches across): Qwen2.5-VL's windows here are 4 x 4 patches.
+GRIDS = {
+    "one frame": [(1, 6, 10)],
+    "whole windows": [(5, 8, 8)],
+    "ragged windows": [(4, 10, 14)],
+    "images": [(1, 4, 4), (1, 10, 6), (1, 2, 18)],
+}
+GRID = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.1}  # relative to the largest value
+
+
+@cache
+def build(family: str, dtype: torch.dtype = torch.float32) -> ModelParts:
+    return inspect_model(families.build_model(family, dtype=dtype))
+
+
+def encode(parts: ModelParts, grid, seed: int = 0) -> torch.Tensor:
+    """The rows of random pixels, with those of deepstack behind one another."""
+    tower, sizes = parts.model.model.visual, torch.tensor(grid)
+    width = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
+    pixels = torch.randn(int(sizes.prod(1).sum()), width, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        features = parts.model.model.get_image_features(pixels.to(parts.dtype), sizes, return_dict=True)
+    layers = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+    return torch.cat([torch.cat(list(rows)) if isinstance(rows, (tuple, list)) else rows for rows in layers])
+
+
+def close(rows: torch.Tensor, expected: torch.Tensor) -> bool:
+    return float((rows - expected).abs().max() / expected.abs().max()) <= TOLERANCE[rows.dtype]
+
+
+@pytest.fixture(params=["sdpa", "eager"])
+def implementation(request):
+    return request.param
+
+
+@FAMILY
+@GRID
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_rows_are_those_of_transformers(family, grid, dtype, implementation):
+    parts = build(family, dtype)
+    tower = parts.model.model.visual
+    tower.config._attn_implementation = implementation
+    try:
+        expected = encode(parts, grid)
+    finally:
+        tower.config._attn_implementation = "sdpa"
+    with packed_vision_attention(parts):
+        rows = encode(parts, grid)
+    assert close(rows, expected)
+
+
+@FAMILY
+def test_a_layer_attends_once_for_each_length(family):
+    """Four temporal patches of 3 x 4 windows, of which those at the edges are smaller."""
+    parts, grid = build(family), GRIDS["ragged windows"]
+    calls = []
+    for way in (nullcontext(), packed_vision_attention(parts)):
+        with way, AttentionCalls() as counter:
+            encode(parts, grid)
+        calls.append(counter.count)
+    windowed, whole = {"qwen2_vl": (0, 2), "qwen2_5_vl": (2, 1), "qwen3_vl": (0, 3)}[family]
+    # Windows of 4 x 4 patches, of 4 x 2 at two edges, and of 2 x 2 in the corner.
+    assert calls == [4 * 12 * windowed + 4 * whole, 3 * windowed + whole]
+    assert 3 * calls[1] <= calls[0]
+
+
+@FAMILY
+def test_boundaries_are_worked_out_once_and_not_in_every_layer(family, monkeypatch):
+    """On a GPU reading them waits for it."""
+    made = []
+
+    class Counted(PackedSequences):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(sys.modules[packed_vision_attention.__module__], "PackedSequences", Counted)
+    kinds = 2 if family == "qwen2_5_vl" else 1  # windows and frames, or frames alone
+    with packed_vision_attention(build(family)):
+        for calls in (1, 2):
+            encode(build(family), GRIDS["ragged windows"])
+            assert len(made) == kinds * calls
+
+
+def state_of(parts: ModelParts) -> tuple:
+    tower, text = parts.model.model.visual, parts.language_model
+    return (
+        [module.config._attn_implementation for module in (parts.model, tower, text)],
+        [len(module._forward_pre_hooks) for module in tower.modules()],
+    )
+
+
+@FAMILY
+def test_afterwards_the_model_is_as_it_was(family):
+    parts = build(family)
+    before = state_of(parts)
+    with packed_vision_attention(parts):
+        assert state_of(parts) != before
+        assert parts.language_model.config._attn_implementation == "sdpa"
+        with packed_vision_attention(parts):
+            encode(parts, GRIDS["one frame"])
+        encode(parts, GRIDS["one frame"])
+    assert state_of(parts) == before
+    with pytest.raises(RuntimeError, match="shape"), packed_vision_attention(parts):
+        encode(parts, [(1, 3, 5)])  # no whole tokens
+    assert state_of(parts) == before
+
+
+@FAMILY
+@pytest.mark.parametrize("chosen", ["eager", "flash_attention_2"])
+def test_what_the_caller_chose_stays_in_force(family, chosen):
+    parts = build(family)
+    config = parts.model.model.visual.config
+    config._attn_implementation = chosen
+    try:
+        before = state_of(parts)
+        with packed_vision_attention(parts):
+            assert state_of(parts) == before
+    finally:
+        config._attn_implementation = "sdpa"
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "llama"])
+def test_other_models_are_left_alone(family):
+    parts = inspect_model(families.build_model(family))
+    before = [module.config._attn_implementation for module in parts.model.modules() if hasattr(module, "config")]
+    with packed_vision_attention(parts):
+        inside = [
+            module.config._attn_implementation for module in parts.model.modules() if hasattr(module, "config")
+        ]
+    assert inside == before
+
+
+def test_two_models_encode_beside_each_other():
+    """A draft's tower may run in a thread of its own."""
+    both = [inspect_model(families.build_model("qwen2_5_vl", seed=seed)) for seed in (1, 2)]
+    grid, rounds = GRIDS["ragged windows"], 5
+    expected = [encode(parts, grid) for parts in both]
+    wrong, barrier = [], threading.Barrier(2)
+
+    def work(parts, rows):
+        for _ in range(rounds):
+            barrier.wait()
+            with packed_vision_attention(parts):
+                if not close(encode(parts, grid), rows):
+                    wrong.append(parts)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(both, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@FAMILY
+def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
+    """With a function of FlashAttention's signature in its place, which no CPU has."""
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, **options):
+        calls.append(options)
+        ends = options["cu_seqlens_q"]
+        assert ends.dtype == torch.int32 and ends is options["cu_seqlens_k"] and not options["causal"]
+        assert options["max_seqlen_q"] == options["max_seqlen_k"] == int(ends.diff().max())
+        sequences = PackedSequences(ends, options["max_seqlen_q"])
+        return reference.varlen_attention(q, k, v, sequences, options["softmax_scale"])
+
+    parts, grid = build(family, torch.bfloat16), GRIDS["ragged windows"]
+    expected = encode(parts, grid)
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(varlen, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(varlen, "flash_version", lambda major: 2)
+    monkeypatch.setattr(sys.modules[varlen_attention.__module__], "usable", lambda *args: None)
+    with packed_vision_attention(parts):
+        assert close(encode(parts, grid), expected)
+    assert len(calls) == len(parts.model.model.visual.blocks)
