@@ -52,7 +52,10 @@ class HostGroup:
         timeout: seconds to wait for other processes of which none works, before giving up.
         bytes_received: payload that this process received from other hosts since the group was built; what
             transformers exchanges between the members of a host is not counted.
+        has_own_process: whether no other host computes in this process, so that threads may work beside it.
     """
+
+    has_own_process = True
 
     def __init__(
         self,
@@ -336,9 +339,12 @@ class HostGroup:
         if different:
             raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
 
+    def start_gathering(self, tensor: Tensor) -> Exchange:
+        """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
+        return Exchange(lambda: tensor[None]) if self.num_processes == 1 else self._control.all_gather(tensor)
+
     def _gather_control(self, tensor: Tensor) -> Tensor:
-        """Gather a small tensor in host memory from every process: ``[H * T, *shape]``."""
-        return tensor[None] if self.num_processes == 1 else self._control.all_gather(tensor).wait()
+        return self.start_gathering(tensor).wait()
 
     def working(self, stage: str) -> AbstractContextManager:
         """Return a context for long work outside a stage, so that other hosts go on waiting for this one."""

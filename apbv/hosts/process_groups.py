@@ -158,6 +158,19 @@ def choose_device(wanted: str | torch.device | None, local_rank: int | None = No
     return torch.device("cuda", local_rank)
 
 
+def fair_share_of_cores() -> int:
+    """Return how many CPU cores this process may keep busy beside the other processes on its machine; at least 1.
+
+    They are the cores that the operating system lets this process run on, divided by the number of processes that
+    torchrun started on this machine (its LOCAL_WORLD_SIZE); without torchrun all of them.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:  # macOS and Windows have no such limit, or do not tell
+        num_cores = os.cpu_count() or 1
+    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
     """Refuse processes that do not make whole hosts.
 

@@ -119,6 +119,8 @@ class SimulatedHost(HostGroup):
         laps: seconds of computing between one reading of the clock and the next.
     """
 
+    has_own_process = False
+
     def __init__(self, machine: _Machine, rank: int, device: torch.device, pace: Sequence[float] | None = None):
         super().__init__(device=device, timeout=float("inf"))
         self.rank, self.size = rank, machine.num_hosts
@@ -200,10 +202,15 @@ class SimulatedHost(HostGroup):
             return list(values)
         return list(self._exchange(values, self._control_timing, lambda payloads: payloads[0]).wait())
 
-    def _gather_control(self, tensor: Tensor) -> Tensor:
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
         if self.size == 1:
-            return tensor[None]
-        return self._exchange(tensor, self._control_timing, torch.stack).wait()
+            return data
+        return self._exchange(data, self._control_timing, lambda payloads: payloads[0]).wait()
+
+    def start_gathering(self, tensor: Tensor) -> Exchange:
+        if self.size == 1:
+            return super().start_gathering(tensor)
+        return self._exchange(tensor, self._control_timing, torch.stack)
 
     def _control_timing(self, posts: list[_Post]) -> tuple[float, float]:
         """Time an exchange of statuses, which are as good as empty: all wait for the last, and for latencies."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import apbv.hosts.failure_watch
 from apbv import HostGroup
+from apbv.hosts import fair_share_of_cores
 
 from fresh_hosts import WAIT, Store, absent_job, described, exchange_in_stage, pattern, run_fresh
 from patience import GROUP_TIMEOUT, HANGING, wait_for
@@ -41,6 +42,17 @@ def test_without_torchrun_there_is_one_host(monkeypatch):
             raise KeyError("its own")
         hosts.close()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_processes", "share"), [(8, None, 8), (8, "1", 8), (8, "3", 2), (2, "8", 1)]
+)
+def test_processes_of_a_machine_share_its_cores(monkeypatch, num_cores, num_processes, share):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if num_processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", num_processes)
+    assert fair_share_of_cores() == share
 
 
 @pytest.mark.parametrize("message", ["its own", UNICODE, UNDECODABLE, ""], ids=ascii)
