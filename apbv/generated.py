@@ -8,6 +8,7 @@ import torch
 from .hosts import HostGroup
 from .input.model_inputs import ModelInputs
 from .input.request import Request
+from .input.video import VideoInfo
 from .model.parts import ModelParts
 from .prefilling.prefiller import ReadRequest
 from .prefilling.result import PrefillResult
@@ -30,6 +31,7 @@ class GenerateResult:
         frames: the numbers of the sampled frames of a video, ascending; else None.
         kept: which of a video's tokens the draft saw, bool ``[T, h, w]`` with T frames as the model merges them;
             None where that is not known.
+        video: the video that was asked about, as it was probed; None where there is none.
         timeline: if asked for, spans by host name, for :func:`apbv.timeline.write_timeline`; only host 0 has those
             of a draft host.
     """
@@ -40,6 +42,7 @@ class GenerateResult:
     finish_reason: str
     frames: tuple[int, ...] | None = None
     kept: torch.Tensor | None = None
+    video: VideoInfo | None = None
     timeline: dict[str, list[Span]] | None = None
 
     def __repr__(self) -> str:
@@ -62,21 +65,26 @@ class Reporter:
         self._hosts, self._placement = hosts, placement
 
     def answered(
-        self, request: Request, state: PrefillResult, answered: Answered, timeline: bool = False
+        self,
+        request: Request,
+        state: PrefillResult,
+        answered: Answered,
+        timeline: bool = False,
+        video: VideoInfo | None = None,
     ) -> GenerateResult:
         """Return the result of a request that was prefilled and decoded here."""
         spans = self._timeline(state.timer, answered) if timeline else None
         text = self._text(answered)
         record = self._record(request, state, answered, text)
         reason, frames = self._finish_reason(request, answered), _sampled_frames(state.inputs)
-        return GenerateResult(text, answered.tokens, record, reason, frames, answered.kept, spans)
+        return GenerateResult(text, answered.tokens, record, reason, frames, answered.kept, video, spans)
 
     def drafted(self, read: ReadRequest, answered: Answered) -> GenerateResult:
         """Return the result of a request for which this host drafted; the figures are the draft host's own."""
         text, tokens = self._text(answered), answered.tokens
         record = {"token_ids": tokens, "text": text, **answered.figures, **read.request.timer.summary(len(tokens))}
         reason, frames = self._finish_reason(read.request, answered), _sampled_frames(read.inputs)
-        return GenerateResult(text, tokens, record, reason, frames, answered.kept)
+        return GenerateResult(text, tokens, record, reason, frames, answered.kept, read.video)
 
     def _text(self, answered: Answered) -> str:
         return self._tokenizer.decode(answered.tokens, skip_special_tokens=True)
@@ -87,7 +95,7 @@ class Reporter:
         return "length" if is_cut else "stop"
 
     def _timeline(self, timer: StageTimer, answered: Answered) -> dict[str, list[Span]]:
-        spans_of_hosts = gather_spans([*timer.stages.spans, *answered.spans], self._hosts)
+        spans_of_hosts = gather_spans([*timer.spans, *answered.spans], self._hosts)
         hosts = {self._hosts.name_of(place): spans for place, spans in enumerate(spans_of_hosts)}
         return hosts if answered.draft_spans is None else {**hosts, "draft host": answered.draft_spans}
 

@@ -4,9 +4,10 @@ import json
 import platform
 import resource
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import version
@@ -15,46 +16,130 @@ from pathlib import Path
 import torch
 
 from .hosts import HostGroup
-from .timeline import Recorder, Span
+from .timeline import Recorder, Span, overlapping_seconds
 
+# Every stage of a request, in the order in which they first begin.
 STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
+# Those that work on one part of a video while another works on the next.
+_SIDE_BY_SIDE = ("decode_video", "preprocess", "encode", "exchange")
+# The one that leaves nothing to be done on a GPU, where something else may be under way meanwhile.
+_ON_HOST = ("decode_video",)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A moment is when this host came to a place in the code, or when the GPU comes to the work queued there.
+
+    Attributes:
+        seconds: by the hosts' clock.
+        event: what the GPU reaches then; None where the host's own time counts.
+    """
+
+    seconds: float
+    event: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage that has ended on this host, if not on its GPU."""
+
+    name: str
+    track: str | None
+    began: _Moment
+    ended: _Moment
 
 
 class StageTimer:
-    """A timer of a request's stages on this host, by the wall clock.
+    """A StageTimer times a request's stages on this host, and its first token; any thread may begin a stage.
 
-    On CUDA a stage ends when its kernels have ended.
+    It makes nobody wait for a GPU while the request runs. What a stage does there, on the stream that is current
+    around it, is timed by CUDA events, which are read at the end of the request: the stage lasts from when the GPU
+    could begin with its work until that work is done.
 
     Args:
         hosts: the hosts that run the request.
-        on_stage: called with the name of each stage as it begins.
-
-    Attributes:
-        stages: a span for each time that a stage ran.
+        on_stage: called with the name of each stage as it begins, in the thread that begins it.
+        on_progress: called with what :meth:`progress` is told, in the thread that tells it. Of both only one call
+            is under way at a time.
     """
 
-    def __init__(self, hosts: HostGroup, on_stage: Callable[[str], None] | None = None):
-        self._hosts, self._on_stage = hosts, on_stage
-        self.stages = Recorder("stages", hosts.clock)
+    def __init__(
+        self,
+        hosts: HostGroup,
+        on_stage: Callable[[str], None] | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
+    ):
+        self._hosts, self._on_stage, self._on_progress = hosts, on_stage, on_progress
+        self._recorder = Recorder("stages", hosts.clock)
+        self._unread: list[_Stage] = []
+        self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._began = self._hosts.clock()
-        self._first_token = 0.0
+        self._prefilled: _Moment | None = None
+        self._first_token: _Moment | None = None
         self._bytes_before = hosts.bytes_received
+        self._bytes_of_prefill = 0
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time what happens inside as a stage."""
+    def stage(self, name: str, track: str | None = None) -> Iterator[None]:
+        """Time what happens inside as a stage, which may run several times, and beside others in other threads.
+
+        Args:
+            name: one of :data:`STAGES`.
+            track: the row of the timeline that shows it. None: a row of its own for each of the stages that may
+                run beside one another, and one row for all others. Threads that run the same stage at once have to
+                name different rows.
+        """
         if self._on_stage is not None:
-            self._on_stage(name)
-        with self.stages.span(name):
-            try:
-                yield
-            finally:
-                synchronize(self._hosts.device)
+            with self._reporting:
+                self._on_stage(name)
+        if track is None and name in _SIDE_BY_SIDE:
+            track = name
+        began = self._now(name)
+        try:
+            yield
+        finally:
+            stage = _Stage(name, track, began, self._now(name))
+            with self._lock:
+                self._unread.append(stage)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Tell how far a stage is on this host.
+
+        Args:
+            stage: one of :data:`STAGES`, which may be between two of its runs.
+            done, total: frames where a video is read, temporal patches where it is encoded.
+        """
+        if self._on_progress is not None:
+            with self._reporting:
+                self._on_progress(stage, done, total)
+
+    def mark_prefilled(self) -> None:
+        """End the time to first token, as long as no token is chosen: the KV is there, and handed over."""
+        self._prefilled = self._now("handoff")
+        self._bytes_of_prefill = self.comm_bytes
 
     def mark_first_token(self) -> None:
-        """End the time to first token: the logits of the first new token exist."""
-        synchronize(self._hosts.device)
-        self._first_token = self._hosts.clock() - self._began
+        """End the time to first token: this process knows the token, and its caller is about to."""
+        self._first_token = _Moment(self._hosts.clock())
+
+    def resumed(self) -> "StageTimer":
+        """Return a timer that goes on where the prefill ended, as if no time had passed since then."""
+        timer = StageTimer(self._hosts)
+        for span in self.spans:
+            timer._recorder.keep(span)
+        timer._began -= self._seconds_to_first(self._prefilled)
+        timer._bytes_before -= self._bytes_of_prefill
+        return timer
+
+    @property
+    def spans(self) -> list[Span]:
+        """A span for each time that a stage has run; waits for what a GPU still works on of them."""
+        with self._lock:
+            stages, self._unread = self._unread, []
+            moments = self._read([moment for stage in stages for moment in (stage.began, stage.ended)])
+            for stage, began, ended in zip(stages, moments[::2], moments[1::2], strict=True):
+                self._recorder.add(stage.name, began, ended - began, stage.track)
+        return list(self._recorder.spans)
 
     @property
     def comm_bytes(self) -> int:
@@ -65,15 +150,19 @@ class StageTimer:
         """Return the request's figures, equal on every host; collective.
 
         Times are the slowest host's, in milliseconds; ``comm_bytes``, received from other hosts, and
-        ``peak_memory_bytes`` are lists with an entry per process.
+        ``peak_memory_bytes`` are lists with an entry per process. ``ttft_ms`` ends just before the caller gets the
+        first token; without an answer, when the prefill is done. ``stages_ms`` has each stage's time at work, all
+        its runs together: where stages overlap, that is more than the time that has passed, by ``overlap_ms``.
 
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
-        mine = [*map(self.stages.seconds, STAGES), self._first_token, self._hosts.clock() - self._began]
+        overlap = overlapping_seconds(self.spans)
+        first = self._seconds_to_first(self._first_token or self._prefilled)
+        mine = [*map(self._recorder.seconds, STAGES), overlap, first, self._hosts.clock() - self._began]
         everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
         slowest = [max(column) for column in zip(*everybody, strict=True)]
-        ttft, total = slowest[len(STAGES)], slowest[len(STAGES) + 1]
+        overlap, ttft, total = slowest[len(STAGES) : len(mine)]
         decode = slowest[STAGES.index("decode")]
         return {
             "ttft_ms": ttft * 1e3,
@@ -81,10 +170,45 @@ class StageTimer:
             "request_throughput": 1.0 / ttft if ttft else None,
             "output_throughput": num_new_tokens / decode if num_new_tokens and decode else None,
             "stages_ms": {name: slowest[i] * 1e3 for i, name in enumerate(STAGES)},
+            "overlap_ms": overlap * 1e3,
             "comm_bytes": [int(row[-2]) for row in everybody],
             "comm_bytes_total": int(sum(row[-2] for row in everybody)),
             "peak_memory_bytes": [int(row[-1]) for row in everybody],
         }
+
+    def _now(self, stage: str) -> _Moment:
+        """Return the moment for a stage's begin or end: the host's, or for work on a GPU the GPU's."""
+        hosts, event = self._hosts, None
+        # Simulated hosts share a GPU, and their clocks wait for it.
+        if hosts.device.type == "cuda" and hosts.has_own_process and stage not in _ON_HOST:
+            event = _record_event(hosts.device)
+        return _Moment(hosts.clock(), event)
+
+    def _read(self, moments: Sequence[_Moment]) -> list[float]:
+        """Return when moments were, by the hosts' clock; waits until the GPU has come to all of them."""
+        events = [moment.event for moment in moments if moment.event is not None]
+        if not events:
+            return [moment.seconds for moment in moments]
+        for event in events:  # and for no more: another stream may have work for minutes
+            event.synchronize()
+        latest = _record_event(self._hosts.device)
+        latest.synchronize()
+        now = self._hosts.clock()
+        return [
+            moment.seconds if moment.event is None else now - moment.event.elapsed_time(latest) / 1e3
+            for moment in moments
+        ]
+
+    def _seconds_to_first(self, moment: _Moment | None) -> float:
+        """Return the seconds from the request's begin; 0 if the moment has not come."""
+        return 0.0 if moment is None else self._read([moment])[0] - self._began
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    """Return an event that the GPU reaches when it has done what this thread has queued so far."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def synchronize(device: torch.device) -> None:
@@ -126,12 +250,7 @@ def provenance() -> dict:
     """Return when and with what figures are made: UTC date, versions, and a checkout's commit."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "apbv": version("apbv"),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
+        "versions": dict(_versions()),
         "git_sha": _git_sha(),
     }
 
@@ -139,6 +258,17 @@ def provenance() -> dict:
 def device_name(device: torch.device) -> str:
     """Return a GPU's name, or ``"cpu"``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    """Return the versions of what computes; finding a package's reads a file."""
+    return {
+        "apbv": version("apbv"),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
 
 
 @cache

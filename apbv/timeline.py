@@ -1,6 +1,7 @@
 """This module records what happened when on each host, and writes it for ui.perfetto.dev and chrome://tracing."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,11 +34,22 @@ def seconds_of(spans: Iterable[Span], *names: str) -> float:
     return sum(span.seconds for span in spans if span.name in names)
 
 
+def overlapping_seconds(spans: Iterable[Span]) -> float:
+    """Compute by how much the sum of the spans' seconds exceeds the time in which any of them ran."""
+    busy = covered = 0.0
+    end = float("-inf")
+    for span in sorted(spans, key=lambda span: span.begin):
+        busy += span.seconds
+        covered += max(0.0, span.begin + span.seconds - max(span.begin, end))
+        end = max(end, span.begin + span.seconds)
+    return busy - covered
+
+
 class Recorder:
-    """A recorder collects the spans of one track, in the order in which they ended.
+    """A recorder collects the spans of one host, in the order in which they ended; any thread may add some.
 
     Args:
-        track: the track's name.
+        track: the track of spans that name none.
         clock: returns seconds since some fixed moment.
     """
 
@@ -46,10 +58,11 @@ class Recorder:
         self._totals: dict[str, float] = {}  # kept because every round of decoding reads it
         self._track, self._clock = track, clock
         self._epoch = time.time() - clock()
+        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what was recorded, for another process, without this process's clock."""
-        return {**self.__dict__, "_clock": None}
+        """Return what was recorded, for another process, which can read it and add nothing."""
+        return {**self.__dict__, "_clock": None, "_lock": None}
 
     @contextmanager
     def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
@@ -58,9 +71,25 @@ class Recorder:
         try:
             yield details
         finally:
-            seconds = self._clock() - began
-            self.spans.append(Span(name, self._track, self._epoch + began, seconds, details))
-            self._totals[name] = self.seconds(name) + seconds
+            self.add(name, began, self._clock() - began, **details)
+
+    def add(self, name: str, began: float, seconds: float, track: str | None = None, **details: Any) -> None:
+        """Add a span that has ended.
+
+        Args:
+            name: what it was.
+            began: when it began, by the recorder's clock.
+            seconds: how long it took.
+            track: the row that shows it, where no other span runs at that time; None: the recorder's own.
+            details: figures about it.
+        """
+        self.keep(Span(name, track or self._track, self._epoch + began, seconds, details))
+
+    def keep(self, span: Span) -> None:
+        """Add a span of another recorder."""
+        with self._lock:
+            self.spans.append(span)
+            self._totals[span.name] = self.seconds(span.name) + span.seconds
 
     def seconds(self, name: str) -> float:
         """Sum the seconds of all spans of a name."""

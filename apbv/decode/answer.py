@@ -26,6 +26,7 @@ class Answer:
         sampling: how tokens are chosen, and the largest number of them.
         eos_token_ids: tokens that end the answer, and are its last.
         on_token: called on every host with each token as soon as it is chosen.
+        on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         tokens: the answer so far.
     """
@@ -36,6 +37,7 @@ class Answer:
     sampling: SamplingConfig
     eos_token_ids: tuple[int, ...] = ()
     on_token: Callable[[int], None] | None = None
+    on_first_token: Callable[[], None] | None = None
     stop: Callable[[Sequence[int]], bool] | None = None
     tokens: list[int] = field(default_factory=list)
 
@@ -67,6 +69,8 @@ class Answer:
 
     def add(self, new: Sequence[int]) -> None:
         """Append tokens, and call ``on_token`` with each."""
+        if not self.tokens and self.on_first_token is not None:
+            self.on_first_token()
         for token in new:
             self.tokens.append(token)
             if self.on_token is not None:

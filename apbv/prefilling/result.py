@@ -161,6 +161,7 @@ class PrefillResult:
             sampling=request.sampling,
             eos_token_ids=parts.eos_token_ids,
             on_token=request.on_token,
+            on_first_token=self.timer.mark_first_token,
             stop=request.stop,
         )
 

@@ -200,7 +200,7 @@ def draft_request(
             raise
         with timer.stage("decode"), apbv_attention(draft.language_model):
             last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
-            return draft_beside(pair.link, made, last, timer.stages.spans, stops_with_target=is_auto)
+            return draft_beside(pair.link, made, last, timer.spans, stops_with_target=is_auto)
     except Exception:
         pair.link = None
         raise

@@ -1,0 +1,154 @@
+"""The time to first token: all that is done until the caller gets it, and nothing after it."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import apbv
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
+from apbv.kv.placement import ShardedKV
+from apbv.kv.reader import SavedKV
+
+import families
+from engines import QUESTION
+
+AFTERWARDS = 1000.0
+
+
+class Clock:
+    """Seconds that pass when a stage begins (1) and after each token (1000); also counts the stages."""
+
+    def __init__(self, engine: Engine):
+        self.now = 0.0
+        self.stages: list[str] = []
+        self.stages_before_a_token: list[list[str]] = []
+        engine.hosts.clock = lambda: self.now
+
+    def on_stage(self, stage: str) -> None:
+        self.stages.append(stage)
+        self.now += 1.0
+
+    def on_token(self, token: int) -> None:
+        self.stages_before_a_token.append([*self.stages])
+        self.now += AFTERWARDS
+
+
+def build(
+    hosts: HostGroup, config: dict, speculate: dict | None = None, reuse: ReuseConfig | None = None
+) -> Engine:
+    model, draft = (families.build_model("qwen2_5_vl", dtype=torch.float64, seed=seed) for seed in (0, 1))
+    settings = speculate and SpeculativeConfig(keep_losing_draft=True, **speculate)
+    needs_draft = settings is not None and settings.strategy != "ngram"
+    is_draft_host = needs_draft and settings.draft_host and hosts.size > 1 and hosts.rank == hosts.size - 1
+    return Engine(
+        None if is_draft_host else model,
+        families.build_processor("qwen2_5_vl"),
+        hosts,
+        PrefillConfig(passing_len=4, anchor_len=12, **config),
+        speculate=settings,
+        draft=draft if needs_draft and (is_draft_host or hosts.size == 1 or not settings.draft_host) else None,
+        reuse=reuse,
+    )
+
+
+def first_token_job(hosts: HostGroup, clip: str, config: dict, speculate: dict | None, reuse: str | None):
+    """The stages that began before the first token, and the figures; with ``reuse`` of a second question."""
+    engine = build(hosts, config, speculate, reuse and ReuseConfig(mode=reuse))
+    for _ in range(2 if reuse else 1):
+        clock = Clock(engine)
+        answer = engine.generate(
+            QUESTION,
+            video=clip,
+            num_frames=12,
+            max_new_tokens=3,
+            on_token=clock.on_token,
+            on_stage=clock.on_stage,
+        )
+    return clock.stages_before_a_token[0], answer.stats
+
+
+@pytest.mark.parametrize(
+    ("hosts", "config", "speculate", "reuse"),
+    [
+        (1, {}, None, None),
+        (2, {}, None, None),
+        (2, {"kv": "sharded"}, None, None),
+        (1, {}, {"strategy": "vanilla"}, None),
+        (2, {"kv": "sharded"}, {"strategy": "vanilla"}, None),
+        (2, {}, {"strategy": "sd_tree"}, None),
+        (1, {}, {"strategy": "vanilla", "draft_host": True}, None),
+        (3, {}, {"strategy": "vanilla", "draft_host": True}, None),
+        (2, {}, None, "exact"),
+        (2, {}, None, "kv"),
+    ],
+    ids=str,
+)
+def test_it_ends_just_before_the_caller_gets_the_token(pool, clip, hosts, config, speculate, reuse):
+    for stages, figures in pool.run(hosts, first_token_job, str(clip), config, speculate, reuse):
+        assert figures["ttft_ms"] == len(stages) * 1e3
+        assert figures["total_ms"] >= (len(stages) + AFTERWARDS) * 1e3
+        if figures.get("role") != "draft":
+            assert "decode" in stages
+            assert ("handoff" in stages) == (figures["kv"] == "gathered" and reuse != "kv")
+
+
+def stored_job(hosts: HostGroup, clip: str, path: str) -> list[dict]:
+    """The figures of a prefill, of two answers to it, of the prefill again, and of an answer to it when loaded."""
+    engine = build(hosts, {})
+    clock = Clock(engine)
+
+    def take_time(*_) -> None:
+        clock.now += 5.0
+
+    def gathered(kv: ShardedKV):
+        clock.now += 2.0
+        return gather(kv)
+
+    def prompt_of(saved: SavedKV):
+        clock.now += 3.0
+        return read_prompt(saved)
+
+    engine.model.get_decoder().layers[0].register_forward_hook(take_time)
+    gather, read_prompt = ShardedKV.gathered, SavedKV.prompt
+    with mock.patch.object(ShardedKV, "gathered", gathered):
+        state = engine.prefill(QUESTION, video=clip, num_frames=12)
+    figures = [state.timer.summary()]
+    for _ in range(2):
+        clock.now += 100.0  # the caller's own time
+        figures.append(engine.decode(state, max_new_tokens=2, on_token=clock.on_token).stats)
+    figures.append(state.timer.summary())
+    state.save(path)
+    with mock.patch.object(SavedKV, "prompt", prompt_of):
+        loaded = apbv.load(path, engine.model, hosts=hosts)
+    figures.append(engine.decode(loaded, max_new_tokens=2, on_token=clock.on_token).stats)
+    return figures
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_answers_to_a_stored_prefill_have_figures_of_their_own(pool, clip, tmp_path, hosts):
+    """The prefill's time is in them, and not what the caller did in between."""
+    decoding = (2 * AFTERWARDS + 5.0) * 1e3
+    for prefill, *answers, again, loaded in pool.run(hosts, stored_job, str(clip), str(tmp_path / "kv")):
+        assert prefill["ttft_ms"] == again["ttft_ms"] == 7e3
+        assert prefill["stages_ms"]["prefill"] == 5e3 and prefill["stages_ms"]["handoff"] == 2e3
+        assert again["stages_ms"]["decode"] == 0
+        for answer in answers:
+            assert answer["ttft_ms"] == 7e3 and answer["stages_ms"]["prefill"] == 5e3
+            assert answer["stages_ms"]["decode"] == decoding and answer["total_ms"] == 7e3 + decoding
+            assert answer["comm_bytes_total"] >= prefill["comm_bytes_total"]
+        assert loaded["ttft_ms"] == 3e3 and loaded["stages_ms"]["prefill"] == 0
+        assert loaded["total_ms"] == 3e3 + decoding
+
+
+def test_a_further_question_that_is_only_prefilled_has_its_time(clip):
+    engine = build(HostGroup.single("cpu"), {}, reuse=ReuseConfig(mode="kv"))
+    engine.prefill(QUESTION, video=clip, num_frames=12)
+    clock = Clock(engine)
+
+    def take_time(*_) -> None:
+        clock.now += 5.0
+
+    engine.model.get_decoder().layers[0].register_forward_hook(take_time)
+    state = engine.prefill(QUESTION, video=clip, num_frames=12)
+    assert state.reused == "kv" and state.timer.summary()["ttft_ms"] == 5e3

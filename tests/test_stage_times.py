@@ -1,0 +1,252 @@
+"""What StageTimer and Recorder measure, by clocks that move only when a test says so."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from apbv import HostGroup
+from apbv.stats import STAGES, StageTimer
+from apbv.timeline import Recorder, Span, overlapping_seconds, write_timeline
+
+
+class ClockedHosts(HostGroup):
+    """A single host whose time is ``now``."""
+
+    def __init__(self, device: str = "cpu"):
+        super().__init__(device=torch.device(device), timeout=0.0)
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+
+@contextmanager
+def in_another_thread(work) -> Iterator[None]:
+    """Run a generator function in another thread: up to its yield, then what is inside here, then the rest."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def run() -> None:
+        steps = work()
+        next(steps)
+        begun.set()
+        go_on.wait()
+        next(steps, None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    yield
+    go_on.set()
+    thread.join()
+
+
+def overlapping_stages(hosts: ClockedHosts, timer: StageTimer) -> None:
+    """From 0 to 4 one thread reads the video, from 1 to 6 another encodes; from 6 to 7 the first prefills."""
+
+    def encode():
+        with timer.stage("encode"):
+            yield
+
+    with timer.stage("decode_video"):
+        hosts.now = 1.0
+        encoding = in_another_thread(encode)
+        encoding.__enter__()
+        hosts.now = 4.0
+    hosts.now = 6.0
+    encoding.__exit__(None, None, None)
+    with timer.stage("prefill"):
+        hosts.now = 7.0
+
+
+def test_stages_that_overlap_are_all_busy_and_the_overlap_is_told():
+    hosts = ClockedHosts()
+    timer = StageTimer(hosts)
+    overlapping_stages(hosts, timer)
+    figures = timer.summary()
+    assert {name: ms for name, ms in figures["stages_ms"].items() if ms} == {
+        "decode_video": 4000.0,
+        "encode": 5000.0,
+        "prefill": 1000.0,
+    }
+    assert figures["total_ms"] == 7000.0 and figures["overlap_ms"] == pytest.approx(3000.0)
+
+
+def test_stages_that_overlap_have_rows_of_their_own(tmp_path):
+    hosts = ClockedHosts()
+    timer = StageTimer(hosts)
+    overlapping_stages(hosts, timer)
+    write_timeline(tmp_path / "trace.json", {"host 0": timer.spans})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = {event["name"]: (rows[event["tid"]], event["ts"], event["dur"]) for event in events if "dur" in event}
+    assert {name: row for name, (row, *_) in shown.items()} == {
+        "decode_video": "decode_video",
+        "encode": "encode",
+        "prefill": "stages",
+    }
+    assert shown["encode"][1] == pytest.approx(1e6, abs=1)
+    assert shown["encode"][2] == pytest.approx(5e6, abs=1)
+
+
+def test_a_stage_may_name_its_row():
+    timer = StageTimer(ClockedHosts())
+    for thread in ("decoder 0", "decoder 1"):
+        with timer.stage("decode_video", track=thread):
+            pass
+    assert [span.track for span in timer.spans] == ["decoder 0", "decoder 1"]
+
+
+def spans(*runs: tuple[float, float]) -> list[Span]:
+    return [Span("stage", "track", begin, end - begin, {}) for begin, end in runs]
+
+
+@pytest.mark.parametrize(
+    ("runs", "seconds"),
+    [
+        ([], 0),
+        ([(0, 2), (2, 3), (5, 6)], 0),
+        ([(0, 4), (3, 6)], 1),
+        ([(3, 6), (0, 4)], 1),
+        ([(0, 10), (2, 3), (4, 6)], 3),
+        ([(0, 4), (0, 4), (0, 4)], 8),
+        ([(0, 4), (1, 2), (3, 5)], 2),
+    ],
+    ids=str,
+)
+def test_the_overlap_is_what_the_sum_has_more_than_the_time(runs, seconds):
+    assert overlapping_seconds(spans(*runs)) == seconds
+
+
+class SlowlyAdded(float):
+    """Seconds that let other threads run while they are added to a sum."""
+
+    def __radd__(self, other: float) -> float:
+        time.sleep(0.001)
+        return other + float(self)
+
+
+def test_no_span_is_lost_where_threads_record_at_once():
+    recorder = Recorder("track")
+    threads = [
+        threading.Thread(target=lambda: [recorder.add("work", 0.0, SlowlyAdded(1)) for _ in range(10)])
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(recorder.spans) == recorder.seconds("work") == 80
+
+
+def test_stages_are_announced_one_at_a_time():
+    at_once, most = [], []
+
+    def announced(stage: str) -> None:
+        at_once.append(stage)
+        time.sleep(0.001)
+        most.append(len(at_once))
+        at_once.remove(stage)
+
+    timer = StageTimer(ClockedHosts(), announced)
+
+    def run() -> None:
+        for _ in range(10):
+            with timer.stage("encode"):
+                pass
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 40 and set(most) == {1}
+
+
+# ---- on a GPU ----
+
+
+class Gpu:
+    """A GPU with one stream, whose work takes time while the host goes on, with the events that torch has."""
+
+    def __init__(self, hosts: ClockedHosts, monkeypatch):
+        self.hosts, self.free, self.num_waits = hosts, 0.0, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self, stream) -> None:
+                assert stream is gpu
+                self.at = gpu.free = max(gpu.free, hosts.now)
+
+            def synchronize(self) -> None:
+                gpu.num_waits += 1
+                hosts.now = max(hosts.now, self.at)
+
+            def elapsed_time(self, end: "Event") -> float:
+                assert self.at <= hosts.now and end.at <= hosts.now, "the GPU has not come to it"
+                return (end.at - self.at) * 1e3
+
+        def synchronize(device) -> None:
+            gpu.num_waits += 1
+            hosts.now = max(hosts.now, gpu.free)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+
+    def launch(self, seconds: float) -> None:
+        self.free = max(self.free, self.hosts.now) + seconds
+
+
+def test_a_gpus_time_is_measured_without_waiting_for_it(monkeypatch):
+    hosts = ClockedHosts("cuda:0")
+    gpu = Gpu(hosts, monkeypatch)
+    timer = StageTimer(hosts)
+    with timer.stage("encode"):
+        gpu.launch(5.0)
+        hosts.now = 1.0
+    with timer.stage("decode_video"):  # on the host, while the GPU is busy
+        hosts.now = 3.0
+    with timer.stage("prefill"):
+        gpu.launch(4.0)
+    timer.mark_prefilled()
+    assert hosts.now == 3.0 and not gpu.num_waits
+    figures = timer.summary()
+    measured = {name: ms for name, ms in figures["stages_ms"].items() if ms}
+    assert measured == pytest.approx({"encode": 5000.0, "decode_video": 2000.0, "prefill": 4000.0})
+    assert figures["ttft_ms"] == pytest.approx(9000.0) and figures["total_ms"] == pytest.approx(9000.0)
+    assert figures["overlap_ms"] == pytest.approx(2000.0)
+
+
+def test_the_first_token_ends_when_the_host_knows_it(monkeypatch):
+    """The host has read the token then: nothing that the GPU does later belongs to it."""
+    hosts = ClockedHosts("cuda:0")
+    gpu = Gpu(hosts, monkeypatch)
+    timer = StageTimer(hosts)
+    with timer.stage("prefill"):
+        gpu.launch(4.0)
+    timer.mark_prefilled()
+    with timer.stage("decode"):
+        hosts.now = 4.5
+        timer.mark_first_token()
+        gpu.launch(10.0)
+    assert timer.summary()["ttft_ms"] == 4500.0
+
+
+def test_simulated_hosts_whose_clock_waits_for_the_gpu_need_no_events(monkeypatch):
+    hosts = ClockedHosts("cuda:0")
+    monkeypatch.setattr(ClockedHosts, "has_own_process", False)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    timer = StageTimer(hosts)
+    for stage in STAGES:
+        with timer.stage(stage):
+            hosts.now += 1.0
+    assert set(timer.summary()["stages_ms"].values()) == {1000.0}
