@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
+from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig, VideoConfig
 from .torchvision_guard import ensure_torchvision_imports
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "SamplingConfig",
     "SpeculativeConfig",
     "StorageError",
+    "VideoConfig",
     "load",
     "prefill",
 ]

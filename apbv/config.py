@@ -27,6 +27,7 @@ MAX_FPS = 1e9
 METHOD_NAMES = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
 IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
 BACKEND_NAMES = ("auto", "torch", "triton", "reference", "cudnn", "flash_attn", "flashinfer")
+VIDEO_BACKEND_NAMES = ("auto", "pyav", "torchcodec")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STRATEGY_NAMES = (
     "vanilla",
@@ -73,6 +74,33 @@ def longest_window(num_draft_tokens: int | str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoConfig:
+    """A VideoConfig says how a host reads its frames of a video.
+
+    Attributes:
+        backend: what decodes: ``"pyav"``, ``"torchcodec"`` (the extra ``[video]``), or ``"auto"``, which is
+            torchcodec where it is installed and decodes on the model's GPU, and PyAV elsewhere.
+        threads: how many threads decode. None: this process's fair share of the machine's cores.
+        chunk_bytes: an estimate of the memory that frames, pixels and activations of one chunk may take; a few
+            chunks are in memory at a time. None: a sixteenth of the free memory, at most 256 MiB.
+
+    Raises:
+        ValueError: the back end is unknown, or a number is not positive.
+    """
+
+    backend: str = "auto"
+    threads: int | None = None
+    chunk_bytes: int | None = None
+
+    def __post_init__(self):
+        _require_known("backend", self.backend, VIDEO_BACKEND_NAMES)
+        for name in ("threads", "chunk_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or not 1 <= value < 2**63):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillConfig:
     """A PrefillConfig says how prompts are prefilled.
 
@@ -100,6 +128,7 @@ class PrefillConfig:
         backend: the kernels that compute attention, here and in decoding; a name in
             :data:`apbv.kernels.backends.BACKENDS`. ``"auto"``: the environment variable ``APBV_BACKEND``, or else
             the fastest one for the device and the shape.
+        video: how each host reads its frames.
 
     Raises:
         ValueError: a length is negative or absurd, or a name is unknown.
@@ -117,6 +146,7 @@ class PrefillConfig:
     on_single_host: bool = False
     kv: str = "gathered"
     backend: str = "auto"
+    video: VideoConfig = VideoConfig()
 
     def __post_init__(self):
         for name in ("anchor_len", "passing_len"):

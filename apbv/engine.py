@@ -1,6 +1,8 @@
 """This module defines Engine, which answers questions about files on all hosts together."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from .generated import GenerateResult, Reporter
 from .hosts import HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
+from .input.video import require_backend
 from .model.defaults import default_max_new_tokens, default_num_frames
 from .model.loading import load_model, read_config
 from .model.parts import require_supported
@@ -44,6 +47,7 @@ class Engine:
     Attributes:
         num_frames, max_new_tokens: the defaults of requests, taken from the checkpoint (see
             :mod:`apbv.model.defaults`).
+        videos: remembers what was found in the video files that were asked about.
 
     Raises:
         ValueError: the model is not supported, the strategy unknown, or the draft does not fit the model or
@@ -75,12 +79,11 @@ class Engine:
         self.name = name or type(self._parts.model).__name__
         self.num_frames = default_num_frames(processor)
         reader = PromptReader(self._parts, processor, self.num_frames, config)
-        self.tokenizer = reader.tokenizer
+        self.tokenizer, self.videos = reader.tokenizer, reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
         self.hosts = self._way.hosts
         self.max_new_tokens = drafting.agree(default_max_new_tokens(self._parts.model))
         self._prefiller = Prefiller(
-            model,
             reader,
             self.hosts,
             config,
@@ -127,6 +130,7 @@ class Engine:
         with hosts.local_stage("reading the settings"):  # refuse what can be refused before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
             require_supported(read_config(path))
+            require_backend(config.video.backend)
         # Members of a host exchange data while transformers loads the model's shares.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
         with stage(f"loading {name}"):
@@ -169,7 +173,8 @@ class Engine:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
         question = Question(prompt, video, images, context, messages, num_frames, fps)
         request = Request(question, StageTimer(self.hosts), positions)
-        return self._prefiller.run(self._prefiller.read(request))
+        with closing(self._prefiller.read(request)) as read:
+            return self._prefiller.run(read)
 
     def generate(
         self,
@@ -187,6 +192,7 @@ class Engine:
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
         on_stage: Callable[[str], None] | None = None,
+        on_progress: Callable[[str, int, int], None] | None = None,
         stop: Callable[[Sequence[int]], bool] | None = None,
         timeline: bool = False,
     ) -> GenerateResult:
@@ -203,6 +209,9 @@ class Engine:
             on_token: called on every host with each token as soon as it is decoded; on a draft host at the end.
             on_stage: called on every host as a stage begins, with its name in :data:`apbv.stats.STAGES`; a stage
                 may come again.
+            on_progress: called on every host with a stage, how much of it is done there, and of how much:
+                ``"decode_video"`` counts frames, ``"encode"`` temporal patches. Neither this nor ``on_stage`` is
+                always called in the caller's thread, but never while the other is.
             stop: called on host 0 after each token with all tokens so far; true ends the answer there. Also called
                 before and after the prompt is read, with no tokens; true then cancels the request. Give it on
                 every host, or on none.
@@ -220,19 +229,18 @@ class Engine:
         question = Question(prompt, video, images, context, messages, num_frames, fps)
         request = Request(
             question,
-            StageTimer(self.hosts, on_stage),
+            StageTimer(self.hosts, on_stage, on_progress),
             sampling=sampling,
             num_wanted=max_new_tokens or 1,
             on_token=on_token,
             stop=stop if self._way.prefills else None,  # a draft host is told where the answer ends
         )
-        read = self._way.read(request, self._prefiller.read)
-        with self._way.session(read) as session:
+        with closing(self._way.read(request, self._prefiller.read)) as read, self._way.session(read) as session:
             if not self._way.prefills:
                 return self._reporter.drafted(read, session.answer(None))
             state = self._prefiller.run(read, session.observer)
             answered = session.answer(state)
-        return self._reporter.answered(read.request, state, answered, timeline)
+        return self._reporter.answered(read.request, state, answered, timeline, read.video)
 
     def decode(
         self,
@@ -247,8 +255,11 @@ class Engine:
     ) -> GenerateResult:
         """Answer from a prefill that :meth:`prefill` or :func:`apbv.load` returned, without a draft.
 
-        The arguments are those of :meth:`generate`.
+        The arguments are those of :meth:`generate`. The figures are those of the prefill and of this answer, as if
+        the one had followed the other at once; for KV that was loaded, of loading it.
         """
+        # With a timer of its own: another answer to the same prompt has other figures.
+        state = replace(state, timer=state.timer.resumed())
         max_positions = self._parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
             sampling = self._sampling(max_new_tokens, temperature, top_p, seed)

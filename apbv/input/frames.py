@@ -4,14 +4,22 @@ The processor also runs on tensors without storage, so that no host has to hold 
 prompt looks like.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .video import VideoInfo, read_frames
+from ..config import VideoConfig
+from ..hosts import fair_share_of_cores
+from ..stats import StageTimer
+from .pixels import PixelChunk, stream
+from .placeholders import process
+from .video import VideoInfo, iter_frames, read_frames
 
 
 @dataclass(frozen=True)
@@ -21,20 +29,14 @@ class FramePiece:
     Attributes:
         video: the file that they are in.
         frames: their indices, ascending.
+        num_merged: the frames of one temporal patch.
         grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid.
     """
 
     video: VideoInfo
     frames: tuple[int, ...]
+    num_merged: int
     grid: Tensor | None
-
-    def read(self) -> Tensor:
-        """Decode the frames: uint8 ``[t, H, W, 3]``.
-
-        Raises:
-            VideoError: a frame cannot be decoded.
-        """
-        return torch.from_numpy(read_frames(self.video, list(self.frames)))
 
 
 def video_skeleton(processor, text: str, info: VideoInfo, frames: Sequence[int]) -> dict[str, Any]:
@@ -54,13 +56,79 @@ def video_skeleton(processor, text: str, info: VideoInfo, frames: Sequence[int])
         duration=info.duration,
         frames_indices=[round(info.timestamps[index] * info.fps) for index in frames],
     )
-    return processor(
-        text=[text],
-        videos=[pixels],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
+    return process(processor, text, videos=[pixels], video_metadata=[metadata], do_sample_frames=False)
+
+
+@dataclass(frozen=True)
+class VideoPixels:
+    """The pixels of one host's frames, decoded and preprocessed as they are asked for.
+
+    Attributes:
+        piece: the frames.
+        processor: the model's transformers processor.
+        device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32 on the CPU.
+        config: how frames are decoded.
+        runs_ahead: whether threads make chunks before they are asked for.
+        timer: times decoding and preprocessing.
+    """
+
+    piece: FramePiece
+    processor: Any
+    device: torch.device | None = None
+    dtype: torch.dtype = torch.float32
+    config: VideoConfig = field(default_factory=VideoConfig)
+    runs_ahead: bool = True
+    timer: StageTimer | None = None
+
+    def chunks(self, size: int) -> Iterator[PixelChunk]:
+        """See :class:`~apbv.input.pixels.Pixels`."""
+        side = torch.cuda.Stream(self.device) if self.device and self.device.type == "cuda" else None
+        decode = partial(self._decode, size * self.piece.num_merged)
+        return stream(decode, partial(self._prepare, side), self.runs_ahead)
+
+    def _decode(self, num_frames: int) -> Iterator[Tensor]:
+        """Decode chunks of so many frames, and say how far this is."""
+        done = 0
+        with closing(self._in_threads(num_frames) if self.runs_ahead else self._in_turn(num_frames)) as chunks:
+            for chunk in chunks:
+                done += len(chunk)
+                if self.timer is not None:
+                    self.timer.progress("decode_video", done, len(self.piece.frames))
+                yield torch.as_tensor(chunk)
+
+    def _in_threads(self, num_frames: int) -> Iterator[np.ndarray | Tensor]:
+        def at_work(thread: int) -> AbstractContextManager:
+            return self._stage("decode_video", f"decode_video {thread}")
+
+        video, frames, device = self.piece.video, self.piece.frames, str(self.device or "cpu")
+        return iter_frames(video, frames, num_frames, self._threads, self.config.backend, device, at_work)
+
+    def _in_turn(self, num_frames: int) -> Iterator[np.ndarray]:
+        frames = self.piece.frames
+        for start in range(0, len(frames), num_frames):
+            with self._stage("decode_video"):
+                chunk = read_frames(self.piece.video, frames[start : start + num_frames], self._threads)
+            yield chunk
+
+    @property
+    def _threads(self) -> int:
+        return self.config.threads or fair_share_of_cores()
+
+    @torch.no_grad()
+    def _prepare(self, side: "torch.cuda.Stream | None", frames: Tensor) -> PixelChunk:
+        num_patches = -(-len(frames) // self.piece.num_merged)
+        # The stage lies within the stream, whose time counts.
+        with nullcontext() if side is None else torch.cuda.stream(side), self._stage("preprocess"):
+            if side is None:
+                return PixelChunk(preprocess_frames(self.processor, frames, self.piece.grid), num_patches)
+            if not frames.is_cuda:
+                frames = frames.pin_memory().to(self.device, non_blocking=True)
+            values = preprocess_frames(self.processor, frames, self.piece.grid)
+            values = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()}
+            return PixelChunk(values, num_patches, side.record_event())
+
+    def _stage(self, name: str, track: str | None = None) -> AbstractContextManager:
+        return nullcontext() if self.timer is None else self.timer.stage(name, track)
 
 
 def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[str, Tensor]:

@@ -14,58 +14,14 @@ from torch import Tensor
 
 from ..config import DEFAULT_QUERY_LEN
 from ..hosts import HostGroup
-from ..layout import split_evenly
 from ..model.parts import ModelParts
 from .files import FileIdentity
-from .frames import FramePiece, preprocess_frames, video_skeleton
+from .frames import FramePiece, video_skeleton
+from .pixels import Pixels
 from .video import VideoInfo
+from .visual import PromptError, VideoSource, VisualInput, visual_from_batch
 
 POSITION_RULES = ("transformers", "vllm")
-
-
-class PromptError(ValueError):
-    """This model cannot answer the prompt; the message says why."""
-
-
-@dataclass(frozen=True)
-class VideoSource:
-    """The file and the frames that a video's pixels come from.
-
-    Attributes:
-        file: the video file, as it was when it was read.
-        frames: indices of the sampled frames.
-        frame_parallel: whether every host reads its share of them, instead of all.
-    """
-
-    file: FileIdentity
-    frames: tuple[int, ...]
-    frame_parallel: bool
-
-
-@dataclass(frozen=True)
-class VisualInput:
-    """The images or the video of a prompt, and this host's share of the work on it.
-
-    Attributes:
-        kind: ``"video"`` or ``"image"``.
-        pieces: for every host, the rows (visual tokens, in prompt order) that it encodes.
-        pixels: keyword arguments of the model's ``get_*_features`` for this host's piece; None if it is empty.
-        num_temporal_patches: the number of them in this host's piece. A temporal patch is what the model makes of
-            one frame, or of several that it merges; 1 for all images together.
-        rows_per_temporal_patch: its visual tokens; 0 for images, which are not cut.
-        ends_video: whether this host's piece ends the video.
-        replicated: whether every host encodes everything.
-        source: which frames of which video; None where the caller prepared the pixels, and for images.
-    """
-
-    kind: str
-    pieces: tuple[range, ...]
-    pixels: dict[str, Any] | None
-    num_temporal_patches: int
-    rows_per_temporal_patch: int
-    ends_video: bool
-    replicated: bool = False
-    source: VideoSource | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +58,7 @@ class ModelInputs:
     @property
     def num_visual_tokens(self) -> int:
         """The number of placeholders of images or video in the prompt."""
-        return 0 if self.visual is None else max(piece.stop for piece in self.visual.pieces)
+        return 0 if self.visual is None else self.visual.num_rows
 
     def require_room(self, max_positions: int, num_new: int = 1) -> None:
         """Make sure that the prompt and its answer lie at positions that the model was made for.
@@ -177,7 +133,7 @@ class ModelInputs:
             position_ids=_positions(parts, batch),
             context_start=int(where[0]),
             query_start=int(where[-1]) + 1,
-            visual=_visual_from_batch(parts, batch, len(where), hosts, frame_parallel),
+            visual=visual_from_batch(parts, batch, len(where), hosts, frame_parallel),
         )
 
     @classmethod
@@ -221,27 +177,27 @@ class ModelInputs:
     ) -> "tuple[ModelInputs, FramePiece]":
         """Take over what :func:`video_skeleton` returned for these frames, as :meth:`from_video` does."""
         inputs = cls.from_processor(parts, skeleton, hosts, frame_parallel)
-        num_patches = _num_temporal_patches(skeleton)
-        num_merged = -(-len(frames) // num_patches)  # frames of one temporal patch
-        mine = _patches_of_hosts(num_patches, hosts, frame_parallel)[hosts.rank]
+        visual = inputs.visual
+        mine = visual.patches[hosts.rank]
+        num_merged = -(-len(frames) // visual.num_temporal_patches)  # frames of one temporal patch
         piece = FramePiece(
             video=info,
             frames=tuple(frames[mine.start * num_merged : mine.stop * num_merged]),
+            num_merged=num_merged,
             grid=skeleton.get("video_grid_thw"),
         )
         source = VideoSource(FileIdentity.of(info.path), tuple(frames), frame_parallel)
-        visual = replace(inputs.visual, pixels=None, source=source)
+        visual = visual.of_frames(source, num_bytes=3 * info.height * info.width * len(frames))
         return replace(inputs, visual=visual), piece
 
-    def with_frames(self, processor, piece: FramePiece, frames: Tensor) -> "ModelInputs":
-        """Add this host's pixels.
+    def with_pixels(self, pixels: Pixels, patches_per_chunk: int | None = None) -> "ModelInputs":
+        """Return the same prompt with this host's share of the pixels.
 
         Args:
-            processor: the model's transformers processor.
-            frames: uint8 ``[t, H, W, 3]``, as read for ``piece``.
+            patches_per_chunk: see :class:`~apbv.input.visual.VisualInput`.
         """
-        pixels = preprocess_frames(processor, frames, piece.grid) if len(frames) else None
-        return replace(self, visual=replace(self.visual, pixels=pixels))
+        visual = replace(self.visual, pixels=pixels, patches_per_chunk=patches_per_chunk)
+        return replace(self, visual=visual)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -273,84 +229,3 @@ def _positions(parts: ModelParts, batch: Mapping[str, Any]) -> Tensor:
     grids = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in grids.items()}
     position_ids, _ = parts.model.model.get_rope_index(input_ids, **grids)
     return position_ids
-
-
-def _visual_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], num_rows: int, hosts: HostGroup, frame_parallel: bool
-) -> VisualInput:
-    pixels, is_video = batch.get("pixel_values_videos"), True
-    if batch.get("pixel_values") is not None:
-        if pixels is not None:
-            raise PromptError("a prompt may have images or one video, not both")
-        # InternVL has one name for both, and encodes a video frame and a tile of an image alike.
-        pixels, is_video = batch["pixel_values"], parts.family == "internvl"
-    if pixels is None:
-        raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")
-    if not is_video:
-        # Images are few: host 0 encodes them all. How one is tiled can depend on the others beside it.
-        names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
-        return VisualInput(
-            kind="image",
-            pieces=_rows_of_patches(split_evenly(range(1), hosts.size), 1, num_rows, num_rows),
-            pixels={n: batch[n] for n in names if batch.get(n) is not None} if hosts.rank == 0 else None,
-            num_temporal_patches=1,
-            rows_per_temporal_patch=0,
-            ends_video=False,
-        )
-    num_patches = _num_temporal_patches(batch)
-    rows_per_patch = (num_rows - parts.num_rows_ending_video) // num_patches
-    patches = _patches_of_hosts(num_patches, hosts, frame_parallel)
-    mine = patches[hosts.rank]
-    return VisualInput(
-        kind="video",
-        pieces=_rows_of_patches(patches, num_patches, rows_per_patch, num_rows),
-        pixels=_slice_pixels(batch, mine) if mine else None,
-        num_temporal_patches=len(mine),
-        rows_per_temporal_patch=rows_per_patch,
-        ends_video=bool(mine) and mine.stop == num_patches,
-        replicated=not frame_parallel,
-    )
-
-
-def _patches_of_hosts(num_patches: int, hosts: HostGroup, frame_parallel: bool) -> list[range]:
-    """Share a video's temporal patches out among the hosts that encode them (Eq. 6)."""
-    return split_evenly(range(num_patches), hosts.size) if frame_parallel else [range(num_patches)] * hosts.size
-
-
-def _video_pixels(batch: Mapping[str, Any]) -> Tensor:
-    pixels = batch.get("pixel_values_videos")
-    return batch["pixel_values"] if pixels is None else pixels
-
-
-def _num_temporal_patches(batch: Mapping[str, Any]) -> int:
-    """Count the temporal patches of the video, which can be encoded apart from one another."""
-    grid, pixels = batch.get("video_grid_thw"), _video_pixels(batch)
-    videos = len(grid) if grid is not None else pixels.shape[0] if pixels.dim() == 5 else 1
-    if videos != 1:
-        raise PromptError(f"a prompt may have one video, not {videos}")
-    if grid is not None:
-        return int(grid[0, 0])
-    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
-
-
-def _rows_of_patches(
-    shares: Sequence[range], num_patches: int, rows_per_patch: int, num_rows: int
-) -> tuple[range, ...]:
-    """Find the rows of each share of temporal patches. Rows of no patch (LLaVA's newline) end the last one."""
-    edge = [patch * rows_per_patch for patch in range(num_patches)] + [num_rows]
-    return tuple(range(edge[share.start], edge[share.stop]) for share in shares)
-
-
-def _slice_pixels(batch: Mapping[str, Any], patches: range) -> dict[str, Tensor]:
-    """Cut the pixels of some temporal patches out of a processor's batch."""
-    pixels, grid = _video_pixels(batch), batch.get("video_grid_thw")
-    if grid is None:
-        cut = slice(patches.start, patches.stop)
-        return {"pixel_values_videos": pixels[:, cut] if pixels.dim() == 5 else pixels[cut]}
-    rows = int(grid[0, 1] * grid[0, 2])  # of pixels, for one temporal patch
-    grid = grid.clone()
-    grid[0, 0] = len(patches)
-    return {
-        "pixel_values_videos": pixels[patches.start * rows : patches.stop * rows],
-        "video_grid_thw": grid,
-    }

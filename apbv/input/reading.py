@@ -4,7 +4,6 @@ The library, the script and the server all read by this.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,13 @@ from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .frames import FramePiece, video_skeleton
+from .frames import FramePiece, VideoPixels, video_skeleton
+from .known_videos import KnownVideos
 from .model_inputs import ModelInputs
+from .placeholders import process
 from .rendering import RenderedPrompt, render_prompt
 from .request import Question
-from .video import VideoInfo, probe, sample_fps, sample_uniform
+from .video import VideoInfo, require_backend, sample_fps, sample_uniform
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,25 @@ class PromptReader:
         processor: the model's; for a text-only model its tokenizer. It is used by one thread at a time.
         num_frames: of a video, where a question does not say.
         config: where a text's query begins, and whether hosts share out a video's frames.
+        videos: remembers what was found in video files; None: nobody else shares it.
+
+    Raises:
+        ValueError: the back end for videos cannot be used.
     """
 
-    def __init__(self, parts: ModelParts, processor, num_frames: int, config: PrefillConfig | None = None):
+    def __init__(
+        self,
+        parts: ModelParts,
+        processor,
+        num_frames: int,
+        config: PrefillConfig | None = None,
+        videos: KnownVideos | None = None,
+    ):
         self.parts, self.processor = parts, processor
+        self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self._num_frames, self._config = num_frames, config or PrefillConfig()
+        require_backend(self._config.video.backend)
 
     def render(self, question: Question) -> RenderedPrompt:
         """Apply the chat template; see :func:`~apbv.input.rendering.render_prompt` for errors."""
@@ -60,15 +74,14 @@ class PromptReader:
             messages=question.messages,
         )
 
-    def sample(self, rendered: RenderedPrompt, question: Question) -> tuple[VideoInfo, list[int]] | None:
-        """The video and its sampled frames, ascending; None where there is no video.
+    def sample(self, info: VideoInfo | None, question: Question) -> tuple[VideoInfo, list[int]] | None:
+        """Choose frames of a video, ascending; None where there is no video.
 
         Raises:
-            VideoError: it cannot be read, or sampled like this.
+            VideoError: it cannot be sampled like this.
         """
-        if rendered.video is None:
+        if info is None:
             return None
-        info = probe(rendered.video)
         num_frames = self._num_frames if question.num_frames is None else question.num_frames
         if question.fps is None:
             return info, sample_uniform(info, num_frames)
@@ -83,7 +96,7 @@ class PromptReader:
         if sampled is not None:
             return video_skeleton(self.processor, rendered.text, *sampled)
         if rendered.images:
-            return self.processor(text=[rendered.text], images=rendered.images, return_tensors="pt")
+            return process(self.processor, rendered.text, images=rendered.images)
         return self.tokenizer(
             rendered.text,
             add_special_tokens=not rendered.has_template,
@@ -91,17 +104,24 @@ class PromptReader:
             return_tensors="pt",
         )
 
-    def read(self, question: Question, hosts: HostGroup, timer: StageTimer) -> ReadPrompt:
-        """Read a question, but for its video's frames; every host does.
+    def read(
+        self,
+        question: Question,
+        rendered: RenderedPrompt,
+        info: VideoInfo | None,
+        hosts: HostGroup,
+        timer: StageTimer,
+    ) -> ReadPrompt:
+        """Read a rendered question, but for its video's frames; every host does.
+
+        Args:
+            info: its video.
 
         Raises:
-            ValueError: the prompt or a file cannot be read; the message says why.
+            ValueError: the prompt cannot be read; the message says why.
         """
         with timer.stage("preprocess"):
-            rendered = self.render(question)
-        with timer.stage("decode_video") if rendered.video is not None else nullcontext():
-            sampled = self.sample(rendered, question)
-        with timer.stage("preprocess"):
+            sampled = self.sample(info, question)
             batch = self.tokenize(rendered, sampled)
             if sampled is not None:
                 inputs, piece = ModelInputs.from_skeleton(
@@ -116,6 +136,18 @@ class PromptReader:
                 query_len=self._config.query_len,
             )
             return ReadPrompt(rendered, inputs)
+
+    def pixels_of(self, piece: FramePiece, hosts: HostGroup, timer: StageTimer) -> VideoPixels:
+        """Return the pixels of a host's frames, which are read as they are asked for."""
+        return VideoPixels(
+            piece=piece,
+            processor=self.processor,
+            device=self.parts.device,
+            dtype=self.parts.dtype,
+            config=self._config.video,
+            runs_ahead=hosts.has_own_process,
+            timer=timer,
+        )
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
         """Where a text's question begins; None where nobody knows."""

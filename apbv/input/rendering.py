@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..model.parts import ModelParts
-from .model_inputs import PromptError
+from .visual import PromptError
 
 Message = dict[str, Any]
 

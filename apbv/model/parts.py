@@ -1,6 +1,7 @@
 """Taking a Hugging Face model apart. Nothing else reads a model's config."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,11 @@ class ModelParts:
     image_token_id: int | None
     backend: str = "auto"
 
+    @cached_property
+    def config_text(self) -> str:
+        """The model's whole configuration, to compare with other hosts'; made once, as it takes milliseconds."""
+        return str(self.model.config)
+
     @property
     def is_video_model(self) -> bool:
         """Whether the model reads video and images, and not only text."""
@@ -54,6 +60,11 @@ class ModelParts:
     def num_rows_ending_video(self) -> int:
         """The number of visual tokens behind a video's last frame: LLaVA-OneVision has a newline there."""
         return int(self.family == "llava_onevision")
+
+    @property
+    def packed_vision_tower(self) -> PreTrainedModel | None:
+        """The vision tower that packs windows and frames into one sequence (Qwen); None for models without one."""
+        return self.model.model.visual if self.uses_mrope else None
 
     @property
     def num_layers(self) -> int:

@@ -1,52 +1,83 @@
-"""This module encodes frames in parallel (APB-V, Section 3.1) and gives every host its tokens' embeddings.
+"""This module encodes frames in parallel (APB-V, Section 3.1): each host runs the vision tower on its share.
 
 A *row* belongs to one visual placeholder token: the vision tower's embedding and, for models with deepstack, the L
 vectors that are added to the hidden states after the first layers, side by side: ``[rows, (1 + L) * d]``. Rows are
 numbered in prompt order.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs, VisualInput
-from ..layout import ContextLayout, intersect
+from ..input.visual import VisualInput
 from ..model.parts import ModelParts
+from ..model.vision_attention import packed_vision_attention
+from ..stats import StageTimer
+
+_MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
+_SHARE_OF_MEMORY = 16
+
+
+class VisualRows(Protocol):
+    """A source of the rows of one host's share of the visual input."""
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """Return an iterator over ``[rows, (1 + L) * d]`` of each chunk, in order; it has to be closed.
+
+        Args:
+            size: the temporal patches of a chunk; the last may have fewer.
+        """
 
 
 @dataclass(frozen=True)
-class LocalVisual:
-    """A LocalVisual holds the rows of a host's local tokens, in local order; None for a prompt of text."""
+class TowerRows:
+    """A source that runs a model's vision tower, chunk by chunk.
 
-    rows: Tensor | None
+    Attributes:
+        parts: the model.
+        visual: the visual input, with this host's pixels.
+        timer: times the tower.
+    """
 
-    def text_only(self) -> "LocalVisual":
-        """Return the rows of local tokens that are all text: none."""
-        return LocalVisual(None if self.rows is None else self.rows[:0])
+    parts: ModelParts
+    visual: VisualInput
+    timer: StageTimer | None = None
 
-    def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
-        """Embed local tokens, with the rows in place of visual placeholders.
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """See :class:`VisualRows`."""
+        if self.visual.pixels is None:
+            return
+        mine = self.visual.patches[self.visual.host]
+        first = mine.start
+        with closing(self.visual.pixels.chunks(size)) as chunks:
+            for chunk in chunks:
+                patches = range(first, first + chunk.num_temporal_patches)
+                with nullcontext() if self.timer is None else self.timer.stage("encode"):
+                    rows = self._encode(chunk.on(self.parts.device), patches)
+                first = patches.stop
+                if self.timer is not None:
+                    self.timer.progress("encode", first - mine.start, len(mine))
+                yield rows
 
-        Args:
-            input_ids: ``[1, S]`` of this host's tokens.
-
-        Returns:
-            Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
-        """
-        embeds = parts.embed_tokens(input_ids)
-        if self.rows is None:
-            return embeds, {}
-        mask = parts.is_visual(input_ids)
-        streams = self.rows.split(embeds.shape[-1], dim=-1)
-        embeds = embeds.masked_scatter(mask[..., None], streams[0])
-        if not parts.num_deepstack_layers:
-            return embeds, {}
-        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": list(streams[1:])}
+    @torch.no_grad()
+    def _encode(self, pixels: dict, patches: range) -> Tensor:
+        parts, visual = self.parts, self.visual
+        with packed_vision_attention(parts):
+            features = _features(parts, visual.kind, pixels)
+        main = _joined(features.pooler_output)
+        main = main.reshape(-1, main.shape[-1])
+        if parts.family == "llava_onevision" and visual.kind == "video":
+            main = _with_newline_at_the_end_only(parts, main, visual, patches)
+        streams = [main, *(_joined(layer) for layer in getattr(features, "deepstack_features", None) or ())]
+        return torch.cat(streams, dim=-1).to(parts.dtype)
 
 
-@torch.no_grad()
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:
     """Run the vision tower on this host's share of the visual input.
 
@@ -55,19 +86,40 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     """
     if visual is None:
         return None
-    if visual.pixels is None:
-        return torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)
-    pixels = {
-        name: value.to(parts.device) if isinstance(value, Tensor) else value
-        for name, value in visual.pixels.items()
-    }
-    features = _features(parts, visual.kind, pixels)
-    main = _joined(features.pooler_output)
-    main = main.reshape(-1, main.shape[-1])
-    if parts.family == "llava_onevision" and visual.kind == "video":
-        main = _with_newline_at_the_end_only(parts, main, visual)
-    streams = [main, *(_joined(layer) for layer in getattr(features, "deepstack_features", None) or ())]
-    return torch.cat(streams, dim=-1).to(parts.dtype)
+    rows = torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)
+    size = visual.patches_per_chunk or visual.chunk_size(default_chunk_bytes(parts.device))
+    return torch.cat([rows, *TowerRows(parts, visual).chunks(size)])
+
+
+def agree_on_chunks(
+    visual: VisualInput, hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None
+) -> int:
+    """Return how many temporal patches every host encodes at a time; collective.
+
+    Args:
+        device: of the vision tower.
+        chunk_bytes: as in :class:`apbv.VideoConfig`; the smallest of all hosts counts.
+    """
+    free = chunk_bytes or default_chunk_bytes(device)
+    return visual.chunk_size(int(min(row[0] for row in hosts.gather_floats([free]))))
+
+
+def default_chunk_bytes(device: torch.device) -> int:
+    """Return how many bytes a chunk may take by default: a share of what is free on the device and its host."""
+    free = [_free_host_memory()]
+    if device.type == "cuda":
+        free.append(torch.cuda.mem_get_info(device)[0])
+    return min(min(free) // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
+
+
+def _free_host_memory() -> int:
+    """Return the bytes that can be allocated without swapping."""
+    try:
+        with open("/proc/meminfo") as file:
+            line = next(line for line in file if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _features(parts: ModelParts, kind: str, pixels: dict):
@@ -88,56 +140,13 @@ def _joined(features) -> Tensor:
     return torch.cat(list(features)) if isinstance(features, (list, tuple)) else features
 
 
-def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput) -> Tensor:
-    """End the whole video, and no other piece, with LLaVA-OneVision's learned newline row.
+def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range) -> Tensor:
+    """End the whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
 
     transformers adds it to every piece, or (before 5.19) to none.
     """
     base = parts.model.model
-    frame_rows = visual.num_temporal_patches * visual.rows_per_temporal_patch
+    frame_rows = len(patches) * visual.rows_per_temporal_patch
     newline = base.image_newline[None].to(rows)
-    return torch.cat([rows[:frame_rows], newline]) if visual.ends_video else rows[:frame_rows]
-
-
-def exchange_visual(
-    parts: ModelParts, inputs: ModelInputs, rows: Tensor | None, layout: ContextLayout, hosts: HostGroup
-) -> LocalVisual:
-    """Send every host the rows of its local tokens, and no others; collective.
-
-    Args:
-        rows: what :func:`encode_visual` returned on this host.
-
-    Raises:
-        ValueError: the vision tower's number of rows differs from the prompt's number of placeholders.
-    """
-    if rows is None:
-        return LocalVisual(None)
-    pieces = inputs.visual.pieces
-    expected = pieces[hosts.rank]
-    if rows.shape[0] != len(expected):
-        raise ValueError(
-            f"the vision tower made {rows.shape[0]} embeddings where the prompt has {len(expected)} placeholders"
-        )
-    # prefix[t]: visual tokens before token t, so that a span of tokens maps to a run of rows.
-    prefix = torch.nn.functional.pad(parts.is_visual(inputs.input_ids[0]).long().cumsum(0), (1, 0)).tolist()
-    needed = [
-        [range(prefix[span.start], prefix[span.stop]) for span in layout.local_spans(host)]
-        for host in range(hosts.size)
-    ]
-    needed_here = needed[hosts.rank]
-    if inputs.visual.replicated or hosts.size == 1:
-        return LocalVisual(torch.cat([rows[run.start : run.stop] for run in needed_here] or [rows[:0]]))
-    outgoing = [
-        torch.cat([rows[_shift(intersect(expected, run), -expected.start)] for run in runs] or [rows[:0]])
-        for runs in needed
-    ]
-    lengths = [[len(intersect(piece, run)) for run in needed_here] for piece in pieces]
-    received = hosts.all_to_all(outgoing, [(sum(counts), rows.shape[1]) for counts in lengths]).wait()
-    # Each host sent its part of run 0, then of run 1, ...; pieces ascend with the host.
-    by_host = [tensor.split(counts) for tensor, counts in zip(received, lengths, strict=True)]
-    ordered = [by_host[host][run] for run in range(len(needed_here)) for host in range(hosts.size)]
-    return LocalVisual(torch.cat(ordered or [rows[:0]]))
-
-
-def _shift(run: range, by: int) -> slice:
-    return slice(run.start + by, run.stop + by)
+    ends_video = patches.stop == visual.num_temporal_patches
+    return torch.cat([rows[:frame_rows], newline]) if ends_video else rows[:frame_rows]

@@ -19,7 +19,8 @@ from ..model.parts import ModelParts, inspect_model
 from ..model.tensor_parallel import require_same_sharding
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
-from .encode import encode_visual, exchange_visual
+from .encode import TowerRows, VisualRows
+from .exchange import encode_and_exchange
 from .identity import identify
 from .methods import METHODS, PrefillMethod
 from .observer import ObservedAttention, PrefillObserver, hidden_hooks
@@ -28,29 +29,29 @@ from .result import PrefillResult
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel,
+    model: PreTrainedModel | ModelParts,
     model_inputs: ModelInputs | Mapping[str, Tensor],
     *,
     hosts: HostGroup | None = None,
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
     observer: PrefillObserver | None = None,
-    encoded: Tensor | None = None,
+    encoded: VisualRows | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
     Args:
         model: an unmodified transformers model (see :func:`apbv.model.parts.inspect_model`), the same full replica
             on every host, on ``hosts.device``; with tensor parallelism as :class:`apbv.Engine` loads it.
-            Afterwards it is as it was before.
+            Afterwards it is as it was before. For many prompts pass what ``inspect_model`` returns of it and
+            ``config.backend``, which then is not done anew.
         model_inputs: prepared inputs, or what the model's transformers processor or tokenizer returned for one
             unpadded prompt.
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
         observer: watches the question's attention, or hidden states (see :mod:`apbv.speculate.observers`).
-        encoded: the vision tower's output for this host's share of the visual input, where that is known already
-            (see :func:`apbv.prefilling.encode.encode_visual`).
+        encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
 
     Returns:
         The logits of the last token on every host, and the KV as ``config.kv`` says.
@@ -64,7 +65,7 @@ def prefill(
     timer = timer or StageTimer(hosts)
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        parts = inspect_model(model, config.backend)
+        parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
         require_same_sharding(parts, hosts)
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
@@ -100,21 +101,20 @@ def prefill(
             if observer.wants_passed:
                 method.on_passed = observer.observe_passed
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
-    hosts.require_same("the prefill configuration or the model", f"{config} {model.config}".encode())
+    hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
 
-    with hosts.collective_stage("encode"):
-        with timer.stage("encode"):
-            features = encode_visual(parts, model_inputs.visual) if encoded is None else encoded
-        with timer.stage("exchange"):
-            visual = exchange_visual(parts, model_inputs, features, layout, hosts)
+    if encoded is None:
+        encoded = TowerRows(parts, model_inputs.visual, timer)
+    chunk_bytes = config.video.chunk_bytes
+    visual = encode_and_exchange(parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes)
     with hosts.collective_stage("prefill"), timer.stage("prefill"):
         logits, shards = _forward(parts, model_inputs, visual, method, observer)
-        timer.mark_first_token()
 
     kv = ShardedKV(shards, hosts)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), timer.stage("handoff"):
             kv = kv.gathered()
+    timer.mark_prefilled()
     return PrefillResult(
         logits=logits,
         layout=layout,

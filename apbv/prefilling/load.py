@@ -9,12 +9,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..config import KV_PLACEMENTS
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs, VisualInput
+from ..input.model_inputs import ModelInputs
+from ..input.visual import VisualInput
 from ..kv.cache import ShardedCache
 from ..kv.manifest import Manifest, StorageError
 from ..kv.placement import GatheredKV, ShardedKV
 from ..kv.reader import SavedKV
-from ..layout import plan_layout
+from ..layout import plan_layout, split_evenly
 from ..model.parts import ModelParts, inspect_model
 from ..stats import StageTimer
 from .identity import identify
@@ -69,6 +70,7 @@ def load(
             whole = _read_layers(saved, [range(manifest.num_tokens)], hosts) if hosts.rank == 0 else None
             placed = GatheredKV(None if whole is None else DynamicCache(whole), manifest.num_tokens, hosts)
     hosts.require_same("the saved KV", repr(manifest).encode())
+    timer.mark_prefilled()
     return PrefillResult(
         logits=prompt["logits"].to(hosts.device),
         layout=layout,
@@ -109,10 +111,8 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
 def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
     visual = None
     if manifest.visual is not None:
-        rows = range(manifest.visual.num_tokens)
-        nothing = range(rows.stop, rows.stop)
-        pieces = (rows, *[nothing] * (hosts.size - 1))
-        visual = VisualInput(manifest.visual.kind, pieces, None, 0, 0, False)
+        patches = tuple(split_evenly(range(1), hosts.size))
+        visual = VisualInput(manifest.visual.kind, patches, hosts.rank, manifest.visual.num_tokens)
     return ModelInputs(
         input_ids=torch.tensor([manifest.token_ids]),
         position_ids=position_ids[:, None] if position_ids.dim() == 2 else position_ids[None],

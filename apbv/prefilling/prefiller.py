@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel
-
 from ..config import PrefillConfig
 from ..hosts import HostGroup
+from ..input.known_videos import probe_once
 from ..input.model_inputs import POSITION_RULES, ModelInputs
+from ..input.pixels import KeptPixels
 from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
+from ..input.video import VideoInfo
+from .encode import agree_on_chunks
 from .forward import prefill
 from .observer import PrefillObserver
 from .result import PrefillResult
@@ -28,22 +30,30 @@ class ReadRequest:
     Attributes:
         request: the request; the model has positions enough for prompt and answer.
         rendered: the prompt's text and its files.
-        inputs: the model's inputs, with this host's pixels where they are needed.
+        inputs: the model's inputs; this host's pixels, where they are needed, are still to be read.
         prefix: the stored KV of the tokens before the question; None where there is none.
+        video: the video that was asked about, as it was probed; None where there is none.
+        kept: the pixels, where they are kept for a draft.
     """
 
     request: Request
     rendered: RenderedPrompt
     inputs: ModelInputs
     prefix: Prefix | None
+    video: VideoInfo | None = None
+    kept: KeptPixels | None = None
+
+    def close(self) -> None:
+        """End what still reads pixels; to be called when the request has ended, however it did."""
+        if self.kept is not None:
+            self.kept.close()
 
 
 class Prefiller:
     """A Prefiller reads requests and prefills them with one model; every method is collective.
 
     Args:
-        model: None on a draft host, which reads requests but prefills nothing.
-        reader: reads prompts, for the model or, on a draft host, for the draft.
+        reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
         reuse: stores embeddings or KV for later requests; None: nothing is stored.
         reads_all_frames: read pixels also where the target's embeddings are known, for a draft's vision tower.
         require_readable: refuses prompts that cannot be drafted for; raises ValueError.
@@ -51,7 +61,6 @@ class Prefiller:
 
     def __init__(
         self,
-        model: PreTrainedModel | None,
         reader: PromptReader,
         hosts: HostGroup,
         config: PrefillConfig,
@@ -59,7 +68,7 @@ class Prefiller:
         reads_all_frames: bool = False,
         require_readable: Callable[[ModelInputs], None] = lambda inputs: None,
     ):
-        self._model, self._reader, self._hosts, self._config = model, reader, hosts, config
+        self._reader, self._hosts, self._config = reader, hosts, config
         self._reuse, self._reads_all_frames = reuse, reads_all_frames
         self._require_readable = require_readable
 
@@ -78,21 +87,28 @@ class Prefiller:
                 raise ValueError(
                     f"positions must be one of {', '.join(POSITION_RULES)}, not {request.positions!r}"
                 )
-            prompt = reader.read(request.question, self._hosts, timer)
+            with timer.stage("preprocess"):
+                rendered = reader.render(request.question)
+        info = probe_once(reader.videos, rendered.video, self._hosts, timer)
+        with self._hosts.local_stage("reading the prompt"):
+            prompt = reader.read(request.question, rendered, info, self._hosts, timer)
             inputs, piece = prompt.inputs, prompt.piece
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
             self._require_readable(inputs)
         prefix = None if self._reuse is None else self._reuse.find_prefix(inputs, self._hosts)
+        kept = None
         if piece is not None and (self._reads_all_frames or not self._is_known(inputs, prefix)):
-            with self._hosts.local_stage("reading the video"):
-                with timer.stage("decode_video"):
-                    pixels = piece.read()
-                with timer.stage("preprocess"):
-                    inputs = inputs.with_frames(reader.processor, piece, pixels)
+            pixels = reader.pixels_of(piece, self._hosts, timer)
+            if self._reads_all_frames:
+                kept = KeptPixels(pixels)
+            chunk_bytes = self._config.video.chunk_bytes
+            size = agree_on_chunks(inputs.visual, self._hosts, reader.parts.device, chunk_bytes)
+            inputs = inputs.with_pixels(kept or pixels, size)
         self._require_wanted(request)
-        return ReadRequest(request.within(max_positions, inputs), prompt.rendered, inputs, prefix)
+        video = None if piece is None else piece.video
+        return ReadRequest(request.within(max_positions, inputs), prompt.rendered, inputs, prefix, video, kept)
 
     def run(self, read: ReadRequest, observer: PrefillObserver | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question where the KV before it is stored.
@@ -109,10 +125,9 @@ class Prefiller:
         encoded = reused = None
         if self._reuse is not None:
             reused = "embeddings" if self._reuse.has_embeddings(inputs, hosts) else None
-            with hosts.local_stage("encode"), timer.stage("encode"):
-                encoded = self._reuse.embeddings(inputs, self._reader.parts)
+            encoded = self._reuse.embeddings(inputs, self._reader.parts, timer)
         state = prefill(
-            self._model,
+            self._reader.parts,
             inputs,
             hosts=hosts,
             config=self._config,

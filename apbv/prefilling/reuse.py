@@ -8,7 +8,8 @@ the stored KV was computed from.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +20,10 @@ from ..config import ReuseConfig
 from ..decode.decoder import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
+from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .encode import encode_visual
+from .encode import TowerRows, VisualRows
 from .result import PrefillResult
 
 
@@ -83,6 +85,54 @@ class Prefix:
         return self.state.kv.num_bytes + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class StoredRows:
+    """A source of visual embeddings that were computed for an earlier request.
+
+    Attributes:
+        rows: ``[rows, (1 + L) * d]`` of this host's share, in host memory.
+        visual: the visual input.
+        device: where they are wanted.
+    """
+
+    rows: Tensor
+    visual: VisualInput
+    device: torch.device
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """See :class:`~apbv.prefilling.encode.VisualRows`."""
+        visual, first = self.visual, self.visual.pieces[self.visual.host].start
+        for number in range(visual.num_chunks(size)):
+            rows = visual.rows_of(visual.chunk(visual.host, number, size))
+            if rows:
+                yield self.rows[rows.start - first : rows.stop - first].to(self.device)
+
+
+@dataclass(frozen=True)
+class StoringRows:
+    """A source of visual embeddings that stores what another source makes.
+
+    Attributes:
+        source: the other one.
+        num_rows: how many it makes.
+        store: takes all rows, in host memory because long videos need the GPU's, when they are complete.
+    """
+
+    source: VisualRows
+    num_rows: int
+    store: Callable[[Tensor], None]
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """See :class:`~apbv.prefilling.encode.VisualRows`."""
+        made = []
+        with closing(self.source.chunks(size)) as chunks:
+            for rows in chunks:
+                made.append(rows.cpu())
+                if sum(map(len, made)) == self.num_rows:  # before the last is given out: nobody asks for more
+                    self.store(torch.cat(made))
+                yield rows
+
+
 class Reuse:
     """A Reuse stores embeddings, or KV, of one host's earlier requests."""
 
@@ -97,21 +147,20 @@ class Reuse:
             return False
         return _all_hosts_have(hosts, visual.source in self._cache or not visual.pieces[hosts.rank])
 
-    def embeddings(self, inputs: ModelInputs, parts: ModelParts) -> Tensor | None:
-        """Return this host's visual embeddings, from the store or newly computed and stored.
+    def embeddings(self, inputs: ModelInputs, parts: ModelParts, timer: StageTimer) -> VisualRows | None:
+        """Return a source of this host's visual embeddings: the store, or the vision tower, whose rows it stores.
 
         Returns:
-            Rows as of :func:`apbv.prefilling.encode.encode_visual`; None where embeddings are not stored.
+            None where embeddings are not stored.
         """
-        if self._mode != "exact" or inputs.visual is None or inputs.visual.source is None:
+        visual = inputs.visual
+        if self._mode != "exact" or visual is None or visual.source is None:
             return None
-        rows = self._cache.get(inputs.visual.source)
-        if rows is None:
-            rows = encode_visual(parts, inputs.visual)
-            # In host memory, because long videos need the GPU's.
-            if rows.nbytes:  # some hosts have no frames
-                self._cache.put(inputs.visual.source, rows.cpu(), rows.nbytes)
-        return rows.to(parts.device)
+        rows = self._cache.get(visual.source)
+        if rows is not None:
+            return StoredRows(rows, visual, parts.device)
+        source, num_rows, put = visual.source, len(visual.pieces[visual.host]), self._cache.put
+        return StoringRows(TowerRows(parts, visual, timer), num_rows, lambda rows: put(source, rows, rows.nbytes))
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> Prefix | None:
         """Return the stored prefix of an earlier prompt that began as this, if all hosts have it; collective."""
@@ -145,7 +194,7 @@ def prefill_question(parts: ModelParts, inputs: ModelInputs, prefix: Prefix, tim
             if logits is None:
                 logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
             logits = hosts.broadcast(logits)
-        timer.mark_first_token()
+    timer.mark_prefilled()
     return replace(
         before, logits=logits, layout=layout, inputs=inputs.without_pixels(), timer=timer, kv=kv, reused="kv"
     )

@@ -90,7 +90,7 @@ class Reader:
     def __init__(self, engine: Engine, settings: RequestSettings, private_files: PrivateFiles):
         parts, processor = inspect_model(engine.model), copy.deepcopy(engine.processor)
         self._num_frames = settings.num_frames or engine.num_frames
-        self._prompts = PromptReader(parts, processor, self._num_frames)
+        self._prompts = PromptReader(parts, processor, self._num_frames, videos=engine.videos)
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self._lock = threading.Lock()
@@ -170,7 +170,8 @@ class Reader:
         ]
         question = order.question(files)
         rendered = self._prompts.render(question)
-        sampled = self._prompts.sample(rendered, question)
+        info = None if rendered.video is None else self._prompts.videos.probe(rendered.video)
+        sampled = self._prompts.sample(info, question)
         if sampled is not None:
             info, frames = sampled
             _require_small("frames", [(info.height, info.width)] * len(frames), self._settings.max_decoded_bytes)

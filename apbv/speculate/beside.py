@@ -44,10 +44,14 @@ class BesideDraft:
             with self._pair.beginning(*agreed):
                 return read(request)
         done = read(request)
-        self._thread.start(done.inputs, done.request.sampling)
-        self._pair = self._thread.pair
-        with self._pair.beginning(*agreed):
-            return done
+        try:
+            self._thread.start(done.inputs, done.request.sampling)
+            self._pair = self._thread.pair
+            with self._pair.beginning(*agreed):
+                return done
+        except BaseException:
+            done.close()
+            raise
 
     @contextmanager
     def session(self, read: ReadRequest) -> Iterator[AnswerSession]:
@@ -111,6 +115,7 @@ class DraftHost:
             tokens, report, draft = draft_request(
                 self._pair, self._draft, read.inputs, self._config, request.sampling, request.timer
             )
+        request.timer.mark_first_token()
         for token in tokens:
             if request.on_token is not None:
                 request.on_token(token)

@@ -8,7 +8,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.select import select_kv
 from ..model.parts import ModelParts
-from ..prefilling.encode import LocalVisual
+from ..prefilling.exchange import LocalVisual
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
-from apbv.input.model_inputs import PromptError
+from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 
 import families

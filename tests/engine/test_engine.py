@@ -11,8 +11,8 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, HostGroup, PrefillConfig
-from apbv.input.model_inputs import PromptError
 from apbv.input.video import VideoError
+from apbv.input.visual import PromptError
 from apbv.layout import LayoutError
 from apbv.model.parts import UnsupportedModelError, inspect_model
 from apbv.stats import STAGES
@@ -141,7 +141,7 @@ def test_one_host_with_an_unreadable_video_fails_all_and_breaks_nothing(pool, ch
     results = pool.run(3, one_bad_host_job, str(checkpoints("qwen2_vl")), str(clip), str(bad))
     failures = [failure for failure, _ in results]
     assert failures[2].startswith("VideoError: ")
-    assert all(f.startswith("HostError: host 2 failed in reading the prompt: VideoError") for f in failures[:2])
+    assert all(f.startswith("HostError: host 2 failed in reading the video: VideoError") for f in failures[:2])
     assert all(tokens == results[0][1] for _, tokens in results)
 
 
@@ -195,6 +195,16 @@ def test_weights_are_loaded_without_a_bar_and_the_setting_stays(checkpoints, cap
     finally:
         (transformers_logging.enable_progress_bar if was_on else transformers_logging.disable_progress_bar)()
     assert "Loading" not in capfd.readouterr().err
+
+
+def test_the_configuration_is_written_out_once(checkpoints, monkeypatch):
+    """Hosts compare it for every prompt."""
+    engine = Engine.from_pretrained(checkpoints("llama"), hosts=HostGroup.single("cpu"))
+    written, config = [], type(engine.model.config)
+    monkeypatch.setattr(config, "__str__", lambda config: written.append(1) or "", raising=False)
+    for _ in range(3):
+        engine.prefill("What?")
+    assert len(written) == 1
 
 
 def test_the_stages_are_named_as_they_begin(engines, clip):

@@ -6,9 +6,9 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
-from apbv.input.frames import preprocess_frames
-from apbv.input.model_inputs import PromptError
-from apbv.input.video import VideoInfo, probe, sample_uniform
+from apbv.input.frames import VideoPixels, preprocess_frames
+from apbv.input.video import VideoInfo, probe, read_frames, sample_uniform
+from apbv.input.visual import PromptError
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
@@ -87,33 +87,37 @@ def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tm
         hosts = OneOf(rank, num_hosts)
         text = render(processor, "video")
         inputs, piece = ModelInputs.from_video(parts, processor, text, info, picked, hosts)
-        pixels = piece.read()
-        pieces.append(inputs.with_frames(processor, piece, pixels))
-        read.append(pixels)
+        pieces.append(inputs.with_pixels(VideoPixels(piece, processor)) if piece.frames else inputs)
+        read.append(torch.from_numpy(read_frames(info, piece.frames)))
 
     assert [i for p in read for i in p.shape[:1]] == [len(p) for p in read]
     whole = whole_batch(processor, info, picked, torch.cat(read))
     reference = ModelInputs.from_processor(parts, whole, HostGroup.single("cpu"))
-    expected = reference.visual.pixels
-    name = "pixel_values_videos" if "pixel_values_videos" in expected else "pixel_values"
-    flat = [frames_of(p.visual.pixels) for p in pieces if p.visual.pixels is not None]
-    assert torch.equal(torch.cat(flat), frames_of({name: expected[name]}))
+    expected = pixels_of(reference, 99)
+    for chunk_size in (1, 2, 99):
+        assert torch.equal(
+            torch.cat([pixels_of(piece, chunk_size) for piece in pieces if piece.visual.pixels]), expected
+        )
     for piece in pieces:
         assert torch.equal(piece.input_ids, reference.input_ids)
         assert torch.equal(piece.position_ids, reference.position_ids)
         assert (piece.context_start, piece.query_start) == (reference.context_start, reference.query_start)
     rows = [row for piece in pieces[0].visual.pieces for row in piece]
     assert rows == list(range(reference.num_visual_tokens))
-    assert [p.visual.ends_video for p in pieces].count(True) == 1
 
     assert_encoded_alike(
         [encode_visual(parts, piece.visual) for piece in pieces], encode_visual(parts, reference.visual)
     )
 
 
-def frames_of(pixels: dict) -> torch.Tensor:
-    values = pixels.get("pixel_values_videos", pixels.get("pixel_values"))
-    return values.flatten(0, 1) if values.dim() == 5 else values
+def pixels_of(inputs: ModelInputs, chunk_size: int) -> torch.Tensor:
+    """All pixels of a host, read in chunks of some temporal patches."""
+    flat = []
+    for chunk in inputs.visual.pixels.chunks(chunk_size):
+        assert chunk.num_temporal_patches <= chunk_size
+        pixels = chunk.values.get("pixel_values_videos", chunk.values.get("pixel_values"))
+        flat.append(pixels.flatten(0, 1) if pixels.dim() == 5 else pixels)
+    return torch.cat(flat)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])

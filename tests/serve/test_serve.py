@@ -154,8 +154,8 @@ def test_a_video_that_only_the_second_host_finds_damaged(server, media):
     """Its second half is: the hosts agree, and go on."""
     data = bytearray((media / "clips" / "a clip.mp4").read_bytes())
     info = probe(media / "clips" / "a clip.mp4")
-    for packet in info.packets[-20:]:
-        data[packet.pos + 5 : packet.pos + packet.size] = bytes(packet.size - 5)
+    for pos, size in zip(info.packets.pos[-20:].tolist(), info.packets.size[-20:].tolist(), strict=True):
+        data[pos + 5 : pos + size] = bytes(size - 5)
     (media / "half.mp4").write_bytes(data)
     for url in ("half.mp4", data_url(media / "half.mp4")):
         with pytest.raises(openai.BadRequestError) as caught:

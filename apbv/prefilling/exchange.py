@@ -1,0 +1,213 @@
+"""This module gives every host the visual embeddings of its tokens, while they are still being computed.
+
+Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the hosts that need
+them, and says whether it failed; while they travel, it encodes the next. A host that failed goes on taking part,
+with rows of zeros, until everybody has heard of it: so no host waits in vain, and the group can serve the next
+request.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..hosts import Exchange, HostError, HostGroup
+from ..input.model_inputs import ModelInputs
+from ..layout import ContextLayout, intersect
+from ..model.parts import ModelParts
+from ..stats import StageTimer
+from .encode import VisualRows, agree_on_chunks
+
+_MOST_ROUNDS_UNDER_WAY = 4  # so far may a host that has easier frames run ahead of the slowest
+
+
+@dataclass(frozen=True)
+class LocalVisual:
+    """A LocalVisual holds the rows of a host's local tokens, in local order; None for a prompt of text."""
+
+    rows: Tensor | None
+
+    def text_only(self) -> "LocalVisual":
+        """Return the rows of local tokens that are all text: none."""
+        return LocalVisual(None if self.rows is None else self.rows[:0])
+
+    def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
+        """Embed local tokens, with the rows in place of visual placeholders.
+
+        Args:
+            input_ids: ``[1, S]`` of this host's tokens.
+
+        Returns:
+            Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
+        """
+        embeds = parts.embed_tokens(input_ids)
+        if self.rows is None:
+            return embeds, {}
+        mask = parts.is_visual(input_ids)
+        streams = self.rows.split(embeds.shape[-1], dim=-1)
+        embeds = embeds.masked_scatter(mask[..., None], streams[0])
+        if not parts.num_deepstack_layers:
+            return embeds, {}
+        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": list(streams[1:])}
+
+
+@torch.no_grad()
+def encode_and_exchange(
+    parts: ModelParts,
+    inputs: ModelInputs,
+    source: VisualRows,
+    layout: ContextLayout,
+    hosts: HostGroup,
+    timer: StageTimer,
+    chunk_bytes: int | None = None,
+) -> LocalVisual:
+    """Encode this host's share, and send every host the rows of its local tokens, and no others; collective.
+
+    Args:
+        source: makes the rows of this host's share.
+        chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
+
+    Raises:
+        ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
+            placeholders.
+        HostError: another host failed.
+    """
+    visual = inputs.visual
+    if visual is None:
+        return LocalVisual(None)
+    size = visual.patches_per_chunk or agree_on_chunks(visual, hosts, parts.device, chunk_bytes)
+    with hosts.collective_stage("encode"), closing(source.chunks(size)) as chunks:
+        rounds = _Rounds(parts, inputs, layout, hosts, size)
+        error = rounds.run(chunks, timer)
+    with hosts.local_stage("encode"):
+        if error is not None:
+            raise error
+    return LocalVisual(rounds.local)
+
+
+@dataclass
+class _Round:
+    """A round that is under way."""
+
+    number: int
+    rows: Exchange
+    failures: Exchange
+
+    def has_failed(self) -> bool:
+        """Wait until the round is complete, and return whether a host failed."""
+        self.rows.wait()
+        return bool(self.failures.wait().any())
+
+
+class _Rounds:
+    """The exchange of all hosts' rows, chunk by chunk.
+
+    Args:
+        size: the temporal patches of a chunk.
+
+    Attributes:
+        local: ``[rows, (1 + L) * d]`` of this host's tokens.
+    """
+
+    def __init__(self, parts: ModelParts, inputs: ModelInputs, layout: ContextLayout, hosts: HostGroup, size: int):
+        self._visual, self._hosts, self._size = inputs.visual, hosts, size
+        # before[t]: visual tokens before token t, so that a span of tokens maps to a run of rows.
+        before = torch.nn.functional.pad(parts.is_visual(inputs.input_ids[0]).long().cumsum(0), (1, 0))
+        self._needed = [
+            [range(int(before[span.start]), int(before[span.stop])) for span in layout.local_spans(host)]
+            for host in range(hosts.size)
+        ]
+        self._stays_here = self._visual.replicated or hosts.size == 1
+        num_rows = sum(map(len, self._needed[hosts.rank]))
+        self.local = torch.empty(num_rows, parts.row_width, dtype=parts.dtype, device=parts.device)
+
+    def run(self, chunks: Iterator[Tensor], timer: StageTimer) -> Exception | None:
+        """Encode and exchange everything, or as much as there is until a host fails; return this host's error."""
+        under_way: deque[_Round] = deque()
+        error, go_on = None, True
+        for number in range(self._visual.num_chunks(self._size)):
+            outgoing = None
+            if error is None:
+                try:
+                    outgoing = self._outgoing(number, chunks)
+                except Exception as caught:
+                    error = caught
+            if outgoing is None:
+                outgoing = [self.local.new_zeros(count, self.local.shape[1]) for count in self._counts(number)]
+            under_way.append(self._start(number, outgoing, error is not None))
+            if len(under_way) == _MOST_ROUNDS_UNDER_WAY:
+                go_on, failure = self._finish(under_way.popleft(), timer)
+                error = error or failure
+            if not go_on:
+                break
+        for late in under_way:
+            _, failure = self._finish(late, timer)
+            error = error or failure
+        return error
+
+    def _rows_of(self, host: int, number: int) -> range:
+        return self._visual.rows_of(self._visual.chunk(host, number, self._size))
+
+    def _counts(self, number: int) -> list[int]:
+        """Count the rows that this host sends to each host."""
+        made = self._rows_of(self._hosts.rank, number)
+        return [sum(len(intersect(made, run)) for run in runs) for runs in self._needed]
+
+    def _outgoing(self, number: int, chunks: Iterator[Tensor]) -> list[Tensor]:
+        """Make the rows of this host's next chunk, and sort them by receiver."""
+        made = self._rows_of(self._hosts.rank, number)
+        rows = next(chunks, self.local[:0]) if made else self.local[:0]
+        if len(rows) != len(made):
+            raise ValueError(
+                f"the vision tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
+            )
+        return [
+            torch.cat([rows[:0], *(rows[_shift(intersect(made, run), -made.start)] for run in runs)])
+            for runs in (
+                self._needed[self._hosts.rank : self._hosts.rank + 1] if self._stays_here else self._needed
+            )
+        ]
+
+    def _start(self, number: int, outgoing: list[Tensor], failed: bool) -> _Round:
+        failures = self._hosts.start_gathering(torch.tensor([failed], dtype=torch.uint8))
+        if self._stays_here:
+            return _Round(number, Exchange(lambda: outgoing), failures)
+        needed = self._needed[self._hosts.rank]
+        counts = [
+            sum(len(intersect(self._rows_of(host, number), run)) for run in needed)
+            for host in range(self._hosts.size)
+        ]
+        shapes = [(count, self.local.shape[1]) for count in counts]
+        return _Round(number, self._hosts.all_to_all(outgoing, shapes), failures)
+
+    def _finish(self, round_: _Round, timer: StageTimer) -> tuple[bool, Exception | None]:
+        """Put a round's rows into their places; return whether all hosts go on, and what failed here."""
+        failure = None
+        try:
+            with timer.stage("exchange"):
+                if not round_.has_failed():
+                    self._place(round_.number, round_.rows.wait())
+        except HostError:
+            raise
+        except Exception as caught:  # the caller's on_stage, say: to be told in the next round
+            failure = caught
+        return not round_.has_failed(), failure
+
+    def _place(self, number: int, received: Sequence[Tensor]) -> None:
+        senders = [self._hosts.rank] if self._stays_here else range(self._hosts.size)
+        for host, rows in zip(senders, received, strict=True):
+            made, taken, place = self._rows_of(host, number), 0, 0
+            for run in self._needed[self._hosts.rank]:
+                part = intersect(made, run)
+                if part:
+                    start = place + part.start - run.start
+                    self.local[start : start + len(part)] = rows[taken : taken + len(part)]
+                    taken += len(part)
+                place += len(run)
+
+
+def _shift(run: range, by: int) -> slice:
+    return slice(run.start + by, run.stop + by)

@@ -1,0 +1,121 @@
+"""Prompts whose runs of placeholders are tokenised as one, against the processors' own calls."""
+
+import pytest
+import torch
+from transformers.video_utils import VideoMetadata
+
+from apbv.input.placeholders import process
+
+import families
+from families import VIDEO_FAMILIES
+
+FAMILY = pytest.mark.parametrize("family", VIDEO_FAMILIES)
+VIDEO, IMAGE = {"type": "video"}, {"type": "image"}
+
+
+def prompt(family: str, *parts: dict | str) -> str:
+    """A turn of videos, images and texts, as the chat template writes it."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    turns = [{"role": "user", "content": content}]
+    return families.build_processor(family).apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
+
+def video(frames: int, device: str = "cpu") -> dict:
+    """A clip, on the meta device without its pixels, at times that are not equally spaced."""
+    places = [round(2.3 * index) for index in range(frames)]
+    metadata = VideoMetadata(total_num_frames=3 * frames, fps=8.0, frames_indices=places)
+    pixels = families.synthetic_video(frames).to(device)
+    return {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
+
+
+def images(*sizes: tuple[int, int]) -> dict:
+    return {"images": [families.synthetic_image(*size, seed=seed) for seed, size in enumerate(sizes)]}
+
+
+def both(family: str, text: str, **inputs) -> tuple[dict, dict]:
+    processor = families.build_processor(family)
+    expected = processor(text=[text], return_tensors="pt", **inputs)
+    return process(processor, text, **inputs), expected
+
+
+def require_equal(output, expected) -> None:
+    assert list(output) == list(expected)
+    for name, value in expected.items():
+        if not isinstance(value, torch.Tensor):
+            assert output[name] == value, name
+            continue
+        assert output[name].dtype == value.dtype and output[name].shape == value.shape, name
+        assert value.is_meta or torch.equal(output[name], value), name
+
+
+# Behind the video or the images. The last has whitespace that a tokenizer might join with a special token's.
+QUESTIONS = ["What happens?", "", "  two  spaces,\n\n\ttabs   and é日 ", "\n \n  "]
+
+
+@FAMILY
+@pytest.mark.parametrize("question", QUESTIONS, ids=repr)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_video(family, question, device):
+    """Qwen3-VL has times between its frames, InternVL wraps each one, LLaVA-OneVision adds a newline."""
+    output, expected = both(family, prompt(family, " ", VIDEO, question), **video(7, device))
+    require_equal(output, expected)
+    assert output["input_ids"].shape[1] > 20
+
+
+@FAMILY
+def test_images(family):
+    require_equal(*both(family, prompt(family, IMAGE, "What is this?"), **images((84, 112))))
+    two = prompt(family, "One: ", IMAGE, " two:", IMAGE, ". Which?")
+    require_equal(*both(family, two, **images((84, 112), (56, 140))))
+
+
+@FAMILY
+def test_neighbouring_images_are_one_run(family):
+    processor = families.build_processor(family)
+    text = f"Which? {processor.image_token * 2}"
+    require_equal(*both(family, text, **images((84, 112), (56, 140))))
+
+
+@FAMILY
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_placeholder_in_the_question(family, copies):
+    """A video's prompt may have an image's placeholder as text; where both are one, transformers refuses."""
+    processor = families.build_processor(family)
+    text = prompt(family, VIDEO, f"What is {processor.image_token * copies}, or {processor.image_token}?")
+    try:
+        expected = processor(text=[text], return_tensors="pt", **video(4))
+    except Exception as error:
+        with pytest.raises(type(error)):
+            process(processor, text, **video(4))
+    else:
+        require_equal(process(processor, text, **video(4)), expected)
+
+
+@FAMILY
+def test_the_tokenizer_sees_one_placeholder_of_a_run(family, monkeypatch):
+    processor = families.build_processor(family)
+    seen = []
+    tokenize = type(processor.tokenizer).__call__
+
+    def recorded(self, text, *args, **kwargs):
+        seen.extend(text)
+        return tokenize(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(processor.tokenizer), "__call__", recorded)
+    output = process(processor, prompt(family, VIDEO, "What happens?"), **video(8))
+    token = processor.image_token if family == "internvl" else processor.video_token
+    token_id = processor.tokenizer.convert_tokens_to_ids(token)
+    runs = {"qwen3_vl": 4, "internvl": 8}.get(family, 1)  # a frame, or two that are merged, or the video
+    assert [text.count(token) for text in seen] == [runs]
+    assert int((output["input_ids"] == token_id).sum()) >= 4 * runs
+
+
+@FAMILY
+def test_the_processor_is_left_as_it_was(family):
+    processor = families.build_processor(family)
+    before = dict(vars(processor))
+    text = prompt(family, VIDEO, "What happens?")
+    process(processor, text, **video(4))
+    with pytest.raises(Exception):  # noqa: B017  (each family says it in its own way)
+        process(processor, text * 2, **video(4))
+    assert vars(processor) == before

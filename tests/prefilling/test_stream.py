@@ -1,0 +1,304 @@
+"""Videos that are read, encoded and exchanged chunk by chunk, against transformers on the whole video."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.video_utils import VideoMetadata
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
+from apbv.input.frames import FramePiece, VideoPixels
+from apbv.input.pixels import KeptPixels, PixelChunk, ahead
+from apbv.input.video import VideoError, probe, sample_uniform
+from apbv.input.visual import VisualInput
+from apbv.layout import split_evenly
+
+import families
+import video_files
+from engines import QUESTION
+from families import VIDEO_FAMILIES
+
+FRAMES = 13
+ONE_PATCH = VideoConfig(chunk_bytes=1)
+
+
+def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
+    """The prompt's last logits, and how many chunks the vision tower was given."""
+    model = families.build_model(family, dtype=torch.float64)
+    config = PrefillConfig(method="zigzag_ring", video=ONE_PATCH, **settings)
+    engine = Engine(model, families.build_processor(family), hosts, config)
+    name = "get_image_features" if family == "internvl" else "get_video_features"
+    encode, calls = getattr(model.model, name), []
+    setattr(model.model, name, lambda *args, **kwargs: calls.append(1) or encode(*args, **kwargs))
+    state = engine.prefill(QUESTION, video=clip, num_frames=FRAMES)
+    share = len(state.inputs.visual.patches[hosts.rank])
+    return state.logits, len(calls), share
+
+
+@torch.no_grad()
+def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
+    """The last logits that the model computes by itself, of frames that PyAV decoded by itself."""
+    model, processor = families.build_model(family, dtype=torch.float64), families.build_processor(family)
+    info = probe(clip)
+    picked = sample_uniform(info, FRAMES)
+    frames = np.stack(video_files.decode_all(clip))[picked]
+    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    batch = processor(
+        text=[
+            processor.apply_chat_template(
+                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+            )
+        ],
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked)],
+        do_sample_frames=False,
+        return_tensors="pt",
+    )
+    return model(**batch).logits[:, -1]
+
+
+@pytest.mark.parametrize("frame_parallel", [True, False])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.pairwise
+def test_chunks_of_one_patch_prefill_as_the_whole(pool, clip, family, num_hosts, frame_parallel):
+    expected = logits_by_transformers(family, clip)
+    settings = {"frame_parallel": frame_parallel}
+    results = pool.run(num_hosts, logits_job, family, str(clip), settings)
+    for logits, num_calls, share in results:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert num_calls == share > 1  # pixels are fp32, whatever the model is
+
+
+def late_damage(folder: Path) -> tuple[str, int]:
+    """A file of which one frame near the end cannot be decoded, and that frame."""
+    path = video_files.encode(folder / "whole.mp4", n=30, bframes=0, gop=5, size=(64, 96))
+    at, size, *_ = video_files.packets_of(path)[27]
+    broken = folder / "broken.mp4"
+    # The header's start is wiped out, so the decoder refuses what the container calls a frame.
+    video_files.overwrite(path, broken, at + 4, b"\x1f" * min(size - 4, 40))
+    return str(broken), 27
+
+
+def late_damage_job(hosts: HostGroup, path: str, broken: str, good: str):
+    """How a request fails whose last frames are damaged, and what the same group answers afterwards."""
+    engine = Engine.from_pretrained(path, prefill=PrefillConfig(video=ONE_PATCH), hosts=hosts)
+    before = threading.active_count()
+    try:
+        engine.generate(QUESTION, video=broken, num_frames=30, max_new_tokens=2)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    left = threading.active_count() - before
+    return failure, left, engine.generate(QUESTION, video=good, num_frames=8, max_new_tokens=2).token_ids
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+def test_damage_in_a_late_chunk_fails_all_and_breaks_nothing(pool, checkpoints, clip, tmp_path, num_hosts):
+    """The last host meets it when the others have sent, and received, several chunks."""
+    broken, frame = late_damage(tmp_path)
+    results = pool.run(num_hosts, late_damage_job, str(checkpoints("qwen3_vl")), broken, str(clip))
+    *others, last = [failure for failure, *_ in results]
+    assert last.startswith("VideoError: ") and "broken.mp4" in last and str(frame) in last
+    assert all(f.startswith(f"HostError: host {num_hosts - 1} failed in encode: VideoError") for f in others)
+    assert all(left <= 0 for _, left, _ in results), "threads go on after the request"
+    assert all(tokens == results[0][2] for *_, tokens in results)
+
+
+def callback_job(hosts: HostGroup, path: str, clip: str, stage: str):
+    """How a request ends in which the last host's caller fails, and what the same group answers afterwards."""
+    engine = Engine.from_pretrained(path, prefill=PrefillConfig(video=ONE_PATCH), hosts=hosts)
+
+    def fail(begun: str) -> None:
+        if begun == stage and hosts.rank == hosts.size - 1:
+            raise RuntimeError("the caller cannot go on")
+
+    request = {"video": clip, "num_frames": 12, "max_new_tokens": 2}
+    try:
+        engine.generate(QUESTION, on_stage=fail, **request)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    return failure, engine.generate(QUESTION, **request).token_ids
+
+
+@pytest.mark.parametrize("stage", ["decode_video", "preprocess", "encode", "exchange"])
+def test_a_callers_mistake_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, clip, stage):
+    (failure, tokens), (own, others) = pool.run(2, callback_job, str(checkpoints("qwen2_vl")), str(clip), stage)
+    assert "RuntimeError: the caller cannot go on" in failure and failure.startswith("HostError: host 1 failed in")
+    assert own == "RuntimeError: the caller cannot go on"
+    assert tokens == others
+
+
+def draft_in_a_thread_job(hosts: HostGroup, clip: str, chunk_bytes: int | None):
+    config = PrefillConfig(video=VideoConfig(chunk_bytes=chunk_bytes))
+    models = [families.build_model("qwen2_5_vl", dtype=torch.float64, seed=seed) for seed in (0, 1)]
+    speculate = SpeculativeConfig(strategy="hippo", draft_host=True)
+    processor = families.build_processor("qwen2_5_vl")
+    engine = Engine(models[0], processor, hosts, config, speculate=speculate, draft=models[1])
+    answers = [engine.generate(QUESTION, video=clip, num_frames=24, max_new_tokens=6) for _ in range(4)]
+    return [answer.token_ids for answer in answers]
+
+
+@pytest.mark.filterwarnings("ignore:.*draft")
+def test_both_towers_read_the_same_chunks(clip):
+    """Whichever comes first: the draft's, in a thread of its own, or the target's."""
+    hosts = HostGroup.single("cpu")
+    expected = draft_in_a_thread_job(hosts, str(clip), None)
+    assert draft_in_a_thread_job(hosts, str(clip), 1) == expected == expected[:1] * 4
+
+
+def pixels_of(clip: Path, family: str = "qwen2_vl") -> tuple[VideoPixels, int]:
+    info = probe(clip)
+    piece = FramePiece(info, tuple(range(12)), 2, torch.tensor([[6, 4, 6]]))
+    return VideoPixels(piece, families.build_processor(family)), 6
+
+
+def test_kept_pixels_serve_two_towers_at_once(clip):
+    pixels, num_patches = pixels_of(clip)
+    expected = [chunk.values["pixel_values_videos"] for chunk in pixels.chunks(1)]
+    assert len(expected) == num_patches
+    kept, seen = KeptPixels(pixels), [[], []]
+
+    def look(found: list[PixelChunk]) -> None:
+        found.extend(kept.chunks(1))
+
+    threads = [threading.Thread(target=look, args=(found,)) for found in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in seen:
+        assert all(torch.equal(a.values["pixel_values_videos"], b) for a, b in zip(found, expected, strict=True))
+    assert all(a is b for a, b in zip(*seen, strict=True)), "the file was read twice"
+
+
+def test_kept_pixels_fail_for_everybody(tmp_path):
+    info = probe(late_damage(tmp_path)[0])
+    piece = FramePiece(info, tuple(range(20, 30)), 2, torch.tensor([[5, 4, 6]]))
+    kept = KeptPixels(VideoPixels(piece, families.build_processor("qwen2_vl")))
+    for _ in range(2):
+        with pytest.raises(VideoError, match="cannot be decoded"):
+            list(kept.chunks(1))
+
+
+def test_closing_kept_pixels_ends_their_threads_whoever_holds_them(clip):
+    before = set(threading.enumerate())
+    kept = KeptPixels(pixels_of(clip)[0])
+    chunks = kept.chunks(1)
+    next(chunks)
+    assert set(threading.enumerate()) > before
+    kept.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(ValueError, match="has ended"):
+        next(chunks)
+
+
+def failing_draft_job(hosts: HostGroup, clip: str, broken: str):
+    """The threads that are left while the error is kept, as a log or a debugger keeps it."""
+    models = [families.build_model("qwen2_vl", seed=seed) for seed in (0, 1)]
+    speculate = SpeculativeConfig(strategy="vanilla")
+    config = PrefillConfig(video=ONE_PATCH)
+    processor = families.build_processor("qwen2_vl")
+    engine = Engine(models[0], processor, hosts, config, speculate=speculate, draft=models[1])
+    engine.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=2)
+    before, kept = threading.active_count(), []
+    for call in (engine.generate, engine.prefill):
+        try:
+            call(QUESTION, video=broken, num_frames=30)
+        except Exception as error:
+            kept.append(error)
+    return len(kept), threading.active_count() - before
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_request_that_fails_leaves_no_thread_behind_its_draft(pool, clip, tmp_path, num_hosts):
+    broken, _ = late_damage(tmp_path)
+    for failures, left in pool.run(num_hosts, failing_draft_job, str(clip), broken):
+        assert failures == 2 and left <= 0
+
+
+def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
+    made, ended, go_on = [], threading.Event(), threading.Semaphore(0)
+
+    def items():
+        try:
+            for number in range(100):
+                go_on.acquire()
+                made.append(number)
+                yield number
+        finally:
+            ended.set()
+
+    go_on.release(2)
+    running = ahead(items())
+    assert next(running) == 0
+    go_on.release(1)
+    assert next(running) == 1
+    assert len(made) <= 3  # the one in use and the one after it; nobody asked for more
+    go_on.release(1)
+    running.close()
+    assert ended.is_set() and len(made) <= 4
+
+
+def visual(num_patches: int, num_hosts: int, num_bytes: int) -> VisualInput:
+    patches = tuple(split_evenly(range(num_patches), num_hosts))
+    return VisualInput("video", patches, 0, 4 * num_patches + 1, 4, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("patches", "patch_bytes", "budget", "size"),
+    [
+        (64, 2**20, 2**30, 32),  # small ones are not worth cutting finely
+        (640, 2**20, 2**30, 80),  # eight chunks of a share
+        (640, 2**26, 2**28, 4),  # as many as fit
+        (640, 2**26, 1, 1),  # never none
+        (2, 2**10, 2**30, 1000),
+    ],
+)
+def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
+    video = visual(patches, 1, patch_bytes)
+    assert min(video.chunk_size(budget), 1000) == size
+    size = video.chunk_size(budget)
+    chunks = [video.chunk(0, number, size) for number in range(video.num_chunks(size))]
+    assert [patch for chunk in chunks for patch in chunk] == list(range(patches))
+    rows = [row for chunk in chunks for row in video.rows_of(chunk)]
+    assert rows == list(range(video.num_rows)), "the row behind the last frame is the last chunk's"
+
+
+ENCODE = """
+import sys
+from apbv import HostGroup, ModelInputs
+from apbv.input.frames import VideoPixels
+from apbv.input.video import probe
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
+from apbv.stats import peak_memory_bytes
+import families
+
+hosts = HostGroup.single("cpu")
+processor = families.build_processor("qwen2_5_vl")
+processor.video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 10**9}
+parts = inspect_model(families.build_model("qwen2_5_vl"))
+text = processor.apply_chat_template([{"role": "user", "content": [{"type": "video"}]}], tokenize=False)
+inputs, piece = ModelInputs.from_video(parts, processor, text, probe(sys.argv[1]), range(int(sys.argv[2])), hosts)
+inputs = inputs.with_pixels(VideoPixels(piece, processor))
+print(len(encode_visual(parts, inputs.visual)), peak_memory_bytes(hosts.device))
+"""
+
+
+@pytest.mark.thorough
+def test_memory_does_not_grow_with_the_number_of_frames(tmp_path):
+    """Processes of their own, because memory that was freed may be used again without a trace."""
+    clip = video_files.encode(tmp_path / "clip.mp4", n=256, gop=256, size=(360, 640), x264="preset=ultrafast")
+    peaks = {}
+    for num_frames in (32, 256):
+        command = [sys.executable, "-c", ENCODE, clip, str(num_frames)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(families.__file__).parent)}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        rows, peaks[num_frames] = map(int, result.stdout.split())
+        assert rows == num_frames // 2 * 13 * 23
+    assert peaks[256] <= 1.2 * peaks[32], peaks
