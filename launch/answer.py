@@ -6,48 +6,41 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from apbv import Engine, GenerateResult, HostGroup, demo
-from apbv.allocator import keep_freed_memory
+from apbv import GenerateResult, HostGroup, demo
 from apbv.demo.clips import is_question
-from apbv.input.video import VideoInfo, probe, read_frames, sample_uniform
-from apbv.launch.options import load_engine, quieten
+from apbv.input.video import read_frames, sample_uniform
+from apbv.input.video.file import VideoFile
+from apbv.launch.options import load_engine, prepare_process
+from apbv.launch.progress import Progress
 from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
 
 MAX_FRAMES_DRAWN = 36
-STAGE_LABELS = {
-    "decode_video": "reading the video",
-    "preprocess": "preparing the prompt",
-    "encode": "encoding",
-    "exchange": "exchanging embeddings",
-    "handoff": "gathering the KV",
-    "draft": "letting the draft read",
-}
+_SHOWN_OVERLAP_MS = 0.1
 
 
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2.0) -> None:
     """Answer the question, and print the answer and its figures; collective.
+
+    Args:
+        progress_delay: seconds that something has to take before a terminal shows how far it is.
 
     Raises:
         ValueError: a source cannot be read, a file cannot be written, or the engine refuses the request.
         HostError: another host failed.
     """
-    if hosts.device.type == "cpu":
-        keep_freed_memory()
-    quieten(hosts)
+    prepare_process(options, hosts)
     with hosts.local_stage("reading the options"):
-        source = Source.of(options)
+        context = read_sources(options)
         if hosts.is_leader:
             require_writable_outputs(options)
             if options.model == "demo" and not is_question(options.prompt):
@@ -55,35 +48,41 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                 print(
                     f"note: the demo model understands questions such as {known}, and no others", file=sys.stderr
                 )
-    progress = Progress(enabled=hosts.is_leader and sys.stderr.isatty())
+    progress = Progress(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
         progress.say("loading the model")
         engine = load_engine(options, hosts)
-        progress.watch(engine)
+        progress.watch(engine, options.max_new_tokens)
         with streamed(engine.tokenizer, enabled=hosts.is_leader) as show:
+
+            def take(token: int) -> None:
+                show(token)
+                progress.count_token()
+
             answer = engine.generate(
                 options.prompt,
                 video=options.video,
                 images=options.image,
-                context=source.context,
+                context=context,
                 num_frames=options.frames,
                 fps=options.fps,
                 max_new_tokens=options.max_new_tokens,
                 temperature=options.temperature,
                 top_p=options.top_p,
                 seed=options.seed,
-                on_token=show,
+                on_token=take,
                 on_stage=progress.begin,
+                on_progress=progress.advance,
                 timeline=options.timeline is not None,
             )
     # Of the hosts that answered: a draft host is by itself.
     with engine.hosts.local_stage("writing the figures"):
         if hosts.is_leader:
-            print(table(answer, options, source, hosts.size), file=sys.stderr, flush=True)
+            print(table(answer, options, hosts.size), file=sys.stderr, flush=True)
             if options.json:
                 append_json_lines(options.json, [answer.stats])
             if options.save_kept:
-                save_kept(answer, options, source)
+                save_kept(answer, options)
             if options.timeline:
                 write_timeline(options.timeline, answer.timeline)
 
@@ -112,36 +111,28 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The source that the question is about, as far as it is read before the weights are loaded.
+def read_sources(options: argparse.Namespace) -> str | None:
+    """Return the text of ``--context``, and make sure that a video or images can be opened.
 
-    Attributes:
-        context: the text of ``--context``.
-        video: the frames of ``--video``.
+    A video's frames are not looked for: that takes long where it is long, and is part of answering.
+
+    Raises:
+        ValueError: a file cannot be read, or is no video or no image.
     """
-
-    context: str | None = None
-    video: VideoInfo | None = None
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> "Source":
-        """Read the text, find the video's frames, and look at the images.
-
-        Raises:
-            ValueError: one of the files cannot be read.
-        """
-        if options.context:
-            try:
-                return cls(context=Path(options.context).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"cannot read the context {options.context}: {error}") from error
-        for path in options.image or ():
-            try:
-                Image.open(path).close()
-            except Exception as error:  # of a damaged file, Pillow raises nearly anything
-                raise ValueError(f"cannot read the image {path}: {error}") from error
-        return cls() if options.video is None else cls(video=probe(options.video))
+    for path in options.image or ():
+        try:
+            Image.open(path).close()
+        except Exception as error:  # of a damaged file, Pillow raises nearly anything
+            raise ValueError(f"cannot read the image {path}: {error}") from error
+    if options.video is not None:
+        with VideoFile(options.video):
+            pass
+    if not options.context:
+        return None
+    try:
+        return Path(options.context).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the context {options.context}: {error}") from error
 
 
 def require_writable_outputs(options: argparse.Namespace) -> None:
@@ -165,7 +156,7 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
         raise ValueError(f"--save-kept {options.save_kept}: no picture format has this ending; .png has one")
 
 
-def save_kept(answer: GenerateResult, options: argparse.Namespace, source: Source) -> None:
+def save_kept(answer: GenerateResult, options: argparse.Namespace) -> None:
     """Draw some frames, evenly chosen, with the visual tokens that the draft saw.
 
     Raises:
@@ -174,56 +165,14 @@ def save_kept(answer: GenerateResult, options: argparse.Namespace, source: Sourc
     rows = sample_uniform(len(answer.kept), MAX_FRAMES_DRAWN)
     num_merged = -(-len(answer.frames) // len(answer.kept))  # frames of one temporal patch
     numbers = [answer.frames[row * num_merged] for row in rows]
-    picture = draw_kept(read_frames(source.video, numbers), answer.kept[rows].numpy(), numbers)
+    picture = draw_kept(read_frames(answer.video, numbers), answer.kept[rows].numpy(), numbers)
     try:
         picture.save(options.save_kept)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot write the picture {options.save_kept}: {error}") from error
 
 
-class Progress:
-    """Shows on a terminal what is being done, and how far the prefill is, which may take long."""
-
-    def __init__(self, enabled: bool):
-        self._enabled = enabled
-        self._bar: tqdm | None = None
-        self._layers: list[torch.nn.Module] = []
-
-    def watch(self, engine: Engine) -> None:
-        """Advance with the decoder's layers as they are done."""
-        if self._enabled and engine.model is not None:
-            self._layers = list(engine.model.get_decoder().layers)
-            for layer in self._layers:
-                layer.register_forward_hook(lambda *_: self._advance())
-
-    def say(self, what: str) -> None:
-        """Show that something is being done, in place of what was shown before."""
-        self.close()
-        if self._enabled:
-            self._bar = tqdm(desc=f"{what} …", bar_format="{desc}", leave=False)
-
-    def begin(self, stage: str) -> None:
-        """Show that a stage of the request begins."""
-        if stage == "prefill" and self._enabled:
-            self.close()
-            self._bar = tqdm(total=len(self._layers), desc="prefill", unit="layer", leave=False)
-        elif stage in STAGE_LABELS:
-            self.say(STAGE_LABELS[stage])
-        else:  # decoding, which is seen by itself
-            self.close()
-
-    def _advance(self) -> None:
-        if self._bar is not None and self._bar.total:
-            self._bar.update()
-
-    def close(self) -> None:
-        """Remove what is shown."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def table(answer: GenerateResult, options: argparse.Namespace, source: Source, num_hosts: int) -> str:
+def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -> str:
     """Lay out the figures that a person wants to see at a glance.
 
     Args:
@@ -232,13 +181,15 @@ def table(answer: GenerateResult, options: argparse.Namespace, source: Source, n
     mebibyte, stats = 2**20, answer.stats
     speculation = stats["speculation"]
     rows = [("method", f"{stats['method']} on {_hosts(stats, num_hosts)}, {stats['device']}, {stats['dtype']}")]
-    if source.video is not None:
-        sampled = f"{len(answer.frames)} of {source.video.num_frames} frames, {source.video.duration:.1f} s"
+    if answer.video is not None:
+        sampled = f"{len(answer.frames)} of {answer.video.num_frames} frames, {answer.video.duration:.1f} s"
         rows.append(("video", sampled))
     rows.append(("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"))
     if stats["anchor_len"] or stats["passing_len"]:
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
     rows += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items() if milliseconds]
+    if stats["overlap_ms"] >= _SHOWN_OVERLAP_MS:
+        rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, beside other stages"))
     rows.append(("time to first token", f"{stats['ttft_ms']:.1f} ms"))
     if stats["output_throughput"] is not None and len(stats["token_ids"]) > 1:
         rows.append(("decoding", f"{stats['output_throughput']:.1f} tokens/s"))

@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         options.video = str(demo.video_path())
     if options.prompt is None:
         parser.error("--prompt is required")
-    for name in ("frames", "fps", "save_kept"):
+    for name in ("frames", "fps", "video_backend", "video_chunk_mib", "save_kept"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
     if options.draft_host and options.save_kept:

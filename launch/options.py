@@ -24,10 +24,12 @@ from apbv.config import (
     METHOD_NAMES,
     PRUNINGS,
     STRATEGY_NAMES,
+    VIDEO_BACKEND_NAMES,
     PrefillConfig,
     ReuseConfig,
     SamplingConfig,
     SpeculativeConfig,
+    VideoConfig,
     require_frame_rate,
 )
 
@@ -85,6 +87,17 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
         choices=BACKEND_NAMES,
         default="auto",
         help="what computes attention (default: by device)",
+    )
+    prefill.add_argument(
+        "--video-backend",
+        choices=VIDEO_BACKEND_NAMES,
+        help="what decodes videos (default: torchcodec on a GPU where it is installed, else pyav)",
+    )
+    prefill.add_argument(
+        "--video-chunk-mib",
+        type=int,
+        metavar="N",
+        help="memory that reading and encoding may take for one part of a video, about (default: by what is free)",
     )
     prefill.add_argument(
         "--dtype", choices=DTYPE_NAMES, default="auto", help="the weights' type (default auto: the model's)"
@@ -152,6 +165,13 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         help="processes (GPUs) that share a model (default 1)",
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a silent host (300)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of each process (default: as OMP_NUM_THREADS says; where torchrun has set that to 1, a "
+        "fair share of the machine's cores)",
+    )
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -160,6 +180,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
     if options.frames is not None and options.frames < 1:
         parser.error(f"--frames must be at least 1, not {options.frames}")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, not {options.threads}")
+    if options.video_chunk_mib is not None and not 1 <= options.video_chunk_mib < 2**40:
+        parser.error(f"--video-chunk-mib must be a positive number, not {options.video_chunk_mib}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be a positive number of seconds, not {options.timeout}")
     if options.fps is not None:
@@ -190,6 +214,11 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
         importance=options.importance,
         kv=options.kv,
         backend=options.backend,
+        video=VideoConfig(
+            backend=options.video_backend or VideoConfig().backend,
+            threads=options.threads,
+            chunk_bytes=None if options.video_chunk_mib is None else options.video_chunk_mib * 2**20,
+        ),
     )
 
 
@@ -238,6 +267,35 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
     )
 
 
+def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
+    """Make the most of this process's CPU cores and memory, and let one process of all show warnings."""
+    import torch
+
+    from apbv.allocator import keep_freed_memory
+
+    if hosts.device.type == "cpu":
+        keep_freed_memory()
+    if (num_threads := threads_wanted(options.threads, hosts.device.type)) is not None:
+        torch.set_num_threads(num_threads)
+    _quieten(hosts)
+
+
+def threads_wanted(given: int | None, device_type: str) -> int | None:
+    """Return how many threads torch should use on the CPU; None: as many as it has chosen by itself.
+
+    If the user says nothing, torchrun gives each of several processes a single thread, however many cores there
+    are. A GPU's host has little to compute: its other cores are left to whatever reads the video.
+    """
+    from apbv.hosts import fair_share_of_cores
+
+    if given is not None:
+        return given
+    is_torchruns_choice = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
+    )
+    return fair_share_of_cores() if is_torchruns_choice and device_type == "cpu" else None
+
+
 def draft_tokens(text: str) -> int | str:
     """Read a number, or ``auto``."""
     return text if text == "auto" else int(text)
@@ -270,7 +328,7 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         os._exit(128 + signal.SIGINT)  # an exchange with other hosts that is under way would be waited for
 
 
-def quieten(hosts: "HostGroup") -> None:
+def _quieten(hosts: "HostGroup") -> None:
     """Let one process show warnings and progress bars, instead of every one."""
     from transformers.utils import logging as transformers_logging
 

@@ -24,7 +24,7 @@ from apbv.launch.options import (
     check,
     exit_with,
     load_engine,
-    quieten,
+    prepare_process,
 )
 
 if TYPE_CHECKING:
@@ -185,15 +185,12 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     """Serve on this host until asked to end, and return the exit status."""
     options = parse_arguments(arguments, prog)
     # Only now what takes seconds to import.
-    from apbv.allocator import keep_freed_memory
     from apbv.hosts import run_on_hosts
     from apbv.launch.torchrun import warn_of_early_kill
     from apbv.serve.server import bind, serve
 
     def run(hosts: "HostGroup") -> None:
-        if hosts.device.type == "cpu":
-            keep_freed_memory()
-        quieten(hosts)
+        prepare_process(options, hosts)
         warn_of_early_kill(options.grace)
         if hosts.is_leader:
             log_requests()

@@ -8,14 +8,15 @@ import runpy
 import shutil
 import signal
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from apbv import Engine, HostGroup, SpeculativeConfig, demo
-from apbv.launch.answer import Progress, streamed
+from apbv.launch.answer import streamed
+from apbv.launch.options import threads_wanted
 
 import families
 from pool import exit_statuses
@@ -49,6 +50,37 @@ def infer(capsys):
 def test_the_weights_are_looked_for_where_all_else_is_right(infer, weightless):
     status, lines = infer("--model", weightless, "--prompt", "Why?")
     assert status == 1 and f"cannot load the model {weightless}: " in lines[-1]
+
+
+def test_threads_are_as_many_as_are_asked_for(infer, weightless):
+    before = torch.get_num_threads()
+    try:
+        infer("--model", weightless, "--prompt", "Why?", "--threads", 3)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "environment", "wanted"),
+    [
+        (None, "cpu", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 4),
+        (3, "cpu", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 3),
+        (3, "cuda", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 3),
+        (None, "cuda", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, None),
+        (None, "cpu", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, None),
+        (None, "cpu", {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, None),
+        (None, "cpu", {"OMP_NUM_THREADS": "1"}, None),
+        (None, "cpu", {}, None),
+    ],
+)
+def test_torchruns_single_thread_becomes_a_share_of_the_cores(monkeypatch, given, device, environment, wanted):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert threads_wanted(given, device) == wanted
 
 
 @pytest.mark.parametrize(
@@ -118,8 +150,8 @@ def test_the_library_refuses_before_it_loads_weights(weightless):
 
 
 def rows(lines: list[str]) -> dict[str, str]:
-    """The table at the end, by its first column."""
-    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if line.startswith("  "))
+    """The table at the end, by its first column; without the rows that have none, such as of a draft that lost."""
+    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if re.match(r"  \S", line))
 
 
 ASKED = ("--model", "demo", "--prompt", "name the letters in order")
@@ -167,23 +199,6 @@ def test_a_draft_host_is_counted_as_one():
     said = rows(result.stderr.splitlines())
     assert said["method"].startswith("full on 1 host and a draft host, ")
     assert said["drafting"] == "vanilla, by the packaged draft on the draft host"
-
-
-def test_the_progress_names_what_is_done_and_leaves_nothing_behind(capsys):
-    with closing(Progress(enabled=True)) as progress:
-        progress.say("loading the model")
-        engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"), dtype="float32")
-        progress.watch(engine)
-        engine.generate(
-            demo.DEMO_QUESTION, video=demo.video_path(), num_frames=8, max_new_tokens=1, on_stage=progress.begin
-        )
-    said = capsys.readouterr().err
-    places = [
-        said.index(text) for text in ("loading the model …", "reading the video …", "encoding …", "prefill: ")
-    ]
-    assert places == sorted(places)
-    assert f"/{engine.model.config.text_config.num_hidden_layers} [" in said
-    assert not said.replace("\r", "\n").splitlines()[-1].strip(), "the line is empty at the end"
 
 
 @pytest.mark.parametrize(("prompt", "is_known"), [("What happens here?", False), (demo.DEMO_QUESTION, True)])

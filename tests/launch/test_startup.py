@@ -68,6 +68,7 @@ def test_help_imports_neither_torch_nor_transformers(script):
         (["--keep-ratio", "0.1"], "--keep-ratio needs --speculate"),
         (["--num-draft-tokens", "5"], "--num-draft-tokens needs --speculate"),
         (["--frames", "0"], "--frames must be at least 1, not 0"),
+        (["--threads", "0"], "--threads must be at least 1, not 0"),
         (["--timeout", "0"], "--timeout must be a positive number of seconds, not 0.0"),
         (["--fps", "nan"], "--fps must lie in 0 < fps <= 1e+09, not nan"),
     ],

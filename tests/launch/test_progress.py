@@ -1,0 +1,176 @@
+"""What a terminal shows while something takes long; on a real one (a pseudo-terminal), with no delay."""
+
+import fcntl
+import json
+import os
+import re
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, redirect_stderr
+
+import pytest
+
+from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
+from apbv.launch.answer import run
+from apbv.launch.infer import parse_arguments
+from apbv.launch.progress import Progress
+
+from patience import wait_for
+
+FRAMES = 8
+
+
+class Terminal:
+    """A terminal of 100 columns, and all that was ever written to it."""
+
+    def __init__(self):
+        self._screen, line = os.openpty()
+        fcntl.ioctl(line, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        self.file = os.fdopen(line, "w", buffering=1)
+        self._written = bytearray()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while data := os.read(self._screen, 4096):
+                self._written += data
+        except OSError:  # its other end is closed
+            pass
+
+    @property
+    def written(self) -> str:
+        return self._written.decode(errors="replace")
+
+    def hang_up(self) -> None:
+        self.file.close()
+        self._reader.join()
+        os.close(self._screen)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    terminal = Terminal()
+    yield terminal
+    terminal.hang_up()
+
+
+@contextmanager
+def progress_on(terminal: Terminal, delay: float = 0.0) -> Iterator[Progress]:
+    with redirect_stderr(terminal.file), closing(Progress(sys.stderr.isatty(), delay, interval=0.0)) as progress:
+        yield progress
+
+
+def last_line(terminal: Terminal) -> str:
+    return terminal.written.replace("\r", "\n").splitlines()[-1].strip()
+
+
+def test_frames_layers_and_tokens_are_counted_and_nothing_stays(terminal):
+    config = PrefillConfig(video=VideoConfig(chunk_bytes=1))
+    engine = Engine.from_pretrained("demo", prefill=config, hosts=HostGroup.single("cpu"), dtype="float32")
+    with progress_on(terminal) as progress:
+        progress.watch(engine, max_new_tokens=4)
+        given = engine.generate(
+            "name the letters in order",
+            video=demo.video_path(),
+            num_frames=FRAMES,
+            max_new_tokens=4,
+            on_token=lambda token: progress.count_token(),
+            on_stage=progress.begin,
+            on_progress=progress.advance,
+        ).token_ids
+    num_layers = engine.model.config.text_config.num_hidden_layers
+    wait_for(lambda: f" {len(given)}/4 [" in terminal.written and not last_line(terminal))
+    shown = {
+        what: set(re.findall(rf"{what}: [^\r]*?(\d+/\d+) \[", terminal.written))
+        for what in ("reading the video", "encoding", "prefill", "answering")
+    }
+    patches = FRAMES // 2
+    assert f"{FRAMES // 2}/{FRAMES}" in shown["reading the video"]
+    assert shown["encoding"] == {f"{done}/{patches}" for done in range(1, patches)}
+    assert shown["prefill"] == {f"{done}/{num_layers}" for done in range(num_layers + 1)}
+    assert shown["answering"] == {f"{done}/4" for done in range(len(given) + 1)}
+
+
+def test_what_cannot_be_counted_is_named(terminal):
+    with progress_on(terminal) as progress:
+        for what in ("loading the model", "waiting"):
+            progress.say(what)
+            wait_for(lambda what=what: f"{what} …" in terminal.written)
+    wait_for(lambda: not last_line(terminal))
+
+
+def test_a_bar_takes_the_place_of_a_line(terminal):
+    with progress_on(terminal) as progress:
+        progress.begin("decode_video")
+        wait_for(lambda: "reading the video …" in terminal.written)
+        progress.advance("decode_video", 1, 3)
+        progress.begin("encode")  # while the next frames are read
+        progress.advance("encode", 1, 3)
+        progress.advance("decode_video", 3, 3)
+        progress.advance("encode", 2, 3)
+        progress.begin("exchange")
+        wait_for(lambda: "encoding:  67%" in terminal.written)
+        progress.advance("encode", 3, 3)
+        progress.begin("exchange")
+        wait_for(lambda: "exchanging embeddings …" in terminal.written)
+    wait_for(lambda: not last_line(terminal))
+    assert "encoding …" not in terminal.written
+
+
+def test_what_is_over_sooner_is_not_shown(terminal):
+    """The delay is longer than any test."""
+    with progress_on(terminal, delay=1e6) as progress:
+        progress.say("loading the model")
+        for stage in ("decode_video", "encode", "prefill", "decode"):
+            progress.begin(stage)
+            progress.advance(stage, 1, 3)
+            progress.advance(stage, 2, 3)
+    print("end", file=terminal.file)
+    wait_for(lambda: "end" in terminal.written)
+    assert terminal.written.strip() == "end"
+
+
+def answer(tmp_path, *options) -> dict:
+    """The script on one host; the JSON line that it writes."""
+    path = tmp_path / "figures.jsonl"
+    asked = ["--model", "demo", "--prompt", "name the letters in order", "--json", str(path), *options]
+    run(parse_arguments(asked), HostGroup.single("cpu"), progress_delay=0.0)
+    return json.loads(path.read_text())
+
+
+def test_the_script_shows_it_on_a_terminal_and_nowhere_else(terminal, tmp_path, capsys):
+    with redirect_stderr(terminal.file):
+        figures = answer(tmp_path)
+    wait_for(lambda: "peak memory" in terminal.written)
+    assert "prefill: " in terminal.written and "answering: " in terminal.written
+    assert capsys.readouterr().out == figures["text"] + "\n"
+
+
+def test_the_script_shows_nothing_where_stderr_is_no_terminal(tmp_path, capsys):
+    figures = answer(tmp_path)
+    printed = capsys.readouterr()
+    assert printed.out == figures["text"] + "\n"
+    assert all(line.startswith("  ") for line in printed.err.splitlines())
+
+
+def test_the_answers_tokens_are_not_counted_where_they_are_seen(terminal, monkeypatch):
+    with progress_on(terminal) as progress:
+        monkeypatch.setattr(sys, "stdout", terminal.file)
+        progress.begin("decode")
+        progress.count_token()
+    monkeypatch.undo()
+    assert not terminal.written
+
+
+def test_a_stage_that_begins_again_for_every_frame_is_announced_once():
+    """Else its line, which waits for two seconds, would never be shown."""
+    progress = Progress(True, delay=60.0)
+    progress.begin("decode_video")
+    announced = progress._awaited
+    progress.begin("decode_video")
+    assert announced is not None and progress._awaited is announced
+    progress.close()
