@@ -39,11 +39,11 @@ def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int]
     """
     ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
     embeds = model.get_input_embeddings()(ids)
-    pixels = inputs.visual.pixels
-    features = model.model.get_video_features(
-        pixels["pixel_values_videos"], pixels["video_grid_thw"], return_dict=True
-    )
-    visual = torch.cat(list(features.pooler_output))
+    rows = []
+    for chunk in inputs.visual.pixels.chunks(inputs.visual.num_temporal_patches):
+        pixels, grid = chunk.values["pixel_values_videos"], chunk.values["video_grid_thw"]
+        rows += model.model.get_video_features(pixels, grid, return_dict=True).pooler_output
+    visual = torch.cat(rows)
     is_visual = (ids == model.config.video_token_id)[0]
     embeds[:, is_visual] = visual
     first = int(inputs.position_ids.flatten()[-1]) + 1

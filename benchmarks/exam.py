@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from summaries import share_cell
 from tqdm import tqdm
 
@@ -29,11 +28,16 @@ from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, 
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
 from apbv.demo import clips, model_path
 from apbv.hosts.simulated import share_weights, simulate
+from apbv.input.frames import VideoPixels
+from apbv.input.pixels import KeptPixels
 from apbv.input.rendering import render_prompt
 from apbv.input.request import Question, Request
 from apbv.input.video import probe, sample_uniform
+from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
+from apbv.prefilling.encode import VisualRows, encode_visual
 from apbv.prefilling.forward import PrefillResult
+from apbv.prefilling.reuse import StoredRows
 from apbv.speculate import Autoregressive
 from apbv.stats import append_json_lines, markdown_table
 
@@ -102,10 +106,15 @@ def clips_folder(chosen: Path | None = None) -> Path:
 
 
 def answer_greedily(
-    parts: ModelParts, inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, max_new_tokens: int
+    parts: ModelParts,
+    inputs: ModelInputs,
+    hosts: HostGroup,
+    config: PrefillConfig,
+    max_new_tokens: int,
+    encoded: VisualRows | None = None,
 ) -> tuple[list[int], PrefillResult]:
     """Answer a prompt greedily; return the tokens, on every host, and the prefill. Collective."""
-    state = prefill(parts.model, inputs, hosts=hosts, config=config)
+    state = prefill(parts.model, inputs, hosts=hosts, config=config, encoded=encoded)
     request = Request(Question(), state.timer, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
     return Autoregressive(parts, hosts).answer(request, state).tokens, state
 
@@ -122,16 +131,8 @@ class Candidate:
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, hosts: HostGroup) -> None:
         self.model, self.processor, self.hosts = model, processor, hosts
         self.parts = inspect_model(model)
-        self._video: tuple[Path, ModelInputs] | None = None
-        # Several questions are asked about the same pixels, on which the vision tower runs only once.
-        self._encode = model.model.get_video_features
-        self._encoded: tuple[torch.Tensor, object] | None = None
-        model.model.get_video_features = self._encode_once
-
-    def _encode_once(self, pixels: torch.Tensor, *rest, **options):
-        if self._encoded is None or self._encoded[0] is not pixels:
-            self._encoded = (pixels, self._encode(pixels, *rest, **options))
-        return self._encoded[1]
+        # Several questions are asked about the same video, on which the vision tower runs only once.
+        self._video: tuple[Path, VisualInput, StoredRows] | None = None
 
     def read(self, path: Path, question: str) -> ModelInputs:
         """Read the prompt of a question about all frames of a file, of which each host reads its share."""
@@ -141,12 +142,16 @@ class Candidate:
             self.parts, self.processor, text, info, sample_uniform(info, info.num_frames), self.hosts
         )
         if self._video is None or self._video[0] != path:
-            self._video = (path, inputs.with_frames(self.processor, piece, piece.read()))
-        return replace(inputs, visual=self._video[1].visual)
+            pixels = VideoPixels(piece, self.processor)
+            visual = inputs.with_pixels(KeptPixels(pixels)).visual
+            rows = StoredRows(encode_visual(self.parts, visual), visual, self.parts.device)
+            self._video = (path, visual, rows)
+        return replace(inputs, visual=self._video[1])
 
     def answer(self, inputs: ModelInputs, config: PrefillConfig, max_new_tokens: int) -> tuple[list[int], dict]:
         """Answer greedily; return the tokens, and the method and lengths that really ran."""
-        tokens, state = answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens)
+        encoded = self._video[2]
+        tokens, state = answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens, encoded)
         run = {"method": state.method, "tokens": state.num_tokens, "anchor_len": len(state.layout.anchor)}
         return tokens, {**run, "passing_len": state.layout.passing_len if state.method != "full" else None}
 

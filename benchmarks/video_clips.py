@@ -1,0 +1,231 @@
+"""This module makes clips of a given size, length and keyframe distance, and reads them as other libraries do."""
+
+import hashlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import av
+import numpy as np
+from av.video.frame import PictureType
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+_GRAINS = 16  # different fields of film grain
+
+
+@dataclass(frozen=True)
+class ClipSpec:
+    """The specification of a clip.
+
+    Attributes:
+        height, width: pixels; multiples of 4 and of 2.
+        gop: frames from one keyframe to the next.
+        num_frames, fps: length and frame rate.
+        b_frames: the most B-frames in a row.
+        source: a video file whose frames are scaled, and repeated as often as needed. None: a drawn texture that
+            moves smoothly.
+
+    Raises:
+        ValueError: a frame cannot be cut into the planes of 4:2:0 video, or a length is not positive.
+    """
+
+    height: int
+    width: int
+    gop: int
+    num_frames: int
+    fps: int
+    b_frames: int = 3
+    source: Path | None = None
+
+    def __post_init__(self):
+        if self.height % 4 or self.width % 2:
+            raise ValueError(f"{self.height}x{self.width}: the height must be divisible by 4, the width by 2")
+        if min(self.height, self.width, self.gop, self.num_frames, self.fps) < 1 or self.b_frames < 0:
+            raise ValueError(f"a clip needs positive lengths, got {self}")
+
+    @property
+    def file_name(self) -> str:
+        """Return a file name that no other specification has."""
+        fields = asdict(self)
+        if self.source is not None:
+            fields |= {"source": str(self.source.resolve()), "written": self.source.stat().st_mtime_ns}
+        digest = hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:12]
+        return f"{self.height}x{self.width}-gop{self.gop}-{self.num_frames}-{digest}.mp4"
+
+
+def make_clip(spec: ClipSpec, folder: Path) -> Path:
+    """Return a clip's file in a folder, and write it first if it is not there yet.
+
+    Raises:
+        ValueError: the source cannot be read.
+    """
+    path = folder / spec.file_name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.mp4")
+        try:
+            _encode(spec, unfinished)
+            unfinished.replace(path)
+        except (av.error.FFmpegError, IndexError) as error:
+            raise ValueError(f"cannot make a clip of {spec.source}: {error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _encode(spec: ClipSpec, path: Path) -> None:
+    frames = _drawn_frames(spec) if spec.source is None else _frames_of_file(spec)
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("libx264", rate=Fraction(spec.fps))
+        stream.height, stream.width, stream.pix_fmt = spec.height, spec.width, "yuv420p"
+        x264 = f"keyint={spec.gop}:min-keyint={spec.gop}:scenecut=0:bframes={spec.b_frames}:log-level=0"
+        stream.options = {"preset": "veryfast", "x264-params": x264}
+        for number, frame in enumerate(itertools.islice(frames, spec.num_frames)):
+            frame.pts, frame.time_base = number, Fraction(1, spec.fps)
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+
+
+def _frames_of_file(spec: ClipSpec) -> Iterator[av.VideoFrame]:
+    """Yield a file's frames over and over, scaled."""
+    while True:
+        with av.open(str(spec.source)) as file:
+            for frame in file.decode(file.streams.video[0]):
+                frame = frame.reformat(spec.width, spec.height, "yuv420p")
+                frame.pict_type = PictureType.NONE  # else the encoder makes keyframes of the file's own
+                yield frame
+
+
+def _drawn_frames(spec: ClipSpec) -> Iterator[av.VideoFrame]:
+    """Yield frames of a camera that pans over a textured ground, past an object of its own motion, with grain."""
+    rng, height, width = np.random.default_rng(0), spec.height, spec.width
+    ground, colours = _texture(rng, 2 * height, 2 * width), [_texture(rng, height, width) for _ in range(2)]
+    object_ = _texture(rng, height // 4, width // 4)
+    grains = rng.integers(-3, 4, (_GRAINS, height, width), np.int8).view(np.uint8)
+    for number in range(spec.num_frames):
+        seconds = number / spec.fps
+        y, x = _on_a_curve(seconds / 23, height), _on_a_curve(seconds / 17, width)
+        luma = ground[y : y + height, x : x + width].copy()
+        y_of_object, x_of_object = (
+            _on_a_curve(seconds / 5, height * 3 // 4),
+            _on_a_curve(seconds / 7, width * 3 // 4),
+        )
+        luma[y_of_object:, x_of_object:][: height // 4, : width // 4] = object_
+        luma += grains[rng.integers(_GRAINS)]  # wraps around nowhere: textures keep clear of 0 and 255
+        chroma = [c[y // 2 :, x // 2 :][: height // 2, : width // 2].reshape(-1, width) for c in colours]
+        yield av.VideoFrame.from_ndarray(np.concatenate([luma, *chroma]), format="yuv420p")
+
+
+def _on_a_curve(turns: float, extent: int) -> int:
+    """Return an even place in 0 .. extent that swings to and fro."""
+    return round(extent / 2 * (1 + math.sin(2 * math.pi * turns))) // 2 * 2
+
+
+def _texture(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """Draw noise at several scales: uint8 ``[height, width]`` in 32 .. 224."""
+    total = np.zeros((height, width), np.float32)
+    for scale in (4, 16, 64):
+        small = rng.uniform(-1, 1, (height // scale + 2, width // scale + 2)).astype(np.float32)
+        total += scale**0.5 * np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    total -= total.min()
+    return (32 + 192 * total / total.max()).astype(np.uint8)
+
+
+# Every reader takes a file, a number of threads and what chooses frames of so many. It returns them as uint8
+# ``[frames, height, width, 3]``, and what a processor wants to know of the video.
+Read = tuple[np.ndarray, VideoMetadata]
+Choose = Callable[[int], list[int]]
+
+
+def read_with_opencv(path: str, threads: int, choose: Choose) -> Read:
+    """Read as vLLM does by default: decode every frame up to the last that is wanted, convert those that are."""
+    import cv2
+
+    cv2.setNumThreads(threads)
+    video = cv2.VideoCapture(path, cv2.CAP_FFMPEG, [cv2.CAP_PROP_N_THREADS, threads])
+    try:
+        count, fps = int(video.get(cv2.CAP_PROP_FRAME_COUNT)), video.get(cv2.CAP_PROP_FPS)
+        height, width = (int(video.get(p)) for p in (cv2.CAP_PROP_FRAME_HEIGHT, cv2.CAP_PROP_FRAME_WIDTH))
+        indices, row = choose(count), 0
+        frames = np.empty((len(indices), height, width, 3), np.uint8)
+        for number in range(indices[-1] + 1):
+            if not video.grab():
+                raise ValueError(f"{path}: OpenCV does not read frame {number}")
+            if number == indices[row]:
+                frames[row] = cv2.cvtColor(video.retrieve()[1], cv2.COLOR_BGR2RGB)
+                row += 1
+    finally:
+        video.release()
+    return frames, _metadata(frames, count, fps, indices)
+
+
+def read_with_decord2(path: str, threads: int, choose: Choose) -> Read:
+    """Read as qwen-vl-utils and transformers do with decord: by one call for all frames that are wanted."""
+    import decord
+
+    video = decord.VideoReader(path, num_threads=threads)
+    indices = choose(len(video))
+    frames = video.get_batch(indices).asnumpy()
+    return frames, _metadata(frames, len(video), video.get_avg_fps(), indices)
+
+
+def read_with_torchcodec(path: str, threads: int, choose: Choose) -> Read:
+    """Read as vLLM and transformers do with torchcodec: by one call for all frames that are wanted."""
+    from torchcodec.decoders import VideoDecoder
+
+    video = VideoDecoder(path, dimension_order="NHWC", num_ffmpeg_threads=threads, seek_mode="exact")
+    indices = choose(len(video))
+    frames = video.get_frames_at(indices).data.numpy()
+    return frames, _metadata(frames, len(video), video.metadata.average_fps, indices)
+
+
+def read_with_pyav(path: str, threads: int, choose: Choose) -> Read:
+    """Read plainly: decode every frame up to the last that is wanted, and convert those that are."""
+    with av.open(path) as file:
+        stream = file.streams.video[0]
+        stream.codec_context.thread_count = threads
+        indices, row = choose(stream.frames), 0
+        frames = np.empty((len(indices), stream.height, stream.width, 3), np.uint8)
+        for number, frame in enumerate(file.decode(stream)):
+            if number == indices[row]:
+                frames[row] = frame.to_ndarray(format="rgb24")
+                row += 1
+                if row == len(indices):
+                    break
+        return frames, _metadata(frames, stream.frames, float(stream.average_rate), indices)
+
+
+def _metadata(frames: np.ndarray, count: int, fps: float, indices: list[int]) -> VideoMetadata:
+    size = {"height": frames.shape[1], "width": frames.shape[2]}
+    return VideoMetadata(count, fps, **size, duration=count / fps, frames_indices=indices)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A library that reads videos.
+
+    Attributes:
+        read: reads frames with it.
+        module: what it is imported as.
+        package: what it is installed as.
+    """
+
+    read: Callable[[str, int, Choose], Read]
+    module: str
+    package: str
+
+
+READERS = {
+    "opencv": Reader(read_with_opencv, "cv2", "opencv-python-headless"),
+    "decord2": Reader(read_with_decord2, "decord", "decord2"),
+    "torchcodec": Reader(read_with_torchcodec, "torchcodec.decoders", "torchcodec"),
+    "pyav": Reader(read_with_pyav, "av", "av"),
+}
