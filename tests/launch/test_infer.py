@@ -226,14 +226,24 @@ def test_a_warning_is_one_line_of_one_host(tmp_path):
     assert line.startswith("warning: a prompt of ") and line.endswith("host 0 computes it alone, exactly")
 
 
-def hold(fifo: Path) -> int:
-    """The writing end of a FIFO, once somebody waits to read it."""
+def hold(fifo: Path, reader: int) -> int:
+    """The writing end of a FIFO, once a process has begun to read it.
+
+    Python would notice a signal that comes after the opening and before the reading only when the reading ends.
+    """
     while True:
         try:
-            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            end = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
         except OSError as error:
             assert error.errno == errno.ENXIO
             time.sleep(0.05)
+    sleeps_in = Path(f"/proc/{reader}/wchan")  # the kernel's function; not every kernel tells
+    for _ in range(100):
+        if "pipe_read" in sleeps_in.read_text():
+            break
+        time.sleep(0.02)
+    return end
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -247,7 +257,7 @@ def test_ctrl_c_is_one_line_and_130(tmp_path, hosts):
     os.mkfifo(folders[-1] / "context.txt")
     options = ["--model", "demo", "--prompt", demo.DEMO_QUESTION, "--context", "context.txt"]
     with started_hosts(INFER, options, hosts, tmp_path, folders) as processes:
-        held = hold(folders[-1] / "context.txt")
+        held = hold(folders[-1] / "context.txt", processes[-1].pid)
         for process in processes:
             os.kill(process.pid, signal.SIGINT)
         assert exit_statuses(processes) == [130] * hosts
