@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..config import VideoConfig
-from ..hosts import fair_share_of_cores
 from ..stats import StageTimer
 from .pixels import PixelChunk, stream
 from .placeholders import process
@@ -101,18 +100,16 @@ class VideoPixels:
             return self._stage("decode_video", f"decode_video {thread}")
 
         video, frames, device = self.piece.video, self.piece.frames, str(self.device or "cpu")
-        return iter_frames(video, frames, num_frames, self._threads, self.config.backend, device, at_work)
+        return iter_frames(
+            video, frames, num_frames, self.config.threads or 0, self.config.backend, device, at_work
+        )
 
     def _in_turn(self, num_frames: int) -> Iterator[np.ndarray]:
         frames = self.piece.frames
         for start in range(0, len(frames), num_frames):
             with self._stage("decode_video"):
-                chunk = read_frames(self.piece.video, frames[start : start + num_frames], self._threads)
+                chunk = read_frames(self.piece.video, frames[start : start + num_frames], self.config.threads or 0)
             yield chunk
-
-    @property
-    def _threads(self) -> int:
-        return self.config.threads or fair_share_of_cores()
 
     @torch.no_grad()
     def _prepare(self, side: "torch.cuda.Stream | None", frames: Tensor) -> PixelChunk:

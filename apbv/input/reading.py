@@ -4,7 +4,6 @@ The library, the script and the server all read by this.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ..config import PrefillConfig
@@ -18,21 +17,6 @@ from .placeholders import process
 from .rendering import RenderedPrompt, render_prompt
 from .request import Question
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
-
-
-@dataclass(frozen=True)
-class ReadPrompt:
-    """A prompt as it was read.
-
-    Attributes:
-        rendered: its text, and the files that it is about.
-        inputs: what the model reads; of a video without its pixels.
-        piece: what this host has to read of the video; None where there is none.
-    """
-
-    rendered: RenderedPrompt
-    inputs: ModelInputs
-    piece: FramePiece | None = None
 
 
 class PromptReader:
@@ -111,11 +95,15 @@ class PromptReader:
         info: VideoInfo | None,
         hosts: HostGroup,
         timer: StageTimer,
-    ) -> ReadPrompt:
+    ) -> tuple[ModelInputs, FramePiece | None]:
         """Read a rendered question, but for its video's frames; every host does.
 
         Args:
             info: its video.
+
+        Returns:
+            What the model reads, of a video without its pixels, and the piece of the video that this host has to
+            read; None where there is no video.
 
         Raises:
             ValueError: the prompt cannot be read; the message says why.
@@ -124,10 +112,8 @@ class PromptReader:
             sampled = self.sample(info, question)
             batch = self.tokenize(rendered, sampled)
             if sampled is not None:
-                inputs, piece = ModelInputs.from_skeleton(
-                    self.parts, batch, *sampled, hosts, self._config.frame_parallel
-                )
-                return ReadPrompt(rendered, inputs, piece)
+                frame_parallel = self._config.frame_parallel
+                return ModelInputs.from_skeleton(self.parts, batch, *sampled, hosts, frame_parallel)
             inputs = ModelInputs.from_processor(
                 self.parts,
                 batch,
@@ -135,7 +121,7 @@ class PromptReader:
                 query_start=self._query_start(rendered, batch),
                 query_len=self._config.query_len,
             )
-            return ReadPrompt(rendered, inputs)
+            return inputs, None
 
     def pixels_of(self, piece: FramePiece, hosts: HostGroup, timer: StageTimer) -> VideoPixels:
         """Return the pixels of a host's frames, which are read as they are asked for."""

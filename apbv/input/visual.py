@@ -154,7 +154,7 @@ def visual_from_batch(
             pixels=GivenPixels(values, range(1)) if hosts.rank == 0 else None,
         )
     num_patches = _num_temporal_patches(batch, pixels)
-    patches = share_out(num_patches, hosts, frame_parallel)
+    patches = _share_out(num_patches, hosts, frame_parallel)
     mine = patches[hosts.rank]
     values = {"pixel_values_videos": pixels}
     if batch.get("video_grid_thw") is not None:
@@ -171,7 +171,7 @@ def visual_from_batch(
     )
 
 
-def share_out(num_patches: int, hosts: HostGroup, frame_parallel: bool) -> tuple[range, ...]:
+def _share_out(num_patches: int, hosts: HostGroup, frame_parallel: bool) -> tuple[range, ...]:
     """Share a video's temporal patches out among the hosts that encode them (Eq. 6)."""
     everything = range(num_patches)
     return tuple(split_evenly(everything, hosts.size) if frame_parallel else [everything] * hosts.size)

@@ -91,8 +91,7 @@ class Prefiller:
                 rendered = reader.render(request.question)
         info = probe_once(reader.videos, rendered.video, self._hosts, timer)
         with self._hosts.local_stage("reading the prompt"):
-            prompt = reader.read(request.question, rendered, info, self._hosts, timer)
-            inputs, piece = prompt.inputs, prompt.piece
+            inputs, piece = reader.read(request.question, rendered, info, self._hosts, timer)
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
@@ -107,8 +106,7 @@ class Prefiller:
             size = agree_on_chunks(inputs.visual, self._hosts, reader.parts.device, chunk_bytes)
             inputs = inputs.with_pixels(kept or pixels, size)
         self._require_wanted(request)
-        video = None if piece is None else piece.video
-        return ReadRequest(request.within(max_positions, inputs), prompt.rendered, inputs, prefix, video, kept)
+        return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, info, kept)
 
     def run(self, read: ReadRequest, observer: PrefillObserver | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question where the KV before it is stored.

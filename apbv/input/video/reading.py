@@ -1,7 +1,6 @@
 """Reading chosen frames, chunk by chunk or in one piece, by the back end that is asked for."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...config import VIDEO_BACKEND_NAMES
+from ...hosts import fair_share_of_cores
 from .info import VideoError, VideoInfo
 from .streaming import pyav_chunks
 
@@ -48,8 +48,8 @@ def iter_frames(
         info: the video, from :func:`apbv.input.video.probe`.
         indices: of the frames, strictly ascending.
         chunk_len: frames in each chunk but the last.
-        threads: how many runs of frames to decode at the same time, where there are several; 0 for one per CPU
-            that this process may use. Processes that share a machine should each say their part.
+        threads: how many runs of frames to decode at the same time, where there are several; 0 for this
+            process's fair share of its machine's cores.
         backend: "pyav" decodes on the CPU, "torchcodec" on the device, with other promises
             (:mod:`apbv.input.video.torchcodec_reading`). "auto" takes torchcodec for a CUDA device where it can be
             loaded, and goes on with PyAV where it fails.
@@ -73,7 +73,7 @@ def iter_frames(
         raise ValueError(f"need chunk_len >= 1, got {chunk_len}")
     if backend not in VIDEO_BACKEND_NAMES:
         raise ValueError(f"no back end {backend!r} decodes videos; there are {', '.join(VIDEO_BACKEND_NAMES)}")
-    threads = threads or num_cpus()
+    threads = threads or fair_share_of_cores()
     on_gpu = str(device).startswith("cuda")
     if backend == "pyav" or (backend == "auto" and not on_gpu):
         return pyav_chunks(info, wanted, chunk_len, threads, at_work)
@@ -122,8 +122,3 @@ def _with_pyav_behind(
             given += len(chunk)
     except VideoError:
         yield from pyav_chunks(info, wanted[given:], chunk_len, threads, at_work)
-
-
-def num_cpus() -> int:
-    """Return how many CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
