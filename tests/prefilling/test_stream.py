@@ -206,11 +206,21 @@ def failing_draft_job(hosts: HostGroup, clip: str, broken: str):
     engine = Engine(models[0], processor, hosts, config, speculate=speculate, draft=models[1])
     engine.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=2)
     before, kept = threading.active_count(), []
-    for call in (engine.generate, engine.prefill):
+
+    def attempt(call, video: str) -> None:
         try:
-            call(QUESTION, video=broken, num_frames=30)
+            call(QUESTION, video=video, num_frames=30)
         except Exception as error:
             kept.append(error)
+
+    def fail(*_) -> None:
+        raise RuntimeError("the tower fails")
+
+    for call in (engine.generate, engine.prefill):
+        attempt(call, broken)
+        hook = models[0].model.visual.register_forward_hook(fail)  # when more chunks are on their way
+        attempt(call, clip)
+        hook.remove()
     return len(kept), threading.active_count() - before
 
 
@@ -218,7 +228,7 @@ def failing_draft_job(hosts: HostGroup, clip: str, broken: str):
 def test_a_request_that_fails_leaves_no_thread_behind_its_draft(pool, clip, tmp_path, num_hosts):
     broken, _ = late_damage(tmp_path)
     for failures, left in pool.run(num_hosts, failing_draft_job, str(clip), broken):
-        assert failures == 2 and left <= 0
+        assert failures == 4 and left <= 0
 
 
 def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
