@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from operator_attention_cases import block, block_with_anchor, causal, query, verify
 from operator_case import Case, Sizes
-from operator_selection_cases import importance, merge, similarity, spatial, temporal, topk
+from operator_selection_cases import importance, merge, merge_into_place, similarity, spatial, temporal, topk
 
 
 def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
@@ -16,5 +16,5 @@ def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
         found += [verify(s, queries) for queries in (1, 4, 16)]
         found += [verify(s, 4, kept=True), verify(s, 16, tree=True)]
         found += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
-        found.append(topk(s))
+        found += [topk(s), merge_into_place(s)]
     return [*found, merge(sizes), temporal(sizes), spatial(sizes), similarity(sizes)]

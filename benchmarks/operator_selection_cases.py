@@ -4,7 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import torch
-from operator_case import FP32_TOLERANCE, Case, Draw, Outputs, Piece, Sizes, group_of, local_kv
+from operator_case import (
+    ATTENTION_TOLERANCE,
+    FP32_TOLERANCE,
+    Case,
+    Draw,
+    Outputs,
+    Piece,
+    Sizes,
+    group_of,
+    local_kv,
+)
 from torch import Tensor
 
 from apbv.kernels import (
@@ -53,6 +63,30 @@ def merge(s: Sizes) -> Case:
         _whole(reference.merge_states),
         lambda dtype: (1e-5, 1e-5),
         lambda ops, backend: choose(backend, ops[1]),
+    )
+
+
+def merge_into_place(s: Sizes) -> Case:
+    """Build the case of the first block with the anchor, and of what the block sees of others, in one output."""
+    rows = (s.anchor + s.block, s.block)
+    wide, itemsize = s.heads * s.head_dim, torch.float32.itemsize
+
+    def make(draw: Draw) -> tuple:
+        outs = [draw.states(s.heads, count, s.head_dim) for count in rows]
+        lses = [draw.randn(1, s.heads, count, dtype=torch.float32) for count in rows]
+        return outs, lses, torch.empty_like(outs[0])
+
+    return Case(
+        "merge_states",
+        "first block, in its place",
+        asdict(s),
+        2 * sum(rows) * wide,
+        lambda dtype: (rows[0] + sum(rows)) * (wide * dtype.itemsize + s.heads * itemsize),
+        make,
+        lambda ops, backend: merge_states(*ops[:2], out=ops[2], backend=backend),
+        lambda ops: _whole(reference.merge_states)(ops[:2]),
+        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-5),
+        lambda ops, backend: choose(backend, ops[1][0]),
     )
 
 

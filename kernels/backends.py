@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -79,7 +79,20 @@ def implementation(operator: str, backend: str) -> Callable:
         # A library attends over one segment; torch code splits the problem and merges the results.
         return partial(implementation(operator, "torch"), library=backend)
     module = "reference" if backend == "reference" else f"{backend}_{_FAMILIES[operator]}"
-    return getattr(import_module(f".{module}", __package__), operator)
+    function = getattr(import_module(f".{module}", __package__), operator)
+    return partial(_on_its_device, function) if backend == "triton" else function
+
+
+def _on_its_device(function: Callable, operand: Tensor | Sequence[Tensor], *operands, **options):
+    """Call a function while the GPU of its first operand is the current one, on which Triton launches.
+
+    It need not be so: a thread begins with the first GPU, and a group of hosts may be given any.
+    """
+    device = (operand if isinstance(operand, Tensor) else operand[0]).device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return function(operand, *operands, **options)
+    with torch.cuda.device(device):
+        return function(operand, *operands, **options)
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -112,10 +125,8 @@ def failed_launch(device: torch.device) -> str | None:
     An installed Triton is not enough: it also needs a C compiler and a driver that accepts its code.
     """
     try:
-        from .triton_merging import merge_states
-
         ones = torch.ones(2, 1, 1, 1, 16, device=device)
-        out, lse = merge_states(torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0])
+        out, lse = implementation("merge_states", "triton")(torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0])
         # Two partial results of equal weight must give their mean, and the lse of both.
         off = max(float((out - 2).abs().max()), float((lse - 1 - math.log(2)).abs().max()))
     except Exception as error:  # an installation that does not fit the machine may raise anything
@@ -132,3 +143,10 @@ def _is_installed(package: str) -> bool:
 def capability(device: torch.device) -> tuple[int, int]:
     """Return a GPU's compute capability as (major, minor)."""
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Return how many programs a device runs side by side, at least."""
+    # An interpreted kernel has none; 8 makes it split keys in some of the tests.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -10,6 +10,7 @@ solved small problems correctly on the device.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
@@ -17,18 +18,26 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .backends import BackendError, capability, requested, why_not_triton
+from .backends import BackendError, capability, num_processors, requested, why_not_triton
 from .runs import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
 Attend = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
-# With so few rows of scores per KV head, kernels that do not split the keys leave most of a GPU idle.
-FEW_ROWS = 64
-# With fewer queries than these, cuDNN takes longer to plan a new shape than it saves in a prompt's layers.
-WORTH_PLANNING = 8192
+# Libraries do not split the keys: a program has so many queries of a head, and all keys.
+_QUERIES_PER_PROGRAM = 128
+# The share of a GPU's processors that must have a program for a library to be faster than Triton's kernel, which
+# splits the keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
+_BUSY = 0.6
+# With fewer scores of a head than 8,192 causal queries have, cuDNN takes longer to plan a new shape than it saves
+# in a prompt's layers. A block of 8,062 queries behind passing blocks of 15,000 keys has 4.5 times as many.
+WORTH_PLANNING = 8192 * 8192 // 2
 
 _HALF = (torch.float16, torch.bfloat16)
+# Queries, keys and causality of the problems on which a library is tried. No length is a multiple of a tile;
+# decoding and short passing blocks have lengths such as these.
+_LENGTHS = ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False))
+_FEWER_QUERIES = ((129, 200, True), (63, 330, True))
 # FlashAttention's module by version, and the versions by major compute capability, the fastest first.
 FLASH_MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 _FLASH_VERSIONS = {9: (3, 4, 2), 10: (4, 2)}
@@ -57,7 +66,9 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         if obstacle:
             raise BackendError(f"the {wanted} back end cannot be used: {obstacle}")
         return wanted
-    names = preferred(capability(q.device), q.dtype, q.shape[2], groups, flash_version(capability(q.device)[0]))
+    keys = sum(k.shape[2] for k, _ in segments)
+    work = Work(q.shape[0] * q.shape[1], q.shape[2], keys, num_processors(q.device))
+    names = preferred(capability(q.device), q.dtype, work, flash_version(capability(q.device)[0]))
     return next((name for name in names if not _obstacle(name, q, groups)), "torch")
 
 
@@ -77,21 +88,47 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
 
 
-def preferred(
-    capability: tuple[int, int], dtype: torch.dtype, queries: int, groups: int, flash: int | None
-) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Work:
+    """Work is what a call of attention has to share out.
+
+    Attributes:
+        heads: query heads of all sequences.
+        queries: S.
+        keys: those of all segments.
+        processors: the GPU's.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    processors: int
+
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether kernels that do not split the keys leave too much of the GPU without work."""
+        programs = self.heads * -(-self.queries // _QUERIES_PER_PROGRAM)
+        return programs < _BUSY * self.processors
+
+    @property
+    def scores(self) -> int:
+        """How many scores a head has, the triangle of its causal keys being half a square."""
+        square = min(self.queries, self.keys)
+        return self.queries * self.keys - square * square // 2
+
+
+def preferred(capability: tuple[int, int], dtype: torch.dtype, work: Work, flash: int | None) -> tuple[str, ...]:
     """Return the back ends for a GPU, the fastest first.
 
     Args:
         capability: the GPU's compute capability.
         dtype: that of q, k and v.
-        queries: S.
-        groups: query heads per KV head.
+        work: how much there is to do.
         flash: the installed version of FlashAttention.
     """
     if dtype not in _HALF:
         return ("triton",) if dtype == torch.float32 else ()
-    if queries * groups <= FEW_ROWS:
+    if work.leaves_idle:
         return ("triton", "flash_attn", "torch")
     if capability[0] in (9, 10):
         names = ("flash_attn", "cudnn", "torch", "triton")
@@ -102,7 +139,7 @@ def preferred(
     return tuple(
         name
         for name in names
-        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and queries < WORTH_PLANNING)
+        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and work.scores < WORTH_PLANNING)
     )
 
 
@@ -154,11 +191,39 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
     return None
 
 
+def is_bottom_right(name: str, q: Tensor, k: Tensor) -> bool:
+    """Return whether a library's causal mask of fewer queries than keys lets the last query see all keys.
+
+    Some libraries do, and others let the first query see the first key only: what counts is what it does here.
+    """
+    problem = (q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1])
+    return usable(name, *problem) is None and _is_bottom_right(name, *problem)
+
+
+@cache
+def _is_bottom_right(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> bool:
+    return probe(ATTEND[name], device, dtype, head_dim, groups, _FEWER_QUERIES) is None
+
+
 @torch.no_grad()
-def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> str | None:
+def probe(
+    attend: Attend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    groups: int,
+    lengths: tuple[tuple[int, int, bool], ...] = _LENGTHS,
+) -> str | None:
     """Run a function on small problems, and return what it raises or gets wrong, or None if all is well.
 
     The tensors lie as they do in a prefill: q as a projection leaves it, k and v as rows of a longer buffer.
+
+    Args:
+        attend: the function.
+        device, dtype: of the tensors.
+        head_dim: D.
+        groups: query heads per KV head.
+        lengths: the numbers of queries and keys of each problem, and whether it is causal, bottom-right.
     """
     heads, scale = 2, head_dim**-0.5
     generator = torch.Generator("cpu").manual_seed(0)
@@ -166,8 +231,7 @@ def probe(attend: Attend, device: torch.device, dtype: torch.dtype, head_dim: in
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
 
-    # No length is a multiple of a tile; decoding and short passing blocks have lengths such as these.
-    for queries, keys, causal in ((129, 129, True), (63, 200, False), (1, 129, False), (129, 5, False)):
+    for queries, keys, causal in lengths:
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
         k, v = (buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers)

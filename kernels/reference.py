@@ -3,6 +3,9 @@
 Each function has the signature of the operator of its name, without ``backend``; see there for shapes and units.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -11,7 +14,13 @@ from .runs import PackedSequences, Segment
 
 
 def segmented_attention(
-    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, *, rows_alone: int = 0
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    causal_last: bool,
+    *,
+    rows_alone: int = 0,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend over the concatenation of several segments with every score materialised, in O(S * T) memory."""
     queries, last = q.shape[2], segments[-1][0].shape[2]
@@ -20,13 +29,23 @@ def segmented_attention(
     visible[:rows_alone, : k.shape[2] - last] = False
     if causal_last:
         visible[:, k.shape[2] - last :] &= visible.new_ones(queries, last).tril(last - queries)
-    return _attend(q, k, v, scale, visible)
+    result, lse = _attend(q, k, v, scale, visible)
+    return result if out is None else out.copy_(result), lse
 
 
 def verify_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None, kept: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    visible: Tensor | None = None,
+    kept: Tensor | None = None,
+    num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from a few new tokens under one mask of all keys that each query head's rows see."""
+    if num_keys is not None:
+        k, v = (states[:, :, : int(num_keys)] for states in (k, v))
     queries, keys = q.shape[2], k.shape[2]
     if visible is None:
         visible = torch.ones(queries, queries, dtype=torch.bool, device=q.device).tril()
@@ -46,13 +65,20 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences
     return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
 
 
-def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial attention results over disjoint keys; both results are in fp64."""
-    lses = lses.double().masked_fill(lses == float("inf"), float("-inf"))
+def merge_states(
+    outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results over disjoint keys in fp64."""
+    wide = torch.float64 if lses[0].dtype == torch.float64 else torch.float32
+    queries = max(lse.shape[2] for lse in lses) if out is None else out.shape[2]
+    behind = [queries - lse.shape[2] for lse in lses]  # a partial result is of the last queries
+    lses = [functional.pad(x.double(), (n, 0), value=-math.inf) for x, n in zip(lses, behind, strict=True)]
+    lses = torch.stack(lses).masked_fill_(torch.stack(lses) == math.inf, -math.inf)
     lse = lses.logsumexp(dim=0)
-    weights = torch.exp(lses - lse.masked_fill(lse == float("-inf"), 0.0))
-    outs = outs.double().masked_fill(weights[..., None] == 0, 0.0)
-    return (weights[..., None] * outs).sum(dim=0), lse
+    weights = torch.exp(lses - lse.masked_fill(lse == -math.inf, 0.0))[..., None]
+    outs = [functional.pad(x.double(), (0, 0, n, 0)) for x, n in zip(outs, behind, strict=True)]
+    merged = (weights * torch.stack(outs).masked_fill(weights == 0, 0.0)).sum(dim=0)
+    return merged.to(wide) if out is None else out.copy_(merged), lse.to(wide)
 
 
 def kv_importance(

@@ -19,7 +19,8 @@ class Run:
         k, v: the first piece, ``[B, Hkv, piece_len, D]``.
         num_rows: rows of all pieces together.
         piece_len: rows of one piece.
-        k_strides, v_strides: distances in elements from piece to piece, batch to batch, head to head, row to row.
+        k_strides, v_strides: distances in elements from batch to batch, head to head, row to row, and what every
+            further piece adds to that.
     """
 
     k: Tensor
@@ -33,7 +34,22 @@ class Run:
     def of(cls, k: Tensor, v: Tensor, num_pieces: int = 1, k_step: int = 0, v_step: int = 0) -> "Run":
         """Describe pieces like (k, v), each ``k_step`` and ``v_step`` elements behind the one before it."""
         length = k.shape[2]
-        return cls(k, v, num_pieces * length, length, (k_step, *row_strides(k)), (v_step, *row_strides(v)))
+        k_strides, v_strides = (
+            (*head, step, 0) if length == 1 else (*head, row, step - length * row if num_pieces > 1 else 0)
+            for (*head, row), step in ((row_strides(k), k_step), (row_strides(v), v_step))
+        )
+        # Pieces of one row are rows of one piece.
+        return cls(k, v, num_pieces * length, num_pieces if length == 1 else length, k_strides, v_strides)
+
+    @property
+    def divisor(self) -> tuple[int, int]:
+        """Magic and shift with which ``(row * magic >> 32) >> shift`` is the piece of a row, below 2 ** 31.
+
+        A processor has no division of integers (Granlund and Montgomery, 1994).
+        """
+        length = max(2, self.piece_len)
+        bits = (length - 1).bit_length()
+        return (1 << (31 + bits)) // length + 1, bits - 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,12 @@
 """This module implements :mod:`apbv.kernels.attention` by attending over one segment at a time and merging."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .library_attention import Attend, attend_masked, attend_with
+from .backends import implementation
+from .library_attention import Attend, attend_masked, attend_with, is_bottom_right
 from .runs import Segment, in_rows
 from .torch_merging import merge_finite
 
@@ -18,11 +21,45 @@ def segmented_attention(
     causal_last: bool,
     *,
     rows_alone: int = 0,
+    out: Tensor | None = None,
     library: str = "torch",
+    merging: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.segmented_attention` does, by the kernels of torch or of another library."""
+    """Attend as :func:`apbv.kernels.segmented_attention` does, by the kernels of torch or of another library.
+
+    Args:
+        library: what attends to one segment.
+        merging: what merges the results of several; see :func:`apbv.kernels.backends.choose`.
+    """
     attend = attend_with(library, q, segments[0][0])
-    return attend_segments(q, segments, scale, causal_last, attend, rows_alone=rows_alone)
+    # No part is of queries that see none of its keys: torch need not look for results that hold anything.
+    merge = merge_finite if merging == "torch" else implementation("merge_states", merging)
+    is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
+    if is_block and is_bottom_right(library, q, segments[0][0]):
+        segments = join_for_one_call(q, segments)
+        if len(segments) == 1 and segments[0][0].shape[2] > q.shape[2]:
+            return _merged(q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out)
+    return attend_segments(q, segments, scale, causal_last, attend, merge, rows_alone=rows_alone, out=out)
+
+
+def join_for_one_call(q: Tensor, segments: list[Segment]) -> list[Segment]:
+    """Join segments where one call under a causal mask costs less than a call for each part, and their merge.
+
+    The mask's diagonal ends at the bottom right. One call saves writing a second partial result and reading both
+    back; for it, those keys and values are copied that would not be in any case.
+    """
+    *earlier, (k, v) = segments
+    # An empty last segment stays: without it the mask would be of the one before, which all queries see.
+    segments = [*(segment for segment in earlier if segment[0].shape[2]), (k, v)]
+    *earlier, _ = segments
+    queries, past = q.shape[2], k.shape[2] - q.shape[2]
+    if past < 0 or not earlier:
+        return segments
+    visible = [*earlier, (k[:, :, :past], v[:, :, :past])] if past else earlier
+    num_seen = sum(keys.shape[2] for keys, _ in visible)
+    num_copied = queries + (0 if _is_worth_joining(visible, q) else num_seen)
+    # In rows of D numbers: K and V are read and written; a partial result is written, and one more of two read.
+    return [_joined(segments)] if 4 * num_copied * k.shape[1] < 2 * queries * q.shape[1] else segments
 
 
 def attend_segments(
@@ -31,25 +68,29 @@ def attend_segments(
     scale: float,
     causal_last: bool,
     attend: Attend,
+    merge: Callable = merge_finite,
     *,
     rows_alone: int = 0,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over several segments with one call of ``attend`` for each, or for several joined ones."""
-    if rows_alone:
-        return _attend_in_two_parts(q, segments, scale, causal_last, rows_alone, attend)
+    """Attend over several segments with one call of ``attend`` for each, or for several joined ones.
+
+    A partial result of fewer queries than there are is of the last ones: those behind ``rows_alone``, or those of
+    a triangle of fewer keys than queries.
+    """
     q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
-    visible, triangle = segments, None
+    earlier, last, triangle = segments[:-1], segments[-1:], None
     if causal_last and q.shape[2] > 1:  # a single query sees everything
-        visible, triangle = _cut_triangle(segments, q.shape[2])
-    visible = _coalesce([segment for segment in visible if segment[0].shape[2]], q)
-    partials = [_attend_all(q, k, v, scale, attend) for k, v in visible]
+        last, triangle = _cut_triangle(segments[-1], q.shape[2])
+    groups = [(rows_alone, earlier), (0, last)] if rows_alone else [(0, earlier + last)]
+    partials = []
+    for first, group in groups:
+        rows = q[:, :, first:]
+        seen = [segment for segment in group if segment[0].shape[2]] if rows.shape[2] else []
+        partials += [_attend_all(rows, k, v, scale, attend) for k, v in _coalesce(seen, rows)]
     if triangle is not None:
         partials.append(_attend_triangle(q, *triangle, scale, attend))
-    if len(partials) == 1:
-        return partials[0]
-    outs, lses = zip(*partials, strict=True)
-    out, lse = merge_finite(outs, torch.stack(lses))
-    return out.to(q.dtype), lse
+    return _merged(q, partials, merge, out)
 
 
 def verify_attention(
@@ -60,11 +101,16 @@ def verify_attention(
     *,
     visible: Tensor | None = None,
     kept: Tensor | None = None,
+    num_keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as :func:`apbv.kernels.verify_attention` does; kept rows are copied."""
+    """Attend as :func:`apbv.kernels.verify_attention` does; kept rows are copied, and a length is waited for."""
     attend = attend_with("torch", q, k)
+    if num_keys is not None:
+        k, v = (states[:, :, : int(num_keys)] for states in (k, v))
     q, k, v = (in_rows(x) for x in (q, k, v))
     if visible is None and kept is None:
+        if q.shape[2] == 1:  # it sees everything
+            return _attend_all(q, k, v, scale, attend)
         return attend_segments(q, [(k, v)], scale, True, attend)
     if visible is None:
         visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -81,9 +127,25 @@ def verify_attention(
     if len(partials) == 1:
         out, lse = partials[0]
         return out.to(q.dtype), lse
+    return merge_finite(*zip(*partials, strict=True), out=torch.empty_like(q))
+
+
+def _merged(
+    q: Tensor, partials: list[tuple[Tensor, Tensor]], merge: Callable, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the result for all queries, in ``out`` where it is given."""
+    if len(partials) == 1 and partials[0][0].shape == q.shape:
+        whole, lse = partials[0]
+        return (whole, lse) if out is None else (out.copy_(whole), lse)
+    if not partials:
+        return result_without_keys(q, out)
     outs, lses = zip(*partials, strict=True)
-    out, lse = merge_finite([out.to(lses[0].dtype) for out in outs], torch.stack(lses))
-    return out.to(q.dtype), lse
+    return merge(outs, lses, out=empty_output(q) if out is None else out)
+
+
+def empty_output(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Make room for an output like q, ``[B, Hq, S, D]``, with the heads of a query side by side in memory."""
+    return q.new_empty(q.transpose(1, 2).shape, dtype=dtype).transpose(1, 2)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -94,60 +156,42 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _attend_in_two_parts(
-    q: Tensor, segments: list[Segment], scale: float, causal_last: bool, rows_alone: int, attend: Attend
-) -> tuple[Tensor, Tensor]:
-    """Attend separately for the first rows, which see the last segment only, and for the others."""
-    k, v = segments[-1]
-    others = q.shape[2] - rows_alone
-    # Under a causal mask none of the first rows sees the keys of the rows behind them.
-    end = max(0, k.shape[2] - others) if causal_last else k.shape[2]
-    alone = q[:, :, :rows_alone]
-    if end:
-        parts = [attend_segments(alone, [(k[:, :, :end], v[:, :, :end])], scale, causal_last, attend)]
-    else:
-        parts = [result_without_keys(alone)]
-    if others:
-        parts.append(attend_segments(q[:, :, rows_alone:], segments, scale, causal_last, attend))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-
-
 def _coalesce(segments: list[Segment], q: Tensor) -> list[Segment]:
     """Join segments where copying their rows costs less than merging another partial result.
 
     APB-V's context blocks see an anchor and passing blocks that are short beside the block itself.
     """
-    keys, values = ([pair[i] for pair in segments] for i in (0, 1))
-    if len(segments) > 1 and sum(k.shape[2] for k in keys) * keys[0].shape[1] < q.shape[2] * q.shape[1]:
-        return [(torch.cat(keys, dim=2), torch.cat(values, dim=2))]
-    return segments
+    return [_joined(segments)] if _is_worth_joining(segments, q) else segments
 
 
-def _cut_triangle(segments: list[Segment], queries: int) -> tuple[list[Segment], Segment | None]:
+def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
+    num_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
+    return len(segments) > 1 and num_rows < q.shape[1] * q.shape[2]
+
+
+def _joined(segments: list[Segment]) -> Segment:
+    k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
+    return k, v
+
+
+def _cut_triangle(segment: Segment, queries: int) -> tuple[list[Segment], Segment | None]:
     """Cut causal keys into those that all queries see, and the last ones, at most as many as the queries.
 
     Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one.
     """
-    *visible, (k, v) = segments
-    past = k.shape[2] - queries
-    if past > 0:
-        visible.append((k[:, :, :past], v[:, :, :past]))
-        k, v = k[:, :, past:], v[:, :, past:]
-    return visible, (k, v) if k.shape[2] else None
+    k, v = segment
+    past = max(0, k.shape[2] - queries)
+    visible = [(k[:, :, :past], v[:, :, :past])] if past else []
+    return visible, (k[:, :, past:], v[:, :, past:]) if k.shape[2] else None
 
 
 def _attend_triangle(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
-    """Attend causally to no more keys than there are queries, the first of which may see nothing."""
-    blind = q.shape[2] - k.shape[2]
-    out, lse = attend(q[:, :, blind:], k, v, scale, k.shape[2] > 1)
-    if not blind:
-        return out, lse
-    blind_out, blind_lse = result_without_keys(q[:, :, :blind])
-    return torch.cat([blind_out, out], dim=2), torch.cat([blind_lse, lse], dim=2)
+    """Attend causally to no more keys than there are queries; the result is that of the queries that see any."""
+    return attend(q[:, :, q.shape[2] - k.shape[2] :], k, v, scale, k.shape[2] > 1)
 
 
-def result_without_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return what attention to no keys gives: an output of zeros and an lse of -inf."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.zeros_like(q), torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
+    return torch.zeros_like(q) if out is None else out.zero_(), lse

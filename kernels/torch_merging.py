@@ -1,27 +1,99 @@
-"""This module implements :mod:`apbv.kernels.merging` with torch."""
+"""This module implements :mod:`apbv.kernels.merging` with torch, in pieces that stay in a processor's cache."""
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+# Numbers of one piece: a piece of every partial result, widened, fits into a core's second-level cache.
+_PIECE = 2**17
 
-def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+
+def merge_states(
+    outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Merge partial results as :func:`apbv.kernels.merge_states` does."""
-    lses = torch.where(lses == float("inf"), float("-inf"), lses)
-    # A partial result that saw nothing may hold anything, NaN included: it must not be multiplied in.
-    outs = outs.masked_fill((lses == float("-inf"))[..., None], 0.0)
-    return merge_finite(outs.unbind(), lses)
+    outs, lses = list(outs), [torch.where(lse == math.inf, -math.inf, lse) for lse in lses]
+    for part, lse in enumerate(lses):
+        nothing = lse == -math.inf
+        # What saw nothing may hold anything, NaN included: it must not be multiplied in. On a CPU it costs no wait
+        # to see that there is nothing of the kind, and saves a copy.
+        if not lse.is_cpu or nothing.any():
+            outs[part] = outs[part].masked_fill(nothing[..., None], 0.0)
+    return merge_finite(outs, lses, out=out)
 
 
-def merge_finite(outs: Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge N partial results that hold neither NaN nor +inf, accumulating in the lse's dtype."""
-    highest = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)
+def merge_finite(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge N partial results that hold neither NaN nor +inf, accumulating in the lse's dtype.
+
+    With L_i the sum of exponentials up to partial result i, the mean of the first i is that of the first i - 1
+    moved towards result i by exp(lse_i) / L_i of the way: one pass over each, and none over copies.
+    """
+    wide = lses[0].dtype
+    if out is None:
+        longest = max(outs, key=lambda partial: partial.shape[2])
+        out = torch.empty_like(longest, dtype=wide)
+    queries = out.shape[2]
+    lses = _padded(lses, queries)
+    highest = lses.amax(dim=0).clamp_min(torch.finfo(wide).min)
     weights = torch.exp(lses - highest)
-    total = weights.sum(dim=0)
-    lse = highest + total.log()  # log(0) is the -inf of queries that saw nothing
-    weights = (weights / total.clamp_min(torch.finfo(lses.dtype).tiny))[..., None]
-    merged = outs[0] * weights[0]
-    for out, weight in zip(outs[1:], weights[1:], strict=True):
-        merged.addcmul_(out.to(merged.dtype), weight)
-    return merged, lse
+    sums = weights.cumsum(dim=0)
+    lse = highest + sums[-1].log()  # log(0) is the -inf of queries that saw nothing
+    steps = (weights / sums.clamp_min_(torch.finfo(wide).tiny))[..., None]
+
+    if out.numel() <= _PIECE and all(partial.shape == out.shape for partial in outs):
+        _merge_piece(out, outs, steps)  # a few new tokens: cutting them would take longer than merging
+        return out, lse
+    # Partial result i is of the queries from firsts[i] on.
+    firsts = [queries - partial.shape[2] for partial in outs]
+    for start, stop in _pieces(firsts, queries, out.numel() // max(1, queries)):
+        target = out[:, :, start:stop]
+        seen = [part for part, first in enumerate(firsts) if first <= start]
+        pieces = [outs[part][:, :, start - firsts[part] : stop - firsts[part]] for part in seen]
+        if not pieces:
+            target.zero_()
+        else:
+            _merge_piece(target, pieces, [steps[part, :, :, start:stop] for part in seen])
+    return out, lse
+
+
+def _merge_piece(target: Tensor, pieces: Sequence[Tensor], steps: Sequence[Tensor]) -> None:
+    wide = steps[0].dtype
+    if len(pieces) == 1:
+        target.copy_(pieces[0])
+        return
+    merged = target if target.dtype == wide else None
+    before = pieces[0].to(wide)
+    for piece, step in zip(pieces[1:], steps[1:], strict=True):
+        before = merged = torch.lerp(before, piece.to(wide), step, out=merged)
+    if merged is not target:
+        target.copy_(merged)
+
+
+def _pieces(firsts: list[int], queries: int, width: int) -> list[tuple[int, int]]:
+    """Cut the queries into ranges in which no partial result begins, of a size for the cache.
+
+    Args:
+        width: numbers of one query.
+    """
+    length = max(1, _PIECE // max(1, width))
+    borders = sorted({0, *firsts, queries})
+    return [
+        (start, min(start + length, stop))
+        for first, stop in pairwise(borders)
+        for start in range(first, stop, length)
+    ]
+
+
+def _padded(lses: Sequence[Tensor], queries: int) -> Tensor:
+    """Stack lses to ``[N, B, H, S]``; those of fewer queries are of the last ones, and -inf before."""
+    if all(lse.shape[2] == queries for lse in lses):
+        return torch.stack(list(lses))
+    stacked = lses[0].new_full((len(lses), *lses[0].shape[:2], queries), -math.inf)
+    for place, lse in zip(stacked, lses, strict=True):
+        place[:, :, queries - lse.shape[2] :] = lse
+    return stacked

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from apbv.kernels.backends import (
     LIBRARIES,
     choose,
     failed_launch,
+    implementation,
     requested,
     why_not_triton,
 )
@@ -134,19 +136,50 @@ def test_wrong_functions_fail_the_probe(attend):
     ],
 )
 def test_the_order_for_long_queries(capability, flash, order):
-    assert list(libraries.preferred(capability, torch.bfloat16, 16384, 4, flash)) == order
+    def preferred(queries, keys):
+        return list(libraries.preferred(capability, torch.bfloat16, libraries.Work(28, queries, keys, 132), flash))
+
+    assert preferred(16384, 16384) == order
+    # A block of a prompt of 128k tokens on 8 hosts, behind its passing blocks.
+    assert preferred(8062, 23000) == order
     # A plan of cuDNN's would not pay.
-    assert list(libraries.preferred(capability, torch.bfloat16, 512, 4, flash)) == [
-        x for x in order if x != "cudnn"
-    ]
+    assert preferred(512, 512) == [name for name in order if name != "cudnn"]
 
 
 def test_the_order_for_few_queries_and_wide_dtypes():
+    def preferred(capability, dtype, queries, heads=28, flash=3):
+        return libraries.preferred(capability, dtype, libraries.Work(heads, queries, 16384, 132), flash)
+
     for capability in ((8, 0), (9, 0), (10, 0)):
-        assert libraries.preferred(capability, torch.float16, 16, 4, 3)[0] == "triton"
-        assert libraries.preferred(capability, torch.float16, 17, 4, 3)[0] != "triton"
-        assert libraries.preferred(capability, torch.float32, 16384, 4, 3) == ("triton",)
-        assert libraries.preferred(capability, torch.float64, 16384, 4, 3) == ()
+        for queries in (1, 40, 256):  # 28 or 56 programs that do not split the keys, for 132 processors
+            assert preferred(capability, torch.float16, queries)[0] == "triton"
+        assert preferred(capability, torch.float16, 400)[0] != "triton"
+        assert preferred(capability, torch.float16, 40, heads=128)[0] != "triton"
+        assert preferred(capability, torch.float32, 16384) == ("triton",)
+        assert preferred(capability, torch.float64, 16384) == ()
+
+
+def test_triton_launches_on_the_gpu_of_its_operands(monkeypatch):
+    """Whichever is the current one, in this thread."""
+    current = [0]
+
+    @contextmanager
+    def device(wanted):
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    launched = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton_merging, "merge_states", lambda outs, lses, out: launched.append(current[0]))
+    merge = implementation("merge_states", "triton")
+    with FakeTensorMode():
+        for index in (1, 0):
+            outs = torch.empty(2, 1, 1, 1, 16, device=f"cuda:{index}")
+            merge(outs, outs, out=None)
+            merge([outs, outs], [outs, outs], out=None)
+    assert launched == [1, 1, 0, 0] and current == [0]
 
 
 @pytest.fixture
@@ -158,6 +191,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr("apbv.kernels.backends.capability", lambda device: (9, 0))
     monkeypatch.setattr("apbv.kernels.backends.failed_launch", lambda device: triton_fails[0])
     monkeypatch.setattr(libraries, "flash_version", lambda major: 3)
+    monkeypatch.setattr(libraries, "num_processors", lambda device: 8)
     monkeypatch.setattr(libraries, "ATTEND", kernels)
     probe = libraries.probe
     monkeypatch.setattr(libraries, "probe", lambda attend, device, *problem: probe(attend, CPU, *problem))
@@ -179,7 +213,7 @@ def test_the_first_that_works_is_chosen(hopper):
         hopper.kernels.update(flash_attn=wrong, cudnn=wrong, torch=by_definition, flashinfer=by_definition)
         assert hopper.choose()[0] == "torch", wrong
     hopper.kernels["cudnn"] = by_definition
-    assert hopper.choose()[0] == "cudnn" and hopper.choose(queries=100)[0] == "torch"
+    assert hopper.choose()[0] == "cudnn" and hopper.choose(queries=400)[0] == "torch"
     hopper.kernels["flash_attn"] = by_definition
     assert hopper.choose()[0] == "flash_attn" and hopper.choose(queries=1)[0] == "triton"
     assert hopper.choose(dtype=torch.float32)[0] == "triton" and hopper.choose(dtype=torch.float64)[0] == "torch"

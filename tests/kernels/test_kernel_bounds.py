@@ -16,7 +16,7 @@ from apbv.kernels import (
     select_topk,
     spatial_variety,
     temporal_change,
-    triton_attention,
+    triton_merging,
     verify_attention,
 )
 
@@ -57,6 +57,9 @@ def attend_masked(guard):
 
 def merge(guard):
     merge_states(guard(torch.randn(3, 1, 3, 5, 40)), guard(torch.randn(3, 1, 3, 5)), backend="triton")
+    outs = [guard(torch.randn(1, 3, rows, 40)) for rows in (5, 2)]
+    lses = [guard(torch.randn(1, 3, rows)) for rows in (5, 2)]
+    merge_states(outs, lses, out=guard(torch.empty(1, 3, 7, 40)), backend="triton")
 
 
 def rank(guard):
@@ -86,6 +89,6 @@ def test_nothing_outside_is_read(operator):
 def test_lengths_and_strides_do_not_compile_anew():
     """Of integers in a tuple Triton looks at whether they are 1 and whether 16 divides them, like it or not."""
     numbers = (-16, -1, 0, 1, 2, 16, 129, 2**20)
-    veiled = triton_attention._veiled(*numbers)
+    veiled = triton_merging.veiled(*numbers)
     assert not any(number == 1 or number % 16 == 0 for number in veiled)
     assert tuple(number >> 2 for number in veiled) == numbers

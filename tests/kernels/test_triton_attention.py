@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from apbv.kernels import reference, segmented_attention, triton_attention, verify_attention
-from apbv.kernels.runs import find_runs
+from apbv.kernels.runs import Run, find_runs
 
 from attention_cases import (
     LENGTHS,
@@ -136,11 +136,38 @@ def test_gathered_buffers_are_one_run_each(dtype):
     check(q, [*first[::-1], *second, *local], 0.125, causal_last=True, rows_alone=7)
 
 
+def test_a_product_and_a_shift_divide_as_a_division_does():
+    rows = torch.cat([torch.arange(5000), 2**31 - 1 - torch.arange(5000), torch.randint(2**31, (5000,))])
+    for length in [*range(1, 70), 127, 128, 129, 1023, 1024, 1182, 2**16 - 1, 2**20 + 1, 2**30 + 1, 2**31 - 1]:
+        k = torch.empty(1, 1, 1, 1).expand(1, 1, length, 1)
+        magic, shift = Run.of(k, k, 2, 0, 0).divisor
+        assert magic < 2**32
+        # Products of less than 2 ** 63, in two parts of 16 bits.
+        product = (rows * (magic >> 16) + (rows * (magic & 0xFFFF) >> 16)) >> 16
+        assert torch.equal(product >> shift, rows // max(2, length)), length
+
+
 @dtypes
 def test_more_runs_than_a_bucket_holds(dtype):
     q, segments = make_inputs(20, [3, 5, 7, 9, 11, 1, 20], dtype=dtype, dim=16, group=1)
     assert len(find_runs(segments)) > triton_attention._RUNS_BUCKET
     check(q, segments, 0.25, causal_last=True)
+
+
+@pytest.mark.parametrize("strided", [transposed, sliced_rows, sliced_heads_and_dim], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("queries", "keys"), [(63, [111, 63]), (1, [1200])], ids=["long", "split"])
+@dtypes
+def test_the_result_goes_where_it_is_wanted(queries, keys, strided, dtype):
+    """And nowhere else in the buffer."""
+    q, segments = make_inputs(queries, keys, dtype=dtype, dim=64, group=2)
+    wanted, wanted_lse = triton_attention.segmented_attention(q, segments, 0.1, True)
+    out = strided(torch.full_like(q, 3.0))
+    buffer = out._base
+    result, lse = triton_attention.segmented_attention(q, segments, 0.1, True, out=out)
+    assert result is out or result.data_ptr() == out.data_ptr()
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+    inside = strided(torch.zeros_like(q))._base
+    assert torch.equal(buffer.isnan(), inside.isnan()), "what lies between the rows was written"
 
 
 @causality
@@ -224,6 +251,43 @@ def test_rows_that_are_not_kept_are_not_read(backend):
     out, lse = verify_attention(q, k, v, 0.1, kept=kept, backend=backend)
     assert_out_close(out, exact[0], 2e-6)
     assert_lse_close(lse, exact[1], 3e-6)
+
+
+@pytest.mark.parametrize("mask", ["chain", "tree", "none"])
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("queries", "lengths"), [(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))], ids=["one", "window"]
+)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["all", "kept"])
+@pytest.mark.each_choice
+def test_a_length_in_memory(mask, backend, queries, lengths, is_kept):
+    """One launch serves all lengths of a buffer, behind whose keys there is anything, NaN included."""
+    q, [(k, v)] = make_inputs(queries, [1500], dtype=torch.float32, dim=64)
+    num_masked = {"chain": queries, "none": 0}.get(mask, queries + 3 if queries > 1 else 1)
+    options = {}
+    if mask != "chain":
+        visible = torch.rand(queries, num_masked, generator=torch.Generator().manual_seed(1)) < 0.6
+        options["visible"] = visible.to(DEVICE)
+    if is_kept:
+        shortest = lengths[0] - num_masked
+        options["kept"] = random_rows(q.shape[0], k.shape[1], shortest, shortest, torch.int32)
+    for length in lengths:
+        mine = [states[:, :, :length] for states in (k, v)]
+        exact = reference.verify_attention(*(x.double() for x in (q, *mine)), 0.1, **options)
+        buffers = [torch.full_like(states, math.nan) for states in (k, v)]
+        for buffer, states in zip(buffers, mine, strict=True):
+            buffer[:, :, :length] = states
+        num_keys = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        out, lse = verify_attention(q, *buffers, 0.1, num_keys=num_keys, **options, backend=backend)
+        assert_out_close(out, exact[0], OUT_TOLERANCE[torch.float32])
+        assert_lse_close(lse, exact[1], LSE_TOLERANCE[torch.float32])
+
+
+def test_a_length_that_is_no_int32_is_refused():
+    q, [(k, v)] = make_inputs(1, [3], dtype=torch.float32)
+    for wrong in (torch.tensor([3]), torch.tensor(3, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="num_keys must be one int32"):
+            verify_attention(q, k, v, 0.1, num_keys=wrong)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])

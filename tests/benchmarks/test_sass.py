@@ -1,0 +1,117 @@
+"""What kernels were compiled into: a small one for an absent GPU, and how listings are read."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import jsonschema
+import pytest
+from sass import obstacle, programs_at_a_time
+
+from scripts import BENCHMARKS, SCRIPT_TIMEOUT
+
+
+def test_a_kernel_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
+    """In a process of its own, because kernels of this one are interpreted."""
+    assert "TRITON_INTERPRET=1" in obstacle() or not find_spec("triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if reason := obstacle():
+        pytest.skip(reason)
+    path = tmp_path / "sass.jsonl"
+    command = [sys.executable, BENCHMARKS / "sass.py", "--calls", "one token", "--capabilities", "9.0"]
+    result = subprocess.run(
+        [*command, "--json", path], env=dict(os.environ), capture_output=True, text=True, timeout=SCRIPT_TIMEOUT
+    )
+    assert result.returncode == 0, result.stderr
+    records = {record["kernel"]: record for record in map(json.loads, path.read_text().splitlines())}
+    schema = json.loads((BENCHMARKS / "schemas" / "sass.json").read_text())
+    for record in records.values():
+        jsonschema.validate(record, schema)
+        assert f" {record['kernel']} | {record['registers']} | {record['spilled_bytes']} |" in result.stdout
+    assert set(records) == {"verify_kernel", "_merge_kernel"}
+    kernel = records["verify_kernel"]
+    (loop,) = kernel["loops"]
+    source = (BENCHMARKS.parent / "kernels" / loop["file"]).read_text().splitlines()
+    assert "for i_t in range(first_key, whole, BT):" in source[loop["line"] - 1]
+    assert sum(loop["kinds"].values()) == loop["instructions"] < kernel["instructions"]
+    # 16 rows and 64 keys of 128 numbers, twice, by products of 16 x 8 x 16 that 4 warps share.
+    assert loop["kinds"]["tensor core"] == 2 * 16 * 64 * 128 // (16 * 8 * 16) // kernel["warps"]
+    # K and V by 16 bytes for each of the 128 threads.
+    assert loop["kinds"]["asynchronous copy"] == 2 * 64 * 128 * 2 // 16 // 128
+    assert kernel["spills_in_loops"] == 0
+
+
+LISTING = """
+.text.kernel:
+	//## File "helper.py", line 2 inlined at "kernel.py", line 3
+	//## File "kernel.py", line 3
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @P0 EXIT ;
+.L_x_0:
+	//## File "kernel.py", line 5
+        /*0020*/                   LDG.E R2, [R4.64] ;
+        /*0030*/              @P1 BRA `(.L_x_3) ;
+.L_x_1:
+        /*0040*/                   UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR6], tmem[UR12], idesc[UR13], UPT ;
+        /*0050*/                   UIADD3 UR4, UR4, 0x1, URZ ;
+        /*0060*/                   STL [R1], R4 ;
+        /*0070*/              @P2 CALL.REL.NOINC `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_1) ;
+.L_x_2:
+	//## File "kernel.py", line 7
+        /*0090*/                   FMNMX3 R2, R2, R3, R4, !PT ;
+        /*00a0*/              @P0 BRA `(.L_x_0) ;
+        /*00b0*/                   LDL R2, [R1] ;
+        /*00c0*/                   EXIT ;
+.L_x_3:
+        /*00d0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
+        /*00e0*/             @!P0 BRA `(.L_x_3) ;
+        /*00f0*/                   BRA `(.L_x_1) ;
+.L_x_4:
+        /*0100*/                   BRA `(.L_x_4);
+"""
+SOURCE = """@jit
+def kernel():
+    i = 0
+    for j in range(3):
+        for k in range(3):
+            k
+        j
+"""
+
+
+def test_loops_are_those_of_the_flow_and_not_of_the_places():
+    """A wait that stands behind everything, and jumps back, is no loop around what lies between."""
+    pytest.importorskip("triton")
+    from kernel_listing import inner_loops, loops, read
+
+    instructions = read(LISTING)
+    found = loops(instructions)
+    assert sorted(len(loop.instructions) for loop in found) == [2, 5, 12]
+    (inner,) = inner_loops(found)
+    assert inner.kinds == {
+        "tensor core": 1, "asynchronous copy": 0, "MUFU": 0, "fp32": 0, "integer": 1, "other": 3,
+    }  # fmt: skip
+    assert inner.header(SOURCE) == 5
+    outer = max(found, key=lambda loop: len(loop.instructions))
+    assert outer.kinds["fp32"] == 1
+    assert (outer.spills, sum(each.name == "LDL" for each in instructions)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "program", "count"),
+    [
+        (80, {"warps": 4, "registers": 32, "shared": 0}, 16),  # by warps
+        (89, {"warps": 4, "registers": 32, "shared": 0}, 12),
+        (90, {"warps": 1, "registers": 16, "shared": 0}, 32),  # by programs
+        (90, {"warps": 8, "registers": 255, "shared": 0}, 1),  # by registers
+        (90, {"warps": 4, "registers": 129, "shared": 0}, 3),  # which come by eights
+        (90, {"warps": 4, "registers": 128, "shared": 75 * 1024}, 3),  # by shared memory, of which 1 KiB is taken
+        (90, {"warps": 4, "registers": 128, "shared": 76 * 1024}, 2),
+        (100, {"warps": 4, "registers": 64, "shared": 0, "tensor_columns": 256}, 2),  # by tensor memory
+    ],
+)
+def test_programs_at_a_time(capability, program, count):
+    assert programs_at_a_time(capability, **program) == count

@@ -1,0 +1,116 @@
+"""How often a library is called for a block, with what, and that the results are right all the same."""
+
+import math
+
+import pytest
+import torch
+
+from apbv.kernels import library_attention as libraries
+from apbv.kernels import reference, segmented_attention, torch_attention
+
+from attention_cases import LSE_TOLERANCE, OUT_TOLERANCE, assert_lse_close, assert_out_close, in_fp64, make_inputs
+from wrong_attention import by_definition
+
+CPU = torch.device("cpu")
+
+
+def top_left(q, k, v, scale, causal):
+    """A causal mask under which the first query sees the first key only, however many there are."""
+    if not causal:
+        return by_definition(q, k, v, scale, False)
+    rows = min(q.shape[2], k.shape[2])
+    return by_definition(q[:, :, :rows], k[:, :, :rows], v[:, :, :rows], scale, True)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library on this CPU; returns the calls of it: (queries, keys, causal)."""
+    calls = []
+
+    def install(attend):
+        def recorded(q, k, v, scale, causal):
+            call = (q.shape[2], k.shape[2], causal)
+            if call not in libraries._FEWER_QUERIES:  # on which it is tried
+                calls.append(call)
+            return attend(q, k, v, scale, causal)
+
+        monkeypatch.setitem(libraries.ATTEND, "flash_attn", recorded)
+        libraries._is_bottom_right.cache_clear()
+        return calls
+
+    monkeypatch.setattr(libraries, "usable", lambda *problem: None)
+    monkeypatch.setattr("apbv.kernels.attention.choose_attention", lambda *problem: "flash_attn")
+    yield install
+    libraries._is_bottom_right.cache_clear()
+
+
+def attend(queries, keys, *, group=7, alone=0):
+    q, segments = make_inputs(queries, keys, dim=16, group=group, dtype=torch.float32)
+    out, lse = segmented_attention(q, segments, 0.1, True, rows_alone=alone)
+    exact = reference.segmented_attention(*in_fp64(q, segments), 0.1, True, rows_alone=alone)
+    assert_out_close(out, exact[0], OUT_TOLERANCE[torch.float32])
+    assert_lse_close(lse, exact[1], LSE_TOLERANCE[torch.float32])
+
+
+def test_what_a_librarys_causal_mask_means_is_tried():
+    for function, is_bottom_right in ((by_definition, True), (top_left, False)):
+        assert libraries.probe(function, CPU, torch.bfloat16, 64, 2) is None
+        problem = (function, CPU, torch.bfloat16, 64, 2, libraries._FEWER_QUERIES)
+        assert (libraries.probe(*problem) is None) == is_bottom_right
+
+
+def test_a_block_and_what_it_sees_of_others_take_one_call(library):
+    calls = library(by_definition)
+    attend(111, [20, 9, 9, 111])
+    assert calls == [(111, 149, True)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "group", "alone", "expected"),
+    [
+        # A merge costs less than copying as many KV heads as there are query heads.
+        pytest.param([20, 9, 111], 1, 0, [(111, 29, False), (111, 111, True)], id="no groups"),
+        # Nor are keys copied that many queries would not: those of all hosts, for one's question.
+        pytest.param([1000, 111], 7, 0, [(111, 1000, False), (111, 111, True)], id="a long past"),
+        pytest.param([9, 9, 131], 7, 20, [(111, 18, False), (131, 131, True)], id="the anchor with its block"),
+        pytest.param([40], 7, 0, [(40, 40, True)], id="more queries than keys"),
+        pytest.param([200, 0], 7, 0, [(111, 200, False)], id="no key of its own"),
+        pytest.param([0, 111], 7, 0, [(111, 111, True)], id="nothing passed on"),
+    ],
+)
+def test_calls_of_a_library(library, keys, group, alone, expected):
+    calls = library(by_definition)
+    attend(111 + alone, keys, group=group, alone=alone)
+    assert calls == expected
+
+
+def test_a_mask_from_the_top_left_is_used_for_squares_only(library):
+    calls = library(top_left)
+    attend(111, [20, 9, 9, 111])
+    assert calls == [(111, 38, False), (111, 111, True)]
+    calls.clear()
+    attend(111, [300])
+    assert calls == [(111, 189, False), (111, 111, True)]
+
+
+def test_keys_in_one_piece_are_not_copied(monkeypatch, library):
+    calls = library(by_definition)
+    monkeypatch.setattr(torch_attention, "_joined", None)
+    attend(111, [300])
+    assert calls == [(111, 300, True)]
+
+
+def test_one_call_goes_where_it_is_wanted(library):
+    calls = library(by_definition)
+    q, segments = make_inputs(111, [20, 111], group=7, dtype=torch.float32)
+    out = torch.full((q.shape[0], 111, *q.shape[1::2]), math.nan).transpose(1, 2)
+    segmented_attention(q, segments, 0.1, True, out=out)
+    assert calls == [(111, 131, True)]
+    assert_out_close(out, reference.segmented_attention(*in_fp64(q, segments), 0.1, True)[0], 2e-6)
+
+
+def test_nothing_is_joined_for_a_few_queries(library):
+    """A single token, or a window of drafted ones, reads K and V once for all heads of a group."""
+    calls = library(by_definition)
+    attend(torch_attention._FEW_QUERIES, [300])
+    assert len(calls) == 2 and not calls[0][2]
