@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     from apbv.hosts import run_on_hosts
     from apbv.launch.answer import run
 
-    return run_on_hosts(partial(run, options), options.timeout, options.tensor_parallel)
+    return run_on_hosts(partial(run, options), options.timeout, options.tensor_parallel, options.device)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import argparse
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from apbv.config import (
     BACKEND_NAMES,
+    CUDA_GRAPH_MODES,
     DTYPE_NAMES,
     HIPPO_TERMS,
     IMPORTANCE_NAMES,
@@ -25,6 +27,7 @@ from apbv.config import (
     PRUNINGS,
     STRATEGY_NAMES,
     VIDEO_BACKEND_NAMES,
+    DecodeConfig,
     PrefillConfig,
     ReuseConfig,
     SamplingConfig,
@@ -87,6 +90,12 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
         choices=BACKEND_NAMES,
         default="auto",
         help="what computes attention (default: by device)",
+    )
+    prefill.add_argument(
+        "--cuda-graphs",
+        choices=CUDA_GRAPH_MODES,
+        default=DecodeConfig().cuda_graphs,
+        help="launch a decoding step's kernels all at once, on a GPU that allows it (default %(default)s)",
     )
     prefill.add_argument(
         "--video-backend",
@@ -158,6 +167,11 @@ def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the group of hosts."""
     parser.add_argument(
+        "--device",
+        metavar="cpu|cuda|cuda:N",
+        help="where each process computes (default: on a GPU, of which several may share one, or else on the CPU)",
+    )
+    parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
@@ -184,6 +198,8 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--threads must be at least 1, not {options.threads}")
     if options.video_chunk_mib is not None and not 1 <= options.video_chunk_mib < 2**40:
         parser.error(f"--video-chunk-mib must be a positive number, not {options.video_chunk_mib}")
+    if options.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        parser.error(f"--device must be cpu, cuda, or a GPU as in cuda:0, not {options.device!r}")
     if not options.timeout > 0:
         parser.error(f"--timeout must be a positive number of seconds, not {options.timeout}")
     if options.fps is not None:
@@ -264,6 +280,7 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
         dtype=options.dtype,
         captioner=captioner,
         reuse=reuse,
+        decode=DecodeConfig(cuda_graphs=options.cuda_graphs),
     )
 
 
@@ -316,6 +333,7 @@ def load_function(name: str) -> Callable:
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Run a script and end this process with its status; Ctrl-C gives one line, and not a traceback."""
+    warnings.formatwarning = _formatted_warning
     try:
         sys.exit(main())
     except KeyboardInterrupt:
@@ -332,7 +350,6 @@ def _quieten(hosts: "HostGroup") -> None:
     """Let one process show warnings and progress bars, instead of every one."""
     from transformers.utils import logging as transformers_logging
 
-    warnings.formatwarning = _formatted_warning
     if not hosts.is_leader:
         warnings.simplefilter("ignore")
         transformers_logging.set_verbosity_error()

@@ -197,9 +197,12 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         with hosts.local_stage("opening the port"):
             settings = settings_of(options)
             sock = bind(options.host, options.port) if hosts.is_leader else None
-        serve(load_engine(options, hosts, reuse_config(options)), hosts, sock, settings)
+        engine = load_engine(options, hosts, reuse_config(options))
+        if hosts.device.type == "cuda":
+            engine.warm_up()
+        serve(engine, hosts, sock, settings)
 
-    return run_on_hosts(run, options.timeout, options.tensor_parallel)
+    return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device)
 
 
 if __name__ == "__main__":

@@ -25,40 +25,23 @@ class Collectives:
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one contiguous tensor of the same shape from every process, to ``[N, *shape]``."""
         result = tensor.new_empty(dist.get_world_size(self._group), *tensor.shape)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = self._watch.start(
-            lambda: gather(result.flatten(), tensor.flatten(), group=self._group, async_op=True)
-        )
+        work = self._watch.start(lambda: gather_into(self._group, result, tensor))
 
         def finish() -> Tensor:
-            self._watch.wait(work, tensor.is_cuda)
+            self._wait(work, tensor)
             return result
 
         return Exchange(finish, work.is_completed)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
         """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from it."""
-        dtype, device = tensors[0].dtype, tensors[0].device
-        width = tensors[0].element_size()
-        counts = [math.prod(shape) for shape in shapes]
-        # Bytes, because not every back end knows every dtype.
-        sent = torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
-        received = torch.empty(sum(counts) * width, dtype=torch.uint8, device=device)
-        work = self._watch.start(
-            lambda: dist.all_to_all_single(
-                received,
-                sent,
-                [count * width for count in counts],
-                [tensor.numel() * width for tensor in tensors],
-                group=self._group,
-                async_op=True,
-            )
-        )
+        parcel = Parcel(tensors, shapes)
+        received = parcel.sent.new_empty(parcel.num_received)
+        work = self._watch.start(lambda: swap_into(self._group, received, parcel.sent, parcel))
 
-        def finish(sent=sent) -> list[Tensor]:  # holds what is being sent alive until it is sent
-            self._watch.wait(work, device.type == "cuda")
-            flat = received.view(dtype).split(counts)
-            return [values.view(*shape) for values, shape in zip(flat, shapes, strict=True)]
+        def finish() -> list[Tensor]:  # the parcel holds what is being sent alive until it is sent
+            self._wait(work, received)
+            return parcel.unpacked(received)
 
         return Exchange(finish, work.is_completed)
 
@@ -69,10 +52,62 @@ class Collectives:
         )
 
         def finish() -> Tensor:
-            self._watch.wait(work, tensor.is_cuda)
+            self._wait(work, tensor)
             return tensor
 
         return Exchange(finish, work.is_completed)
+
+    def _wait(self, work: dist.Work, tensor: Tensor) -> None:
+        """Wait for an exchange; on a GPU its stream does, and not this thread."""
+        if tensor.is_cuda:
+            self._watch.order(work)
+        else:
+            self._watch.wait(work)
+
+
+def gather_into(group: dist.ProcessGroup, result: Tensor, tensor: Tensor) -> dist.Work:
+    """Start gathering contiguous tensors of one shape from all processes into ``result``, ``[N, *shape]``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(result.flatten(), tensor.flatten(), group=group, async_op=True)
+
+
+def swap_into(group: dist.ProcessGroup, received: Tensor, sent: Tensor, parcel: "Parcel") -> dist.Work:
+    """Start an all-to-all of what a parcel holds; both tensors are bytes, laid out as the parcel says."""
+    return dist.all_to_all_single(
+        received, sent, parcel.received_counts, parcel.sent_counts, group=group, async_op=True
+    )
+
+
+class Parcel:
+    """The tensors that a process sends to all in an all-to-all, and the layout of those that it receives.
+
+    They travel as bytes, because not every back end knows every dtype.
+
+    Args:
+        tensors: number p goes to process p; of one dtype, on one device.
+        shapes: of what comes from each process.
+
+    Attributes:
+        sent: the tensors' bytes, one after the other.
+        sent_counts, received_counts: the bytes to and from each process.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]):
+        width = tensors[0].element_size()
+        self._dtype, self._shapes = tensors[0].dtype, shapes
+        self.sent = torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
+        self.sent_counts = [tensor.numel() * width for tensor in tensors]
+        self.received_counts = [math.prod(shape) * width for shape in shapes]
+
+    @property
+    def num_received(self) -> int:
+        """The bytes received, this process's own included."""
+        return sum(self.received_counts)
+
+    def unpacked(self, received: Tensor) -> list[Tensor]:
+        """Return the received tensors as views of the received bytes."""
+        parts = received.split(self.received_counts)
+        return [part.view(self._dtype).view(*shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def as_tensor(data: bytes) -> Tensor:

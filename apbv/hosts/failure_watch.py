@@ -11,10 +11,16 @@ is asked in a thread, and nobody waits for that thread longer than for the excha
 How long one host waits for another. A host that works in a stage says so in the store (see :mod:`.heartbeat`),
 and whoever waits then waits on; it gives up once nobody has worked for the group's timeout: a host that is
 stopped, cut off, or outside every stage is silent. A single stretch of work counts for ten timeouts, so that a
-host that hangs ends the others, too. NCCL's exchanges are not waited for in Python: its own limit holds, which is
-above that.
+host that hangs ends the others, too.
+
+NCCL's exchanges are waited for by the GPU, in its streams: the host goes on queueing work, and comes to a stop
+only where it wants to know a result. There it asks the GPU again and again how far it is, and looks into the store
+meanwhile. Where it stops unasked (in a library, or because the GPU's queue is full) the heartbeat's thread looks.
+What the GPU waits for in vain is aborted, so that it does all that is queued, with whatever numbers, and nobody
+waits for it any more.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,14 +28,20 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+from .communicators import Communicators
 from .exchange import AgreedError, HostError, describe_error, in_thread
 from .heartbeat import Heartbeat, Patience
+from .pending import Pending, PendingEvent
 
 POLL_SECONDS = 1.0  # between two looks at what an exchange, or the store, has to say
 GRACE_SECONDS = 2.0  # for a failure to be posted, or to be found
 WORK_LIMIT = 10.0  # times the timeout: how long a stretch of work counts as a sign of work
 
 _FAILURE_KEY = "apbv/failure"
+_LOST_STORE = "lost contact with the hosts' key-value store: the process that held it has ended"
 
 
 class FailureWatch:
@@ -41,6 +53,7 @@ class FailureWatch:
         store: the key-value store that the processes of the group share; None where this process is alone.
         heartbeat: this process's signs of work; None where nobody can see them.
         waits_for_work: whether the timeout begins anew while any process works; else it bounds the whole wait.
+        communicators: those of NCCL, for exchanges that a GPU waits for; None: there are none.
 
     Attributes:
         is_broken: whether a process failed in an exchange; the group can then be used no more.
@@ -53,13 +66,20 @@ class FailureWatch:
         store=None,
         heartbeat: Heartbeat | None = None,
         waits_for_work: bool = True,
+        communicators: Communicators | None = None,
     ):
         self.is_broken = False
         self.heartbeat = heartbeat
         self._name, self._timeout = name, timeout
         self._store = store
         self._waits_for_work = waits_for_work
+        self._communicators = communicators
         self._question: Future | None = None  # to the store, as yet unanswered
+        self._stages = 0  # with exchanges, nested
+        self._noticed: HostError | None = None  # by the heartbeat's thread
+        self._breaking = threading.Lock()
+        if communicators is not None:
+            heartbeat.also(self.look)
 
     def working(self, stage: str) -> AbstractContextManager:
         """Return a context for work in which this process gives signs of work."""
@@ -75,19 +95,25 @@ class FailureWatch:
         """
         if self.is_broken:
             raise HostError(f"cannot start {stage}: this host group broke in an earlier request")
+        self._stages += 1
         try:
             with self.working(stage):
                 yield
         except AgreedError:
             raise
         except HostError:
-            self.is_broken = True
+            self._break()
             raise
         except BaseException as error:
-            self.is_broken = has_others
+            # What the GPU was let go on with is worth nothing, and may lead to any error.
+            if self._noticed is not None and isinstance(error, Exception):
+                raise self._noticed from error
             if has_others:
                 self.post(stage, error)
+                self._break()
             raise
+        finally:
+            self._stages -= 1
 
     def start(self, call: Callable):
         """Start an exchange: ``call`` is an asynchronous collective, whose ``Work`` is returned.
@@ -95,26 +121,21 @@ class FailureWatch:
         Raises:
             HostError: the group is broken, or breaks now.
         """
-        if self.is_broken:
-            raise HostError("this host group broke in an earlier exchange")
+        self.require_whole()
         try:
             return call()
         except RuntimeError as error:
             raise self._reason_for(error) from error
 
-    def wait(self, work, on_gpu: bool = False) -> None:
-        """Wait until an exchange is complete.
+    def wait(self, work: Pending) -> None:
+        """Wait until something that depends on other processes is complete.
 
         Args:
-            work: what :meth:`start` returned.
-            on_gpu: whether its tensors are on a GPU, which then waits by itself.
+            work: an exchange in host memory, as :meth:`start` returned it, or what else is waited for in this way.
 
         Raises:
             HostError: a process failed, ended, or neither answered nor worked for the timeout.
         """
-        if on_gpu:
-            work.wait()
-            return
         patience = Patience(self._timeout)
         with self.heartbeat.waiting():
             while True:
@@ -124,18 +145,76 @@ class FailureWatch:
                 except RuntimeError:
                     if work.is_completed():
                         return self._finish(work)
+                    self._require_sound()
                     if failure := self._posted_failure(patience if self._waits_for_work else None):
                         raise failure from None
                     if patience.is_over:
                         raise self._give_up(patience) from None
 
+    def wait_for_gpu(self, event: torch.cuda.Event) -> None:
+        """Wait until the GPU has come to an event behind which exchanges of GPU memory may lie.
+
+        Raises:
+            HostError: as :meth:`wait`; what the GPU has computed is then worth nothing.
+        """
+        self.wait(PendingEvent(event))
+        self._require_sound()
+
+    def order(self, work: dist.Work) -> None:
+        """Let what the GPU does from now on wait for an exchange of GPU memory. Nobody waits here.
+
+        Raises:
+            HostError: the group is broken, or breaks now.
+        """
+        self.require_whole()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._reason_for(error) from error
+
+    def look(self) -> None:
+        """Abort what a GPU waits for in vain; called every second, in the heartbeat's thread."""
+        if self.is_broken or not self._stages:
+            return
+        try:
+            failure = self._read_failure()
+        except RuntimeError:
+            failure = _LOST_STORE
+        if failure is not None:
+            self._noticed = HostError(failure)
+            self._break()
+
+    def require_whole(self) -> None:
+        """Raise if the group is broken.
+
+        Raises:
+            HostError: it is.
+        """
+        if self.is_broken:
+            raise self._noticed or HostError("this host group broke in an earlier exchange")
+
+    def _require_sound(self) -> None:
+        """Raise if the group broke meanwhile, or NCCL has found that it did."""
+        self.require_whole()
+        if self._communicators is not None and (error := self._communicators.error()):
+            raise self._reason_for(error)
+
+    def _break(self) -> None:
+        """Use this group no more, and let no GPU wait for it."""
+        with self._breaking:
+            was_broken, self.is_broken = self.is_broken, True
+            if self._communicators is not None and not was_broken:
+                self._communicators.abort(GRACE_SECONDS)
+
     def post(self, stage: str, error: BaseException) -> None:
         """Tell the others that this process failed in a stage."""
-        text = f"{self._name} failed in {stage}: {describe_error(error)}"
+        self._tell(f"{self._name} failed in {stage}: {describe_error(error)}")
+
+    def _tell(self, text: str) -> None:
         # Where the store's host is gone, or out of reach, the others notice that by themselves.
         wait_for_futures([in_thread(lambda: self._store.set(_FAILURE_KEY, text))], GRACE_SECONDS)
 
-    def _finish(self, work) -> None:
+    def _finish(self, work: Pending) -> None:
         """Raise a completed exchange's error, if it has one.
 
         The wait before may have failed with that error, or only have run out of time just before the exchange
@@ -143,11 +222,13 @@ class FailureWatch:
         """
         try:
             work.wait()
+        except HostError:
+            raise
         except RuntimeError as error:
             raise self._reason_for(error) from error
 
     def _give_up(self, patience: Patience) -> HostError:
-        self.is_broken = True
+        self._break()
         text = f"{self._name} waited more than {self._timeout:g} s for another host"
         if patience.last_heard:
             text += f", {patience.seconds:.0f} s in all; the last sign of work was: {patience.last_heard}"
@@ -175,24 +256,28 @@ class FailureWatch:
             if patience is not None:
                 patience.hear(*beats)
         except RuntimeError:
-            text = "lost contact with the hosts' key-value store: the process that held it has ended"
+            text = _LOST_STORE
         if text is None:
             return None
-        self.is_broken = True
+        self._break()
         return HostError(text)
 
     def _ask_store(self) -> tuple[str | None, int, str]:
         """Return a posted failure, and what :meth:`Heartbeat.heard` says."""
-        store = self._store
-        failure = store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
-        return failure, *self.heartbeat.heard()
+        return self._read_failure(), *self.heartbeat.heard()
 
-    def _reason_for(self, error: RuntimeError) -> HostError:
+    def _read_failure(self) -> str | None:
+        store = self._store
+        return store.get(_FAILURE_KEY).decode(errors="replace") if store.check([_FAILURE_KEY]) else None
+
+    def _reason_for(self, error: RuntimeError | str) -> HostError:
         """Say why an exchange failed outright: quote the process that posted a reason, or say that one ended."""
-        self.is_broken = True
+        self._break()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             if failure := self._posted_failure():
                 return failure
             time.sleep(0.05)
-        return HostError(f"another host ended, or did not answer in time (seen by {self._name}): {error}")
+        text = f"another host ended, or did not answer in time (seen by {self._name}): {error}"
+        self._tell(text)  # those who wait for this process need not have seen it
+        return HostError(text)

@@ -3,37 +3,41 @@
 How hosts wait for each other, and how a failure of one reaches the others: see :mod:`.failure_watch`.
 """
 
-import hashlib
-import json
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import astuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Collectives, as_tensor, gather_bytes, raise_together
-from .exchange import Exchange, HostError
+from ..warn import warn_caller
+from .collectives import Collectives
+from .devices import choose_device, device_identity, sharing
+from .exchange import Exchange, HostError, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch
 from .heartbeat import Heartbeat
+from .pending import PendingCall
 from .polled_group import PolledGroup
 from .process_groups import (
+    Place,
     ProcessGroups,
-    choose_device,
     join_world,
     leave_world,
     level_group_counts,
     rank_and_size,
     require_whole_hosts,
 )
+from .staging import StagedCollectives
+from .statuses import Statuses
 
 
-class HostGroup:
+class HostGroup(Statuses):
     """The hosts that prefill together: one per full replica of the model.
 
     A host is one process, or with tensor parallelism T processes, its *members*: process h * T + t of all is
@@ -85,16 +89,23 @@ class HostGroup:
         store = None if groups.control is None else groups.control.get_group_store()
         if store is not None and heartbeat is None:
             heartbeat = Heartbeat(store, self.name, timeout, WORK_LIMIT * timeout)
-        self._watch = FailureWatch(self.name, timeout, store, heartbeat, waits_for_work)
-        self._data = Collectives(groups.data, self._watch)
+        self._watch = FailureWatch(self.name, timeout, store, heartbeat, waits_for_work, groups.communicators())
+        self._data = (StagedCollectives if groups.is_staged else Collectives)(groups.data, self._watch)
         self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
             groups.members.wait_for = self._watch.wait
 
     @classmethod
     def single(cls, device: str | torch.device | None = None) -> "HostGroup":
-        """Return one host, this process, without a process group."""
-        return cls(device=choose_device(device, local_rank=0), timeout=0.0)
+        """Return one host, this process, without a process group.
+
+        Args:
+            device: this process's device; None: the current GPU, or the CPU where there is none.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        return cls(device=choose_device(device), timeout=0.0)
 
     @classmethod
     def from_env(
@@ -102,20 +113,22 @@ class HostGroup:
     ) -> "HostGroup":
         """Join the hosts that torchrun started; a process that torchrun did not start is a single host.
 
+        Where processes share a GPU, what they exchange goes by way of host memory.
+
         Args:
-            device: this process's device. None: the GPU of LOCAL_RANK, or the CPU where there is none.
+            device: this process's device. ``"cuda"``: a GPU of this machine, by LOCAL_RANK; where there are more
+                processes than GPUs they take turns. None: likewise, or the CPU where there is no GPU.
             timeout: seconds to wait for another process; of one that works, ten times as many.
             tensor_parallel: T, processes of a host.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T.
-            HostError: more processes than GPUs were started on this machine, or the hosts do not meet.
+            ValueError: the number of processes is not a multiple of T, or there is no such device.
+            HostError: the hosts do not meet, or another one has no such device.
         """
         require_whole_hosts(int(os.environ.get("WORLD_SIZE", 1)), tensor_parallel)
         if "RANK" not in os.environ:
             return cls.single(device)
-        device = choose_device(device)
-        options = {"tensor_parallel": tensor_parallel, "owns_group": join_world(device, timeout)}
+        options = {"tensor_parallel": tensor_parallel, "owns_group": join_world(timeout)}
         return cls.from_process_group(dist.group.WORLD, device, timeout, **options)
 
     @classmethod
@@ -132,27 +145,60 @@ class HostGroup:
 
         Args:
             group: a torch.distributed group with a gloo backend, an NCCL backend, or both. Its own timeout bounds
-                every exchange, also with a process that works.
-            device: this process's device; None as in :meth:`from_env`.
+                every exchange, also with a process that works. Over gloo alone, what is on a GPU goes by way of
+                host memory.
+            device: this process's device; None as in :meth:`from_env`, but without LOCAL_RANK the current GPU.
             timeout: seconds to wait for another process; of one that works, ten times as many.
             tensor_parallel: T; the first T processes of the group are host 0, and so on.
-            owns_group: whether :meth:`close` destroys all process groups of this process.
+            owns_group: whether :meth:`close` destroys all process groups of this process, and GPUs may exchange
+                data over NCCL although the group does not.
 
         Raises:
-            ValueError: the number of processes is not a multiple of T.
+            ValueError: the number of processes is not a multiple of T, members of a host share a GPU, or there is
+                no such device.
+            HostError: another process failed.
         """
         require_whole_hosts(dist.get_world_size(group), tensor_parallel)
-        device = choose_device(device)
-        groups = ProcessGroups.of(group, device, timeout)
-        processes = cls(groups, device=device, timeout=timeout, owns_group=owns_group)
-        if tensor_parallel == 1:
-            return processes
-        level_group_counts(processes._gather_control)
-        groups = groups.joined(tensor_parallel, device, timeout)
-        return cls(groups, device=device, timeout=timeout, owns_group=owns_group)
+        groups = ProcessGroups.of(group, timeout)
+        processes = cls(groups, device=torch.device("cpu"), timeout=timeout, owns_group=owns_group)
+        try:
+            with processes.local_stage("choosing a device"):
+                chosen = choose_device(device)
+                if chosen.type == "cuda" and owns_group:
+                    torch.cuda.set_device(chosen)
+                mine = Place.of(device_identity(chosen), group, owns_group)
+            places = [Place(*place) for place in processes.gather_json(astuple(mine))]
+            if tensor_parallel > 1 or any(place.device != "cpu" for place in places):
+                level_group_counts(processes._gather_control)
+            hosts = cls(
+                groups.connected(group, places, tensor_parallel, timeout),
+                device=chosen,
+                timeout=timeout,
+                owns_group=owns_group,
+                heartbeat=processes._watch.heartbeat if tensor_parallel == 1 else None,
+            )
+            hosts._connect()
+        except Exception:
+            processes.close()
+            raise
+        shared = sharing([place.device for place in places])
+        if shared and device in (None, "cuda") and hosts.is_leader:
+            *some, last = shared[0]
+            warn_caller(f"processes {', '.join(map(str, some))} and {last} share a GPU: there are more than GPUs")
+        return hosts
+
+    def _connect(self) -> None:
+        """Build what GPUs exchange data by; collective."""
+        if self._groups.nccl:
+            with self.working("connecting the GPUs"):
+                self._watch.wait(PendingCall(in_thread(partial(self._groups.connect, self.device))))
 
     def subgroup(
-        self, members: Sequence[int], timeout: float | None = None, waits_for_work: bool = True
+        self,
+        members: Sequence[int],
+        timeout: float | None = None,
+        waits_for_work: bool = True,
+        has_data: bool = True,
     ) -> "HostGroup | None":
         """Make a group of some of these hosts, which fails by itself; collective over all of them.
 
@@ -167,6 +213,7 @@ class HostGroup:
                 take a day.
             waits_for_work: the timeout begins anew while any of these hosts works, as here; else it is a bound on
                 the wait, whatever the other does meanwhile.
+            has_data: whether tensors on devices are exchanged in it, and not only such in host memory.
 
         Returns:
             The group on its members, None on the others.
@@ -184,34 +231,19 @@ class HostGroup:
         if len(members) == 1:
             return HostGroup(device=self.device, timeout=0.0, heartbeat=heartbeat)
         timeout = self.timeout if timeout is None else timeout
-        groups = ProcessGroups.of(self._groups.of_some(members), self.device, timeout)
-        return HostGroup(
-            groups, device=self.device, timeout=timeout, heartbeat=heartbeat, waits_for_work=waits_for_work
+        hosts = HostGroup(
+            self._groups.of_some(members, timeout, has_data),
+            device=self.device,
+            timeout=timeout,
+            heartbeat=heartbeat,
+            waits_for_work=waits_for_work,
         )
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this is the one process that samples, drafts and prints: the first member of host 0."""
-        return self.rank == 0 and self.tensor_parallel_rank == 0
-
-    @property
-    def num_processes(self) -> int:
-        """H * T."""
-        return self.size * self.tensor_parallel_size
-
-    @property
-    def name(self) -> str:
-        """What messages call this process."""
-        return self.name_of(self.rank * self.tensor_parallel_size + self.tensor_parallel_rank)
+        hosts._connect()
+        return hosts
 
     def __repr__(self) -> str:
         members = f" x {self.tensor_parallel_size} processes" if self.tensor_parallel_size > 1 else ""
         return f"HostGroup({self.name} of {self.size}{members}, {self.device})"
-
-    def name_of(self, process: int) -> str:
-        """Return what messages call one of the H * T processes."""
-        host, member = divmod(process, self.tensor_parallel_size)
-        return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
 
     def tensor_parallel_mesh(self) -> DeviceMesh:
         """Return this host's members as a mesh of one dimension, ``tp``; for T > 1."""
@@ -228,8 +260,11 @@ class HostGroup:
 
     @property
     def process_group(self):
-        """The torch.distributed group of the data, for libraries that exchange data themselves; None alone."""
-        return self._groups.data
+        """The torch.distributed group of the data, for libraries that exchange data themselves.
+
+        None for a host that is alone, and where hosts share a GPU: there the group does not reach the data.
+        """
+        return None if self._groups.is_staged else self._groups.data
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one tensor of the same shape from every host; the result is ``[H, *shape]``."""
@@ -275,104 +310,51 @@ class HostGroup:
         self.bytes_received += tensor.nbytes if self.rank != source else 0
         return tensor
 
-    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Start sending a tensor in host memory from one host to all; shape and dtype are the same everywhere.
-
-        The result is the tensor. On the source it has ended when everybody takes part.
-        """
-        exchange = self._control.broadcast(tensor, source)
-
-        def finish() -> Tensor:
-            exchange.wait()
-            self.bytes_received += tensor.nbytes if self.rank != source else 0
-            return tensor
-
-        return Exchange(finish, exchange.has_ended)
-
-    def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        """Send ``count`` 64-bit integers from the leader to everybody; only the leader's ``values`` matter."""
-        if self.num_processes == 1:
-            return list(values)
-        tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
-        return self._control.broadcast(tensor, 0).wait().tolist()
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Send any number of bytes from the leader to everybody; only the leader's ``data`` matters."""
-        if self.num_processes == 1:
-            return data
-        (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
-        if not length:
-            return b""
-        if not self.is_leader:
-            return self.start_broadcast(torch.empty(length, dtype=torch.uint8), 0).wait().numpy().tobytes()
-        self.start_broadcast(as_tensor(data), 0).wait()
-        return data
-
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather the same number of floats from every process, on every process: one list per process."""
-        return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
-
-    def gather_json(self, value: Any) -> list[Any]:
-        """Gather JSON-ready values of any size from every process, on every process; collective."""
-        return [json.loads(data) for data in gather_bytes(self._gather_control, json.dumps(value).encode())]
-
-    def mean_over_members(self, tensor: Tensor) -> Tensor:
-        """Return, on every process, the mean over host 0's members of a small fp32 tensor in host memory."""
-        if self.tensor_parallel_size == 1:
-            return tensor
-        return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
-
     def barrier(self) -> None:
         """Wait until every process is here and its device is idle."""
-        if self.device.type == "cuda":
+        self.settle()
+        if self.device.type == "cuda":  # for work without exchanges, and for other streams
             torch.cuda.synchronize(self.device)
         self._gather_control(torch.zeros(1))
 
-    def require_same(self, what: str, value: bytes) -> None:
-        """Make sure that every process holds the same value; collective.
+    def wait_for_device(self, event: torch.cuda.Event) -> None:
+        """Wait until this process's GPU comes to an event, or raise if another host keeps it from that.
+
+        A wait in CUDA for an exchange that is never complete would be without end.
 
         Raises:
-            HostError: it differs from the first one's, on every process. Going on would mix two prompts into one.
+            HostError: a host failed, ended, or neither answered nor worked for the group's timeout.
         """
-        digests = self._gather_control(as_tensor(hashlib.sha256(value).digest()))
-        different = [process for process, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
-        if different:
-            raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
+        if self._groups.nccl:
+            self._watch.wait_for_gpu(event)
+        else:
+            event.synchronize()
 
-    def start_gathering(self, tensor: Tensor) -> Exchange:
-        """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
-        return Exchange(lambda: tensor[None]) if self.num_processes == 1 else self._control.all_gather(tensor)
+    def settle(self) -> None:
+        """Wait for the exchanges that this process's GPU has queued in the current stream, and all before them.
 
-    def _gather_control(self, tensor: Tensor) -> Tensor:
-        return self.start_gathering(tensor).wait()
+        Call it before the host reads what a GPU computed from them. Where GPUs exchange nothing by themselves it
+        returns at once.
 
-    def working(self, stage: str) -> AbstractContextManager:
-        """Return a context for long work outside a stage, so that other hosts go on waiting for this one."""
-        return self._watch.working(stage)
+        Raises:
+            HostError: as :meth:`wait_for_device`.
+        """
+        if self._groups.nccl:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self._watch.wait_for_gpu(event)
 
     @contextmanager
-    def local_stage(self, name: str) -> Iterator[None]:
-        """Run a stage without exchanges inside; at its end all hosts raise, or none does. Every host enters it.
-
-        A host that failed raises its own error, the others a HostError that quotes it.
-        """
-        error = None
-        with self.working(name):
-            try:
-                yield
-            except HostError:
-                raise
-            except Exception as caught:
-                error = caught
-            raise_together(self._gather_control, self.name_of, name, error)
-
-    def collective_stage(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for a stage with exchanges inside, in which a failure breaks the group.
+    def collective_stage(self, name: str) -> Iterator[None]:
+        """Run a stage with exchanges inside, in which a failure breaks the group.
 
         A host that fails tells the others, which then raise a HostError. A single host has no group to break, and
-        may go on. So may hosts that all raise :class:`AgreedError`.
+        may go on. So may hosts that all raise :class:`AgreedError`. Where GPUs exchange data by themselves the
+        stage ends when this one has done its work, so that a failure is known before results are used.
         """
-        return self._watch.collective_stage(name, self.num_processes > 1)
+        with self._on_device(), self._watch.collective_stage(name, self.num_processes > 1):
+            yield
+            self.settle()
 
     def let_others_report(self) -> None:
         """After a failure, and before this process exits, give every host time to say why it ends.

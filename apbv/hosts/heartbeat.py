@@ -37,6 +37,7 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._end: Callable[[], None] = lambda: None
+        self._looks: list[weakref.WeakMethod] = []  # replaced, and not changed: the thread goes through it
 
     @contextmanager
     def working(self, stage: str) -> Iterator[None]:
@@ -64,6 +65,10 @@ class Heartbeat:
         finally:
             self._working_since = time.monotonic() if self._stages else None
 
+    def also(self, look: Callable[[], None]) -> None:
+        """Call an object's method in the thread, too, before each beat, for as long as the object lives."""
+        self._looks = [*(known for known in self._looks if known() is not None), weakref.WeakMethod(look)]
+
     def heard(self) -> tuple[int, str]:
         """Return the number of all beats of the group, and what the last one said.
 
@@ -75,6 +80,12 @@ class Heartbeat:
     def stop(self) -> None:
         """Give no more signs of work."""
         self._end()
+
+    def look(self) -> None:
+        """Call what :meth:`also` was given."""
+        for known in self._looks:
+            if (look := known()) is not None:
+                look()
 
     def beat(self) -> None:
         """Say in the store what this process works on, if it does."""
@@ -131,6 +142,7 @@ def _beat(heart: "weakref.ref[Heartbeat]", stopped: threading.Event, interval: f
         if alive is None:
             return
         try:
+            alive.look()
             alive.beat()
         except RuntimeError:
             return

@@ -1,22 +1,47 @@
 """The torch.distributed groups of a process: how they are made, and how they are left."""
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from . import communicators
+from .communicators import Communicators
+from .devices import sharing
 from .exchange import HostError, in_thread
 from .failure_watch import POLL_SECONDS, WORK_LIMIT
 from .polled_group import POLLED
 
 _LEAVING_SECONDS = 10.0
+# What was begun over gloo and is not waited for, such as a message to a draft host while a server is idle.
+_UNAWAITED = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process computes.
+
+    Attributes:
+        device: as :func:`.devices.device_identity` names it.
+        has_nccl: whether its group may exchange GPU memory over NCCL.
+    """
+
+    device: str
+    has_nccl: bool
+
+    @classmethod
+    def of(cls, identity: str, group: dist.ProcessGroup, is_ours: bool) -> "Place":
+        """Describe this process; a group of the caller's has the back ends that the caller wanted."""
+        is_allowed = (is_ours and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(group)
+        return cls(identity, identity != "cpu" and is_allowed)
 
 
 @dataclass(frozen=True)
@@ -28,51 +53,122 @@ class ProcessGroups:
         control: all processes, over gloo: statuses and tokens are host memory, and neither wait for nor stall the
             GPU there. None for a process that is alone.
         members: the processes of this host; None without tensor parallelism.
+        nccl: those of them that carry GPU memory.
+        is_staged: whether the data group carries host memory only, through which other data has to go.
     """
 
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     members: dist.ProcessGroup | None = None
+    nccl: tuple[dist.ProcessGroup, ...] = ()
+    is_staged: bool = False
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, device: torch.device, timeout: float) -> "ProcessGroups":
-        """Take a group whose every process is a host; collective over its members."""
-        control = group
-        if device.type == "cuda" and "gloo" not in dist.get_backend_config(group):
-            control = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend="gloo",
-                timeout=_exchange_limit(timeout),
-                use_local_synchronization=True,
-            )
-        return cls(group, control)
+    def of(cls, group: dist.ProcessGroup, timeout: float) -> "ProcessGroups":
+        """Take a group for statuses alone, with every process a host; collective over its members."""
+        if "gloo" not in dist.get_backend_config(group):
+            group = _new_group(dist.get_process_group_ranks(group), "gloo", _exchange_limit(timeout))
+        return cls(group, group)
 
-    def joined(self, tensor_parallel: int, device: torch.device, timeout: float) -> "ProcessGroups":
-        """Make each T successive processes of the data group one host; collective over all of them."""
-        ranks = dist.get_process_group_ranks(self.data)
-        backend = dist.get_backend_config(self.data)
-        host, member = divmod(dist.get_rank(self.data), tensor_parallel)
-        options = {"timeout": _exchange_limit(timeout), "use_local_synchronization": True}
-        data = None
+    def connected(
+        self, group: dist.ProcessGroup, places: Sequence[Place], tensor_parallel: int, timeout: float
+    ) -> "ProcessGroups":
+        """Make the groups for the data, with each T successive processes one host; collective over all of them.
+
+        It may take as long as the slowest process.
+
+        Args:
+            group: the group whose statuses these exchange.
+            places: of all processes.
+            tensor_parallel: T.
+
+        Raises:
+            ValueError: the members of a host share a GPU.
+        """
+        ranks, limit = dist.get_process_group_ranks(group), _exchange_limit(timeout)
+        host, member = divmod(dist.get_rank(group), tensor_parallel)
+        on_cpu = all(place.device == "cpu" for place in places)
+        same_host = slice(host * tensor_parallel, (host + 1) * tensor_parallel)
+        for first in range(0, len(ranks), tensor_parallel):
+            if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
+                raise ValueError(
+                    f"host {first // tensor_parallel} cannot be {tensor_parallel} processes: "
+                    "tensor parallelism needs NCCL, and a GPU for each of them"
+                )
+        is_staged = not on_cpu and not _can_use_nccl(places)
+        data = members = None
         if len(ranks) > tensor_parallel:
-            data = dist.new_group(ranks[member::tensor_parallel], backend=backend, **options)
-        members = dist.new_group(
-            ranks[host * tensor_parallel : (host + 1) * tensor_parallel],
+            data = self._data_group(group, ranks[member::tensor_parallel], on_cpu, is_staged, limit)
+        if tensor_parallel > 1:
             # What transformers exchanges on a CPU is waited for in Python; with NCCL nobody waits on the CPU.
-            backend=POLLED if device.type == "cpu" else backend,
-            **options,
-        )
-        return ProcessGroups(data, self.control, members)
+            members = _new_group(ranks[same_host], POLLED if on_cpu else "nccl", limit)
+        nccl = () if on_cpu else (None if is_staged else data, members)
+        nccl = tuple(found for found in nccl if found is not None)
+        return ProcessGroups(data, self.control, members, nccl, is_staged)
 
-    def of_some(self, hosts: Sequence[int]) -> dist.ProcessGroup:
-        """Make a data group of some hosts; collective over them. What nobody waits for there may take a day."""
-        ranks = dist.get_process_group_ranks(self.data)
+    def _data_group(self, group, ranks: list[int], on_cpu: bool, is_staged: bool, limit: timedelta):
+        """Return the caller's own group where it will do; else make one."""
+        is_whole = len(ranks) == dist.get_world_size(group)
+        if on_cpu:
+            return self.control if is_whole else _new_group(ranks, "gloo", limit)
+        # Staged data is sent from a thread, and statuses by others: in one group their order would be by chance.
+        if is_staged:
+            return _new_group(ranks, "gloo", limit)
+        return group if is_whole and "nccl" in dist.get_backend_config(group) else _new_group(ranks, "nccl", limit)
+
+    def of_some(self, hosts: Sequence[int], timeout: float, has_data: bool) -> "ProcessGroups":
+        """Make groups of some hosts; collective over them. What nobody waits for there may take a day."""
+        every_rank = dist.get_process_group_ranks(self.data)
+        ranks = [every_rank[host] for host in hosts]
+        control = _new_group(ranks, "gloo", _UNAWAITED)
+        if not has_data or not (self.is_staged or self.nccl):
+            return ProcessGroups(control, control)
+        if self.is_staged:
+            return ProcessGroups(_new_group(ranks, "gloo", _exchange_limit(timeout)), control, is_staged=True)
+        data = _new_group(ranks, "nccl", _exchange_limit(timeout))
+        return ProcessGroups(data, control, nccl=(data,))
+
+    def communicators(self) -> Communicators | None:
+        """Return what gives up the groups over NCCL; None where there are none."""
+        return Communicators(self.nccl) if self.nccl else None
+
+    def connect(self, device: torch.device) -> None:
+        """Build the communicators; it blocks until the other processes do likewise."""
+        for group in self.nccl:
+            communicators.connect(group, device)
+
+
+def _can_use_nccl(places: Sequence[Place]) -> bool:
+    """Return whether NCCL can connect processes: it refuses two on one GPU. One alone needs no connection."""
+    devices = [place.device for place in places]
+    return len(places) == 1 or (all(place.has_nccl for place in places) and not sharing(devices))
+
+
+def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
+    """Make a group of its own members alone, with communicators of its own."""
+    with _unbound_world():
         return dist.new_group(
-            [ranks[host] for host in hosts],
-            backend=dist.get_backend_config(self.data),
-            timeout=timedelta(days=1),
+            list(ranks),
+            backend=backend,
+            timeout=limit,
             use_local_synchronization=True,
+            pg_options=communicators.options(limit) if backend == "nccl" else None,
         )
+
+
+@contextmanager
+def _unbound_world():
+    """Keep torch from splitting a new group's communicator from that of all processes.
+
+    It would where the caller bound those to their devices. Then all of them have to take part, not only the
+    members: they would wait for the others for ever.
+    """
+    world = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def level_group_counts(gather: Callable[[Tensor], Tensor]) -> None:
@@ -89,26 +185,20 @@ def level_group_counts(gather: Callable[[Tensor], Tensor]) -> None:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def join_world(device: torch.device, timeout: float) -> bool:
+def join_world(timeout: float) -> bool:
     """Initialise torch.distributed from the environment that torchrun sets; False where the caller has done so.
+
+    All processes then exchange host memory; what carries GPU memory is made when it is known who has which GPU.
 
     Raises:
         HostError: the hosts do not meet within the timeout, in seconds.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if dist.is_initialized():
         return False
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    communicators.leave_errors_to_us()
     limit = timeout + 2 * POLL_SECONDS
-
-    def meet() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(backend, timeout=timedelta(seconds=limit))
-
     # In a thread: gloo waits five times as long for hosts that are there, but cannot be connected to.
-    meeting = in_thread(meet)
+    meeting = in_thread(partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=limit)))
     try:
         if not wait_for_futures([meeting], limit + POLL_SECONDS).done:
             raise RuntimeError("a host cannot be connected to")
@@ -132,43 +222,6 @@ def leave_world(timeout: float) -> None:
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group, and the group's size; (0, 1) without a group."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
-def choose_device(wanted: str | torch.device | None, local_rank: int | None = None) -> torch.device:
-    """Return the device that is wanted, or else this process's GPU, or the CPU where there is no GPU.
-
-    Args:
-        wanted: None: none in particular.
-        local_rank: this process's number on its machine; None: as torchrun's LOCAL_RANK says, or 0.
-
-    Raises:
-        HostError: there are fewer GPUs than processes.
-    """
-    if wanted is not None:
-        return torch.device(wanted)
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank is None:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise HostError(
-            f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
-            "start at most one process per GPU, or pass device='cpu'"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def fair_share_of_cores() -> int:
-    """Return how many CPU cores this process may keep busy beside the other processes on its machine; at least 1.
-
-    They are the cores that the operating system lets this process run on, divided by the number of processes that
-    torchrun started on this machine (its LOCAL_WORLD_SIZE); without torchrun all of them.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = len(os.sched_getaffinity(0))
-    else:  # macOS and Windows have no such limit, or do not tell
-        num_cores = os.cpu_count() or 1
-    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:

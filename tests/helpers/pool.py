@@ -20,6 +20,8 @@ from patience import GROUP_TIMEOUT, HANGING, limit
 
 GROUP_SIZES = (1, 2, 3, 4, 8)
 MAX_HOSTS = max(GROUP_SIZES)
+# A group lives as long as its process, and its thread wakes up a hundred times a second.
+_MOST_GROUPS = 32
 _JOB_TIMEOUT = limit(600.0)
 
 
@@ -64,13 +66,18 @@ def exit_statuses(processes: list[mp.Process], seconds: float = limit(300.0)) ->
 
 
 class HostPool:
-    """Runs ``job(hosts, *args)`` on H gloo processes."""
+    """Runs ``job(hosts, *args)`` on H gloo processes; new ones, once jobs have made many groups in them."""
 
     def __init__(self, rendezvous_file: str):
+        self._rendezvous_file, self._generation = rendezvous_file, 0
+        self._start()
+
+    def _start(self) -> None:
+        self._generation, self._num_groups = self._generation + 1, 0
         self._pipes, self._processes = [], []
         for rank in range(MAX_HOSTS):
             ours, theirs = mp.Pipe()
-            self._processes.append(start(_serve, rank, rendezvous_file, theirs))
+            self._processes.append(start(_serve, rank, f"{self._rendezvous_file}-{self._generation}", theirs))
             theirs.close()
             self._pipes.append(ours)
 
@@ -80,13 +87,17 @@ class HostPool:
         Raises:
             AssertionError: a host raised; with its traceback.
         """
+        if self._num_groups > _MOST_GROUPS:
+            self.close()
+            self._start()
         for pipe in self._pipes[:num_hosts]:
             pipe.send((num_hosts, job, args))
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes[:num_hosts]):
             if not pipe.poll(_JOB_TIMEOUT):
                 raise AssertionError(f"host {rank} did not finish {job.__name__}")
-            ok, value = pipe.recv()
+            ok, value, num_groups = pipe.recv()
+            self._num_groups = max(self._num_groups, num_groups)
             (results if ok else failures).append(value if ok else f"host {rank}:\n{value}")
         assert not failures, "\n".join(failures)
         return results
@@ -120,10 +131,11 @@ def _serve(rank: int, rendezvous_file: str, pipe) -> None:
         for size, group in groups.items()
         if rank < size
     }
+    made = dist.distributed_c10d._world.pg_map  # every group of this process
     while (message := pipe.recv()) is not None:
         num_hosts, job, args = message
         try:
-            pipe.send((True, job(hosts[num_hosts], *args)))
+            pipe.send((True, job(hosts[num_hosts], *args), len(made)))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), len(made)))
     dist.destroy_process_group()

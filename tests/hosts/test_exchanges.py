@@ -1,9 +1,11 @@
-"""HostGroup's exchanges over real gloo processes."""
+"""HostGroup's exchanges over real gloo processes: of what the group reaches, and by way of host memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from staged import staged_job
 
 from apbv import HostGroup
 
@@ -11,6 +13,16 @@ from fresh_hosts import described, pattern
 from patience import wait_for
 
 SIZES = (1, 2, 3, 8)
+
+
+@pytest.fixture(params=["direct", "staged"])
+def exchanging(pool, request):
+    """Runs a job on hosts whose data goes one way or the other."""
+
+    def run(num_hosts: int, job: Callable, *args) -> list:
+        return pool.run(num_hosts, *([job] if request.param == "direct" else [staged_job, job]), *args)
+
+    return run
 
 
 def all_gather_job(hosts: HostGroup, shape: tuple[int, ...], dtype: torch.dtype):
@@ -24,9 +36,9 @@ def all_gather_job(hosts: HostGroup, shape: tuple[int, ...], dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize("hosts", SIZES)
-def test_all_gather(pool, hosts, dtype):
+def test_all_gather(exchanging, hosts, dtype):
     for shape in ((2, 1, 3, 7, 5), (1,), (), (3, 0, 2)):
-        pool.run(hosts, all_gather_job, shape, dtype)
+        exchanging(hosts, all_gather_job, shape, dtype)
 
 
 def strided_job(hosts: HostGroup):
@@ -35,8 +47,8 @@ def strided_job(hosts: HostGroup):
     assert torch.equal(gathered[-1], pattern(hosts.size - 1, (5, 3), torch.float32).t())
 
 
-def test_all_gather_of_a_strided_tensor(pool):
-    pool.run(2, strided_job)
+def test_all_gather_of_a_strided_tensor(exchanging):
+    exchanging(2, strided_job)
 
 
 def in_flight_job(hosts: HostGroup):
@@ -58,8 +70,8 @@ def in_flight_job(hosts: HostGroup):
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 8])
-def test_several_exchanges_in_flight(pool, hosts):
-    pool.run(hosts, in_flight_job)
+def test_several_exchanges_in_flight(exchanging, hosts):
+    exchanging(hosts, in_flight_job)
 
 
 def asynchronous_job(hosts: HostGroup, started: Path):
@@ -74,8 +86,8 @@ def asynchronous_job(hosts: HostGroup, started: Path):
     assert [part.tolist() for part in swapped.wait()] == [[0, 0], [1, 1]]
 
 
-def test_an_exchange_is_started_without_waiting(pool, tmp_path):
-    pool.run(2, asynchronous_job, tmp_path / "started")
+def test_an_exchange_is_started_without_waiting(exchanging, tmp_path):
+    exchanging(2, asynchronous_job, tmp_path / "started")
 
 
 def part_shape(kind: str, sender: int, receiver: int) -> tuple[int, ...]:
@@ -104,9 +116,9 @@ def all_to_all_job(hosts: HostGroup, kind: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("kind", ["even", "uneven", "some empty", "only to the last", "all empty"])
 @pytest.mark.parametrize("hosts", SIZES)
-def test_all_to_all(pool, hosts, kind):
+def test_all_to_all(exchanging, hosts, kind):
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        pool.run(hosts, all_to_all_job, kind, dtype)
+        exchanging(hosts, all_to_all_job, kind, dtype)
 
 
 def broadcast_job(hosts: HostGroup, dtype: torch.dtype):
@@ -130,9 +142,9 @@ def shift_job(hosts: HostGroup, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("hosts", SIZES)
-def test_shift_round_the_ring(pool, hosts):
+def test_shift_round_the_ring(exchanging, hosts):
     for dtype in (torch.bfloat16, torch.float64):
-        pool.run(hosts, shift_job, dtype)
+        exchanging(hosts, shift_job, dtype)
 
 
 def control_job(hosts: HostGroup):
@@ -148,10 +160,10 @@ def control_job(hosts: HostGroup):
 
 
 @pytest.mark.parametrize("hosts", SIZES)
-def test_broadcast_and_small_values(pool, hosts):
+def test_broadcast_and_small_values(exchanging, hosts):
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        pool.run(hosts, broadcast_job, dtype)
-    pool.run(hosts, control_job)
+        exchanging(hosts, broadcast_job, dtype)
+    exchanging(hosts, control_job)
 
 
 def different_job(hosts: HostGroup):

@@ -1,0 +1,68 @@
+"""The devices and cores of a machine, and which of its processes gets what."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def choose_device(wanted: str | torch.device | None = None) -> torch.device:
+    """Return the device that this process shall compute on.
+
+    Args:
+        wanted: a device by its name; ``"cuda"``: a GPU, whichever; None: a GPU, or the CPU where there is none.
+            Which GPU is then said by torchrun's LOCAL_RANK: where a machine has more processes than GPUs, they
+            take turns. Without torchrun it is the current one.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    try:
+        device = torch.device("cuda" if wanted is None and torch.cuda.is_available() else wanted or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{wanted!r} is no device: name cpu, cuda, or a GPU as in cuda:0") from error
+    if device.type != "cuda":
+        return device
+    num_gpus = torch.cuda.device_count()
+    if not torch.cuda.is_available() or (device.index or 0) >= num_gpus:
+        raise ValueError(f"there is no device {device}: torch finds {num_gpus} GPUs on this machine")
+    if device.index is not None:
+        return device
+    local_rank = os.environ.get("LOCAL_RANK")
+    index = torch.cuda.current_device() if local_rank is None else int(local_rank) % num_gpus
+    return torch.device("cuda", index)
+
+
+def device_identity(device: torch.device) -> str:
+    """Return what tells a GPU from all others, on any machine and by any number; ``"cpu"`` for a CPU."""
+    if device.type != "cuda":
+        return device.type
+    # Of two processes, either may call the same GPU cuda:0, or each another one.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{socket.gethostname()} {boot} {device if uuid is None else uuid}"
+
+
+def sharing(identities: Sequence[str]) -> list[list[int]]:
+    """Return the processes that share a GPU: for each GPU of several processes their numbers, ascending."""
+    processes: dict[str, list[int]] = {}
+    for process, identity in enumerate(identities):
+        processes.setdefault(identity, []).append(process)
+    return [found for identity, found in processes.items() if identity != "cpu" and len(found) > 1]
+
+
+def fair_share_of_cores() -> int:
+    """Return how many CPU cores this process may keep busy beside the other processes on its machine; at least 1.
+
+    They are the cores that the operating system lets this process run on, divided by the number of processes that
+    torchrun started on this machine (its LOCAL_WORLD_SIZE); without torchrun all of them.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = len(os.sched_getaffinity(0))
+    else:  # macOS and Windows have no such limit, or do not tell
+        num_cores = os.cpu_count() or 1
+    return max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))

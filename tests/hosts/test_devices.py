@@ -1,0 +1,111 @@
+"""Which process computes where, and by which way data then goes. What a machine has is pretended."""
+
+import pytest
+import torch
+
+from apbv import HostGroup
+from apbv.hosts.devices import choose_device, device_identity, sharing
+from apbv.hosts.process_groups import Place, _can_use_nccl
+
+from scripts import infer
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with so many GPUs, on which this is torchrun's process number ``local_rank``."""
+
+    def pretend(num_gpus: int, local_rank: int | None = None, current: int = 0) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local_rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "local_rank", "current", "device"),
+    [
+        (None, 0, 1, 0, "cpu"),
+        (None, 4, 3, 0, "cuda:3"),
+        (None, 1, 1, 0, "cuda:0"),
+        (None, 2, 3, 0, "cuda:1"),
+        (None, 4, None, 2, "cuda:2"),
+        ("cuda", 2, 2, 1, "cuda:0"),
+        ("cuda", 4, None, 3, "cuda:3"),
+        ("cuda:1", 2, 0, 0, "cuda:1"),
+        (torch.device("cuda:1"), 2, None, 0, "cuda:1"),
+        ("cpu", 4, 3, 1, "cpu"),
+    ],
+)
+def test_the_device_of_a_process(machine, wanted, num_gpus, local_rank, current, device):
+    machine(num_gpus, local_rank, current)
+    assert choose_device(wanted) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "message"),
+    [
+        ("cuda", 0, "there is no device cuda: torch finds 0 GPUs on this machine"),
+        ("cuda:0", 0, "there is no device cuda:0: torch finds 0 GPUs on this machine"),
+        ("cuda:2", 2, "there is no device cuda:2: torch finds 2 GPUs on this machine"),
+        ("gpu", 2, "'gpu' is no device: name cpu, cuda, or a GPU as in cuda:0"),
+    ],
+)
+def test_devices_that_there_are_not(machine, wanted, num_gpus, message):
+    machine(num_gpus, 0)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        HostGroup.single(wanted)
+
+
+def test_a_gpu_is_known_by_its_uuid_whatever_a_process_calls_it(monkeypatch):
+    class Properties:
+        uuid = "GPU-7"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    first, second = (device_identity(torch.device("cuda", index)) for index in range(2))
+    assert first == second and "GPU-7" in first
+    assert device_identity(torch.device("cpu")) == "cpu"
+
+
+def test_processes_that_share_a_gpu():
+    assert sharing(["a 0", "cpu", "a 1", "a 0", "cpu", "a 0"]) == [[0, 3, 5]]
+    assert sharing(["a 0", "b 0", "cpu", "cpu"]) == []
+
+
+@pytest.mark.parametrize(
+    ("places", "can"),
+    [
+        ([("a 0", True), ("a 1", True), ("b 0", True)], True),
+        ([("a 0", True), ("a 0", True)], False),
+        ([("a 0", True), ("a 1", False)], False),
+        ([("a 0", True), ("cpu", False)], False),
+        ([("cpu", False)], True),
+    ],
+)
+def test_when_nccl_connects_processes(places, can):
+    assert _can_use_nccl([Place(*place) for place in places]) == can
+
+
+def own_device_job(hosts: HostGroup) -> str:
+    """Host 1 wants what there is not."""
+    try:
+        HostGroup.from_process_group(hosts.process_group, "cuda:9" if hosts.rank == 1 else "cpu")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 9, reason="there is such a GPU")
+def test_a_device_that_one_host_has_not_ends_all(pool):
+    own = f"ValueError: there is no device cuda:9: torch finds {torch.cuda.device_count()} GPUs on this machine"
+    quoted = f"HostError: host 1 failed in choosing a device: {own}"
+    assert pool.run(3, own_device_job) == [quoted, own, quoted]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_option_reaches_the_hosts():
+    result = infer("--model", "demo", "--device", "cuda", hosts=1)
+    assert result.returncode == 1
+    assert result.stderr == "error: there is no device cuda: torch finds 0 GPUs on this machine\n"

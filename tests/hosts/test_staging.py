@@ -1,0 +1,130 @@
+"""Hosts that share a device: the engine's answers are those of hosts that do not, and a failure reaches all."""
+
+import os
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from staged import staged_group, staged_job
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv.hosts.staging import Courier
+
+import families
+from engines import QUESTION
+from fresh_hosts import WAIT, Store, absent_job, described, exchange_in_stage, run_fresh
+from patience import GROUP_TIMEOUT, HANGING, wait_for
+
+
+def answer_job(hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: SpeculativeConfig | None):
+    model, draft = (families.build_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
+    engine = Engine(
+        model,
+        families.build_processor("qwen2_5_vl"),
+        hosts,
+        prefill,
+        speculate=speculate,
+        draft=draft if speculate else None,
+    )
+    result = engine.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=6)
+    return result.token_ids, result.stats["comm_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "method", "kv", "speculate"),
+    [
+        (2, "apbv", "gathered", None),
+        (3, "apbv", "sharded", SpeculativeConfig(strategy="specvlm")),
+        (
+            3,
+            "apbv",
+            "gathered",
+            SpeculativeConfig(strategy="specvlm", draft_host=True, draft_timeout=GROUP_TIMEOUT),
+        ),
+        (2, "zigzag_ring", "sharded", None),
+        (2, "ulysses", "gathered", None),
+    ],
+    ids=["apbv", "with a draft", "with a draft host", "zigzag_ring", "ulysses"],
+)
+def test_answers_are_the_same_by_either_way(pool, clip, num_hosts, method, kv, speculate):
+    asked = clip, PrefillConfig(method=method, kv=kv, passing_len=4), speculate
+    direct = pool.run(num_hosts, answer_job, *asked)
+    staged = pool.run(num_hosts, staged_job, answer_job, *asked)
+    if speculate is None or not speculate.draft_host:  # which drafts as much as it has time for
+        assert staged == direct
+    assert staged[0][0] == direct[0][0]
+    assert sum(direct[0][1]) > 0
+
+
+def failing_job(hosts: HostGroup, told: Path) -> str:
+    """Host 1 fails amid exchanges, and lives on until the others know."""
+    hosts = staged_group(hosts)
+    failure = described(exchange_in_stage, hosts, ValueError("bad") if hosts.rank == 1 else None)
+    (told / str(hosts.rank)).touch()
+    wait_for(lambda: len(list(told.iterdir())) == hosts.size)
+    return failure
+
+
+def test_a_failure_reaches_those_who_wait(tmp_path):
+    (tmp_path / "told").mkdir()
+    outcomes = run_fresh(Store(tmp_path), 3, failing_job, tmp_path / "told")
+    quoted = "HostError: host 1 failed in encode: ValueError: bad"
+    assert [outcome.result for outcome in outcomes] == [quoted, "ValueError: bad", quoted]
+    assert [outcome.exit_status for outcome in outcomes] == [0] * 3, "nobody waits for the thread at exit"
+    assert max(outcome.seconds for outcome in outcomes) < HANGING
+
+
+def ending_job(hosts: HostGroup, started: Path) -> str:
+    """Host 1 is gone before it sends anything."""
+    hosts = staged_group(hosts)
+    if hosts.rank == 1:
+        wait_for(started.exists)
+        os._exit(3)
+    exchange = hosts.all_gather(torch.ones(3))
+    started.touch()
+    failure = described(exchange.wait)
+    assert exchange.has_ended()
+    return failure + "; " + described(hosts.all_gather, torch.ones(3))
+
+
+def test_a_host_that_ends_is_noticed(tmp_path):
+    outcome, ended = run_fresh(Store(tmp_path), 2, ending_job, tmp_path / "started")
+    assert ended.exit_status == 3
+    first, second = outcome.result.split("; HostError: ")
+    assert first.startswith("HostError: another host ended") and "broke" in second
+
+
+def lonely_job(hosts: HostGroup, done: Path) -> None:
+    absent_job(staged_group(hosts), done)
+
+
+@pytest.mark.thorough
+def test_a_host_that_never_comes_is_given_up(tmp_path):
+    outcomes = run_fresh(Store(tmp_path), 2, lonely_job, tmp_path / "done", timeout=WAIT)
+    assert outcomes[0].error == f"HostError: host 0 waited more than {WAIT:g} s for another host"
+    assert WAIT <= outcomes[0].seconds < HANGING
+
+
+class JustLate:
+    """An exchange that is complete, or fails, right after a wait for it has run out of time."""
+
+    def __init__(self, error: RuntimeError | None = None):
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome():
+    courier = Courier()
+    assert courier.send(partial(courier.wait, JustLate())).exception() is None
+    lost = RuntimeError("Connection closed by peer")
+    assert courier.send(partial(courier.wait, JustLate(lost))).exception() is lost
