@@ -123,6 +123,8 @@ class NewTokenAttention:
             queries to its own share; the partial results are gathered and merged in host order (Eq. 5), so that
             all hosts continue with the same numbers. None: the KV is all here.
         prompt: what they see of a prompt that is not in the cache; None: it is.
+        num_keys: int32 ``[1]`` on the device: how many rows of the cache count, where it has room behind them; see
+            :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
 
     def __init__(
@@ -131,43 +133,63 @@ class NewTokenAttention:
         visible: Tensor | None = None,
         hosts: HostGroup | None = None,
         prompt: ChosenKV | None = None,
+        num_keys: Tensor | None = None,
     ):
         self._backend, self._visible, self._hosts, self._prompt = backend, visible, hosts, prompt
+        self._num_keys = num_keys
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        nothing_new = torch.ones(q.shape[2], 0, dtype=torch.bool, device=q.device)
+        nothing_new = q.new_empty(q.shape[2], 0, dtype=torch.bool)
         holds_newest = self._hosts is None or self._hosts.rank == 0
         visible = self._visible if holds_newest else nothing_new
-        out, lse = verify_attention(q, k, v, scale, visible=visible, backend=self._backend)
+        new = {"visible": visible, "num_keys": self._num_keys, "backend": self._backend}
+        out, lse = verify_attention(q, k, v, scale, **new)
         if self._prompt is not None:
             keys, values, chosen = self._prompt.layers[layer]
             options = {"visible": nothing_new, "kept": chosen, "backend": self._backend}
             partials = [verify_attention(q, keys, values, scale, **options), (out, lse)]
-            outs, lses = map(torch.stack, zip(*partials, strict=True))
-            out, lse = merge_states(outs, lses, backend=self._backend)
-            out = out.to(q.dtype)
-        return out if self._hosts is None else gather_and_merge(out, lse, self._hosts, self._backend)()
+            outs, lses = zip(*partials, strict=True)
+            out, lse = merge_states(outs, lses, out=torch.empty_like(out), backend=self._backend)
+        return out if self._hosts is None else gather_and_merge([(out, lse)], self._hosts, self._backend)()
 
 
-def gather_and_merge(out: Tensor, lse: Tensor, hosts: HostGroup, backend: str = "auto") -> Callable[[], Tensor]:
-    """Start exchanging partial attention results; the returned function waits, merges and returns the output.
+def gather_and_merge(
+    states: Sequence[tuple[Tensor, Tensor]], hosts: HostGroup, backend: str = "auto", *, out: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Start merging all hosts' partial attention results; the returned function waits for them, and returns out.
 
     Args:
-        out: ``[B, H, S, D]``, this host's partial result.
-        lse: ``[B, H, S]``.
+        states: one or more of this host's, over disjoint keys: out ``[B, H, S, D]`` and lse ``[B, H, S]`` of each.
+        backend: what merges them; see :func:`apbv.kernels.merge_states`.
+        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D, to be filled by the function;
+            None: a new tensor in the dtype of the first partial result.
     """
-    if hosts.size == 1 or not out.numel():
+    first, first_lse = states[0]
+    if hosts.size == 1 and len(states) == 1 and out is None:
+        return lambda: first
+    if out is None:
+        out = torch.empty_like(first)
+    if hosts.size == 1 or not first.numel():
+        _merge_here(states, out, backend)
         return lambda: out
     # One message instead of two: all of out and then all of lse, so that what arrives is merged where it lies.
-    packed = out.new_empty(out.nbytes + lse.nbytes, dtype=torch.uint8)
-    for place, states in zip(_unpack(packed, out, lse), (out, lse), strict=True):
-        place.copy_(states)
+    packed = first.new_empty(first.nbytes + first_lse.nbytes, dtype=torch.uint8)
+    mine, lse = _unpack(packed, first, first_lse)
+    lse.copy_(_merge_here(states, mine, backend))
     exchange = hosts.all_gather(packed)
 
     def finish() -> Tensor:
-        return merge_states(*_unpack(exchange.wait(), out, lse), backend=backend)[0].to(out.dtype)
+        return merge_states(*_unpack(exchange.wait(), first, first_lse), out=out, backend=backend)[0]
 
     return finish
+
+
+def _merge_here(states: Sequence[tuple[Tensor, Tensor]], out: Tensor, backend: str) -> Tensor:
+    """Bring one host's partial results to ``out``, as one; return its lse."""
+    if len(states) == 1:
+        out.copy_(states[0][0])
+        return states[0][1]
+    return merge_states(*zip(*states, strict=True), out=out, backend=backend)[1]
 
 
 def _unpack(packed: Tensor, *like: Tensor) -> list[Tensor]:

@@ -270,7 +270,7 @@ def merging_job(hosts: HostGroup, dtype: torch.dtype, num_queries: int):
     lses = torch.randn(hosts.size, 1, 3, num_queries, generator=generator)
     outs[1], lses[1] = torch.nan, float("-inf")
     before = hosts.bytes_received
-    merged = gather_and_merge(outs[hosts.rank], lses[hosts.rank], hosts)()
+    merged = gather_and_merge([(outs[hosts.rank], lses[hosts.rank])], hosts)()
     torch.testing.assert_close(merged, merge_states(outs, lses)[0].to(dtype))  # of other strides
     assert hosts.bytes_received - before == (hosts.size - 1) * num_queries * 3 * (16 * dtype.itemsize + 4)
 

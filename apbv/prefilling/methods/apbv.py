@@ -4,6 +4,9 @@ Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A t
 [A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from ...config import PrefillConfig
 from ...hosts import Exchange, HostGroup
 from ...kernels import select_topk
 from ...kernels.runs import Segment
+from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout, offsets_within, plan_layout
 from ...model.attention import gather_and_merge
 from .base import PrefillMethod, State
@@ -49,28 +53,41 @@ class ApbvMethod(PrefillMethod):
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        q_query = _rows(q, self._query)
+        states, out = _States(q, k, v, scale), empty_output(q)
         # Every transfer starts as early as its data exists, and is waited for where it is needed (Figure 5).
         seen: dict[int, State] = {}
-        sent = [self._start_passing(block, q, k, v, scale, seen) for block in self._blocks]
-        finish_query = self._start_query(q_query, k, v, scale, seen)
+        sent = [self._start_passing(block, states, seen) for block in self._blocks]
+        finish_query = self._start_query(states, seen, _rows(out, self._query))
+        first, *others = self._blocks
+        self._attend_first(first, states, sent, out)
+        for block in others:
+            rows = self._blocks[block]
+            segments = [states.pair(self._anchor), *self._passing_segments(block, sent), states.pair(rows)]
+            self.attend(_rows(q, rows), segments, scale, causal_last=True, out=_rows(out, rows))
+        for exchange in filter(None, sent):
+            exchange.wait()  # also for what nobody here needs: its buffers must not be freed while it is written
+        finish_query()
+        return out
 
-        anchor = (_rows(k, self._anchor), _rows(v, self._anchor))
-        outs = []
-        for order, (block, rows) in enumerate(self._blocks.items()):
-            segments, alone = [anchor, *self._passing_segments(block, sent)], 0
-            if order == 0:
-                # The anchor's rows come right before this block's: one call computes both. In it the anchor
-                # does not see the passing block, and the block sees the anchor as earlier keys.
-                segments, alone = segments[1:], len(self._anchor)
-                rows = range(self._anchor.start, self._anchor.stop + len(rows))
-            segments.append((_rows(k, rows), _rows(v, rows)))
-            outs.append(self.attend(_rows(q, rows), segments, scale, causal_last=True, rows_alone=alone)[0])
-        return torch.cat([*outs, finish_query()], dim=2)
+    def _attend_first(self, block: int, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
+        """Attend to this host's first block, and to the anchor, whose rows come right before it: one triangle.
 
-    def _start_passing(
-        self, block: int, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]
-    ) -> Exchange | None:
+        The triangle is computed while the passing block travels, whether or not that has arrived by then: what is
+        computed must not depend on how fast it travels.
+        """
+        rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
+        q, own, target = _rows(states.q, rows), states.pair(rows), _rows(out, rows)
+        if block > 0 and self.layout.max_passed > 0 and self.config.overlap:
+            triangle = self.attend(q, [own], states.scale, causal_last=True)
+            q_block, passing = _rows(states.q, self._blocks[block]), self._passing_segments(block, sent)
+            passed = self.attend(q_block, passing, states.scale, causal_last=False)
+            self.merge([triangle, passed], target)
+        else:
+            segments = [*self._passing_segments(block, sent), own]
+            alone = len(self._anchor)  # it does not see the passing block
+            self.attend(q, segments, states.scale, causal_last=True, rows_alone=alone, out=target)
+
+    def _start_passing(self, block: int, states: "_States", seen: dict[int, State]) -> Exchange | None:
         """Send this block's l_p most important KV pairs to all hosts: ``[2, B, Hkv, max k, D]`` per host.
 
         Args:
@@ -78,19 +95,20 @@ class ApbvMethod(PrefillMethod):
         """
         if self.layout.max_passed == 0:
             return None
+        k, scale = states.k, states.scale
         buffer = k.new_zeros(2, *k.shape[:2], self.layout.max_passed, k.shape[3])
         rows, count = self._blocks[block], self.layout.num_passed(block)
         is_last = block == len(self.layout.blocks) - 1  # no block comes after it: its buffer is a dummy
         if not is_last or self.on_passed is not None:
-            k_block, v_block = _rows(k, rows), _rows(v, rows)
+            k_block, v_block = states.pair(rows)
             if count < len(rows):
-                q_query, lse = _rows(q, self._query), None
+                q_query, lse = _rows(states.q, self._query), None
                 if self._shares_lse:
                     segment = (k_block, v_block)
                     seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
                     lse = seen[block][1]
                 options = {"lse": lse, "backend": self.config.backend}
-                scores = self._importance(q_query, _rows(q, rows), k_block, scale, **options)
+                scores = self._importance(q_query, _rows(states.q, rows), k_block, scale, **options)
                 chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
             else:
                 chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)
@@ -106,40 +124,55 @@ class ApbvMethod(PrefillMethod):
         """Return the passing block: views of the KV pairs that all earlier virtual hosts sent."""
         segments = []
         for order, exchange in enumerate(sent):
-            # The exchange of order 0 carries blocks 0 .. H-1, that of order 1 carries 2H-1 .. H.
-            if exchange is None or (order == 1 and block < self.hosts.size):
+            senders = [self.layout.virtual_hosts(host)[order] for host in range(self.hosts.size)]
+            # Host 0's first block waits for nothing, and host H-1's second one for the first transfer only.
+            if exchange is None or min(senders) >= block:
                 continue
             buffers = exchange.wait()
-            for host in range(self.hosts.size):
-                sender = self.layout.virtual_hosts(host)[order]
+            for host, sender in enumerate(senders):
                 if sender < block:
                     k, v = buffers[host, :, :, :, : self.layout.num_passed(sender)]
                     segments.append((k, v))
         return segments
 
-    def _start_query(self, q_query: Tensor, k: Tensor, v: Tensor, scale: float, seen: dict[int, State]):
+    def _start_query(self, states: "_States", seen: dict[int, State], out: Tensor) -> Callable[[], object]:
         """Start the query's attention to this host's tokens, merged over hosts (Eq. 5, Appendix B.2).
 
         Args:
             seen: the query's attention to those of this host's blocks for which it is known already.
+            out: ``[1, Hq, n_q, D]``, to be filled when the returned function has run.
         """
+        q_query, scale = _rows(states.q, self._query), states.scale
         if self.separate_query:
             # Here the query only ranks KV pairs; a later forward pass lets it see the whole context.
-            segments = [(_rows(k, rows), _rows(v, rows)) for rows in (self._anchor, self._query)]
-            out, _ = self.attend(q_query, segments, scale, causal_last=True)
+            segments = [states.pair(rows) for rows in (self._anchor, self._query)]
+            self.attend(q_query, segments, scale, causal_last=True, out=out)
             return lambda: out
         owns_query = self.hosts.rank == 0
         unseen = [self.layout.anchor_slice(self.hosts.rank)]
         unseen += [rows for block, rows in self._blocks.items() if block not in seen]
         unseen += [self._query] if owns_query else []
-        segments = [(_rows(k, rows), _rows(v, rows)) for rows in unseen]
-        states = [*seen.values(), self.attend(q_query, segments, scale, causal_last=owns_query)]
-        out, lse = self.merge(states)
-        finish = gather_and_merge(out.to(q_query.dtype), lse, self.hosts, self.config.backend)
-        if self.config.overlap:
-            return finish
-        merged = finish()
-        return lambda: merged
+        segments = [states.pair(rows) for rows in unseen]
+        partials = [*seen.values(), self.attend(q_query, segments, scale, causal_last=owns_query)]
+        finish = gather_and_merge(partials, self.hosts, self.config.backend, out=out)
+        if not self.config.overlap:
+            finish()
+            return lambda: out
+        return finish
+
+
+@dataclass(frozen=True)
+class _States:
+    """The states of this host's tokens in one layer; see :meth:`PrefillMethod.__call__`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+
+    def pair(self, rows: range) -> Segment:
+        """Return the keys and values of some rows."""
+        return _rows(self.k, rows), _rows(self.v, rows)
 
 
 def _rows(states: Tensor, rows: range) -> Tensor:

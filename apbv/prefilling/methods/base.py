@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ...config import PrefillConfig
@@ -47,20 +46,22 @@ class PrefillMethod(ABC):
         return self.is_exact or (self.passes_on and self.layout.passing_len >= blocks)
 
     def attend(
-        self, q: Tensor, segments: list[Segment], scale: float, *, causal_last: bool, rows_alone: int = 0
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        q: Tensor,
+        segments: list[Segment],
+        scale: float,
+        *,
+        causal_last: bool,
+        rows_alone: int = 0,
+        out: Tensor | None = None,
+    ) -> State:
         """Call :func:`apbv.kernels.segmented_attention` with the configured back end."""
-        return segmented_attention(
-            q, segments, scale, causal_last, rows_alone=rows_alone, backend=self.config.backend
-        )
+        options = {"rows_alone": rows_alone, "out": out, "backend": self.config.backend}
+        return segmented_attention(q, segments, scale, causal_last, **options)
 
-    def merge(self, states: Sequence[State]) -> State:
-        """Merge partial results over disjoint keys, in fp32 at least; return a single one unchanged."""
-        if len(states) == 1:
-            return states[0]
-        outs, lses = zip(*states, strict=True)
-        outs = torch.stack([out.to(lses[0].dtype) for out in outs])
-        return merge_states(outs, torch.stack(lses), backend=self.config.backend)
+    def merge(self, states: Sequence[State], out: Tensor) -> State:
+        """Call :func:`apbv.kernels.merge_states` with the configured back end."""
+        return merge_states(*zip(*states, strict=True), out=out, backend=self.config.backend)
 
     @staticmethod
     @abstractmethod

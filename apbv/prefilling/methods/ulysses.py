@@ -48,9 +48,10 @@ class UlyssesMethod(PrefillMethod):
         states = torch.cat(received, dim=2).split([len(own), len(own_kv), len(own_kv)], dim=1)
         out = self._attend(*states, own, group, scale)
 
-        # The way back: send every host its own tokens, of this host's heads.
-        shapes = [(batch, len(heads), rows, dim) for heads in query_heads]
-        return torch.cat(self.hosts.all_to_all(out.split(self._lengths, dim=2), shapes).wait(), dim=1)
+        # The way back: send every host its own tokens, of this host's heads, side by side as they are wanted.
+        shapes = [(batch, rows, len(heads), dim) for heads in query_heads]
+        outgoing = out.transpose(1, 2).split(self._lengths, dim=1)
+        return torch.cat(self.hosts.all_to_all(outgoing, shapes).wait(), dim=2).transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, heads: range, group: int, scale: float) -> Tensor:
         if not len(heads):

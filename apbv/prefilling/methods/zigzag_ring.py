@@ -9,13 +9,10 @@ from torch import Tensor
 
 from ...config import PrefillConfig
 from ...hosts import HostGroup
+from ...kernels.torch_attention import empty_output
 from ...layout import ContextLayout, shared_out_layout
 from .base import PrefillMethod, State
-
-try:  # an extra, for CUDA
-    from ring_flash_attn import zigzag_ring_flash_attn_func as _ring_flash_attn
-except ImportError:
-    _ring_flash_attn = None
+from .ring_library import Ring, usable_ring
 
 
 class ZigzagRingMethod(PrefillMethod):
@@ -37,12 +34,11 @@ class ZigzagRingMethod(PrefillMethod):
         return shared_out_layout(num_hosts, num_tokens, zigzag=True)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        if self._equal_chunks and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _ring_flash_attn:
-            return self._by_ring_flash_attn(q, k, v, scale)
+        ring = self._library_for(q, k)
+        if ring is not None:
+            return self._by_ring_flash_attn(ring, q, k, v, scale)
         here, size = self.hosts.rank, self.hosts.size
         held = torch.stack([k, v])
-        early, late = (list[State]() for _ in range(2))  # partial results, of either chunk's rows
-        q_early, q_late = q.split(self._cuts[here], dim=2)
         for step in range(size):
             owner = (here - step) % size
             if step + 1 < size:
@@ -50,28 +46,41 @@ class ZigzagRingMethod(PrefillMethod):
                 exchange = self.hosts.shift(held, (*held.shape[:3], rows, held.shape[4]))
                 if not self.config.overlap:
                     exchange.wait()
-            first, second = (tuple(chunk) for chunk in held.split(self._cuts[owner], dim=3))
-            if owner == here:
-                early.append(self.attend(q_early, [first], scale, causal_last=True))
-                late.append(self.attend(q_late, [first, second], scale, causal_last=True))
-            elif owner < here:  # its first chunk lies before both of this host's, its second after both
-                out, lse = self.attend(q, [first], scale, causal_last=False)
-                for states, partial in zip((early, late), _split_rows(out, lse, self._cuts[here]), strict=True):
-                    states.append(partial)
-            else:  # both of its chunks lie between this host's
-                late.append(self.attend(q_late, [first, second], scale, causal_last=False))
-            early, late = ([self.merge(states)] for states in (early, late))
+            partial = self._attend_to(owner, q, held, scale)
+            if step == 0:
+                merged = partial
+            else:
+                # What is merged again and again is kept in fp32, where it lies; the result is in q's dtype.
+                dtype = q.dtype if step + 1 == size else merged[1].dtype
+                out = merged[0] if merged[0].dtype == dtype else empty_output(q, dtype)
+                merged = self.merge([merged, partial], out)
             if step + 1 < size:
                 held = exchange.wait()
-        return torch.cat([early[0][0], late[0][0]], dim=2).to(q.dtype)
+        return merged[0]
 
-    def _by_ring_flash_attn(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Call ring-flash-attn, which places chunks alike, but takes chunks of equal length only."""
+    def _attend_to(self, owner: int, q: Tensor, held: Tensor, scale: float) -> State:
+        """Attend to a host's keys and values, ``[2, 1, Hkv, rows, D]``, with this host's queries that see any.
+
+        Where only its late chunk does, the result is one of the last queries.
+        """
+        here = self.hosts.rank
+        if owner == here:  # together this host's chunks are one triangle: the late one sees all of the early one
+            return self.attend(q, [tuple(held)], scale, causal_last=True)
+        if owner < here:  # its early chunk lies before both of this host's, its late one behind both
+            held = held[:, :, :, : self._cuts[owner][0]]
+        else:  # both of its chunks lie between this host's
+            q = q[:, :, self._cuts[here][0] :]
+        return self.attend(q, [tuple(held)], scale, causal_last=False)
+
+    def _library_for(self, q: Tensor, k: Tensor) -> Ring | None:
+        """Return ring-flash-attn where it can be used: it takes chunks of equal length in half precision only."""
+        is_half = q.dtype in (torch.float16, torch.bfloat16)
+        if not (self._equal_chunks and q.is_cuda and is_half) or self.hosts.process_group is None:
+            return None
+        return usable_ring(self.hosts, q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1])
+
+    def _by_ring_flash_attn(self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Call ring-flash-attn, which places chunks alike."""
         q, k, v = (states.transpose(1, 2).contiguous() for states in (q, k, v))
         self.hosts.bytes_received += (self.hosts.size - 1) * (k.nbytes + v.nbytes)
-        out = _ring_flash_attn(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group)
-        return out.transpose(1, 2)
-
-
-def _split_rows(out: Tensor, lse: Tensor, lengths: list[int]) -> list[State]:
-    return list(zip(out.split(lengths, dim=2), lse.split(lengths, dim=2), strict=True))
+        return ring(q, k, v, softmax_scale=scale, causal=True, group=self.hosts.process_group).transpose(1, 2)

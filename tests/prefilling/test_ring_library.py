@@ -1,0 +1,130 @@
+"""ring-flash-attn is tried before it is trusted: right and wrong stand-ins for it, over real hosts."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from apbv import HostError, HostGroup
+from apbv.kernels import reference
+from apbv.prefilling.methods import ring_library
+
+CPU = torch.device("cpu")
+PROBLEM = (CPU, torch.bfloat16, 16, 2)
+
+
+def gathered_ring(q, k, v, *, softmax_scale, causal, group):
+    """What ring-flash-attn computes, by gathering all chunks."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole = []
+    for states in (q, k, v):
+        parts = [torch.empty_like(states) for _ in range(size)]
+        dist.all_gather(parts, states, group=group)
+        early, late = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+        whole.append(torch.cat([*early, *late[::-1]], dim=1).transpose(1, 2).double())
+    q, k, v = whole
+    out = reference.segmented_attention(q, [(k, v)], softmax_scale, causal)[0].transpose(1, 2)
+    chunks = out.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[-1 - rank]], dim=1).to(torch.bfloat16)
+
+
+def not_causal(*states, causal, **options):
+    return gathered_ring(*states, causal=False, **options)
+
+
+def in_ring_order(*states, **options):
+    """As if a host held two neighbouring chunks."""
+    return gathered_ring(*states, **options).roll(1, dims=1)
+
+
+def too_wide(*states, **options):
+    return gathered_ring(*states, **options).float()[..., :8]
+
+
+def wrong_on_host_1(*states, group, **options):
+    out = gathered_ring(*states, group=group, **options)
+    return out + 1 if dist.get_rank(group) == 1 else out
+
+
+def raising(*states, **options):
+    raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+RINGS = {
+    gathered_ring: [None, None],
+    not_causal: ["its result is off by"] * 2,
+    in_ring_order: ["its result is off by"] * 2,
+    too_wide: ["it returned a result of shape (1, 74, 4, 8)"] * 2,
+    wrong_on_host_1: [None, "its result is off by 1"],
+    raising: ["it raised RuntimeError: no kernel image is available"] * 2,
+}
+
+
+def trying_job(hosts: HostGroup) -> dict[str, str | None]:
+    return {ring.__name__: ring_library.why_wrong(ring, hosts, *PROBLEM) for ring in RINGS}
+
+
+def test_a_ring_is_tried_on_a_small_problem(pool):
+    results = pool.run(2, trying_job)
+    for ring, reasons in RINGS.items():
+        for found, reason in zip(results, reasons, strict=True):
+            if reason is None:
+                assert found[ring.__name__] is None
+            else:
+                assert found[ring.__name__].startswith(reason) and "\n" not in found[ring.__name__]
+
+
+def waiting_job(hosts: HostGroup) -> str:
+    """What a host says whose GPU waits in vain for what the ring sends."""
+
+    def settle():
+        raise HostError("host 1 did not come")
+
+    hosts.settle = settle
+    try:
+        return f"returned {ring_library.why_wrong(gathered_ring, hosts, *PROBLEM)}"
+    except HostError as error:
+        return str(error)
+    finally:
+        del hosts.settle
+
+
+def test_a_ring_is_not_waited_for_without_end(pool):
+    assert pool.run(2, waiting_job) == ["host 1 did not come"] * 2
+
+
+def choosing_job(hosts: HostGroup, installed: list) -> tuple[str | None, list[str]]:
+    """The function that is used, by name, and the warnings: ``installed`` says what each host has."""
+    ring = installed[hosts.rank]
+    if ring is not None:
+        module = SimpleNamespace(zigzag_ring_flash_attn_func=ring, __spec__=SimpleNamespace())
+        sys.modules["ring_flash_attn"] = module
+    ring_library.usable_ring.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            used = ring_library.usable_ring(hosts, *PROBLEM)
+        return used and used.__name__, [str(warning.message) for warning in caught]
+    finally:
+        sys.modules.pop("ring_flash_attn", None)
+        ring_library.usable_ring.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("installed", "used", "warning"),
+    [
+        pytest.param([gathered_ring] * 2, "gathered_ring", None, id="right"),
+        pytest.param([None] * 2, None, None, id="not installed"),
+        pytest.param([None, gathered_ring], None, "on host 0 it is not installed", id="on one host only"),
+        pytest.param([wrong_on_host_1] * 2, None, "on host 1 its result is off by", id="wrong on one host"),
+        pytest.param([raising] * 2, None, "on host 0 it raised RuntimeError", id="raising"),
+    ],
+)
+def test_all_hosts_use_it_or_none(pool, installed, used, warning):
+    for name, messages in pool.run(2, choosing_job, installed):
+        assert name == used
+        assert len(messages) == (warning is not None)
+        assert not messages or f"ring-flash-attn is not used, because {warning}" in messages[0]
