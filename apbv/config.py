@@ -1,10 +1,11 @@
-"""This module defines the configurations of prefill, reuse, sampling and speculation, validated once."""
+"""This module defines the configurations of prefill, decoding, reuse, sampling and speculation, validated once."""
 
 from dataclasses import dataclass
 
 MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")
 REUSE_MODES = ("exact", "kv")
+CUDA_GRAPH_MODES = ("auto", "off")
 HIPPO_TERMS = ("attention", "time", "space")
 PRUNINGS = ("kv", "prompt")
 KEEP_POLICIES = (
@@ -163,6 +164,27 @@ class PrefillConfig:
         _require_known("importance", self.importance, IMPORTANCE_NAMES)
         _require_known("kv", self.kv, KV_PLACEMENTS)
         _require_known("backend", self.backend, BACKEND_NAMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """A DecodeConfig says how models are run over new tokens, in decoding, verification and drafting.
+
+    Attributes:
+        cuda_graphs: ``"auto"``: on a GPU, steps over as many tokens as an earlier step of the answer are recorded
+            as CUDA graphs, which launch all kernels at once; where that is not possible, a warning says why. It is
+            not for a KV in shares (``kv="sharded"``), tensor parallelism, or attention by other kernels than
+            Triton's; an ensemble and a draft in a thread go without, too. ``"off"``: kernels are launched one by
+            one.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+
+    cuda_graphs: str = "auto"
+
+    def __post_init__(self):
+        _require_known("cuda_graphs", self.cuda_graphs, CUDA_GRAPH_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..hosts import AgreedError, HostGroup
 from .decoder import Decoder
-from .sampling import NotFiniteError, sample
+from .sampling import Choice, NotFiniteError, choose_tokens
 
 NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
 
@@ -87,10 +87,24 @@ class Answer:
         Raises:
             AgreedError: the logits are NaN or infinite; on every host.
         """
+        if not self.hosts.is_leader:
+            return self.agree(None)
+        return self.agree(self.pick(logits, self.next_index).fetch(self.hosts.wait_for_device))
+
+    def pick(self, logits: Tensor, index: int) -> Choice:
+        """Choose the token of this index in the sequence from logits ``[V]``, on the device."""
+        return choose_tokens(logits[None], self.sampling, [index])[0]
+
+    def agree(self, arriving: Callable[[], list[int]] | None) -> tuple[int, bool]:
+        """Return the token that arrives from host 0's device as :meth:`choose` does; collective.
+
+        Args:
+            arriving: what :meth:`Choice.fetch` returned, on the leader.
+        """
         chosen = None
-        if self.hosts.is_leader:
+        if arriving is not None:
             try:
-                token = sample(logits, self.sampling, self.next_index)
+                (token,) = arriving()
                 chosen = [token, self.cut([token])[1]]
             except NotFiniteError:
                 chosen = [NO_TOKEN, True]
@@ -119,11 +133,32 @@ def generate_tokens(answer: Answer) -> list[int]:
     Raises:
         AgreedError: the model's logits are NaN or infinite; on every host.
     """
-    logits = answer.logits
+    token, has_ended = answer.choose(answer.logits)
+    answer.add([token])
+    if answer.decoder.runs_ahead:
+        return answer.tokens if has_ended else _generate_ahead(answer)
+    while not has_ended:
+        rows = answer.decoder.advance([token])
+        token, has_ended = answer.choose(None if rows is None else rows[-1])
+        answer.add([token])
+    return answer.tokens
+
+
+def _generate_ahead(answer: Answer) -> list[int]:
+    """Decode the rest of an answer on host 0; its GPU gets every step before the host reads the token before it.
+
+    So the GPU computes while the host looks at a token, and tells others of it. The step behind an end token is
+    given for nothing, and taken back.
+    """
+    decoder = answer.decoder
+    choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)
     while True:
-        token, has_ended = answer.choose(logits)
+        arriving, ahead = choice.fetch(answer.hosts.wait_for_device), None
+        if answer.num_left > 1:
+            ahead = answer.pick(decoder.advance(choice.tokens)[-1], answer.next_index + 1)
+        token, has_ended = answer.agree(arriving)
         answer.add([token])
         if has_ended:
+            decoder.take_back(int(ahead is not None))
             return answer.tokens
-        rows = answer.decoder.advance([token])
-        logits = None if rows is None else rows[-1]
+        choice = ahead

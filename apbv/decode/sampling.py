@@ -1,13 +1,25 @@
-"""This module samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history."""
+"""This module samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history.
+
+Tokens are chosen where the logits lie, and copied to the host together, so that a GPU is waited for once.
+"""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
+from ..transfer import fetch, to_device
 
 # The purpose of a random number: each number is used for one decision only.
 PURPOSE_NEXT_TOKEN, PURPOSE_DRAFT, PURPOSE_ACCEPT = range(3)
+
+# Finding and sorting so many tokens takes a tenth of what sorting a vocabulary of 152k takes, and they nearly
+# always suffice.
+_FIRST_SORTED = 8192
+# Sums of a vocabulary's probabilities have smaller rounding errors.
+_ROUNDING = 1e-9
 
 
 class NotFiniteError(ValueError):
@@ -15,6 +27,63 @@ class NotFiniteError(ValueError):
 
     def __init__(self) -> None:
         super().__init__("NaN or infinite logits")
+
+
+class Choice:
+    """A Choice holds one token for each of R rows of logits, chosen on their device.
+
+    Attributes:
+        tokens: int64 ``[R]`` on the device; any token of the vocabulary for a row that has none to choose.
+        are_finite: bool ``[R]``: which rows have one.
+    """
+
+    def __init__(self, tokens: Tensor, are_finite: Tensor):
+        self.tokens, self.are_finite = tokens, are_finite
+
+    @property
+    def _packed(self) -> Tensor:
+        return torch.stack([self.tokens, self.are_finite.long()])
+
+    def fetch(self, wait: Callable[[torch.cuda.Event], None] | None = None) -> Callable[[], list[int]]:
+        """Start to copy the tokens to the host; the returned function waits for them, and returns them.
+
+        That function raises NotFiniteError where a row has no token.
+
+        Args:
+            wait: as of :func:`apbv.transfer.fetch`.
+        """
+        return _reading(self._packed, wait)
+
+    def read(self) -> list[int]:
+        """Wait for the tokens, and return them.
+
+        Raises:
+            NotFiniteError: a row has no token.
+        """
+        return self.fetch()()
+
+    def read_rows(self) -> tuple[list[int], list[bool]]:
+        """Wait for the tokens, and return them, and for each whether its row has one."""
+        tokens, are_finite = self._packed.tolist()
+        return tokens, [bool(finite) for finite in are_finite]
+
+    @staticmethod
+    def read_all(choices: Sequence["Choice"]) -> list[int]:
+        """Wait for several choices at once, and return their tokens in a row; errors are those of :meth:`read`."""
+        return _reading(torch.cat([choice._packed for choice in choices], dim=1))()
+
+
+def _reading(packed: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> Callable[[], list[int]]:
+    """Start to copy ``[2, R]``, tokens and whether they exist; return a function that returns the tokens."""
+    arriving = fetch(packed, wait)
+
+    def read() -> list[int]:
+        tokens, are_finite = arriving()
+        if not all(are_finite):
+            raise NotFiniteError
+        return tokens
+
+    return read
 
 
 def uniform(seed: int, position: int, purpose: int) -> float:
@@ -29,58 +98,90 @@ def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     Args:
         logits: ``[..., V]``.
         temperature: > 0.
-        top_p: only the smallest set of most probable tokens whose probabilities sum to at least top_p remains.
+        top_p: only the smallest set of most probable tokens whose probabilities sum to at least top_p remains; of
+            equally probable ones the first.
 
     Returns:
-        ``[..., V]`` in fp64 on the CPU, summing to 1; a row is NaN whose logits are NaN, +inf, or all -inf.
+        ``[..., V]`` in fp64 on the logits' device, summing to 1; a row is NaN whose logits are NaN, +inf, or all
+        -inf.
     """
-    p = torch.softmax(logits.detach().double().cpu() / temperature, dim=-1)
+    p = torch.softmax(logits.detach().double() / temperature, dim=-1)
     if top_p < 1.0:
-        ordered, order = p.sort(descending=True, stable=True)
-        beyond = ordered.cumsum(dim=-1) - ordered >= top_p
-        p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+        p = _most_probable_set(p, top_p)
         p = p / p.sum(dim=-1, keepdim=True)
     return p
 
 
-def most_probable_of_rows(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """Return for each row of ``[T, V]`` the first most probable token, and whether the row has one.
+def _most_probable_set(p: Tensor, top_p: float) -> Tensor:
+    """Set all of a distribution's probabilities to 0 but the smallest set that sums to at least ``top_p``."""
+    if not p.is_cuda and p.shape[-1] > _FIRST_SORTED:
+        kept = _cut(p, *_sorted_first(p, _FIRST_SORTED), top_p)
+        if kept is not None:
+            return kept
+    # A GPU sorts a vocabulary in less time than it takes to ask it whether a part would do.
+    return _cut(p, *p.sort(dim=-1, descending=True, stable=True), top_p, whole=True)
 
-    A row has none where a logit is NaN or +inf, or all are -inf. The device is waited for once.
+
+def _sorted_first(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the ``count`` highest probabilities in descending order, of equal ones the first in front."""
+    places = p.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = p.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+    return ordered, places.gather(-1, order)
+
+
+def _cut(p: Tensor, ordered: Tensor, order: Tensor, top_p: float, whole: bool = False) -> Tensor | None:
+    """Keep of a distribution the first tokens in descending order up to ``top_p``.
+
+    Returns:
+        ``p`` with 0 for all others; None where the order does not reach so far, or might lack a token that is as
+        probable as its last.
+    """
+    cumulative = ordered.cumsum(dim=-1)
+    beyond = cumulative - ordered >= top_p
+    if not whole:
+        reaches = (cumulative - ordered)[..., -1] >= top_p + _ROUNDING
+        lowest = ordered.masked_fill(beyond, torch.inf).amin(dim=-1)
+        if not (reaches & (lowest > ordered[..., -1])).all():
+            return None
+    return torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(beyond, 0.0))
+
+
+def most_probable(logits: Tensor) -> Choice:
+    """Choose for each row of ``[R, V]`` the first most probable token.
+
+    A row has none where a logit is NaN or +inf, or all are -inf; some may be -inf.
     """
     best = logits.argmax(dim=-1)  # NaN counts as the largest number
-    is_finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
-    tokens, are_finite = torch.stack([best, is_finite.long()]).tolist()
-    return tokens, [bool(finite) for finite in are_finite]
+    return Choice(best, logits.gather(-1, best[:, None])[:, 0].isfinite())
 
 
-def most_probable(logits: Tensor) -> int:
-    """Return the first most probable token by logits ``[V]``, of which some, but not all, may be -inf.
+def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
+    """Choose for each row of ``[R, V]`` a token in proportion to its weights, by a number in [0, 1) each.
 
-    Raises:
-        NotFiniteError: a logit is NaN or +inf, or all are -inf.
+    The weights need not sum to 1; a row has no token where they are NaN.
     """
-    (token,), (is_finite,) = most_probable_of_rows(logits[None])
-    if not is_finite:
-        raise NotFiniteError
-    return token
-
-
-def require_distribution(p: Tensor) -> Tensor:
-    """Return one row ``[V]`` of :func:`probabilities`, unless it is NaN.
-
-    Raises:
-        NotFiniteError: the row is NaN; then all of its entries are.
-    """
-    if p[0].isnan():
-        raise NotFiniteError
-    return p
-
-
-def draw(weights: Tensor, number: float) -> int:
-    """Draw a token in proportion to weights ``[V]``, which need not sum to 1, by a number in [0, 1)."""
     cumulative = weights.cumsum(dim=-1)
-    return int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
+    numbers = to_device(numbers, weights.device, weights.dtype)
+    places = torch.searchsorted(cumulative, numbers[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    # Behind the last token lies only what is NaN.
+    return Choice(places.clamp(max=weights.shape[-1] - 1), ~cumulative[:, -1].isnan())
+
+
+def choose_tokens(
+    logits: Tensor, config: SamplingConfig, positions: Sequence[int], purpose: int = PURPOSE_NEXT_TOKEN
+) -> tuple[Choice, Tensor | None]:
+    """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw one.
+
+    Args:
+        positions: each token's index in the sequence.
+
+    Returns:
+        The tokens, and the distributions that they were drawn from, ``[R, V]``; None where they were not drawn.
+    """
+    if config.temperature == 0:
+        return most_probable(logits), None
+    p = probabilities(logits, config.temperature, config.top_p)
+    return draw(p, [uniform(config.seed, position, purpose) for position in positions]), p
 
 
 def sample(logits: Tensor, config: SamplingConfig, position: int) -> int:
@@ -89,7 +190,4 @@ def sample(logits: Tensor, config: SamplingConfig, position: int) -> int:
     Raises:
         NotFiniteError: the logits are NaN or infinite.
     """
-    if config.temperature == 0:
-        return most_probable(logits)
-    p = require_distribution(probabilities(logits, config.temperature, config.top_p))
-    return draw(p, uniform(config.seed, position, PURPOSE_NEXT_TOKEN))
+    return choose_tokens(logits[None], config, [position])[0].read()[0]

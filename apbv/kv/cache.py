@@ -66,7 +66,7 @@ class ShardedLayer(GrowingLayer):
 
     def release(self) -> None:
         """Free the rows, which another host has received."""
-        self.keys = self.values = self._buffers = None
+        self.keys = self.values = self.buffers = None
 
     def _store(self, key_states: Tensor, value_states: Tensor) -> None:
         """Copy the rows that this host owns, so that the other local rows can be freed."""

@@ -3,24 +3,40 @@
 Keys and values are ``[B, Hkv, T, D]``, post-RoPE.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from ..transfer import to_device
 
 # Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from copying the cache.
 _GROWTH_ROWS = 256
 
 
 class GrowingLayer(DynamicLayer):
-    """A GrowingLayer appends KV in place, where transformers' own layer copies all of its KV for every token."""
+    """A GrowingLayer appends KV in place, where transformers' own layer copies all of its KV for every token.
+
+    Attributes:
+        buffers: where the rows lie, with room behind them, ``[B, Hkv, capacity, D]`` each; None where rows that
+            are appended have to be copied to buffers first.
+        places: int64 ``[S]`` on the device: where ``update`` writes S rows in the buffers, which it then returns
+            whole, rows that do not count included; None: it appends. See :func:`writing_at`.
+    """
 
     def __init__(self):
         super().__init__()
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self.buffers: tuple[Tensor, Tensor] | None = None
+        self.places: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.places is not None:
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer.index_copy_(2, self.places, states)
+            return self.buffers
         if not self.is_initialized:
             self.hold(key_states, value_states)
         else:
@@ -39,28 +55,38 @@ class GrowingLayer(DynamicLayer):
         Args:
             like: ``[B, Hkv, any, D]``, of the dtype and on the device of the rows.
         """
-        self._buffers = (_buffer(like, num_rows), _buffer(like, num_rows))
-        self.hold(*(buffer[:, :, :num_rows] for buffer in self._buffers))
+        self.buffers = (_buffer(like, num_rows), _buffer(like, num_rows))
+        self.hold(*(buffer[:, :, :num_rows] for buffer in self.buffers))
 
     def take_over(self, other: "GrowingLayer") -> None:
         """Start with another layer's rows and buffers; that layer must not append any more."""
         self.hold(other.keys, other.values)
-        self._buffers = other._buffers
+        self.buffers = other.buffers
+
+    def has_room(self, count: int) -> bool:
+        """Return whether the buffers hold the rows, which a caller may have replaced, and fit ``count`` more."""
+        if self.buffers is None or self.buffers[0].shape[2] < self.keys.shape[2] + count:
+            return False
+        held = zip(self.buffers, (self.keys, self.values), strict=True)
+        return all(buffer.data_ptr() == states.data_ptr() for buffer, states in held)
+
+    def make_room(self, count: int) -> None:
+        """Copy the rows to buffers that fit ``count`` more, unless they lie in such buffers."""
+        if not self.has_room(count):
+            self.buffers = tuple(_grown(states, states.shape[2] + count) for states in (self.keys, self.values))
+            self.extend(0)
+
+    def extend(self, count: int) -> None:
+        """Count ``count`` rows that were written into the buffers behind the others."""
+        num_rows = self.keys.shape[2] + count
+        self.keys, self.values = (buffer[:, :, :num_rows] for buffer in self.buffers)
 
     def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        old, new = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if not self._has_room(new):
-            self._buffers = tuple(_grown(states, new) for states in (self.keys, self.values))
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, old:new] = states
-        self.keys, self.values = (buffer[:, :, :new] for buffer in self._buffers)
-
-    def _has_room(self, num_rows: int) -> bool:
-        """Return whether the buffers fit ``num_rows`` and hold the rows, which a caller may have replaced."""
-        if self._buffers is None or self._buffers[0].shape[2] < num_rows:
-            return False
-        held = zip(self._buffers, (self.keys, self.values), strict=True)
-        return all(buffer.data_ptr() == states.data_ptr() for buffer, states in held)
+        old, count = self.keys.shape[2], key_states.shape[2]
+        self.make_room(count)
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer[:, :, old : old + count] = states
+        self.extend(count)
 
 
 def growing_cache(layers: Iterable[GrowingLayer]) -> DynamicCache:
@@ -68,6 +94,34 @@ def growing_cache(layers: Iterable[GrowingLayer]) -> DynamicCache:
     cache = DynamicCache()
     cache.layers = list(layers)
     return cache
+
+
+def empty_cache(like: Iterable[Tensor]) -> DynamicCache:
+    """Return a cache without rows that appends in place; its layers are like these keys, ``[B, Hkv, T, D]``."""
+    layers = []
+    for keys in like:
+        layers.append(GrowingLayer())
+        layers[-1].hold(keys[:, :, :0], keys[:, :, :0])
+    return growing_cache(layers)
+
+
+@contextmanager
+def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
+    """Let a cache write at places that only the device knows, until the end of the block.
+
+    Its layers, which have room there, return their whole buffers to attention. The rows count once
+    :meth:`GrowingLayer.extend` is called. So addresses and shapes are the same from one forward pass to the next.
+
+    Args:
+        places: int64 ``[S]``, one for each new token.
+    """
+    for layer in cache.layers:
+        layer.places = places
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            layer.places = None
 
 
 def appending_in_place(cache: DynamicCache) -> DynamicCache:
@@ -113,19 +167,19 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
         cache: a ShardedCache, or a plain transformers DynamicCache.
         chosen: ascending numbers in 0 .. count - 1.
     """
+    rows = None
     for layer in cache.layers:
-        if getattr(layer, "holds_newest", True):
-            _move_to_front(layer, count, chosen)
+        if list(chosen) != list(range(len(chosen))) and getattr(layer, "holds_newest", True):
+            rows = to_device(chosen, layer.keys.device, torch.int64) if rows is None else rows
+            _move_to_front(layer, count, rows)
         layer.crop(len(chosen) - count)
 
 
-def _move_to_front(layer: DynamicLayer, count: int, chosen: Sequence[int]) -> None:
-    """Move the chosen rows to the front of a layer's last ``count`` ones."""
-    if list(chosen) == list(range(len(chosen))):
-        return
+def _move_to_front(layer: DynamicLayer, count: int, rows: Tensor) -> None:
+    """Move these of a layer's last ``count`` rows, int64 ``[N]``, to the front of them."""
     for states in (layer.keys, layer.values):
         tail = states[:, :, states.shape[2] - count :]
-        tail[:, :, : len(chosen)] = tail[:, :, list(chosen)]
+        tail[:, :, : len(rows)] = tail.index_select(2, rows)
 
 
 def _buffer(like: Tensor, num_rows: int) -> Tensor:

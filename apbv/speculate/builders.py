@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from ..kernels.backends import choose
+from ..kv.growing import empty_cache
 from ..model.attention import ChosenKV
 from ..prefilling.encode import encode_visual
 from . import preserve
@@ -186,7 +186,7 @@ def _own_kv_drafter(task: DraftTask, visual: list[Tensor]) -> Drafter | None:
     in_place = _kv_in_place(task, selected)
     if in_place is None:
         return task.drafter(task.target, task.state.kv.select(selected))
-    return task.drafter(task.target, DynamicCache(), in_place)
+    return task.drafter(task.target, empty_cache(keys for keys, _, _ in in_place.layers), in_place)
 
 
 def _kv_in_place(task: DraftTask, selected: list[Tensor]) -> ChosenKV | None:

@@ -40,7 +40,7 @@ def prefill_draft(
 @torch.no_grad()
 def run_prompt(parts: ModelParts, input_ids: Tensor, position_ids: Tensor, rows: Tensor | None) -> DynamicCache:
     """Run a model over a prompt ``[1, n]`` with these rows in place of visual tokens; return its KV."""
-    embeds, extra = LocalVisual(rows).merge_into(parts, input_ids.to(parts.device))
+    embeds, extra = LocalVisual.of_rows(rows, parts).merge_into(parts, input_ids)
     cache = DynamicCache()
     parts.language_model(
         inputs_embeds=embeds,

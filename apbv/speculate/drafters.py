@@ -5,7 +5,6 @@ already computed for them, and rolls the rest back. So no second record of the a
 :class:`Learner` is also given the target's logits for the new tokens.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,10 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingConfig
-from ..decode.decoder import run_language_model
-from ..decode.sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
+from ..decode.runner import ModelRunner
+from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
+from ..decode.step import NewTokens
 from ..kv.growing import appending_in_place, replace_last
-from ..model.attention import ChosenKV, NewTokenAttention
+from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
 from .draft_kv import prune_prompt
 
@@ -32,8 +32,8 @@ class Proposal:
 
     Attributes:
         tokens: at most as many tokens as were asked for.
-        q: ``[len(tokens), Vq]`` in fp64, the distributions the tokens were drawn from; None if they were not
-            drawn.
+        q: ``[len(tokens), Vq]`` in fp64, on whatever device, the distributions the tokens were drawn from; None if
+            they were not drawn.
     """
 
     tokens: list[int]
@@ -134,11 +134,11 @@ class ModelDrafter:
         prompt_kv: ChosenKV | None = None,
     ):
         self._parts, self._position = parts, next_position
-        self._has_prompt_in_cache = prompt_kv is None
-        self._attention = NewTokenAttention(parts.backend, prompt=prompt_kv)
-        self._cache = appending_in_place(cache)
+        self._prompt_kv = prompt_kv
+        self._continue(cache)
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
         self._cached: list[int] = []  # the new tokens whose KV the cache holds
+        self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
         self._verified_kv: VerifiedKV | None = None
 
     def take_target_kv(self, newest_kv: NewestKV) -> None:
@@ -146,21 +146,26 @@ class ModelDrafter:
         self._verified_kv = VerifiedKV(newest_kv)
 
     def propose(self, tokens: Sequence[int], count: int) -> Proposal:
-        drafted = list(itertools.islice(self.stream(tokens), count))
-        rows = [row for _, row in drafted if row is not None]
-        return Proposal([token for token, _ in drafted], torch.stack(rows) if rows else None)
+        missing = self._roll_back(tokens)
+        choices, rows = [], []
+        for _ in range(count):
+            choice, row = self._next(missing)
+            choices.append(choice)
+            rows += [] if row is None else [row]
+            missing = choice.tokens  # which the host does not know yet
+        drafted = Choice.read_all(choices) if choices else []
+        self._cached = [*tokens, *drafted][: self._num_cached]
+        return Proposal(drafted, torch.cat(rows) if rows else None)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None where greedy."""
-        self._roll_back(tokens)
-        sequence = list(tokens)
+        sequence, missing = list(tokens), self._roll_back(tokens)
         while True:
-            missing = sequence[len(self._cached) :]
-            logits = self._run([token if token < self._parts.vocab_size else 0 for token in missing])
-            self._cached += missing
-            token, row = self._choose(logits, self._prompt_len + len(self._cached))
-            sequence.append(token)
-            yield token, row
+            choice, row = self._next(missing)
+            self._cached = sequence[: self._num_cached]
+            missing = choice.read()
+            sequence += missing
+            yield missing[0], None if row is None else row[0]
 
     def prune_prompt(self, rows: Tensor) -> None:
         """Drop all of the prompt's KV but these rows, ``[T]`` ascending; the new tokens' KV stays.
@@ -168,30 +173,45 @@ class ModelDrafter:
         Raises:
             ValueError: the prompt is not in the cache.
         """
-        if not self._has_prompt_in_cache:
+        if self._prompt_kv is not None:
             raise ValueError("this drafter's cache does not hold the prompt, so that its KV cannot be pruned")
-        self._cache = appending_in_place(prune_prompt(self._cache, rows, len(self._cached)))
+        self._continue(prune_prompt(self._cache, rows, self._num_cached))
 
-    def _run(self, tokens: Sequence[int]) -> Tensor:
-        """Run the model on these tokens, cache their KV, and return the logits ``[Vq]`` after the last."""
-        position = self._position + len(self._cached)
-        logits = run_language_model(self._parts, tokens, position, self._cache, self._attention, last_only=True)
-        return logits[-1, : self._vocab_size]
+    def _continue(self, cache: DynamicCache) -> None:
+        """Go on with this cache."""
+        self._cache = appending_in_place(cache)
+        self._runner = ModelRunner(self._parts, self._cache, prompt=self._prompt_kv)
 
-    def _choose(self, logits: Tensor, index: int) -> tuple[int, Tensor | None]:
-        if self._config.temperature == 0:
-            return most_probable(logits), None
-        row = require_distribution(probabilities(logits, self._config.temperature, self._config.top_p))
-        return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
+    def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
+        """Run tokens that the cache lacks, and choose the one behind them; see :func:`choose_tokens`."""
+        if not isinstance(missing, Tensor):
+            missing = [token if token < self._parts.vocab_size else 0 for token in missing]
+        logits = self._run(missing)
+        self._num_cached += len(missing)
+        return self._choose(logits, self._prompt_len + self._num_cached)
 
-    def _roll_back(self, tokens: Sequence[int]) -> None:
-        """Roll back what was rejected, and at least the last token, whose logits are wanted."""
+    def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after the last."""
+        new = NewTokens(tokens, self._position + self._num_cached)
+        return self._runner.run(new, last_only=True)[:, : self._vocab_size]
+
+    def _choose(self, logits: Tensor, index: int) -> tuple[Choice, Tensor | None]:
+        return choose_tokens(logits, self._config, [index], PURPOSE_DRAFT)
+
+    def _roll_back(self, tokens: Sequence[int]) -> list[int]:
+        """Roll back what was rejected, and at least the last token, whose logits are wanted.
+
+        Returns:
+            The tokens that the cache lacks then.
+        """
         common = common_length(self._cached, tokens[:-1])
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
             del self._cached[common:]
         if self._verified_kv is not None:
             self._cached = self._verified_kv.put_into(self._cache, common, tokens[:-1])
+        self._num_cached = len(self._cached)
+        return list(tokens[self._num_cached :])
 
 
 class NgramDrafter:

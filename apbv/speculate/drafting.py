@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import demo
-from ..config import PrefillConfig, SpeculativeConfig
+from ..config import DecodeConfig, PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, read_config
@@ -103,7 +103,11 @@ class Drafting:
             return draft
 
     def inspect_models(
-        self, model: PreTrainedModel | None, draft: PreTrainedModel | None, prefill: PrefillConfig
+        self,
+        model: PreTrainedModel | None,
+        draft: PreTrainedModel | None,
+        prefill: PrefillConfig,
+        decode: DecodeConfig | None,
     ) -> Models:
         """Return the parts of this host's models, and check that they fit the settings.
 
@@ -119,8 +123,9 @@ class Drafting:
             require_consistent(config, prefill, self._hosts, self._captioner is not None)
         if model is None and draft is None:
             raise ValueError("there is neither a model nor a draft model")
-        taken = (None if each is None else inspect_model(each, prefill.backend) for each in (model, draft))
-        models = Models(*taken)
+        models = Models(
+            *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
+        )
         needs_draft = config is not None and strategy_of(config).needs_draft_model
         if needs_draft and not drafts_elsewhere(config, self._hosts):
             require_fitting_draft(config, models.reading, models.draft)

@@ -7,7 +7,7 @@ verified so far.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -17,17 +17,19 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from ..config import SamplingConfig
-from ..decode.sampling import PURPOSE_DRAFT, draw, most_probable, probabilities, require_distribution, uniform
+from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probable
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.attention import own_attention
 from ..model.parts import ModelParts
+from ..transfer import to_device
 from .draft_kv import prefill_draft, run_prompt
 from .drafters import ModelDrafter
 from .preserve import frame_shape
 
 GRID_STEPS = 10  # n of Appendix B.2
 LINE_BREAK = "\n"
+FINITE = torch.finfo(torch.float64).max
 ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
 
 
@@ -51,17 +53,19 @@ class GridWeights:
     def __init__(self) -> None:
         second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
         self._candidates = torch.stack([1 - second, second], dim=1)
-        self._matches = torch.zeros(GRID_STEPS + 1, dtype=torch.long)
-        self._errors = torch.zeros(GRID_STEPS + 1, dtype=torch.float64)
+        self._matches: Tensor | int = 0  # of each candidate, on the device of q
+        self._errors: Tensor | float = 0.0
 
     def learn(self, token: int, p: Tensor, q: Tensor) -> None:
-        mixed = self._candidates.to(q) @ q
-        self._matches += (mixed.argmax(dim=-1) == token).cpu()
-        self._errors += kl_divergence(p, mixed).cpu()
+        self._candidates = to_device(self._candidates, q.device)
+        mixed = self._candidates @ q
+        self._matches = self._matches + (mixed.argmax(dim=-1) == token)
+        self._errors = self._errors + kl_divergence(p, mixed)
 
     def choose(self) -> Tensor:
-        best = (self._matches == self._matches.max()).nonzero().flatten()
-        return self._candidates[best[self._errors[best].argmin()]]
+        finite = self._errors.nan_to_num(nan=FINITE, posinf=FINITE)
+        best = finite.where(self._matches == self._matches.max(), torch.inf).argmin(dim=0, keepdim=True)
+        return self._candidates.index_select(0, best)[0]
 
 
 class ErrorWeights:
@@ -71,7 +75,7 @@ class ErrorWeights:
         self._errors = torch.zeros(num_contexts, dtype=torch.float64)
 
     def learn(self, token: int, p: Tensor, q: Tensor) -> None:
-        self._errors += kl_divergence(p, q).cpu()
+        self._errors = to_device(self._errors, q.device) + kl_divergence(p, q)
 
     def choose(self) -> Tensor:
         return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
@@ -265,7 +269,8 @@ class EnsembleDrafter(ModelDrafter):
         # Only the model's own attention knows of padding.
         self._implementation = parts.language_model.config._attn_implementation
         self._policy = weights
-        self._weights = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
+        equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
+        self._weights = to_device(equal, parts.device)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
         self._predictions: list[Tensor] = []
         self._verified: list[tuple[int, Tensor]] = []
@@ -280,19 +285,19 @@ class EnsembleDrafter(ModelDrafter):
         if self._policy is not None:
             self._verified += zip(tokens, logits, strict=True)
 
-    def _run(self, tokens: Sequence[int]) -> Tensor:
-        """Run all contexts on these tokens, and return the mixture ``[Vq]`` of their next distributions."""
+    def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Run all contexts on these tokens, and return the mixture ``[1, Vq]`` of their next distributions."""
         q = torch.softmax(self._run_contexts(tokens).double() / (self._config.temperature or 1.0), dim=-1)
         if self._policy is not None:
             self._predictions += q.unbind(dim=1)
             self._adapt()
-        return self._weights.to(q) @ q[:, -1]
+        return (self._weights @ q[:, -1])[None]
 
-    def _choose(self, distribution: Tensor, index: int) -> tuple[int, Tensor | None]:
+    def _choose(self, distribution: Tensor, index: int) -> tuple[Choice, Tensor | None]:
         if self._config.temperature == 0:
             return most_probable(distribution), None
-        row = require_distribution(probabilities(distribution.log(), 1.0, self._config.top_p))
-        return draw(row, uniform(self._config.seed, index, PURPOSE_DRAFT)), row
+        as_it_is = replace(self._config, temperature=1.0)
+        return choose_tokens(distribution.log(), as_it_is, [index], PURPOSE_DRAFT)
 
     def _adapt(self) -> None:
         """Learn from the tokens verified since the latest block, if there are any, and choose the next weights."""
@@ -306,22 +311,23 @@ class EnsembleDrafter(ModelDrafter):
         self._verified.clear()
         self._weights = self._policy.choose()
 
-    def _roll_back(self, tokens: Sequence[int]) -> None:
-        before = len(self._cached)
-        super()._roll_back(tokens)
-        if self._policy is not None and (num_rejected := before - len(self._cached)):
+    def _roll_back(self, tokens: Sequence[int]) -> list[int]:
+        before = self._num_cached
+        missing = super()._roll_back(tokens)
+        if self._policy is not None and (num_rejected := before - self._num_cached):
             del self._predictions[-num_rejected:]
+        return missing
 
     @torch.no_grad()
-    def _run_contexts(self, tokens: Sequence[int]) -> Tensor:
+    def _run_contexts(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run all contexts on S tokens, cache their KV, and return logits ``[m, S, Vq]``."""
         parts, count = self._parts, len(tokens)
-        input_ids = torch.tensor([list(tokens)], device=parts.device).expand(len(self._positions), -1)
-        position_ids = self._positions + len(self._cached) + torch.arange(count, device=parts.device)
+        input_ids = to_device(tokens, parts.device)[None].expand(len(self._positions), -1)
+        position_ids = self._positions + self._num_cached + torch.arange(count, device=parts.device)
         with own_attention(parts.language_model, self._implementation):
             hidden = parts.language_model(
                 inputs_embeds=parts.embed_tokens(input_ids),
-                attention_mask=functional.pad(self._is_prompt, (0, len(self._cached) + count), value=True).long(),
+                attention_mask=functional.pad(self._is_prompt, (0, self._num_cached + count), value=True).long(),
                 position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
                 past_key_values=self._cache,
                 use_cache=True,

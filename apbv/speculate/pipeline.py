@@ -222,6 +222,7 @@ def generate_beside_draft(answer: Answer, link: Link | None, pace: Pace) -> tupl
     while True:
         plan = None
         if target is not None:
+            hosts.settle()
             try:
                 new, waiting, has_ended = target.decide(rows)
             except NotFiniteError:

@@ -56,6 +56,7 @@ def generate_speculatively(
         with stats.record.span("verify", tokens=len(drafted) + 1) as details:
             rows = decoder.advance([tokens[-1], *drafted])
             if hosts.is_leader:
+                hosts.settle()
                 verdict = _encode_verdict(answer, proposal or Proposal([]), rows)
             accepted, token, num_new, has_ended = hosts.broadcast_ints(verdict, 4)
             answer.require_token(token)

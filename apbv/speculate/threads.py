@@ -8,11 +8,12 @@ import queue
 import threading
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig, SpeculativeConfig
+from ..config import DecodeConfig, SamplingConfig, SpeculativeConfig
 from ..hosts import Exchange, HostError, HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.parts import ModelParts
@@ -70,7 +71,9 @@ class DraftThread:
     """
 
     def __init__(self, draft: ModelParts, hosts: HostGroup, config: SpeculativeConfig):
-        self._draft, self._hosts, self._config = draft, hosts, config
+        # Its steps are not recorded while the other thread has kernels of its own to launch and to record.
+        self._draft = replace(draft, decode=DecodeConfig(cuda_graphs="off"))
+        self._hosts, self._config = hosts, config
         self._thread: threading.Thread | None = None
         self._stream = torch.cuda.Stream(hosts.device) if hosts.device.type == "cuda" else None
         self.pair, self._pair = self._ends()

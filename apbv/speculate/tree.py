@@ -7,7 +7,7 @@ under the name SD-Tree.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
-from ..decode.sampling import sample
+from ..decode.sampling import NotFiniteError, choose_tokens, sample
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,26 @@ def verify_tree(
         The accepted nodes, the root first, and the token after the last of them.
     """
     path = [0]
+    next_token = _next_tokens(tree, logits, index, config)
     while True:
-        token = sample(logits[path[-1]], config, index + len(path) - 1)
+        token = next_token(path[-1])
         child = tree.child(tokens, path[-1], token)
         if child is None:
             return path, token
         path.append(child)
+
+
+def _next_tokens(tree: Tree, logits: Tensor, index: int, config: SamplingConfig) -> Callable[[int], int]:
+    """Return a function that returns the target's token behind a node; see :func:`verify_tree`."""
+    places = [index + depth for depth in tree.depths]
+    if not logits.is_cuda:
+        return lambda node: sample(logits[node], config, places[node])
+    # For all nodes at once: a GPU would else be waited for at every node of the path.
+    chosen, are_finite = choose_tokens(logits, config, places)[0].read_rows()
+
+    def next_token(node: int) -> int:
+        if not are_finite[node]:
+            raise NotFiniteError
+        return chosen[node]
+
+    return next_token

@@ -53,6 +53,7 @@ def generate_by_tree(
         with stats.record.span("verify", tokens=len(shape)) as details:
             rows = decoder.advance_tree(drafted, shape.depths, shape.visible)
             if hosts.is_leader:
+                hosts.settle()
                 verdict = _encode_verdict(answer, shape, drafted, rows)
             token, num_new, has_ended, *path = hosts.broadcast_ints(verdict, shape.depth + 5)
             answer.require_token(token)

@@ -1,17 +1,17 @@
 """This module drafts trees of tokens with a language model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..decode.decoder import run_language_model
-from ..decode.sampling import NotFiniteError
+from ..decode.runner import ModelRunner
+from ..decode.sampling import Choice
+from ..decode.step import NewTokens
 from ..kv.growing import appending_in_place, keep_of_last
-from ..model.attention import NewTokenAttention
 from ..model.parts import ModelParts
+from ..transfer import to_device
 from .draft_kv import prune_prompt
 from .drafters import NewestKV, VerifiedKV, common_length
 from .tree import Tree
@@ -36,12 +36,8 @@ class TreeDrafter:
     """
 
     def __init__(self, parts: ModelParts, cache: DynamicCache, next_position: int, vocab_size: int):
-        self._parts, self._cache, self._position, self._vocab_size = (
-            parts,
-            appending_in_place(cache),
-            next_position,
-            vocab_size,
-        )
+        self._parts, self._position, self._vocab_size = parts, next_position, vocab_size
+        self._continue(cache)
         self._cached: list[int] = []  # the new tokens whose KV the cache holds, up to the root of the last tree
         self._tree, self._drafted = Tree((-1,)), [-1]
         self._nodes_in_cache: list[int] = []  # the nodes of the last tree whose KV follows that of these tokens
@@ -53,42 +49,48 @@ class TreeDrafter:
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> list[int]:
         self._roll_back(tokens)
-        missing = list(tokens[len(self._cached) :])
-        in_order = torch.ones(len(missing), len(missing), dtype=torch.bool).tril()
-        logits = self._advance(missing, range(len(missing)), in_order)[-1:]
+        missing = tokens[len(self._cached) :]
+        readable = [token if token < self._parts.vocab_size else 0 for token in missing]
+        logits = self._runner.run(NewTokens(readable, self._next_position))[-1:]
         self._cached += missing
-        self._tree, self._drafted = tree, [tokens[-1]]
+        self._tree = tree
+        levels = []  # the tokens of each, chosen on the device
         for depth, nodes in enumerate(tree.inner_levels):
             if depth:
                 self._nodes_in_cache += nodes
-                level = [self._drafted[node] for node in nodes]
-                logits = self._advance(
-                    level, [depth - 1] * len(nodes), tree.visible[list(nodes)][:, self._nodes_in_cache]
-                )
-            counts = [len(tree.children[node]) for node in nodes]
-            best = logits[:, : self._vocab_size].topk(max(counts), dim=-1)
-            is_finite = best.values[:, :1].isfinite()  # NaN counts as the largest number
-            rows = torch.cat([is_finite.long(), best.indices], dim=1).tolist()  # in one wait for the device
-            if not all(row[0] for row in rows):
-                raise NotFiniteError
-            for (_, *row), count in zip(rows, counts, strict=True):
-                self._drafted += row[:count]
+                above = tree.children[tree.inner_levels[depth - 1][0]][0]  # the first node of their level
+                ids = levels[-1].tokens.index_select(0, self._indices(node - above for node in nodes))
+                visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
+                new = NewTokens(ids, self._next_position, [depth - 1] * len(nodes), visible)
+                logits = self._runner.run(new)
+            levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
+        self._drafted = [tokens[-1], *(Choice.read_all(levels) if levels else ())]
         return self._drafted[1:]
+
+    def _choose_children(self, logits: Tensor, counts: Sequence[int]) -> Choice:
+        """Choose for each row of logits ``[S, V]`` so many most probable tokens, in a row."""
+        most = max(counts)
+        best = logits[:, : self._vocab_size].topk(most, dim=-1)
+        is_finite = best.values[:, :1].isfinite().expand(-1, most)  # NaN counts as the largest number
+        wanted = self._indices(row * most + rank for row, count in enumerate(counts) for rank in range(count))
+        return Choice(*(each.flatten().index_select(0, wanted) for each in (best.indices, is_finite)))
+
+    def _indices(self, numbers: Iterable[int]) -> Tensor:
+        return to_device(list(numbers), self._parts.device)
 
     def prune_prompt(self, rows: Tensor) -> None:
         """Drop all of the prompt's KV but these rows, ``[T]`` ascending; called before anything is drafted."""
-        self._cache = appending_in_place(prune_prompt(self._cache, rows, len(self._cached)))
+        self._continue(prune_prompt(self._cache, rows, len(self._cached)))
 
-    def _advance(self, tokens: Sequence[int], depths: Sequence[int], visible: Tensor) -> Tensor:
-        """Run the model on S tokens at these depths after the cached ones; return logits ``[S, V]``.
+    def _continue(self, cache: DynamicCache) -> None:
+        """Go on with this cache."""
+        self._cache = appending_in_place(cache)
+        self._runner = ModelRunner(self._parts, self._cache)
 
-        Args:
-            visible: bool ``[S, T]``: which of the last T cached tokens, these among them, each one sees.
-        """
-        readable = [token if token < self._parts.vocab_size else 0 for token in tokens]
-        position = self._position + len(self._cached)
-        attention = NewTokenAttention(self._parts.backend, visible.to(self._parts.device))
-        return run_language_model(self._parts, readable, position, self._cache, attention, depths=depths)
+    @property
+    def _next_position(self) -> int:
+        """The rotary position behind the tokens whose KV the cache holds."""
+        return self._position + len(self._cached)
 
     def _roll_back(self, tokens: Sequence[int]) -> None:
         """Roll back what was rejected, and the last token, whose logits are wanted."""

@@ -17,11 +17,11 @@ from ..decode.sampling import (
     PURPOSE_NEXT_TOKEN,
     NotFiniteError,
     draw,
-    most_probable_of_rows,
+    most_probable,
     probabilities,
-    require_distribution,
     uniform,
 )
+from ..transfer import to_device
 from .drafters import Proposal
 
 
@@ -70,7 +70,7 @@ def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
     Raises:
         NotFiniteError: a row is NaN or infinite; rows after a rejected token do not matter.
     """
-    best, is_finite = most_probable_of_rows(logits)
+    best, is_finite = most_probable(logits).read_rows()
     accepted = 0
     while accepted < len(drafted) and is_finite[accepted] and drafted[accepted] == best[accepted]:
         accepted += 1
@@ -88,6 +88,8 @@ def verify_sampled(
 ) -> Verdict:
     """Accept drafted tokens by speculative sampling, so that the output is distributed as p.
 
+    All of it is decided on the device of p, which is waited for once.
+
     Args:
         drafted: γ tokens.
         q: ``[γ, Vq]``, the distributions they were *actually* drawn from; None for a one-hot q, where they were
@@ -100,22 +102,39 @@ def verify_sampled(
     Raises:
         NotFiniteError: a row of p is NaN; rows after a rejected token do not matter.
     """
-    for place, token in enumerate(drafted):
-        p_row = require_distribution(p[place])
-        p_token = float(p_row[token]) if token < len(p_row) else 0.0
-        q_token = 1.0 if q is None else float(q[place, token])
-        if accept_draws[place] * q_token < p_token:
-            continue
+    count, num_rows, device = len(drafted), len(p), p.device
+    q = None if q is None else to_device(q, device)
+    tokens = to_device(drafted, device, torch.int64)
+    draws = to_device([*accept_draws[:count], *next_draws[:num_rows]], device, torch.float64)
+    p_token = _probability(p[:count], tokens)
+    q_token = 1.0 if q is None else _probability(q, tokens)
+    # Comparisons with NaN are false: behind a row of NaN nothing is accepted.
+    accepted = (draws[:count] * q_token < p_token).long().cumprod(dim=0).sum(dim=0, keepdim=True)
+    place = accepted.clamp(max=num_rows - 1)  # of the next token; without a bonus there may be none
+    weights = p_row = p.index_select(0, place)
+    if count:
+        rejected = accepted.clamp(max=count - 1)
         if q is None:
-            residual = p_row.index_fill(0, torch.tensor([token] if token < len(p_row) else []).long(), 0.0)
+            is_token = torch.arange(p.shape[1], device=device) == tokens.index_select(0, rejected)
+            residual = p_row.masked_fill(is_token, 0.0)
         else:
             residual = p_row.clone()
-            shared = min(len(p_row), q.shape[1])
-            residual[:shared] -= q[place, :shared]
+            shared = min(p.shape[1], q.shape[1])
+            residual[:, :shared] -= q.index_select(0, rejected)[:, :shared]
             residual.clamp_(min=0.0)
-        if not residual.any():  # p equals q up to rounding
-            residual = p_row
-        return Verdict(place, draw(residual, next_draws[place]))
-    if len(p) == len(drafted):
-        return Verdict(len(drafted), None)
-    return Verdict(len(drafted), draw(require_distribution(p[-1]), next_draws[len(drafted)]))
+        # No residual: p equals q up to rounding.
+        weights = torch.where((accepted < count) & residual.any(), residual, p_row)
+    chosen = draw(weights, draws[count:].index_select(0, place))
+    decided = torch.cat([accepted, chosen.tokens, chosen.are_finite.long()])
+    num_accepted, token, is_finite = decided.tolist()
+    if num_accepted == num_rows:
+        return Verdict(num_accepted, None)
+    if not is_finite:
+        raise NotFiniteError
+    return Verdict(num_accepted, token)
+
+
+def _probability(p: Tensor, tokens: Tensor) -> Tensor:
+    """Return each row's probability of its token, ``[γ]`` of ``[γ, V]``; 0 for what the vocabulary lacks."""
+    known = p.gather(1, tokens.clamp(max=p.shape[1] - 1)[:, None])[:, 0]
+    return known.masked_fill(tokens >= p.shape[1], 0.0)

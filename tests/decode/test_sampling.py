@@ -60,6 +60,20 @@ def test_uniform_is_a_function_of_its_arguments():
     assert all(0.0 <= number < 1.0 for number in first.values())
 
 
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [
+        ((0, 0, 0), 0.011546754286331562),
+        ((7, 272, 0), 0.7292900204044579),
+        ((7, 272, 1), 0.18702180569014648),
+        ((2**64 - 1, 2**33, 2), 0.1725574004888618),
+    ],
+)
+def test_numbers_stay_what_they_were(key, number):
+    """A seed draws the same answer as it did in earlier versions."""
+    assert uniform(*key) == number
+
+
 @pytest.mark.parametrize("vary", ["seed", "position", "purpose"])
 def test_uniform_is_uniform_along_every_key(vary):
     count, bins = 4000, 20
@@ -107,6 +121,45 @@ def test_top_p_keeps_the_smallest_sufficient_set(seed, top_p):
 def test_top_p_among_equals_keeps_no_more_than_needed(top_p, kept):
     p = probabilities(torch.zeros(4), 1.0, top_p)
     assert sorted(p.tolist()) == pytest.approx([0.0] * (4 - kept) + [1 / kept] * kept)
+
+
+def by_sorting_all(p: torch.Tensor, top_p: float) -> torch.Tensor:
+    """What top-p keeps, by its definition, of rows of probabilities."""
+    kept = torch.zeros_like(p)
+    for row, values in enumerate(p.tolist()):
+        total = 0.0
+        for token in sorted(range(len(values)), key=lambda token: (-values[token], token)):
+            if total >= top_p:
+                break
+            kept[row, token] = values[token]
+            total += values[token]
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 12.0])
+def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
+    logits = random_logits(7, (2, 20000), spread).bfloat16().double()  # of many equals
+    whole = torch.softmax(logits, dim=-1)
+    torch.testing.assert_close(probabilities(logits, 1.0, top_p), by_sorting_all(whole, top_p), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("lead", [8191, 8192, 8193, 9000])
+def test_equals_at_the_end_of_what_is_sorted_are_kept_in_order(lead):
+    """So many tokens are equally probable that it takes all of them, or one of them must not be left out."""
+    logits = torch.zeros(20000)
+    logits[5000 : 5000 + lead] = 9.0
+    whole = torch.softmax(logits.double(), dim=-1)
+    for top_p in (0.5, float(whole[5000] * (lead - 1.5)), float(whole[5000] * (lead + 1e-3))):
+        p = probabilities(logits, 1.0, top_p)
+        torch.testing.assert_close(p, by_sorting_all(whole[None], top_p)[0], rtol=1e-12, atol=0)
+
+
+def test_a_few_tokens_are_found_without_sorting_a_vocabulary(monkeypatch):
+    sort, lengths = torch.Tensor.sort, []
+    monkeypatch.setattr(torch.Tensor, "sort", lambda p, **how: lengths.append(p.shape[-1]) or sort(p, **how))
+    probabilities(random_logits(3, 150_000, 4.0), 1.0, 0.95)
+    assert lengths and max(lengths) < 10_000
 
 
 def test_greedy_is_the_argmax_whatever_else_is_set():

@@ -38,7 +38,7 @@ class TableModel:
         for place in range(count):
             row = probabilities(self.q_logits[[*tokens, *drafted][-1]], 1.0, self.top_p)
             number = uniform(self.seed, index + place, PURPOSE_DRAFT)
-            drafted.append(int(row.argmax()) if self.greedy_draft else draw(row, number))
+            drafted.append(int(row.argmax()) if self.greedy_draft else draw(row[None], [number]).read()[0])
             rows.append(row)
         return Proposal(drafted, None if self.greedy_draft or not rows else torch.stack(rows))
 

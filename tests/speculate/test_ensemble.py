@@ -129,7 +129,7 @@ def test_rows_of_the_batch_say_what_each_context_says_alone(family):
     assert len({ids.shape[1] for ids, *_ in alone}) >= 3  # ragged
     for tokens, part in (([5, 6, 7], [5, 6, 7]), ([5, 6, 7, 8], [8])):
         rows = drafter._run_contexts(part)
-        drafter._cached += part
+        drafter._num_cached += len(part)
         for row, context in zip(rows, alone, strict=True):
             expected = said_alone(model, *context, tokens)[-len(part) :]
             torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
@@ -237,7 +237,7 @@ def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temper
                 continue
             drawn_from = probabilities(mixture.log(), 1.0, config.top_p)
             torch.testing.assert_close(proposal.q[place], drawn_from, rtol=1e-7, atol=1e-9)
-            assert token == draw(proposal.q[place], uniform(5, 40 + len(before), PURPOSE_DRAFT))
+            assert token == draw(proposal.q[place][None], [uniform(5, 40 + len(before), PURPOSE_DRAFT)]).read()[0]
         new = [*proposal.tokens[:num_right], 77]
         with torch.no_grad():
             logits = target(input_ids=torch.cat([prompt, torch.tensor([[*tokens, *new]])], 1)).logits[0]

@@ -1,11 +1,13 @@
 """Speculative sampling is lossless: counted, token by token, against the target's own distribution."""
 
+import itertools
+import random
 from collections import Counter
 
 import pytest
 import torch
 
-from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities
+from apbv.decode.sampling import PURPOSE_DRAFT, NotFiniteError, draw, probabilities
 from apbv.speculate import verify
 from apbv.speculate.verify import Verdict, verify_greedy, verify_sampled
 
@@ -52,7 +54,7 @@ def soft_q_for_a_greedy_draft(drafted, q, p, accept_draws, next_draws):
 def resampling_from_p(drafted, q, p, accept_draws, next_draws):
     verdict = verify_sampled(drafted, q, p, accept_draws, next_draws)
     place = verdict.num_accepted
-    return Verdict(place, draw(p[place], next_draws[place]))
+    return Verdict(place, draw(p[place][None], next_draws[place : place + 1]).read()[0])
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,73 @@ def test_the_count_finds_a_number_that_is_used_twice(monkeypatch):
     """Once to draw the drafted token, and again to decide on it."""
     monkeypatch.setattr(verify, "PURPOSE_ACCEPT", PURPOSE_DRAFT)
     assert surprise(CASES["different"]()) > 8
+
+
+def one_after_the_other(drafted, q, p, accept_draws, next_draws) -> Verdict:
+    """Speculative sampling as its authors write it."""
+    for place, token in enumerate(drafted):
+        row = p[place].tolist()
+        p_token = row[token] if token < len(row) else 0.0
+        if accept_draws[place] * (1.0 if q is None else float(q[place, token])) < p_token:
+            continue
+        theirs = [float(token == number) for number in range(len(row))] if q is None else q[place].tolist()
+        theirs += [0.0] * (len(row) - len(theirs))
+        # Of a one-hot q nothing is left but that one token.
+        weights = [0.0 if q is None and b else max(0.0, a - b) for a, b in zip(row, theirs, strict=False)]
+        return Verdict(place, drawn(weights if any(weights) else row, next_draws[place]))
+    if len(p) == len(drafted):
+        return Verdict(len(drafted), None)
+    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]))
+
+
+def drawn(weights: list[float], number: float) -> int:
+    sums = list(itertools.accumulate(weights))
+    return next(token for token, total in enumerate(sums) if total > number * sums[-1])
+
+
+def test_a_window_is_decided_as_token_after_token():
+    chance, verdicts = random.Random(0), Counter()
+    for seed in range(400):
+        generator = torch.Generator().manual_seed(seed)
+        count, bonus, sizes = (
+            chance.randrange(5),
+            chance.random() < 0.7,
+            (chance.choice([4, 6]), chance.choice([4, 6])),
+        )
+        if not count + bonus:
+            continue
+        spread = chance.choice([0.5, 3.0])
+        p, q = (
+            probabilities(spread * torch.randn(rows, size, generator=generator), 1.0, chance.choice([0.8, 1.0]))
+            for rows, size in zip((count + bonus, count), sizes, strict=True)
+        )
+        if chance.random() < 0.2 and sizes[0] == sizes[1]:
+            p[:count] = q
+        drafted = [draw(row[None], [chance.random()]).read()[0] for row in q]
+        numbers = [[chance.random() for _ in range(count + bonus)] for _ in range(2)]
+        for theirs in (q if count else None, None):
+            verdict = verify_sampled(drafted, theirs, p, *numbers)
+            assert verdict == one_after_the_other(drafted, theirs, p, *numbers)
+            verdicts[verdict.num_accepted, verdict.next_token is None] += 1
+    assert len(verdicts) >= 8  # all kinds
+
+
+def test_what_differs_by_rounding_alone_is_drawn_from_the_targets_own():
+    q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    p = torch.tensor([[0.5 - 2.0**-54, 0.5]], dtype=torch.float64)  # nowhere more than q
+    for number, token in ((0.1, 0), (0.9, 1)):
+        assert verify_sampled([0], q, p, [1 - 2.0**-53], [number]) == Verdict(0, token)
+
+
+def test_only_rows_up_to_the_next_token_have_to_be_finite():
+    p = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan], [0.5, 0.5]], dtype=torch.float64)
+    rejected = verify_sampled([0, 0], None, p, [0.9, 0.0], [0.0, 0.0, 0.0])
+    assert rejected == Verdict(0, 1)
+    with pytest.raises(NotFiniteError):
+        verify_sampled([0, 0], None, p, [0.1, 0.0], [0.0, 0.0, 0.0])
+    with pytest.raises(NotFiniteError):
+        verify_sampled([0], None, p[:2], [0.1], [0.0, 0.0])
+    assert verify_sampled([0], None, p[:1], [0.1], [0.0]) == Verdict(1, None)
 
 
 def test_greedy_verification():

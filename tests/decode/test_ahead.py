@@ -1,0 +1,114 @@
+"""A GPU is given the next step before the host has read a token; the answer stays the same."""
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv.decode.answer import Answer, generate_tokens
+from apbv.decode.decoder import Decoder
+from apbv.hosts import AgreedError
+
+from answers import answer_by, decoder_behind
+from prompts import UNCOMPRESSED, as_inputs, build, text_batch
+
+MOST = 10
+GREEDY = SamplingConfig(max_new_tokens=MOST)
+SAMPLED = SamplingConfig(max_new_tokens=MOST, temperature=1.5, top_p=0.9, seed=5)
+
+
+def prefilled(hosts: HostGroup, kv: str = "gathered"):
+    inputs = as_inputs("llama", text_batch(60), 50, hosts)
+    config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED)
+    return prefill(build("llama", torch.float32), inputs, hosts=hosts, config=config)
+
+
+def decoded(state, ahead: bool, sampling: SamplingConfig, end=(), stop=None) -> tuple[list[int], list[str], int]:
+    """The tokens, what happened one after the other, and how many tokens' KV is left behind the prompt's."""
+    decoder = decoder_behind(state, build("llama", torch.float32))
+    happened, advance = [], decoder.advance
+    decoder.runs_ahead = ahead and decoder._cache is not None
+    decoder.advance = lambda tokens: happened.append("step") or advance(tokens)
+    answer = answer_by(decoder, state, sampling, end, lambda token: happened.append("token"))
+    answer.stop = stop
+    tokens = generate_tokens(answer)
+    length = None if decoder._cache is None else decoder._cache.get_seq_length() - state.num_tokens
+    return tokens, happened, length
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_an_answer_of_any_length_is_the_same(sampling):
+    state = prefilled(HostGroup.single())
+    full, *_ = decoded(state, False, sampling)
+    assert len(full) == MOST
+    for index, token in enumerate(full):
+        expected = decoded(state, False, sampling, (token,))
+        tokens, happened, left = decoded(state, True, sampling, (token,))
+        assert (tokens, left) == (expected[0], expected[2])
+        assert left == len(tokens) - 1
+        # Behind an end token a step was for nothing; where the answer may not be longer there is none.
+        wasted = 1 < len(tokens) < MOST
+        assert happened.count("step") == len(tokens) - 1 + wasted, index
+
+
+def test_every_step_but_the_first_is_given_before_a_token_is_read():
+    state = prefilled(HostGroup.single())
+    _, happened, _ = decoded(state, True, GREEDY)
+    assert happened[:6] == ["token", "step", "step", "token", "step", "token"]
+    _, happened, _ = decoded(state, False, GREEDY)
+    assert happened[:4] == ["token", "step", "token", "step"]
+
+
+def test_an_answer_ends_where_host_0_says():
+    state = prefilled(HostGroup.single())
+    full, *_ = decoded(state, False, GREEDY)
+    asked = []
+    tokens, _, left = decoded(state, True, GREEDY, stop=lambda said: asked.append(list(said)) or len(said) == 4)
+    assert tokens == full[:4] and left == 3
+    assert asked == [full[:count] for count in range(1, 5)]
+
+
+def several_hosts_job(hosts: HostGroup, end: tuple[int, ...]):
+    state = prefilled(hosts)
+    return [decoded(state, ahead, SAMPLED, end)[0] for ahead in (False, True)]
+
+
+def test_other_hosts_are_told(pool):
+    (full, _), *_ = pool.run(2, several_hosts_job, ())
+    for plain, ahead in pool.run(2, several_hosts_job, (full[6],)):
+        assert plain == ahead == full[: full.index(full[6]) + 1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("broken_at", [1, 4])
+def test_logits_that_are_not_finite_end_it(sampling, broken_at):
+    """What was chosen from them in the meantime must be a token: a GPU does not look before it reads its row."""
+    state, steps = prefilled(HostGroup.single()), []
+    decoder = decoder_behind(state, build("llama", torch.float32))
+    advance = decoder.advance
+
+    def breaking(tokens) -> torch.Tensor:
+        assert all(0 <= int(token) < state.logits.shape[1] for token in tokens)
+        steps.append(tokens)
+        return advance(tokens) * (torch.nan if len(steps) == broken_at else 1.0)
+
+    decoder.advance, decoder.runs_ahead = breaking, True
+    with pytest.raises(AgreedError, match=f"after {broken_at} tokens"):
+        generate_tokens(answer_by(decoder, state, sampling))
+
+
+def test_only_a_process_that_runs_the_model_alone_runs_ahead(monkeypatch):
+    state, shared = prefilled(HostGroup.single()), prefilled(HostGroup.single(), "sharded")
+    parts = decoder_behind(state, build("llama", torch.float32))._runner._parts
+    assert not Decoder(parts, state.kv, 0).runs_ahead  # on a CPU nothing would be gained
+    monkeypatch.setattr(type(parts), "device", torch.device("cuda"))
+    monkeypatch.setattr("apbv.decode.runner.wants_graphs", lambda parts: False)
+    assert Decoder(parts, state.kv, 0).runs_ahead
+    assert not Decoder(parts, shared.kv, 0).runs_ahead
+    monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
+    assert not Decoder(parts, state.kv, 0).runs_ahead
+
+
+def test_an_answer_picks_by_the_index_in_the_sequence():
+    answer = Answer(None, torch.zeros(1000), 60, SAMPLED)
+    picked = [answer.pick(torch.zeros(1000), index).read()[0] for index in (60, 61, 60)]
+    assert picked[0] == picked[2] != picked[1]

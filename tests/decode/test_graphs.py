@@ -1,0 +1,181 @@
+"""Steps at fixed addresses, as CUDA graphs repeat them, say what ordinary steps say."""
+
+import random
+import warnings
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, prefill
+from apbv.decode import graphs, runner
+from apbv.decode.decoder import Decoder
+from apbv.kv import growing
+from apbv.model.parts import inspect_model
+from apbv.speculate.tree import Tree
+
+from families import TEXT_FAMILIES
+from prompts import ALL_FAMILIES, as_inputs, build, text_batch, video_batch
+from recorded import recorded_on_a_cpu
+
+QUESTION, FRAMES = "name the letters in order", 16
+TREES = Tree.of(6, 3), Tree((-1, 0, 0, 1, 1, 2, 2))  # of as many nodes, so that they share a graph
+
+
+def decoder_of(family: str, kv: str = "gathered") -> Decoder:
+    is_text = family in TEXT_FAMILIES
+    batch = text_batch(40) if is_text else video_batch(family)
+    hosts, model = HostGroup.single(), build(family, torch.float64)
+    inputs = as_inputs(family, batch, 30 if is_text else None, hosts, torch.float64)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
+    return Decoder(inspect_model(model), state.kv, state.next_position)
+
+
+def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
+    """Step, roll back, and grow trees at random; return all logits, and the KV of the new tokens."""
+    chance, said, length = random.Random(seed), [], 0
+    for _ in range(num_steps):
+        count = chance.choice([1, 1, 1, 3, 4])
+        if chance.random() < 0.3:
+            tree = chance.choice(TREES)
+            drafted = [chance.randrange(250) for _ in range(len(tree))]
+            said.append(decoder.advance_tree(drafted, tree.depths, tree.visible))
+            node, path = 0, [0]
+            while tree.children[node] and chance.random() < 0.7:
+                node = chance.choice(tree.children[node])
+                path.append(node)
+            decoder.keep_path(len(tree), path)
+            length += len(path)
+            continue
+        tokens = [chance.randrange(250) for _ in range(count)]
+        # As a GPU gets a token that the host does not know yet.
+        given = torch.tensor(tokens) if chance.random() < 0.5 else tokens
+        said.append(decoder.advance(given, last_only=chance.random() < 0.3))
+        rejected = chance.randrange(count)
+        decoder.take_back(rejected)
+        length += count - rejected
+    return said + [states for layer in decoder.newest_kv(length) for states in layer]
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_a_walk_says_the_same(family, seed, monkeypatch):
+    monkeypatch.setattr(growing, "_GROWTH_ROWS", 24)  # so that buffers are left for new ones
+    expected = walk(decoder_of(family), seed, 40)
+    with recorded_on_a_cpu() as repeated:
+        found = walk(decoder_of(family), seed, 40)
+    assert len(repeated) > 10 and len(set(repeated)) > 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_no_graph_outlives_the_buffers_that_it_writes_to(monkeypatch):
+    monkeypatch.setattr(growing, "_GROWTH_ROWS", 4)
+    with recorded_on_a_cpu():
+        decoder = decoder_of("llama")
+        kept = set()
+        for token in range(20):
+            decoder.advance([token])
+            steps = decoder._runner._captured._steps
+            held = {buffer.data_ptr() for layer in decoder._cache.layers for buffer in layer.buffers}
+            assert held == {buffer.data_ptr() for pair in decoder._runner._captured._buffers for buffer in pair}
+            kept.add(id(next(iter(steps.values()))))
+        assert len(kept) > 2
+
+
+WAYS = {
+    "plain": {},
+    "window": {"speculate": SpeculativeConfig(strategy="vanilla", draft_model="demo", keep_losing_draft=True)},
+    "pruned": {
+        "speculate": SpeculativeConfig(
+            strategy="hippo", draft_model="demo", num_draft_tokens=4, prune="kv", keep_losing_draft=True
+        )
+    },
+    "tree": {"speculate": SpeculativeConfig(strategy="sd_tree", draft_model="demo", keep_losing_draft=True)},
+    "own KV": {"speculate": SpeculativeConfig(strategy="std", keep_tokens=60, keep_losing_draft=True)},
+    "layers": {"speculate": SpeculativeConfig(strategy="layerskip", keep_losing_draft=True)},
+    "ensemble": {"speculate": SpeculativeConfig(strategy="tabed", draft_model="demo", keep_losing_draft=True)},
+    "own KV in place": {
+        "prefill": PrefillConfig(backend="triton"),
+        "speculate": SpeculativeConfig(strategy="std", keep_tokens=60, keep_losing_draft=True),
+    },
+}
+SAMPLED = {"temperature": 1.3, "top_p": 0.9, "seed": 3}
+
+
+def answers(engine: Engine, sampling=({}, SAMPLED)) -> list[list[int]]:
+    request = {"video": demo.video_path(), "num_frames": FRAMES, "max_new_tokens": 8}
+    return [engine.generate(QUESTION, **request, **options).token_ids for options in sampling]
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.thorough] * (way not in ("tree", "own KV"))) for way in WAYS]
+)
+def test_answers_are_the_same(way):
+    engine = Engine.from_pretrained("demo", dtype="float32", **WAYS[way])
+    expected = answers(engine)
+    with recorded_on_a_cpu() as repeated:
+        assert answers(engine) == expected
+    assert repeated
+
+
+def test_a_kept_prompt_is_answered_again():
+    """The answer before has left rows behind the prompt's, and buffers with them."""
+    engine = Engine.from_pretrained("demo", dtype="float32")
+    with recorded_on_a_cpu() as repeated:
+        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+        first, *others = (engine.decode(state, max_new_tokens=8).token_ids for _ in range(3))
+    assert others == [first] * 2 and repeated
+    assert engine.decode(state, max_new_tokens=8).token_ids == first
+
+
+def test_what_cannot_be_recorded_runs_one_by_one_and_says_why():
+    engine = Engine.from_pretrained("demo", dtype="float32", **WAYS["plain"])
+    expected, tried = answers(engine, [{}]), []
+
+    class Fails:
+        def __init__(self, device):
+            pass
+
+        def record(self, function):
+            tried.append(function)
+            raise graphs.CaptureError("RuntimeError: a wait in the middle")
+
+    with (
+        recorded_on_a_cpu(),
+        patch.object(graphs, "GraphRecorder", Fails),
+        pytest.warns(UserWarning, match="without CUDA graphs: RuntimeError: a wait in"),
+    ):
+        assert answers(engine, [{}]) == expected
+    assert len(tried) == 1 < len(expected[0]) - 2
+
+
+def test_what_keeps_steps_from_being_recorded(monkeypatch):
+    parts = inspect_model(build("llama", torch.float32), "triton")
+    assert not runner.wants_graphs(parts)  # on a CPU, and without a word
+    assert runner.why_not_captured(parts, None) is None
+    assert "in shares" in runner.why_not_captured(parts, HostGroup.single())
+    assert "torch attention" in runner.why_not_captured(
+        inspect_model(build("llama", torch.float32), "torch"), None
+    )
+    monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
+    assert "members of a host" in runner.why_not_captured(parts, None)
+
+
+def test_a_kv_in_shares_is_decoded_without(monkeypatch):
+    expected = walk(decoder_of("llama", "sharded"), 0, 5)
+    monkeypatch.setattr(runner, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto")
+    with pytest.warns(UserWarning, match="without CUDA graphs: the KV lies in shares"):
+        decoder = decoder_of("llama", "sharded")
+    for one, other in zip(walk(decoder, 0, 5), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_graphs_can_be_switched_off():
+    with recorded_on_a_cpu() as repeated, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = Engine.from_pretrained("demo", dtype="float32", decode=DecodeConfig(cuda_graphs="off"))
+        engine.generate(QUESTION, video=demo.video_path(), num_frames=FRAMES, max_new_tokens=6)
+    assert not repeated
+    with pytest.raises(ValueError, match=r"^cuda_graphs must be one of auto, off, not 'on'$"):
+        DecodeConfig(cuda_graphs="on")
