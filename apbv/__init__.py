@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig, VideoConfig
+from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig, VideoConfig
 from .torchvision_guard import ensure_torchvision_imports
 
 if TYPE_CHECKING:
@@ -13,17 +13,22 @@ if TYPE_CHECKING:
     from .hosts import HostError, HostGroup
     from .input.model_inputs import ModelInputs
     from .kv.manifest import StorageError
+    from .planning import Plan, plan
     from .prefilling.forward import prefill
     from .prefilling.load import load
     from .prefilling.prefiller import RequestCancelled
     from .prefilling.result import PrefillResult
+    from .prefilling.room import NotEnoughMemoryError
 
 __all__ = [
+    "DecodeConfig",
     "Engine",
     "GenerateResult",
     "HostError",
     "HostGroup",
     "ModelInputs",
+    "NotEnoughMemoryError",
+    "Plan",
     "PrefillConfig",
     "PrefillResult",
     "RequestCancelled",
@@ -33,6 +38,7 @@ __all__ = [
     "StorageError",
     "VideoConfig",
     "load",
+    "plan",
     "prefill",
 ]
 __version__ = "0.1.0"
@@ -48,6 +54,9 @@ _HOMES = {
     "prefill": "prefilling.forward",
     "PrefillResult": "prefilling.result",
     "load": "prefilling.load",
+    "NotEnoughMemoryError": "prefilling.room",
+    "plan": "planning",
+    "Plan": "planning",
     "StorageError": "kv.manifest",
 }
 

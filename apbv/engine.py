@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import demo
-from .config import PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
+from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
 from .generated import GenerateResult, Reporter
 from .hosts import HostGroup
 from .input.reading import PromptReader
@@ -24,6 +25,9 @@ from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .stats import StageTimer
+
+# Of a question that nobody asked.
+_WARM_UP_FRAMES, _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 60, 8
 
 
 class Engine:
@@ -43,6 +47,7 @@ class Engine:
         captioner: returns a caption of a prompt's video or images, for drafts that read one; called on host 0, in
             a thread while the target prefills: it must not run the target's model.
         reuse: what is stored for further questions about the same video or text; None: nothing.
+        decode: how new tokens are run.
 
     Attributes:
         num_frames, max_new_tokens: the defaults of requests, taken from the checkpoint (see
@@ -65,10 +70,11 @@ class Engine:
         draft: PreTrainedModel | None = None,
         captioner: Captioner | None = None,
         reuse: ReuseConfig | None = None,
+        decode: DecodeConfig | None = None,
     ):
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
-        models = drafting.inspect_models(model, draft, config)
+        models = drafting.inspect_models(model, draft, config, decode)
         if reuse is not None and reuse.mode == "kv" and drafting.watches_prefill(models):
             raise ValueError(
                 f"{speculate.strategy} watches the prefill of the whole prompt: it works with reuse='exact' only"
@@ -109,6 +115,7 @@ class Engine:
         dtype: str | torch.dtype = "auto",
         captioner: Captioner | None = None,
         reuse: ReuseConfig | None = None,
+        decode: DecodeConfig | None = None,
     ) -> "Engine":
         """Load a model and its processor on every host; collective.
 
@@ -118,7 +125,7 @@ class Engine:
             hosts: by default those that torchrun started, or this process alone. With several processes per host,
                 every process loads its share of the model, and all of the draft model.
             dtype: the weights' dtype; ``"auto"`` takes the checkpoint's.
-            captioner, reuse: see :class:`Engine`.
+            captioner, reuse, decode: see :class:`Engine`.
 
         Raises:
             ValueError: the model does not exist, or is not supported.
@@ -137,8 +144,24 @@ class Engine:
             model, processor = load_model(path, dtype, hosts, with_model=not drafting.drafts_only, sharded=True)
         draft = drafting.load_model(draft_model, dtype, processor)
         with hosts.local_stage(f"preparing {name}"):
-            drafting.inspect_models(model, draft, config)
-        return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse)
+            drafting.inspect_models(model, draft, config, decode)
+        return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
+
+    def warm_up(self) -> None:
+        """Answer a short question about the packaged clip, or about a text where no video is read; collective.
+
+        On a GPU that has kernels compiled and libraries loaded, which the first request would else wait for.
+
+        Raises:
+            ValueError, HostError: as :meth:`generate`.
+        """
+        about = {"video": demo.video_path(), "num_frames": _WARM_UP_FRAMES}
+        if self._parts.video_token_id is None:
+            about = {"context": "one two three " * _WARM_UP_WORDS}
+        engine = copy(self)
+        if self.prefill_config.anchor_len:  # one for long prompts would leave nothing of this one to be split
+            engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
+        engine.generate("What happens?", max_new_tokens=_WARM_UP_TOKENS, **about)
 
     def prefill(
         self,

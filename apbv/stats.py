@@ -1,6 +1,7 @@
 """This module measures the time and the memory of a request, and writes figures."""
 
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -190,9 +191,9 @@ class StageTimer:
         if not events:
             return [moment.seconds for moment in moments]
         for event in events:  # and for no more: another stream may have work for minutes
-            event.synchronize()
+            self._hosts.wait_for_device(event)
         latest = _record_event(self._hosts.device)
-        latest.synchronize()
+        self._hosts.wait_for_device(latest)
         now = self._hosts.clock()
         return [
             moment.seconds if moment.event is None else now - moment.event.elapsed_time(latest) / 1e3
@@ -244,6 +245,35 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return how many bytes can still be allocated on a device: what its allocator keeps for reuse counts, too."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    return free_host_memory_bytes()
+
+
+def free_host_memory_bytes() -> int:
+    """Return how many bytes the host can still allocate, by its kernel, without swapping."""
+    free = _kernels_figure("MemAvailable")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if free is None else free
+
+
+def unused_swap_bytes() -> int:
+    """Return how many bytes the host's kernel could swap out."""
+    return _kernels_figure("SwapFree") or 0
+
+
+def _kernels_figure(name: str) -> int | None:
+    """Return a figure of Linux' memory, in bytes; None on other systems."""
+    try:
+        with open("/proc/meminfo") as file:
+            line = next(line for line in file if line.startswith(f"{name}:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return None
 
 
 def provenance() -> dict:

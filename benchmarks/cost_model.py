@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 
 from apbv.layout import ContextLayout, intersect, split_evenly
+from apbv.model.parts import num_deepstack_layers
+from apbv.model.sizes import DecoderSizes
 
 # "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is one block that
 # attends to itself.
@@ -61,7 +63,7 @@ class VisionShape:
             ValueError: the family is unknown.
         """
         vision, family, width = config.vision_config, config.model_type, config.get_text_config().hidden_size
-        layers, deepstack = vision.num_hidden_layers, len(getattr(vision, "deepstack_visual_indexes", None) or ())
+        layers, deepstack = vision.num_hidden_layers, num_deepstack_layers(config)
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
         mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
         if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
@@ -83,21 +85,14 @@ class VisionShape:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder with grouped-query attention and a gated MLP.
+class Shape(DecoderSizes):
+    """The sizes of a model's decoder and vision tower.
 
     Attributes:
         bytes_per_number: bytes of one weight, and of one number of the KV.
         vision: its vision tower; None for a text model.
     """
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
     bytes_per_number: int = 2
     tied_embeddings: bool = False
     vision: VisionShape | None = None
@@ -112,24 +107,12 @@ class Shape:
         text = config.get_text_config()
         if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
             raise ValueError(f"{text.model_type} has experts; the cost model knows dense decoders only")
-        return cls(
-            layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            intermediate=text.intermediate_size,
-            heads=text.num_attention_heads,
-            kv_heads=text.num_key_value_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-            vocab=text.vocab_size,
+        return super().from_config(
+            config,
             bytes_per_number=bytes_per_number,
             tied_embeddings=config.tie_word_embeddings,
             vision=VisionShape.from_config(config) if hasattr(config, "vision_config") else None,
         )
-
-    @property
-    def layer_weights(self) -> dict[str, int]:
-        """Count one layer's weights, by part: q, k, v and o; gate, up and down."""
-        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return {"projections": projections, "mlp": 3 * self.hidden * self.intermediate}
 
     @property
     def weights(self) -> int:
@@ -141,7 +124,7 @@ class Shape:
     @property
     def kv_bytes(self) -> int:
         """Count the bytes of one token's K and V in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
+        return self.layers * self.kv_row * self.bytes_per_number
 
 
 @dataclass(frozen=True)

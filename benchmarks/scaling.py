@@ -36,10 +36,11 @@ from prefill_time import Machine, predict
 from presets import Case
 from scaling_plan import MACHINES, layout_of, plan, prompt_of, shape_of
 from tqdm import tqdm
-from workloads import CONFIGS, RESOLUTIONS
+from workloads import CONFIGS
 
 from apbv import HostGroup, PrefillConfig
 from apbv.hosts.simulated import Link, Network
+from apbv.input.video_size import RESOLUTIONS
 from apbv.kernels import segmented_attention
 from apbv.prefilling.methods import METHODS
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance

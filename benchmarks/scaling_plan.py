@@ -11,9 +11,10 @@ from cost_model import Shape, Video, cost, flop_ratio
 from figures import import_pyplot, legend_beside, mark_factors, mark_values, save, short
 from prefill_time import Machine, explain, predict
 from transformers import AutoConfig
-from workloads import CONFIGS, MERGE, PREFIX_LEN, parse_resolution, patch_grid
+from workloads import CONFIGS, MERGE, PREFIX_LEN, patch_grid
 
 from apbv import PrefillConfig
+from apbv.input.video_size import parse_resolution
 from apbv.layout import ContextLayout
 from apbv.prefilling.methods import METHODS
 from apbv.stats import markdown_table, provenance

@@ -29,11 +29,12 @@ from prefill_bench import Bench, Workload, measure
 from prefill_report import plot, records, table
 from presets import PRESETS, Case
 from tqdm import tqdm
-from workloads import CONFIGS, RESOLUTIONS, parse_resolution
+from workloads import CONFIGS
 
 from apbv import HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
 from apbv.hosts.simulated import Link, Network
+from apbv.input.video_size import RESOLUTIONS, parse_resolution
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import append_json_lines

@@ -35,9 +35,9 @@ from figures import import_pyplot, save
 from tqdm import tqdm
 from video_clips import READERS, ClipSpec, make_clip
 from video_worker import ROADS, Job, Measured, find_version, in_processes_of_their_own, measure
-from workloads import RESOLUTIONS, parse_resolution
 
 from apbv.hosts import HostError, HostGroup
+from apbv.input.video_size import RESOLUTIONS, parse_resolution
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 STAGES = ("frames", "pixels", "embeddings", "first_token")

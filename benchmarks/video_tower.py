@@ -20,8 +20,9 @@ import torch
 from arguments import DEFAULT_DTYPES, DTYPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from workloads import build_model, parse_resolution, patch_grid, qwen_vl_config, video_prompt
+from workloads import build_model, patch_grid, qwen_vl_config, video_prompt
 
+from apbv.input.video_size import parse_resolution
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_vision_attention
 from apbv.stats import device_name, synchronize

@@ -345,7 +345,9 @@ class Apbv(Model):
         is_visual = parts.is_visual(inputs.input_ids[0])
         row_of = is_visual.long().cumsum(0) - 1
         tokens = [token for span in layout.local_spans(hosts.rank) for token in span if is_visual[token]]
-        return Outcome(local.rows.float().cpu(), row_of[tokens], inputs.num_visual_tokens, timer)
+        return Outcome(
+            torch.cat(local.streams, dim=-1).float().cpu(), row_of[tokens], inputs.num_visual_tokens, timer
+        )
 
     def _first_token(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
         state = self._engine.prefill(QUESTION, video=clip, num_frames=self._job.num_frames)

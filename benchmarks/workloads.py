@@ -17,32 +17,8 @@ from transformers import (
 )
 
 PATCH, MERGE, FRAMES_PER_PATCH, CHANNELS = 14, 2, 2, 3  # of Qwen2.5-VL
-# Frame sizes as (height, width), by name.
-RESOLUTIONS = {
-    "144p": (144, 256),
-    "240p": (240, 426),
-    "360p": (360, 640),
-    "480p": (480, 854),
-    "720p": (720, 1280),
-    "1080p": (1080, 1920),
-    "1440p": (1440, 2560),
-}
 _VIDEO_TOKEN, _IMAGE_TOKEN, _VISION_START, _VISION_END = 1000, 1001, 1002, 1003
 PREFIX_LEN = 16  # tokens before the video, such as a system message
-
-
-def parse_resolution(text: str) -> tuple[int, int]:
-    """Return (height, width) of "720p" or "720x1280".
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if text in RESOLUTIONS:
-        return RESOLUTIONS[text]
-    height, _, width = text.partition("x")
-    if not (height.isdigit() and width.isdigit()):
-        raise ValueError(f"{text!r} is no resolution: write HxW, or one of {', '.join(RESOLUTIONS)}")
-    return int(height), int(width)
 
 
 def llama_config(

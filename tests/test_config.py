@@ -85,8 +85,8 @@ def test_the_names_are_those_of_the_registries():
 
 def test_one_host_runs_full_unless_asked_otherwise():
     hosts = HostGroup.single("cpu")
-    assert resolve_method(PrefillConfig(), hosts).name == "full"
-    assert resolve_method(PrefillConfig(on_single_host=True), hosts).name == "apbv"
+    assert resolve_method(PrefillConfig(), hosts.size).name == "full"
+    assert resolve_method(PrefillConfig(on_single_host=True), hosts.size).name == "apbv"
 
 
 def test_settings_are_frozen_and_named():

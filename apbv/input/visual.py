@@ -14,7 +14,7 @@ from .pixels import GivenPixels, Pixels
 
 # What decoding, preprocessing and a vision tower hold at once for a chunk, in multiples of its frames (decoded,
 # waiting, being resized) and of its fp32 pixels (twice over, and activations of several times their size).
-_FRAME_COPIES, _PIXEL_COPIES = 3, 12
+_FRAME_COPIES, PIXEL_COPIES = 3, 12
 # A share is cut into so many chunks, for its stages to overlap, unless the chunks are smaller than is worth it.
 _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
@@ -165,7 +165,7 @@ def visual_from_batch(
         host=hosts.rank,
         num_rows=num_rows,
         rows_per_temporal_patch=(num_rows - parts.num_rows_ending_video) // num_patches,
-        bytes_per_temporal_patch=_PIXEL_COPIES * pixels.nbytes // num_patches,
+        bytes_per_temporal_patch=PIXEL_COPIES * pixels.nbytes // num_patches,
         pixels=GivenPixels(values, mine) if mine else None,
         replicated=not frame_parallel,
     )

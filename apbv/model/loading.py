@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    AutoVideoProcessor,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -68,6 +69,16 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         raise ValueError(f"cannot load the model {path}: there is no such directory")
     with _described_errors(path):
         return AutoConfig.from_pretrained(path)
+
+
+def read_video_processor(path: str | Path) -> Any:
+    """Load the part of a model's processor that resizes videos, from a directory or the hub.
+
+    Raises:
+        ValueError: there is none.
+    """
+    with _described_errors(path):
+        return AutoVideoProcessor.from_pretrained(path)
 
 
 @contextmanager

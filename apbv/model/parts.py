@@ -1,12 +1,13 @@
-"""Taking a Hugging Face model apart. Nothing else reads a model's config."""
+"""Taking a Hugging Face model apart. Only this file and sizes.py read a model's config."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..config import DecodeConfig
 from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
 from .digest import SAMPLED_PROJECTIONS, weights_digest
@@ -31,6 +32,9 @@ class ModelParts:
         lm_head: hidden states to logits.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
+        decode: how it is run over new tokens.
+        capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
+            tried once: PyTorch does not give back the memory of a recording that failed.
     """
 
     model: PreTrainedModel
@@ -40,6 +44,8 @@ class ModelParts:
     video_token_id: int | None
     image_token_id: int | None
     backend: str = "auto"
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
     def config_text(self) -> str:
@@ -107,8 +113,7 @@ class ModelParts:
     @property
     def num_deepstack_layers(self) -> int:
         """The number of first layers behind which visual features are added to the hidden states (Qwen3-VL)."""
-        vision_config = getattr(self.model.config, "vision_config", None)
-        return len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
+        return num_deepstack_layers(self.model.config)
 
     @property
     def row_width(self) -> int:
@@ -154,7 +159,7 @@ class ModelParts:
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
         return weights_digest(
-            _local(layer.get_submodule(name).weight)[0]
+            local_share(layer.get_submodule(name).weight)[0]
             for layer in self.language_model.layers
             for name in SAMPLED_PROJECTIONS
         )
@@ -164,7 +169,7 @@ class ModelParts:
         return self.lm_head(hidden)
 
 
-def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
+def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
     """Take a model apart, and refuse what apbv cannot compute exactly as the model means it.
 
     Raises:
@@ -184,6 +189,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto") -> ModelParts:
         video_token_id=_token_id(model.config, "video") if family in VIDEO_FAMILIES else None,
         image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
         backend=backend,
+        decode=decode or DecodeConfig(),
     )
     groups = language_model.config.num_attention_heads // language_model.config.num_key_value_heads
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
@@ -223,7 +229,12 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
         )
 
 
-def _local(weight: Tensor) -> Tensor:
+def num_deepstack_layers(config: PreTrainedConfig) -> int:
+    """Return L, the number of first layers behind which visual features are added to the hidden states."""
+    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def local_share(weight: Tensor) -> Tensor:
     """Return the share of a weight that lies on this process under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 

@@ -5,7 +5,6 @@ vectors that are added to the hidden states after the first layers, side by side
 numbered in prompt order.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from ..hosts import HostGroup
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_vision_attention
-from ..stats import StageTimer
+from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
 
 _MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
 _SHARE_OF_MEMORY = 16
@@ -106,20 +105,12 @@ def agree_on_chunks(
 
 def default_chunk_bytes(device: torch.device) -> int:
     """Return how many bytes a chunk may take by default: a share of what is free on the device and its host."""
-    free = [_free_host_memory()]
-    if device.type == "cuda":
-        free.append(torch.cuda.mem_get_info(device)[0])
-    return min(min(free) // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
+    return chunk_bytes_within(min(free_host_memory_bytes(), free_memory_bytes(device)))
 
 
-def _free_host_memory() -> int:
-    """Return the bytes that can be allocated without swapping."""
-    try:
-        with open("/proc/meminfo") as file:
-            line = next(line for line in file if line.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+def chunk_bytes_within(free: int) -> int:
+    """Return how many bytes a chunk may take by default where so many are free."""
+    return min(free // _SHARE_OF_MEMORY, _MOST_CHUNK_BYTES)
 
 
 def _features(parts: ModelParts, kind: str, pixels: dict):

@@ -24,34 +24,52 @@ from .encode import VisualRows, agree_on_chunks
 _MOST_ROUNDS_UNDER_WAY = 4  # so far may a host that has easier frames run ahead of the slowest
 
 
-@dataclass(frozen=True)
 class LocalVisual:
-    """A LocalVisual holds the rows of a host's local tokens, in local order; None for a prompt of text."""
+    """A LocalVisual holds the rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
-    rows: Tensor | None
+    Attributes:
+        streams: of every row, in local order, what becomes its token's embedding, ``[rows, d]``, and then the L
+            vectors that deepstack adds after the first layers; None for a prompt of text, and once merged.
+    """
 
-    def text_only(self) -> "LocalVisual":
-        """Return the rows of local tokens that are all text: none."""
-        return LocalVisual(None if self.rows is None else self.rows[:0])
+    def __init__(self, streams: list[Tensor] | None = None):
+        self.streams = streams
+
+    @classmethod
+    def of_rows(cls, rows: Tensor | None, parts: ModelParts) -> "LocalVisual":
+        """Hold rows ``[rows, (1 + L) * d]`` as a vision tower makes them; None: a prompt of text."""
+        if rows is None:
+            return cls()
+        return cls(list(rows.split(rows.shape[-1] // (1 + parts.num_deepstack_layers), dim=-1)))
 
     def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
-        """Embed local tokens, with the rows in place of visual placeholders.
+        """Embed local tokens, with the rows in place of visual placeholders, and forget the rows.
 
         Args:
-            input_ids: ``[1, S]`` of this host's tokens.
+            input_ids: ``[1, S]`` of this host's tokens, in host memory, so that a GPU need not be waited for.
 
         Returns:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
         """
-        embeds = parts.embed_tokens(input_ids)
-        if self.rows is None:
+        embeds = parts.embed_tokens(input_ids.to(parts.device))
+        if self.streams is None:
             return embeds, {}
+        (main, *deepstack), self.streams = self.streams, None
         mask = parts.is_visual(input_ids)
-        streams = self.rows.split(embeds.shape[-1], dim=-1)
-        embeds = embeds.masked_scatter(mask[..., None], streams[0])
-        if not parts.num_deepstack_layers:
+        embeds[0].index_copy_(0, mask[0].nonzero().flatten().to(parts.device), main)
+        if not deepstack:
             return embeds, {}
-        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": list(streams[1:])}
+        mask = mask.to(parts.device)
+        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": _ReadOnce(deepstack)}
+
+
+class _ReadOnce(list):
+    """A list whose items are forgotten when they have been read, as by the layers that add them."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        item = super().__getitem__(index)
+        self[index] = None
+        return item
 
 
 @torch.no_grad()
@@ -77,7 +95,7 @@ def encode_and_exchange(
     """
     visual = inputs.visual
     if visual is None:
-        return LocalVisual(None)
+        return LocalVisual()
     size = visual.patches_per_chunk or agree_on_chunks(visual, hosts, parts.device, chunk_bytes)
     with hosts.collective_stage("encode"), closing(source.chunks(size)) as chunks:
         rounds = _Rounds(parts, inputs, layout, hosts, size)
@@ -109,7 +127,7 @@ class _Rounds:
         size: the temporal patches of a chunk.
 
     Attributes:
-        local: ``[rows, (1 + L) * d]`` of this host's tokens.
+        local: of this host's tokens ``[rows, d]``, and L more of these; apart, so that they can be freed apart.
     """
 
     def __init__(self, parts: ModelParts, inputs: ModelInputs, layout: ContextLayout, hosts: HostGroup, size: int):
@@ -122,7 +140,9 @@ class _Rounds:
         ]
         self._stays_here = self._visual.replicated or hosts.size == 1
         num_rows = sum(map(len, self._needed[hosts.rank]))
-        self.local = torch.empty(num_rows, parts.row_width, dtype=parts.dtype, device=parts.device)
+        shape = num_rows, parts.row_width // (1 + parts.num_deepstack_layers)
+        self._nothing = torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)
+        self.local = [self._nothing.new_empty(shape) for _ in range(1 + parts.num_deepstack_layers)]
 
     def run(self, chunks: Iterator[Tensor], timer: StageTimer) -> Exception | None:
         """Encode and exchange everything, or as much as there is until a host fails; return this host's error."""
@@ -136,7 +156,9 @@ class _Rounds:
                 except Exception as caught:
                     error = caught
             if outgoing is None:
-                outgoing = [self.local.new_zeros(count, self.local.shape[1]) for count in self._counts(number)]
+                outgoing = [
+                    self._nothing.new_zeros(count, self._nothing.shape[1]) for count in self._counts(number)
+                ]
             under_way.append(self._start(number, outgoing, error is not None))
             if len(under_way) == _MOST_ROUNDS_UNDER_WAY:
                 go_on, failure = self._finish(under_way.popleft(), timer)
@@ -159,7 +181,7 @@ class _Rounds:
     def _outgoing(self, number: int, chunks: Iterator[Tensor]) -> list[Tensor]:
         """Make the rows of this host's next chunk, and sort them by receiver."""
         made = self._rows_of(self._hosts.rank, number)
-        rows = next(chunks, self.local[:0]) if made else self.local[:0]
+        rows = next(chunks, self._nothing) if made else self._nothing
         if len(rows) != len(made):
             raise ValueError(
                 f"the vision tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
@@ -180,7 +202,7 @@ class _Rounds:
             sum(len(intersect(self._rows_of(host, number), run)) for run in needed)
             for host in range(self._hosts.size)
         ]
-        shapes = [(count, self.local.shape[1]) for count in counts]
+        shapes = [(count, self._nothing.shape[1]) for count in counts]
         return _Round(number, self._hosts.all_to_all(outgoing, shapes), failures)
 
     def _finish(self, round_: _Round, timer: StageTimer) -> tuple[bool, Exception | None]:
@@ -204,7 +226,9 @@ class _Rounds:
                 part = intersect(made, run)
                 if part:
                     start = place + part.start - run.start
-                    self.local[start : start + len(part)] = rows[taken : taken + len(part)]
+                    streams = rows[taken : taken + len(part)].split(self.local[0].shape[1], dim=-1)
+                    for local, stream in zip(self.local, streams, strict=True):
+                        local[start : start + len(part)] = stream
                     taken += len(part)
                 place += len(run)
 

@@ -1,7 +1,7 @@
 """This module prefills: one sequence-parallel forward pass of an unmodified language model."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -16,15 +16,17 @@ from ..kv.placement import ShardedKV
 from ..layout import offsets_within
 from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts, inspect_model
+from ..model.row_chunks import rows_in_chunks
 from ..model.tensor_parallel import require_same_sharding
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
 from .encode import TowerRows, VisualRows
-from .exchange import encode_and_exchange
+from .exchange import LocalVisual, encode_and_exchange
 from .identity import identify
 from .methods import METHODS, PrefillMethod
 from .observer import ObservedAttention, PrefillObserver, hidden_hooks
 from .result import PrefillResult
+from .room import Room
 
 
 @torch.no_grad()
@@ -58,6 +60,8 @@ def prefill(
 
     Raises:
         ValueError: the prompt, the model or a length cannot be handled; raised on every host.
+        NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every host raises before
+            anything is computed; or this host ran out of it.
         HostError: another host failed.
     """
     hosts = hosts or HostGroup.from_env()
@@ -74,7 +78,7 @@ def prefill(
                 parts, model_inputs, hosts, config.frame_parallel, query_len=config.query_len
             )
         model_inputs.require_room(parts.max_position_embeddings)
-        method_type = resolve_method(config, hosts)
+        method_type = resolve_method(config, hosts.size)
         layout = method_type.plan(
             hosts.size,
             model_inputs.num_tokens,
@@ -102,17 +106,20 @@ def prefill(
                 method.on_passed = observer.observe_passed
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
+    room = Room.of(parts, layout, hosts, config.kv)
+    room.require()
 
     if encoded is None:
         encoded = TowerRows(parts, model_inputs.visual, timer)
     chunk_bytes = config.video.chunk_bytes
-    visual = encode_and_exchange(parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes)
-    with hosts.collective_stage("prefill"), timer.stage("prefill"):
+    with room.explained("encoding"):
+        visual = encode_and_exchange(parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes)
+    with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
         logits, shards = _forward(parts, model_inputs, visual, method, observer)
 
     kv = ShardedKV(shards, hosts)
     if config.kv == "gathered":
-        with hosts.collective_stage("handoff"), timer.stage("handoff"):
+        with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
             kv = kv.gathered()
     timer.mark_prefilled()
     return PrefillResult(
@@ -127,20 +134,24 @@ def prefill(
     )
 
 
-def resolve_method(config: PrefillConfig, hosts: HostGroup) -> type[PrefillMethod]:
-    """Return the method that a config means on these hosts: on a single one ``full``, unless asked otherwise."""
-    if hosts.size == 1 and not config.on_single_host:
+def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
+    """Return the method that a config means on so many hosts: on a single one ``full``, unless asked otherwise."""
+    if num_hosts == 1 and not config.on_single_host:
         return METHODS["full"]
     return METHODS[config.method]
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
     """Return whether hosts pass KV pairs of their context blocks on, for prompts long enough to be split."""
-    return resolve_method(config, hosts).passes_on and config.passing_len != 0
+    return resolve_method(config, hosts.size).passes_on and config.passing_len != 0
 
 
 def _forward(
-    parts: ModelParts, inputs: ModelInputs, visual, method: PrefillMethod, observer: PrefillObserver | None
+    parts: ModelParts,
+    inputs: ModelInputs,
+    visual: LocalVisual,
+    method: PrefillMethod,
+    observer: PrefillObserver | None,
 ) -> tuple[Tensor, ShardedCache]:
     """Run the language model on this host's tokens; return logits ``[1, V]`` and this host's KV."""
     layout, hosts = method.layout, method.hosts
@@ -156,7 +167,7 @@ def _forward(
             if not method.separate_query:
                 attention = ObservedAttention(method, observer, query, owned)
             hooks = hidden_hooks(parts, observer, None if method.separate_query else query, owned)
-        with apbv_attention(parts.language_model):
+        with apbv_attention(parts.language_model), rows_in_chunks(parts):
             with hooks:
                 hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
             if method.separate_query:
@@ -167,7 +178,7 @@ def _forward(
                     attention = ObservedAttention(attention, observer, query, owned)
                     hooks = hidden_hooks(parts, observer, query, None)
                 with hooks:
-                    hidden = _run(parts, inputs, visual.text_only(), (layout.query,), cache, apbv=attention)
+                    hidden = _run(parts, inputs, LocalVisual(), (layout.query,), cache, apbv=attention)
     else:  # host 0 computes the prompt alone
         if observer is not None:
             observer.observe_nothing()
@@ -180,14 +191,37 @@ def _forward(
     return (logits if source is None else hosts.broadcast(logits, source)), cache
 
 
-def _run(parts: ModelParts, inputs: ModelInputs, visual, spans, cache, **kwargs) -> Tensor:
+def _run(parts: ModelParts, inputs: ModelInputs, visual: LocalVisual, spans, cache, **kwargs) -> Tensor:
+    """Run the language model on some tokens; return the last layer's hidden states ``[1, S, d]``."""
     tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-    embeds, extra = visual.merge_into(parts, inputs.input_ids[:, tokens].to(parts.device))
-    return parts.language_model(
-        inputs_embeds=embeds,
-        position_ids=inputs.position_ids[..., tokens].to(parts.device),
-        past_key_values=cache,
-        use_cache=True,
-        **extra,
-        **kwargs,
-    ).last_hidden_state
+    embeds, extra = visual.merge_into(parts, inputs.input_ids[:, tokens])
+    with _handed_to_first_layer(parts, embeds) as stand_in:
+        del embeds
+        return parts.language_model(
+            inputs_embeds=stand_in,
+            position_ids=inputs.position_ids[..., tokens].to(parts.device),
+            past_key_values=cache,
+            use_cache=True,
+            **extra,
+            **kwargs,
+        ).last_hidden_state
+
+
+@contextmanager
+def _handed_to_first_layer(parts: ModelParts, embeds: Tensor) -> Iterator[Tensor]:
+    """Let the first layer take the embeddings, so that they are freed behind it.
+
+    The language model itself would hold what it was given until its last layer has run. It gets, and this yields,
+    a tensor of the same shape that takes no memory.
+    """
+    held, stand_in = [embeds], embeds.new_empty(()).expand(embeds.shape)
+    del embeds
+
+    def hand_over(layer, args: tuple) -> tuple:
+        return (held.pop(), *args[1:])
+
+    hook = parts.language_model.layers[0].register_forward_pre_hook(hand_over, prepend=True)
+    try:
+        yield stand_in
+    finally:
+        hook.remove()

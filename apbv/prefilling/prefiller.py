@@ -1,6 +1,7 @@
 """This module turns a request into a prefilled prompt: it reads, encodes what is new, and prefills."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 
 from ..config import PrefillConfig
@@ -71,6 +72,12 @@ class Prefiller:
         self._reader, self._hosts, self._config = reader, hosts, config
         self._reuse, self._reads_all_frames = reuse, reads_all_frames
         self._require_readable = require_readable
+
+    def with_config(self, config: PrefillConfig) -> "Prefiller":
+        """Return one that prefills by another config, and is otherwise the same; it shares what is stored."""
+        other = copy(self)
+        other._config = config
+        return other
 
     def read(self, request: Request) -> ReadRequest:
         """Read a request's prompt and files.

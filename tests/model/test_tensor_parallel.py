@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
 
 import families
@@ -107,6 +108,19 @@ def test_compressed_it_is_what_whole_hosts_compute(pool, checkpoints, clip, fami
     whole, _ = pool.run(2, prefill_job, 1, path, settings, request)
     assert whole["stats"]["method"] == method
     compare(pool.run(4, prefill_job, 2, path, settings, request), whole, 2)
+
+
+def chunked_job(processes: HostGroup, size: int, path: str, request: dict) -> dict:
+    """What ``prefill_job`` returns where norms and MLPs get 512 rows at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(row_chunks.CHUNK_BYTES, "cpu", 1)
+        return prefill_job(processes, size, path, {}, request)
+
+
+def test_members_of_a_host_sum_up_the_same_chunks_of_rows(pool, checkpoints):
+    path, request = str(checkpoints("llama")), {"context": "the quick brown fox jumps over the lazy dog. " * 30}
+    (whole,) = pool.run(1, prefill_job, 1, path, {}, request)
+    compare(pool.run(2, chunked_job, 2, path, request), whole, 1)
 
 
 DRAFTED = [

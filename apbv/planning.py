@@ -1,0 +1,313 @@
+"""This module says, from a model's config alone, whether a prompt will fit in memory."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from . import demo
+from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
+from .hosts.devices import choose_device
+from .input.video_size import VideoSize, parse_resolution, video_size
+from .input.visual import PIXEL_COPIES, VisualInput
+from .layout import LayoutError, split_evenly
+from .model.loading import read_config, read_video_processor
+from .model.parts import VIDEO_FAMILIES, num_deepstack_layers, require_supported
+from .model.sizes import DecoderSizes, num_weights
+from .model.tensor_parallel import require_divisible
+from .prefilling.encode import chunk_bytes_within
+from .prefilling.forward import resolve_method
+from .prefilling.memory import HostMemory, Share, host_memory
+from .speculate.strategies import STRATEGIES, prunes
+from .stats import free_memory_bytes
+
+# Tokens of a chat before the video, and of a question behind it.
+_TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
+# What a GPU's driver, its libraries' workspaces and the exchanges take beside tensors: assumed, not measured.
+_GPU_OVERHEAD = 2**30
+_MOST_SEARCHED = 2**22
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A Plan says what a prompt takes on every process, in bytes, and whether that is there.
+
+    Attributes:
+        model: its name.
+        method, kv: the method that would run, and where it would place the KV.
+        num_tokens: the prompt's tokens.
+        num_visual_tokens: those of them that stand for the video.
+        weights: of the model, on one process.
+        draft: of the draft model and its KV; 0 without one.
+        overhead: assumed for the device's own libraries.
+        hosts: what the prefill takes beside them, for a process of every host.
+        device_memory: what each process may take.
+        most: how many frames, or of a text how many tokens, would fit; None: more than were tried.
+    """
+
+    model: str
+    method: str
+    kv: str
+    num_tokens: int
+    num_visual_tokens: int
+    weights: int
+    draft: int
+    overhead: int
+    hosts: tuple[HostMemory, ...]
+    device_memory: int
+    most: int | None = None
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The most that a process of every host has in memory at once."""
+        return tuple(self.weights + self.draft + self.overhead + host.peak for host in self.hosts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process has room for what it needs."""
+        return max(self.needed) <= self.device_memory
+
+    def __str__(self) -> str:
+        busiest = self.needed.index(max(self.needed))
+        host = self.hosts[busiest]
+        hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
+        lines = [("model", self.model), ("method", f"{self.method} on {hosts}, KV {self.kv}")]
+        lines.append(("prompt", f"{self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual"))
+        where = "" if len(self.hosts) == 1 else f" on host {busiest}"
+        lines.append((f"memory{where}", ""))
+        parts = {
+            "weights": self.weights,
+            "draft": self.draft,
+            "device's libraries": self.overhead,
+            "encoding": host.encoding,
+            "  embeddings": host.rows,
+            "  a video chunk": host.chunk,
+            "prefill": host.prefill,
+            "  KV kept here": host.kv,
+            "  activations": host.activations,
+            "  passing KV": host.passing,
+            "  deepstack": host.deepstack,
+            "  logits": host.logits,
+            "decoding": host.decoding,
+            "  KV gathered": host.gathered_kv,
+            "  handing over": host.handoff,
+        }
+        lines += [(f"  {name}", _readable(size)) for name, size in parts.items() if size]
+        lines.append(("needed", f"  {_readable(max(self.needed))} of {_readable(self.device_memory).strip()}"))
+        lines.append(("fits", "yes" if self.fits else "no"))
+        unit = "frames" if self.num_visual_tokens else "tokens"
+        lines.append((f"{unit} that fit", "all that were tried" if self.most is None else f"{self.most:,}"))
+        return "\n".join(f"{name:<22}{value}".rstrip() for name, value in lines)
+
+
+def plan(
+    model: str | Path | PreTrainedConfig,
+    *,
+    frames: int | None = None,
+    resolution: str | tuple[int, int] = "720p",
+    tokens: int | None = None,
+    hosts: int = 1,
+    tensor_parallel: int = 1,
+    prefill: PrefillConfig | None = None,
+    speculate: SpeculativeConfig | None = None,
+    dtype: str | torch.dtype = "auto",
+    device_memory: int | None = None,
+) -> Plan:
+    """Estimate whether a prompt fits in memory, before any weights are loaded. Nothing is exchanged or computed.
+
+    Args:
+        model: ``"demo"``, a directory, or a hub id, whose video processor then says how large frames become; or a
+            config alone, by which every frame is taken as large as it is.
+        frames: how many frames are sampled from a video. Either this or ``tokens``.
+        resolution: of the video, as (height, width), "HxW", or a name such as "720p".
+        tokens: the tokens of a long text.
+        hosts: H.
+        tensor_parallel: T, the processes that share a host's model.
+        prefill: the method and its lengths, and where the KV is placed.
+        speculate: its draft model, and how much of the prompt that keeps, are taken into account.
+        dtype: of weights and KV; ``"auto"``: the config's.
+        device_memory: bytes that each process may take. None: what is free on this process's device. On a CPU the
+            hosts are taken to share this machine's.
+
+    Raises:
+        ValueError: the model is unknown or not supported, or neither frames nor tokens were given, or both.
+    """
+    if (frames is None) == (tokens is None):
+        raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
+    counts = {"frames": frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, not {count}")
+    config = prefill or PrefillConfig()
+    name, described, processor = _describe(model)
+    require_divisible(described, tensor_parallel)
+    device, number_type = choose_device(), _dtype_of(described, dtype)
+    if device_memory is None:
+        device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
+    sizes = DecoderSizes.from_config(described)
+    task = _Task(
+        config=described,
+        video_processor=processor,
+        resolution=parse_resolution(resolution) if isinstance(resolution, str) else resolution,
+        is_video=frames is not None,
+        num_hosts=hosts,
+        prefill=config,
+        share=Share(sizes, number_type.itemsize, device, tensor_parallel, num_deepstack_layers(described)),
+        draft=None if speculate is None else _Draft.of(speculate, dtype),
+        chunk_bytes=config.video.chunk_bytes or chunk_bytes_within(device_memory),
+        empty=Plan(
+            model=name,
+            method=resolve_method(config, hosts).name,
+            kv=config.kv,
+            num_tokens=0,
+            num_visual_tokens=0,
+            weights=num_weights(described, tensor_parallel) * number_type.itemsize,
+            draft=0,
+            overhead=_GPU_OVERHEAD if device.type == "cuda" else 0,
+            hosts=(),
+            device_memory=device_memory,
+        ),
+    )
+    wanted = frames or tokens
+    return replace(task.plan(wanted), most=_most_that_fit(task, wanted))
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A _Draft is a draft model that has not been loaded.
+
+    Attributes:
+        weights: its bytes.
+        kv_row: the bytes of a token's KV in all layers.
+        settings: how much of the prompt it sees.
+    """
+
+    weights: int
+    kv_row: int
+    settings: SpeculativeConfig
+
+    @classmethod
+    def of(cls, settings: SpeculativeConfig, dtype: str | torch.dtype) -> "_Draft | None":
+        """Read the draft model's config; None where the strategy needs no second model."""
+        if not STRATEGIES[settings.strategy].needs_draft_model:
+            return None
+        if settings.draft_model is None:
+            raise ValueError(f"{settings.strategy} needs a draft_model")
+        _, config, _ = _describe(settings.draft_model, is_draft=True)
+        itemsize, sizes = _dtype_of(config, dtype).itemsize, DecoderSizes.from_config(config)
+        return cls(num_weights(config) * itemsize, sizes.layers * sizes.kv_row * itemsize, settings)
+
+    def num_bytes(self, num_tokens: int, num_visual: int) -> int:
+        """Return the bytes of weights and KV beside a prompt."""
+        if prunes(self.settings) and self.settings.prune == "prompt":
+            kept = self.settings.keep_tokens
+            share = round(num_visual * (self.settings.keep_ratio or 0))
+            num_tokens = num_tokens - num_visual + share if kept is None else min(num_tokens, kept)
+        return self.weights + self.kv_row * num_tokens
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A _Task is what is to be planned, for any number of frames or tokens."""
+
+    config: PreTrainedConfig
+    video_processor: Any
+    resolution: tuple[int, int]
+    is_video: bool
+    num_hosts: int
+    prefill: PrefillConfig
+    share: Share
+    draft: _Draft | None
+    chunk_bytes: int
+    empty: Plan
+
+    def plan(self, count: int) -> Plan:
+        """Plan for so many frames, or tokens of a text."""
+        video, visual, hosts = None, range(0), self.num_hosts
+        num_tokens, query_start = count, max(count - self.prefill.query_len, 0)
+        if self.is_video:
+            video = video_size(self.config, count, *self.resolution, self.video_processor)
+            visual = range(_TOKENS_BEFORE, _TOKENS_BEFORE + video.num_rows + video.num_text_tokens)
+            num_tokens, query_start = visual.stop + _TOKENS_BEHIND, visual.stop
+        method = resolve_method(self.prefill, hosts)
+        layout = method.plan(hosts, num_tokens, visual.start, query_start, self.prefill)
+        chunks = [0] * hosts if video is None else self._chunks(video, count)
+        kv = self.prefill.kv
+        num_visual = 0 if video is None else video.num_rows
+        return replace(
+            self.empty,
+            num_tokens=num_tokens,
+            num_visual_tokens=num_visual,
+            draft=0 if self.draft is None else self.draft.num_bytes(num_tokens, num_visual),
+            hosts=tuple(host_memory(self.share, layout, h, kv, visual, chunks[h]) for h in range(hosts)),
+        )
+
+    def _chunks(self, video: VideoSize, num_frames: int) -> list[int]:
+        """Return the bytes of what encodes a chunk, for every host that encodes."""
+        everything = range(video.num_temporal_patches)
+        hosts, parallel = self.num_hosts, self.prefill.frame_parallel
+        patches = tuple(split_evenly(everything, hosts) if parallel else [everything] * hosts)
+        visual = VisualInput(
+            kind="video",
+            patches=patches,
+            host=0,
+            num_rows=video.num_rows,
+            rows_per_temporal_patch=video.rows_per_temporal_patch,
+            bytes_per_temporal_patch=PIXEL_COPIES * video.pixel_bytes // len(everything),
+        ).of_frames(None, num_bytes=3 * prod(self.resolution) * num_frames)
+        size = visual.chunk_size(self.chunk_bytes)
+        return [min(size, len(share)) * visual.bytes_per_temporal_patch for share in patches]
+
+
+def _most_that_fit(task: _Task, wanted: int) -> int | None:
+    """Return the largest number of frames or tokens that fit; None where none was found that does not."""
+
+    def fits(count: int) -> bool:
+        try:
+            return task.plan(count).fits
+        except LayoutError:  # too short for the lengths that were asked for
+            return True
+
+    low, high = 0, wanted
+    while fits(high):
+        low, high = high, 2 * high
+        if low > _MOST_SEARCHED:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _describe(model: str | Path | PreTrainedConfig, is_draft: bool = False) -> tuple[str, PreTrainedConfig, Any]:
+    """Return a model's name, its config, and its video processor where there is one to be read."""
+    if isinstance(model, PreTrainedConfig):
+        require_supported(model)
+        return model.name_or_path or model.model_type, model, None
+    path = (demo.draft_path() if is_draft else demo.model_path()) if str(model) == "demo" else model
+    config = read_config(path)
+    is_video = require_supported(config) in VIDEO_FAMILIES
+    return str(model), config, read_video_processor(path) if is_video else None
+
+
+def _dtype_of(config: PreTrainedConfig, wanted: str | torch.dtype) -> torch.dtype:
+    """Return the type in which a model's weights would be loaded.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if wanted not in DTYPE_NAMES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {wanted!r}")
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:10.2f} GB" if size >= 1e8 else f"{size / 1e6:10.2f} MB"

@@ -1,0 +1,155 @@
+"""What a prefill takes in memory: as it is predicted, and no more than it needs."""
+
+import gc
+import threading
+from math import prod
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from apbv import Engine, HostGroup, PrefillConfig, demo, prefill
+from apbv.hosts.simulated import share_weights, simulate
+from apbv.kv.placement import ShardedKV
+from apbv.model.parts import inspect_model
+from apbv.prefilling import encode, forward
+from apbv.prefilling.memory import HostMemory, Share, host_memory
+
+import families
+from families import VIDEO_FAMILIES
+from live_tensors import LiveTensors
+from prompts import video_batch
+
+# Qwen2.5-VL-7B's decoder.
+WIDTHS = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2**20,
+}
+
+
+def without_storage(monkeypatch, num_layers: int):
+    """A model that has shapes and no numbers; the prefill's forward pass and hand-over are counted by thread."""
+    shapes, counted = FakeTensorMode(allow_non_fake_inputs=True), threading.local()
+
+    def counting(function):
+        def run(*args, **kwargs):
+            with shapes, counted.live:
+                return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(forward, "_forward", counting(forward._forward))
+    monkeypatch.setattr(ShardedKV, "gathered", counting(ShardedKV.gathered))
+    with shapes:
+        config = Qwen2Config(num_hidden_layers=num_layers, **WIDTHS)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), counted
+
+
+def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **settings) -> list:
+    """Of every host the peak in bytes, and what was predicted."""
+    model, counted = without_storage(monkeypatch, num_layers)
+    config = PrefillConfig(query_len=64, **settings)
+
+    def job(hosts: HostGroup) -> tuple[int, HostMemory]:
+        counted.live = live = LiveTensors()
+        parts = inspect_model(share_weights(model))
+        state = prefill(
+            parts, {"input_ids": torch.zeros(1, num_tokens, dtype=torch.long)}, hosts=hosts, config=config
+        )
+        return live.peak, host_memory(Share.of(parts), state.layout, hosts.rank, config.kv)
+
+    return simulate(num_hosts, job)
+
+
+def check(measured: list) -> None:
+    for peak, predicted in measured:
+        assert predicted.least <= peak
+        assert 0.75 < predicted.peak / peak < 1.25, (predicted, peak)
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "settings"),
+    [
+        (1, {}),
+        (2, {"kv": "gathered"}),
+        (2, {"kv": "sharded"}),
+        (2, {"method": "zigzag_ring", "kv": "sharded"}),
+        (2, {"method": "ulysses", "kv": "sharded"}),
+    ],
+)
+def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, num_hosts, settings):
+    """Within a quarter, for the widths of a 7B model."""
+    check(measure(monkeypatch, 2, 6_000, num_hosts, **settings))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("num_hosts", "num_tokens", "kv"), [(1, 40_000, "gathered"), (2, 16_000, "gathered"), (2, 16_000, "sharded")]
+)
+def test_the_predicted_peak_holds_for_a_deep_model_and_a_long_prompt(monkeypatch, num_hosts, num_tokens, kv):
+    check(measure(monkeypatch, 28, num_tokens, num_hosts, kv=kv))
+
+
+@pytest.mark.parametrize("method", ["apbv", "star"])
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_of_the_embeddings_only_the_hidden_states_are_left(family, method):
+    """Behind the layers that add them neither visual rows nor what they were merged into are kept."""
+    for num_hidden, others in simulate(2, embeddings_job, family, method):
+        assert num_hidden == 1 and others == []
+
+
+def embeddings_job(hosts: HostGroup, family: str, method: str) -> tuple[int, list]:
+    """As the fourth layer begins, how many tensors like the hidden states are in memory, and others as wide."""
+    parts, batch = inspect_model(share_weights(families.build_model(family, layers=4))), video_batch(family)
+    live, found = LiveTensors(), []
+
+    def look(layer, args):
+        wide = [shape for shape in live.shapes() if len(shape) > 1 and shape[-1] % families.HIDDEN == 0]
+        found.append((tuple(args[0].shape), [shape for shape in wide if prod(shape) > 8 * families.HIDDEN]))
+
+    parts.language_model.layers[3].register_forward_pre_hook(look)
+    with live:
+        prefill(parts, batch, hosts=hosts, config=PrefillConfig(method=method, anchor_len=8))
+    given, shapes = found[0]
+    return shapes.count(given), [shape for shape in shapes if shape != given]
+
+
+def test_neither_frames_nor_pixels_are_kept_for_the_layers():
+    engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"))
+    processor = engine.processor.video_processor
+    width = 3 * processor.temporal_patch_size * processor.patch_size**2
+
+    def pixels_and_frames() -> list[torch.Tensor]:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dim() > 1]
+        return [t for t in tensors if t.shape[-1] == width or (t.dtype == torch.uint8 and t.shape[-1] == 3)]
+
+    of_others, counts = pixels_and_frames(), []
+
+    def look(module, args):
+        counts.append(len(pixels_and_frames()) - len(of_others))
+
+    # The tower sees pixels, so that what is counted is there to be counted.
+    hooks = [
+        engine.model.model.visual.register_forward_pre_hook(look),
+        engine.model.get_decoder().layers[0].register_forward_pre_hook(look),
+    ]
+    engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=32)
+    for hook in hooks:
+        hook.remove()
+    *encoding, prefilling = counts
+    assert encoding and min(encoding) > 0 and prefilling == 0
+
+
+def test_what_the_gpus_allocator_keeps_for_reuse_counts_as_free_for_chunks(monkeypatch):
+    """After a long prompt the driver has next to nothing left to give, and chunks would become tiny."""
+    monkeypatch.setattr(encode, "free_host_memory_bytes", lambda: 2**40)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**27, 2**36))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**33)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**33 + 2**31)
+    assert encode.default_chunk_bytes(torch.device("cuda:0")) == (2**27 + 2**31) // 16
