@@ -1,4 +1,4 @@
-"""The installed command ``apbv``, which runs the scripts of launch/ as ``apbv infer`` and ``apbv serve``.
+"""The installed command ``apbv``, which runs ``apbv infer``, ``plan``, ``serve`` and ``doctor``.
 
 torchrun --nproc-per-node 2 -m apbv infer --model demo
 apbv infer --model demo          (one host)
@@ -12,7 +12,9 @@ from apbv.launch.options import OptionParser, exit_with
 
 COMMANDS = {
     "infer": "answer a question about a video, images or a long text",
+    "plan": "say whether a prompt will fit in memory, before any weights are loaded",
     "serve": "serve a model over HTTP, with OpenAI's chat-completions interface",
+    "doctor": "find out what works on this machine, how fast, and why the rest does not",
 }
 
 
@@ -25,7 +27,8 @@ def run(arguments: list[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, add_help=False)
     command = parser.parse_args(arguments[:1]).command
-    return import_module(f"apbv.launch.{command}").main(arguments[1:], prog=f"apbv {command}")
+    module = "apbv.doctor.__main__" if command == "doctor" else f"apbv.launch.{command}"
+    return import_module(module).main(arguments[1:], prog=f"apbv {command}")
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def test_the_connector_that_vllm_is_told_of_exists():
 def test_every_benchmark_that_writes_figures_is_in_the_results():
     results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     first = next(block for block in blocks_in(ROOT / "docs" / "results.md") if block.mark == "parse")
-    named = {read_command(command).script.stem for command in commands_in(first.code)}
+    named = {read_command(command).name for command in commands_in(first.code)}
     assert named == {path.stem for path in (ROOT / "benchmarks" / "schemas").glob("*.json")}
     assert "All benchmarks" in results
 

@@ -126,6 +126,11 @@ class Job:
     options: list[str]
     hosts: int
 
+    @property
+    def name(self) -> str:
+        """The script's name, or that of the package whose main module it is."""
+        return self.script.parent.name if self.script.stem == "__main__" else self.script.stem
+
 
 def read_command(command: str) -> Job | None:
     """Take a command apart.
@@ -156,9 +161,16 @@ def read_command(command: str) -> Job | None:
         rest, is_module = rest[1:], True
     assert program in ("python", "torchrun"), f"{command}: not a command that these tests know"
     name, *options = rest
-    script = Path(name.removeprefix("apbv.").replace(".", "/")).with_suffix(".py") if is_module else Path(name)
+    script = _module_file(name) if is_module else Path(name)
     assert (ROOT / script).is_file(), f"{command}: there is no {script}"
     return Job(script, options, hosts)
+
+
+def _module_file(module: str) -> Path:
+    """Where a module that is run should lie below the root: in launch/, or as the main one of a package."""
+    inside = module.removeprefix("apbv.").replace(".", "/")
+    file = Path(inside).with_suffix(".py")
+    return file if (ROOT / file).is_file() else Path("apbv", inside, "__main__.py")
 
 
 def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
@@ -170,10 +182,10 @@ def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
     job = read_command(command)
     if job is None:
         return None
-    folder, name = job.script.parts[0], job.script.stem
+    folder, name = job.script.parts[0], job.name
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module = importlib.import_module(f"apbv.launch.{name}" if folder == "launch" else name)
-    return module.parse_arguments(job.options)
+    modules = {"launch": f"apbv.launch.{name}", "apbv": f"apbv.{name}.__main__"}
+    return importlib.import_module(modules.get(folder, name)).parse_arguments(job.options)
 
 
 def require_installable(command: str) -> None:

@@ -44,9 +44,10 @@ def run_lightly(script: Path, *options) -> tuple[int, list[str], subprocess.Comp
 
 
 SCRIPTS = [ROOT / "launch" / "infer.py", ROOT / "launch" / "serve.py"]
+DOCTOR = ROOT / "apbv" / "doctor" / "__main__.py"
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [*SCRIPTS, DOCTOR], ids=lambda path: str(path.relative_to(ROOT)))
 def test_help_imports_neither_torch_nor_transformers(script):
     status, heavy, result = run_lightly(script, "--help")
     assert status == 0 and result.stdout.startswith("usage: ")
@@ -70,6 +71,7 @@ def test_help_imports_neither_torch_nor_transformers(script):
         (["--frames", "0"], "--frames must be at least 1, not 0"),
         (["--threads", "0"], "--threads must be at least 1, not 0"),
         (["--timeout", "0"], "--timeout must be a positive number of seconds, not 0.0"),
+        (["--device", "gpu"], "--device must be cpu, cuda, or a GPU as in cuda:0, not 'gpu'"),
         (["--fps", "nan"], "--fps must lie in 0 < fps <= 1e+09, not nan"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -92,6 +94,8 @@ RUN_MODULE = RUN.replace("script, *sys.argv[1:] = sys.argv[1:]\nsys.argv[0] = sc
         (["--help"], 0, "usage: apbv "),
         (["infer", "--help"], 0, "usage: apbv infer "),
         (["serve", "--help"], 0, "usage: apbv serve "),
+        (["doctor", "--help"], 0, "usage: apbv doctor "),
+        (["plan", "--help"], 0, "usage: apbv plan "),
         (["--version"], 0, apbv.__version__),
         ([], 2, "error: the following arguments are required: COMMAND"),
         (["magic"], 2, "error: argument COMMAND: invalid choice: 'magic'"),

@@ -1,0 +1,127 @@
+"""Find out what of apbv works on this machine, how fast, and why the rest does not.
+
+python -m apbv.doctor                           (this machine's first GPU, or its CPU)
+torchrun --nproc-per-node 8 -m apbv.doctor      (eight GPUs, and what lies between them)
+
+The exit status is 0 where nothing has failed. Nothing is downloaded.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from apbv.launch.options import OptionParser, exit_with, prepare_process
+
+if TYPE_CHECKING:
+    from apbv import HostGroup
+
+PARTS = {
+    "machine": "versions, GPUs, memory, and the links between GPUs",
+    "backends": "which attention back ends work here, and why not the others",
+    "kernels": "every operator by every back end, against fp64",
+    "hosts": "everything that hosts exchange, with known numbers",
+    "demo": "the demo model's answers",
+    "speed": "short benchmarks",
+}
+_QUICK = ("machine", "backends", "kernels", "hosts", "demo")
+_REPORTING_SECONDS = 30.0  # beyond a check's limit, until its host has told the others
+
+
+def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
+    """Read and check the options, which ends the process where one is wrong."""
+    parser = OptionParser(prog or "apbv.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        metavar="PART",
+        help="; ".join(f"{name}: {about}" for name, about in PARTS.items()),
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer answers, and no benchmarks")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append everything found as one JSON line")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a check has failed (180)")
+    parser.add_argument(
+        "--device",
+        metavar="cpu|cuda|cuda:N",
+        help="what each process examines (default: a GPU, of which several may share one, or else the CPU)",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each process")
+    options = parser.parse_args(arguments)
+    if not options.limit > 0:
+        parser.error(f"--limit must be a positive number of seconds, not {options.limit}")
+    if options.threads is not None and options.threads < 1:
+        parser.error(f"--threads must be at least 1, not {options.threads}")
+    wanted = options.only or (_QUICK if options.quick else PARTS)
+    options.parts = [name for name in PARTS if name in wanted]
+    return options
+
+
+def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
+    """Examine this machine on this host, and return the exit status."""
+    options = parse_arguments(arguments, prog)
+    # Only now what takes seconds to import.
+    from apbv.hosts import HostGroup, run_on_hosts
+
+    found: list[bool] = []
+    connected: list[bool] = []
+
+    def examine(hosts: HostGroup) -> None:
+        connected.append(True)
+        found.append(_examine(options, hosts, sys.stdout if hosts.is_leader else None))
+
+    status = run_on_hosts(examine, options.limit + _REPORTING_SECONDS, device=options.device)
+    if status and not connected and "RANK" in os.environ:
+        # All of them examine themselves, although one prints: torchrun stops it when another one ends.
+        _examine_alone(options)
+    return status or int(not all(found))
+
+
+def _examine(
+    options: argparse.Namespace, hosts: "HostGroup", file: TextIO | None, is_connected: bool = True
+) -> bool:
+    """Run the checks, and print and write what they find; return whether nothing has failed.
+
+    Args:
+        file: where the page goes; None: nowhere, and nothing is written.
+        is_connected: False: the hosts that were to be examined could not be connected, and this one is alone.
+    """
+    from apbv.doctor.examination import Examination
+    from apbv.doctor.page import Page, record
+    from apbv.doctor.parts import checks_of
+    from apbv.stats import append_json_lines
+
+    prepare_process(options, hosts)
+    examination = Examination(hosts, options.limit)
+    page = Page(hosts, file)
+    results = examination.run(checks_of(options.parts, hosts, options.quick, is_connected), page.add)
+    page.end(results)
+    with hosts.local_stage("writing the report"):
+        if options.json and file is not None:
+            append_json_lines(options.json, [record(results, hosts, options)])
+    healthy = all(result.status != "failed" for result in results)
+    if examination.has_stuck:
+        # What still runs would be waited for, or be torn down under its own feet. Nobody ends before all are here,
+        # because torchrun then stops the others; over host memory, because a GPU may be what hangs.
+        hosts.gather_json(None)
+        sys.stdout.flush()
+        os._exit(1)
+    if not healthy:
+        hosts.let_others_report()
+    return healthy
+
+
+def _examine_alone(options: argparse.Namespace) -> None:
+    """Examine what this host can do without the others."""
+    from apbv.hosts import HostGroup
+
+    try:
+        host = HostGroup.single(options.device)
+    except ValueError:  # there is no such device, which has been said
+        return
+    _examine(options, host, sys.stdout if os.environ["RANK"] == "0" else None, is_connected=False)
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,272 @@
+"""What single checks notice, each tried by something wrong; and what the page makes of it."""
+
+import io
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from apbv import HostGroup, kernels
+from apbv.doctor import answers, backends, machine, operators, speed
+from apbv.doctor.checks import Check, CheckFailed, CheckSkipped, Finding, Verdict, carry_out
+from apbv.doctor.examination import Examination, Result
+from apbv.doctor.page import WIDTH, Page
+from apbv.doctor.peaks import published
+from apbv.kernels import library_attention, torch_varlen_attention
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+ALONE = HostGroup.single("cpu")
+
+
+def raising(error: BaseException, hosts: HostGroup) -> Finding:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "detail"),
+    [
+        (CheckFailed("it is wrong"), "failed", "it is wrong"),
+        (CheckSkipped("there is none"), "skipped", "there is none"),
+        (RuntimeError("no kernel image\nfor this device"), "failed", "RuntimeError: no kernel image"),
+        (TimeoutError(), "failed", "TimeoutError"),
+        (SystemExit(3), "failed", "SystemExit: 3"),
+    ],
+)
+def test_no_check_ends_the_others(error, status, detail):
+    verdict = carry_out(Check("one", partial(raising, error)), ALONE, limit=600.0)
+    assert (verdict.status, verdict.detail, verdict.is_stuck) == (status, detail, False)
+
+
+def test_behind_a_check_that_hangs_nothing_runs():
+    ended, told = threading.Event(), []
+
+    def hang(hosts: HostGroup) -> Finding:
+        ended.wait()
+        return Finding()
+
+    checks = [Check("first", hang), Check("second", lambda hosts: Finding("fine"))]
+    examination = Examination(ALONE, limit=0.2)
+    try:
+        first, second = examination.run({"machine": lambda: checks}, told.append)
+    finally:
+        ended.set()
+    assert told == [first, second] and examination.has_stuck
+    assert first.verdicts[0].is_stuck and first.verdicts[0].detail == "not done after 0.2 s"
+    assert second.status == "skipped" and second.verdicts[0].detail == "'first' has not ended"
+
+
+def test_every_operator_is_compared():
+    assert set(operators.PROBLEMS) == {name for name in kernels.__all__ if name[0].islower()}
+    names = [check.name for check in operators.checks(ALONE, False)]
+    assert len(names) == len(set(names))
+    assert {f"{name} by torch" for name in operators.PROBLEMS} <= set(names)
+
+
+def slightly_off(result, operator):
+    """The first of an operator's results with one number changed, by what its rounding cannot explain."""
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    first = outputs[0].contiguous().clone()
+    flat = first.view(-1)
+    place = int(flat.abs().argmax())
+    flat[place] += 1 if operator == "select_topk" else flat[place] * 0.04
+    return (first, *outputs[1:]) if isinstance(result, tuple) else first
+
+
+@pytest.mark.parametrize("operator", operators.PROBLEMS)
+@pytest.mark.parametrize("dtype", operators.DTYPES, ids=backends.dtype_name)
+def test_one_wrong_number_is_noticed(operator, dtype, monkeypatch):
+    problems = operators.PROBLEMS[operator](operators.Draw(CPU, dtype))
+    assert all(operators.error_of(problem, "torch", dtype) <= 0.5 for problem in problems)
+    right = getattr(kernels, operator)
+
+    def wrong(*operands, **settings):
+        return slightly_off(right(*operands, **settings), operator)
+
+    monkeypatch.setattr(kernels, operator, wrong)
+    assert all(operators.error_of(problem, "torch", dtype) > 1 for problem in problems)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_noticed(number, monkeypatch):
+    right = kernels.merge_states
+
+    def wrong(*operands, **settings):
+        out, lse = right(*operands, **settings)
+        return out.index_fill(2, torch.tensor([1]), number), lse
+
+    monkeypatch.setattr(kernels, "merge_states", wrong)
+    with pytest.raises(CheckFailed, match="partial results in float32 is off by inf"):
+        operators.compare("merge_states", "torch", ALONE)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """As if there were a GPU with an installed FlashAttention; returns what sets what a trial of it says."""
+    monkeypatch.setattr(backends, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "find_spec", lambda name: name == "flash_attn")
+
+    def says(why: str | None) -> None:
+        monkeypatch.setattr(library_attention, "usable", lambda *asked: why)
+
+    return says
+
+
+def test_a_library_that_is_not_installed_is_no_fault(on_a_gpu):
+    on_a_gpu("ModuleNotFoundError: No module named 'flashinfer'")
+    assert backends.obstacle("flashinfer", GPU, torch.bfloat16) == ("it is not installed", False)
+
+
+def test_a_library_that_is_installed_and_wrong_is_a_fault(on_a_gpu):
+    on_a_gpu("its attention of 1 queries over 129 keys is off by 0.3, and the lse by 0")
+    why, is_fault = backends.obstacle("flash_attn", GPU, torch.bfloat16)
+    assert is_fault and "off by 0.3" in why
+    assert backends.obstacle("flash_attn", GPU, torch.float32)[1] is False  # it says so itself
+    group = HostGroup(device=GPU, timeout=0.0)
+    with pytest.raises(CheckFailed, match="bfloat16: its attention of 1 queries"):
+        backends.back_end("flash_attn", group)
+
+
+def test_a_tower_that_has_no_fast_attention_says_why(monkeypatch):
+    monkeypatch.setattr(torch_varlen_attention, "usable", lambda name, *asked: f"no {name}")
+    found = backends.vision(HostGroup(device=GPU, timeout=0.0))
+    assert found.figures["varlen"] is None and "no flash_attn" in found.detail and "no torch" in found.detail
+
+
+def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
+    monkeypatch.setattr(machine, "_ask", lambda *command: "NVIDIA H100 80GB HBM3, 570.86.15\n")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CheckFailed, match="nvidia-smi sees 1 GPU"):
+        machine.cuda()
+    monkeypatch.setattr(machine, "_ask", lambda *command: None)
+    with pytest.raises(CheckSkipped, match="there is no GPU to be seen"):
+        machine.cuda()
+
+
+def test_secrets_stay_out_of_the_report(monkeypatch):
+    monkeypatch.setenv("APBV_API_KEY", "hush")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    found = machine.settings()
+    assert found.figures["environment"]["NCCL_P2P_DISABLE"] == "1" and "NCCL_P2P_DISABLE=1" in found.detail
+    assert "hush" not in str(found)
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1 + 1e-6, True), (1.01, False)])
+def test_logits_that_are_not_the_cpus(factor, is_right, monkeypatch):
+    """As if there were a GPU: what it computes is the CPU's, times a factor."""
+    right = answers.Engine.from_pretrained
+
+    def load(name, *, hosts, **settings):
+        engine = right(name, hosts=ALONE, **settings)
+        if hosts.device == GPU:
+            prefill = engine.prefill
+            engine.prefill = lambda *asked, **more: SimpleNamespace(logits=factor * prefill(*asked, **more).logits)
+        return engine
+
+    monkeypatch.setattr(answers.Engine, "from_pretrained", load)
+    monkeypatch.setattr(answers.HostGroup, "single", lambda device: HostGroup(device=device, timeout=0.0))
+    gpu = HostGroup(device=GPU, timeout=0.0)
+    if is_right:
+        assert "those of the CPU" in answers.logits(gpu).detail
+    else:
+        with pytest.raises(CheckFailed, match="they differ from the CPU's by"):
+            answers.logits(gpu)
+
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0
+GPU1\tNV18\t X \tSYS\tSYS\t0-31\t0
+GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_connections_between_gpus_are_read():
+    assert machine.connections(TOPOLOGY, 3) == ["NV18", "SYS"]
+    assert machine.connections("", 3) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA A100-SXM4-80GB", 312),
+    ],
+)
+def test_published_peaks_by_name(name, teraflops):
+    assert published(name).flops == teraflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA GeForce GTX 1080", "NVIDIA RTX A4000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "cpu"]
+)
+def test_a_gpu_that_is_not_known_has_no_peak(name):
+    assert published(name) is None
+
+
+def test_what_is_predicted_is_the_slower_of_arithmetic_and_memory():
+    device = speed.Device(CPU)
+    device.peak = published("NVIDIA H100 80GB HBM3")
+    vars(device).update(flops=1e12, stopwatch=SimpleNamespace(bandwidth=1e11))
+    measured = Finding("", {"chosen": "triton", "ms": {"triton": 4.0}})
+    for operations, bound, ceiling, share, predicted in (
+        (5e8, "memory", "a copy", 1e8 / 1e11, 1e8 / 3.35e12),
+        (989e8, "arithmetic", "a matrix product", 989e8 / 1e12, 1e-4),
+    ):
+        finding = speed._with_ceiling(device, measured, (operations, 10**8))
+        figures = finding.figures
+        assert figures["bound"] == bound and f"of the speed of {ceiling};" in finding.detail
+        assert figures["share"] == pytest.approx(share / 4e-3)
+        assert figures["predicted_ms"] == pytest.approx(1e3 * predicted)
+
+
+def page_of(*results: Result) -> str:
+    file = io.StringIO()
+    page = Page(ALONE, file)
+    for result in results:
+        page.add(result)
+    page.end(list(results))
+    return file.getvalue()
+
+
+def result(name: str, *verdicts: Verdict, **settings: bool) -> Result:
+    return Result("kernels", Check(name, lambda hosts: Finding(), **settings), list(verdicts))
+
+
+def test_what_was_skipped_for_one_reason_is_one_line():
+    none = Verdict("skipped", "it is not installed")
+    page = page_of(result("a", none), result("b", none), result("c", Verdict("skipped", "too old")))
+    lines = [" ".join(line.split()) for line in page.splitlines()]
+    assert "skipped a, b it is not installed" in lines and "skipped c too old" in lines
+    assert lines[-1] == "0 ok, 3 skipped, 0 failed"
+
+
+def test_the_page_names_the_hosts_that_differ():
+    ok, slow = Verdict("ok", "fast"), Verdict("ok", "slow")
+    failed = Verdict("failed", "x " * 400)
+    page = page_of(
+        result("alike", ok, ok, is_per_host=True),
+        result("each", ok, slow, ok, is_per_host=True),
+        result("first", ok, slow),
+        result("one", ok, ok, failed),
+    )
+    words = " ".join(page.split())
+    expected = ["ok alike fast", "ok each host 0, host 2: fast", "ok each host 1: slow", "ok first fast"]
+    expected += ["ok one host 0, host 1: fast", "failed one host 2: x x"]
+    assert all(line in words for line in expected)
+    assert "… 3 ok, 0 skipped, 1 failed failed: one (kernels) on host 2" in words
+    assert max(map(len, page.splitlines())) <= WIDTH
