@@ -22,6 +22,7 @@ LAYERS = (
         "apbv.config",
         "apbv.layout",
         "apbv.timeline",
+        "apbv.transfer",
         "apbv.warn",
         "apbv.kernels",
     ),
@@ -31,11 +32,12 @@ LAYERS = (
     ("apbv.decode",),
     ("apbv.prefilling",),
     ("apbv.speculate",),
-    ("apbv.generated",),
+    ("apbv.generated", "apbv.planning"),
     ("apbv.engine",),
     ("apbv",),
     ("apbv.serve", "apbv.integrations"),
     ("apbv.launch",),
+    ("apbv.doctor",),
     ("apbv.__main__",),
     ("benchmarks", "tests"),
 )
@@ -153,10 +155,13 @@ def test_no_folder_of_ours_is_importable_as_kernels():
 def test_no_test_imports_from_another():
     """What several tests need stands in tests/helpers, or is a fixture of a conftest.py."""
     for module, path in modules({"tests": "tests"}).items():
-        for name, line in imports(ast.parse(path.read_text(encoding="utf-8")), module, is_package=False):
-            assert not name.split(".")[0].startswith(("test_", "conftest", "tests")), (
-                f"{module}:{line} imports {name}"
-            )
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        is_helper = package.startswith("tests.helpers.")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for name, line in imports(tree, module, path.name == "__init__.py"):
+            assert (is_helper and name.startswith(f"{package}.")) or not name.split(".")[0].startswith(
+                ("test_", "conftest", "tests")
+            ), f"{module}:{line} imports {name}"
 
 
 @pytest.mark.parametrize("module", sorted(ALL))

@@ -1,0 +1,39 @@
+"""What a GPU is asked to do at a real size: as docs/kernels.md says, and no more than the budgets."""
+
+from importlib.metadata import version
+
+import pytest
+
+from launch_counts import PAGE, columns, prefill_events, table, table_in, token_events
+from scripts import ROOT
+
+BYTES_PER_TOKEN_TO_GPU, BYTES_PER_TOKEN_TO_HOST = 64, 64
+
+
+def test_the_table_in_the_docs_is_true():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for package in ("torch", "transformers"):
+        if version(package).split("+")[0] != pinned[package]:
+            pytest.skip(f"the counts are those of {package} {pinned[package]}")
+    counted = table()
+    assert table_in(PAGE.read_text(encoding="utf-8")) == counted, f"count anew:\n{counted}"
+
+
+def test_a_layer_of_the_prefill_waits_for_nothing():
+    in_a_layer = columns()["prefill: a layer"]
+    assert in_a_layer and not [name for name in in_a_layer if name.startswith(("wait", "copy t"))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_token_is_waited_for_once(temperature):
+    events = token_events(1, temperature)
+    assert len(events.of("replay")) == len(events.of("wait")) == 1
+    assert events.nbytes("to_gpu") <= BYTES_PER_TOKEN_TO_GPU
+    assert events.nbytes("to_host") <= BYTES_PER_TOKEN_TO_HOST
+
+
+def test_the_prompt_goes_to_the_gpu_once():
+    """Token ids and rotary positions of a host's own tokens, of 8 bytes each; text needs nothing else."""
+    events = prefill_events(1, 8, 1)
+    assert events.nbytes("to_host") == 0
+    assert events.nbytes("to_gpu") <= 8 * 4 * 1.02 * (131_072 / 8 + 2048)

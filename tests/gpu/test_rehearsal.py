@@ -1,0 +1,128 @@
+"""Everything that runs on a GPU, rehearsed on one that is not there: the answers of the CPU, and no fault."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apbv import HostGroup
+
+import families
+from answers import decoder_behind
+from engines import QUESTION
+from pretend_gpu import assert_same_order
+from rehearsals import FURTHER_QUESTION, Case, rehearse, resizing_as_on_gpu
+
+SHORT = {"anchor_len": 4, "passing_len": 4}  # so that blocks are compressed
+SAMPLED = {"temperature": 0.9, "top_p": 0.9}
+TREE = {"num_tree_nodes": 6}
+FAMILIES = families.VIDEO_FAMILIES
+
+
+def drafting(strategy: str, **options) -> Case:
+    request, prefill = options.pop("request", {}), {**SHORT, **options.pop("prefill", {})}
+    family = options.pop("family", "qwen2_5_vl")
+    return Case(family, prefill=prefill, speculate={"strategy": strategy, **options}, request=request)
+
+
+# (hosts, case)
+QUICK = [
+    (1, Case("internvl")),
+    (1, Case("qwen2_vl", request=SAMPLED)),
+    (1, Case("qwen3_vl", reuse="kv")),
+    (2, Case("qwen2_5_vl", prefill=SHORT)),
+    (2, Case("llava_onevision", prefill={"method": "star", "kv": "sharded", **SHORT})),
+    (2, Case("qwen3_vl", prefill={"method": "ulysses"})),
+    (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
+    (3, Case("internvl", prefill={"method": "zigzag_ring"})),
+    (1, drafting("vanilla", draft_host=True)),
+    (1, drafting("hippo", family="qwen2_vl", prune="kv")),
+    (1, drafting("tabed", family="llava_onevision")),
+    (1, drafting("std", family="qwen3_vl", **TREE)),
+    (2, drafting("sd_tree", prefill={"kv": "sharded"})),
+    (2, drafting("vanilla", family="qwen3_vl", draft_host=True)),
+    (1, drafting("specvlm", family="internvl", request=SAMPLED)),
+]
+THOROUGH = [
+    (2, Case("internvl", prefill={"method": "full"})),
+    (2, Case("qwen2_5_vl", prefill={"importance": "dot", "overlap": False, **SHORT}, request=SAMPLED)),
+    (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
+    (3, Case("llava_onevision", prefill={"zigzag": False, "kv": "sharded", **SHORT})),
+    (3, Case("qwen3_vl", prefill={"frame_parallel": False, **SHORT})),
+    (3, Case("qwen2_5_vl", prefill={"method": "ulysses", "kv": "sharded"})),
+    (2, Case("qwen2_5_vl", prefill={"method": "zigzag_ring", "kv": "sharded"})),
+    (2, Case("qwen2_5_vl", prefill={"kv": "sharded", **SHORT}, reuse="kv")),
+    (2, Case("internvl", prefill=SHORT, reuse="exact")),
+    (1, drafting("vanilla", **TREE)),
+    (1, drafting("specvlm", prune="kv", **TREE)),
+    (1, drafting("specvlm", family="internvl", keep="random", num_draft_tokens="auto")),
+    (1, drafting("hippo", draft_host=True, prune="kv", request=SAMPLED)),
+    (1, drafting("text_only", family="llava_onevision", request=SAMPLED)),
+    (1, drafting("streaming", family="qwen3_vl")),
+    (1, drafting("layerskip", family="qwen2_vl")),
+    (1, drafting("ngram")),
+    (1, drafting("tabed", ensemble="MTCP*", request=SAMPLED)),
+    (2, drafting("parallelvlm", family="qwen2_vl", prefill={"kv": "sharded"})),
+    (2, drafting("specvlm", family="llava_onevision", request=SAMPLED)),
+    (2, drafting("std_apbv", prefill={"kv": "sharded"})),
+    (2, drafting("layerskip", prefill={"kv": "sharded"}, request=SAMPLED)),
+    (2, drafting("tabed", family="qwen2_vl", prefill={"kv": "sharded"})),
+    (3, drafting("hippo", family="qwen3_vl", vision_first=True, draft_host=True)),
+    (3, drafting("std", family="llava_onevision", prefill={"kv": "sharded"}, **TREE)),
+]
+CASES = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in QUICK] + [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.thorough) for case in THOROUGH
+]
+
+
+@pytest.mark.parametrize(("num_hosts", "case"), CASES)
+def test_the_answer_is_that_of_the_cpu(pool, clip, num_hosts, case):
+    if num_hosts == 1:
+        results = [rehearse(HostGroup.single("cpu"), case, clip)]
+    else:
+        results = pool.run(num_hosts, rehearse, case, clip)
+    assert_same_order([result.events for result in results])
+    for result in results:
+        assert result.on_gpu == result.on_cpu
+        assert len(result.on_gpu) >= 5
+
+
+@torch.no_grad()
+def regrets_job(hosts, case: Case, clip) -> list[float]:
+    """By how much of the largest logit each token of a GPU's last answer falls short of the most probable one.
+
+    The logits are those of the same weights on the CPU, in fp32.
+    """
+    tokens = rehearse(hosts, case, clip).on_gpu[-5:]
+    exact = replace(case, dtype=torch.float32).engine(hosts)
+    exact.model.load_state_dict(families.build_model(case.family, dtype=case.dtype).state_dict())
+    request = {"video": clip, "num_frames": 8}
+    with resizing_as_on_gpu():
+        if case.reuse:
+            exact.generate(QUESTION, max_new_tokens=5, **request)
+        state = exact.prefill(FURTHER_QUESTION if case.reuse else QUESTION, **request)
+    rows = decoder_behind(state, exact.model).advance(tokens[:-1])
+    if rows is None:
+        return []
+    logits = torch.cat([state.logits, rows])
+    return ((logits.amax(-1) - logits[range(5), tokens]) / logits.abs().amax(-1)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "case"),
+    [
+        (1, Case("qwen2_5_vl", torch.float16, reuse="kv")),
+        (2, Case("internvl", torch.float16, prefill={"kv": "sharded"})),
+        pytest.param(1, Case("internvl", torch.float16, reuse="exact"), marks=pytest.mark.thorough),
+        pytest.param(2, Case("qwen3_vl", torch.float16), marks=pytest.mark.thorough),
+        pytest.param(3, Case("qwen2_vl", torch.float16, {"method": "ulysses"}), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_in_half_precision_every_token_is_nearly_the_most_probable(pool, clip, num_hosts, case):
+    """Ties are broken by rounding, so that the tokens themselves may be others than the CPU's."""
+    if num_hosts == 1:
+        regrets = regrets_job(HostGroup.single("cpu"), case, clip)
+    else:
+        regrets = pool.run(num_hosts, regrets_job, case, clip)[0]
+    assert len(regrets) == 5 and max(regrets) < 0.03

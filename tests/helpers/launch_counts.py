@@ -1,0 +1,164 @@
+"""What a GPU is asked to do at a real size, without its memory: launches, by kernel, for a prompt and for a token.
+
+``PYTHONPATH=benchmarks python tests/helpers/launch_counts.py`` writes the table at the end of docs/kernels.md.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+from torch import Tensor
+from workloads import build_model, qwen_vl_config, text_prompt
+
+import apbv
+from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig
+from apbv.decode.answer import generate_tokens
+from apbv.hosts import Exchange
+from apbv.model.parts import inspect_model
+
+from answers import answer_by, decoder_behind
+from pretend_gpu import Events, Machine, rehearsal, to_gpu
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+HEADING = "## What a GPU is asked to do"
+TOKENS, QUESTION, HOSTS, RANK = 131_072, 40, 8, 1
+# What the host asks for by itself; a graph's kernels it asks for together.
+OUTSIDE = ("kernel", "triton", "replay", "collective", "wait", "to_gpu", "to_host")
+
+
+def model_of(layers: int, gpu: Machine):
+    """Qwen2.5-VL-7B's language model with so many layers, in fp16, without numbers."""
+    vision = {"vision_depth": 1, "vision_hidden": 64, "vision_intermediate": 64, "vision_heads": 1}
+    sizes = {"hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
+    return to_gpu(build_model(qwen_vl_config(layers=layers, **sizes, **vision), torch.float16, "meta"), gpu)
+
+
+class Echo:
+    """Stands for exchanges with hosts that are not there: what is sent is what everybody sends."""
+
+    def __init__(self, gpu: Machine, size: int):
+        self._gpu, self._size = gpu, size
+
+    def _begun(self, name: str, nbytes: int, result: Callable):
+        if nbytes:
+            self._gpu.note("collective", name, nbytes)
+        return Exchange(result)
+
+    def all_gather(self, tensor: Tensor) -> Exchange:
+        gathered = tensor.new_empty(self._size, *tensor.shape)
+        if not tensor.is_cuda:
+            return Exchange(lambda: gathered.copy_(tensor.expand_as(gathered)))
+        return self._begun("all_gather", gathered.nbytes, lambda: gathered)
+
+    def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
+        received = [tensors[0].new_empty(*shape) for shape in shapes]
+        return self._begun("all_to_all", sum(x.nbytes for x in received), lambda: received)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        return self._begun("broadcast", tensor.nbytes if tensor.is_cuda else 0, lambda: tensor)
+
+
+def one_of(size: int, rank: int, gpu: Machine) -> HostGroup:
+    """One of several hosts, of which the others are not there."""
+    hosts = HostGroup.single("cuda:0")
+    hosts.rank, hosts.size = rank, size
+    hosts._data = hosts._control = Echo(gpu, size)
+    return hosts
+
+
+def prefill_events(layers: int, hosts: int, rank: int) -> Events:
+    """What a host asks of its GPU to prefill the prompt."""
+    with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
+        group = one_of(hosts, rank, gpu) if hosts > 1 else HostGroup.single("cuda:0")
+        parts = inspect_model(model_of(layers, gpu))
+        for _ in range(2):  # the first time, libraries are tried on small problems
+            gpu.reset()
+            _prefill(parts, group, "sharded")
+    return gpu.events
+
+
+def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
+    prompt = text_prompt(TOKENS, QUESTION)
+    prompt.batch["input_ids"] %= 900  # none that stands for a video
+    inputs = ModelInputs.from_processor(parts, prompt.batch, hosts, query_start=prompt.query_start)
+    return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
+
+
+def token_events(layers: int, temperature: float) -> Events:
+    """What is asked of the one GPU that has the KV, from one token to the next."""
+    with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
+        parts = inspect_model(model_of(layers, gpu))
+        state = _prefill(parts, HostGroup.single("cuda:0"))
+        sampling = SamplingConfig(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+        decoder = decoder_behind(state, parts)
+        generate_tokens(answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token")))
+    return list(gpu.events.between("token"))[-4]  # behind the first steps, and before those that end the answer
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each thing is done in a layer, and besides the layers."""
+
+    per_layer: Counter
+    besides: Counter
+
+    @classmethod
+    def of(cls, events: Callable[[int], Events], *kinds: str) -> "Counts":
+        """Count events by the difference that a layer makes."""
+        one, two = (Counter(map(_name, events(layers).of(*kinds))) for layers in (1, 2))
+        per_layer = Counter({name: two[name] - one[name] for name in two | one})
+        return cls(+per_layer, +Counter({name: one[name] - per_layer[name] for name in one | per_layer}))
+
+
+def _name(event) -> str:
+    names = {
+        "wait": "wait for the GPU",
+        "to_gpu": "copy to the GPU",
+        "to_host": "copy to the host",
+        "replay": "launch of the graph",
+        "collective": f"exchange: {event.name}",
+    }
+    if event.kind == "triton" or event.detail == "triton":
+        return f"`{event.name}` (Triton)"
+    return names.get(event.kind, f"`{event.name}`")
+
+
+@cache
+def columns() -> dict[str, Counter]:
+    """The table's columns: what is done how often."""
+    prefill = Counts.of(lambda layers: prefill_events(layers, HOSTS, RANK), *OUTSIDE)
+    graph = Counts.of(lambda layers: token_events(layers, 0.0), "in_graph")
+    return {
+        "prefill: a layer": prefill.per_layer,
+        "a token's graph: a layer": graph.per_layer,
+        "the graph besides": graph.besides,
+        "a token outside of it": Counts.of(lambda layers: token_events(layers, 0.0), *OUTSIDE).besides,
+    }
+
+
+def table() -> str:
+    """The table, as it stands in the page."""
+    counts = columns()
+    names = sorted(set().union(*counts.values()), key=lambda name: (-sum(c[name] for c in counts.values()), name))
+    lines = [f"| what | {' | '.join(counts)} |", "|---|" + "---:|" * len(counts)]
+    lines += [f"| {name} | {' | '.join(str(c[name] or '') for c in counts.values())} |" for name in names]
+    sums = [sum(n for name, n in c.items() if not name.startswith(("wait", "copy"))) for c in counts.values()]
+    lines.append(f"| **all but copies and waits** | {' | '.join(f'**{n}**' for n in sums)} |")
+    return "\n".join(lines)
+
+
+def table_in(page: str) -> str:
+    """The table that stands in the page's last section."""
+    section = page[page.index(HEADING) :]
+    return "\n".join(line for line in section.splitlines() if line.startswith("|"))
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text.replace(table_in(text), table()), encoding="utf-8")

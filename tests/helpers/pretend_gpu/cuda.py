@@ -1,0 +1,202 @@
+"""``torch.cuda`` as it is on a machine with GPUs, as far as the project and transformers use it."""
+
+import threading
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+from .graphs import Graph
+from .machine import Machine
+from .streams import DEFAULT_STREAM
+
+CAPABILITY = (9, 0)
+_TOTAL_MEMORY = 80 << 30
+
+
+class Cuda:
+    """Makes ``torch.cuda`` that of a machine.
+
+    Attributes:
+        machine: the machine.
+    """
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self._local = threading.local()
+        self.properties = SimpleNamespace(
+            name="a pretended H100",
+            major=CAPABILITY[0],
+            minor=CAPABILITY[1],
+            multi_processor_count=132,
+            shared_memory_per_block_optin=227 * 1024,
+            L2_cache_size=50 << 20,
+            total_memory=_TOTAL_MEMORY,
+            warp_size=32,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048,
+        )
+
+    @property
+    def current_device(self) -> int:
+        return getattr(self._local, "device", 0)
+
+    def set_device(self, device) -> None:
+        self._local.device = self.index_of(device)
+
+    def index_of(self, device) -> int:
+        """Return a GPU's number, of what torch.cuda takes for a device."""
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return self.current_device if index is None else index
+
+    def properties_of(self, device=None) -> SimpleNamespace:
+        return SimpleNamespace(**vars(self.properties), uuid=f"GPU-{self.index_of(device)}")
+
+    def install(self, stack: ExitStack) -> None:
+        """Put the stand-ins in place until the stack is closed."""
+        machine, streams = self.machine, self.machine.streams
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+                self._moment, self._at, self._asked = None, 0.0, False
+
+            def record(self, stream=None):
+                self._moment = streams.moment(None if stream is None else stream.number)
+                self._at = time.perf_counter()
+
+            def wait(self, stream=None):
+                if self._moment is not None:
+                    streams.wait(self._moment, None if stream is None else stream.number)
+
+            def synchronize(self):
+                machine.wait("event", self._moment or streams.moment())
+
+            def query(self):
+                # Not yet, when first asked: who asks has to bear that.
+                asked, self._asked = self._asked, True
+                if asked and self._moment is not None:
+                    streams.host_waits(self._moment)
+                return asked
+
+            def elapsed_time(self, other):
+                return (other._at - self._at) * 1e3
+
+        class Stream:
+            def __init__(self, device=None, priority=0, number=None):
+                self.number = streams.new() if number is None else number
+                self.device = torch.device("cuda", cuda.index_of(device))
+                self.cuda_stream, self.priority = self.number, priority
+
+            def record_event(self, event=None):
+                event = event or Event()
+                event.record(self)
+                return event
+
+            def wait_event(self, event):
+                event.wait(self)
+
+            def wait_stream(self, stream):
+                streams.wait(streams.moment(stream.number), self.number)
+
+            def synchronize(self):
+                machine.wait("stream", streams.moment(self.number))
+
+            def query(self):
+                return False
+
+            def __eq__(self, other):
+                return isinstance(other, Stream) and other.number == self.number
+
+            def __hash__(self):
+                return self.number
+
+        class on_stream:
+            def __init__(self, stream):
+                self._stream, self._before = stream, DEFAULT_STREAM
+
+            def __enter__(self):
+                self._before = streams.current
+                if self._stream is not None:
+                    streams.current = self._stream.number
+                return self
+
+            def __exit__(self, *_):
+                streams.current = self._before
+
+        class on_device:
+            def __init__(self, device):
+                self._index = cuda.index_of(device)
+
+            def __enter__(self):
+                self._before, cuda._local.device = cuda.current_device, self._index
+
+            def __exit__(self, *_):
+                cuda._local.device = self._before
+
+        class OurGraph(Graph):
+            pass
+
+        OurGraph.machine = machine
+
+        class graph(torch.cuda.graph):
+            default_capture_stream = None
+
+        def synchronize(device=None):
+            machine.wait("synchronize", streams.everything())
+
+        def nothing(*_, **__):
+            return None
+
+        def empty_cache():
+            if machine.captured_pools:
+                raise machine.refuse("the cache is emptied while the allocator believes that a graph is captured")
+
+        def leave_pool(device, pool):
+            if pool not in machine.captured_pools:
+                raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            machine.captured_pools.remove(pool)
+
+        stand_ins = {
+            "CUDAGraph": OurGraph,
+            "Event": Event,
+            "Stream": Stream,
+            "current_device": lambda: self.current_device,
+            "current_stream": lambda device=None: Stream(device, number=streams.current),
+            "default_stream": lambda device=None: Stream(device, number=DEFAULT_STREAM),
+            "device": on_device,
+            "device_count": lambda: machine.num_gpus,
+            "empty_cache": empty_cache,
+            "get_device_capability": lambda device=None: CAPABILITY,
+            "get_device_name": lambda device=None: self.properties.name,
+            "get_device_properties": self.properties_of,
+            "graph": graph,
+            "graph_pool_handle": lambda: (id(object()), 1),
+            "is_available": lambda: True,
+            "is_bf16_supported": lambda *_, **__: True,
+            "is_current_stream_capturing": lambda: machine.capturing is not None,
+            "is_initialized": lambda: True,
+            "max_memory_allocated": lambda device=None: 0,
+            "max_memory_reserved": lambda device=None: 0,
+            "mem_get_info": lambda device=None: (_TOTAL_MEMORY, _TOTAL_MEMORY),
+            "memory_allocated": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0,
+            "reset_peak_memory_stats": nothing,
+            "set_device": self.set_device,
+            "set_stream": lambda stream: setattr(streams, "current", stream.number),
+            "stream": on_stream,
+            "synchronize": synchronize,
+            "_lazy_init": nothing,
+        }
+        for name, value in stand_ins.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch.cuda.graphs, "CUDAGraph", OurGraph))
+        stack.enter_context(patch.object(torch._C, "_host_emptyCache", nothing, create=True))
+        stack.enter_context(patch.object(torch._C, "_cuda_endAllocateToPool", leave_pool))
+        stack.enter_context(patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
+        pinned = machine.pinned
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda t, *_: pinned.add(t.clone())))
+        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda t, *_: t in pinned))
+        stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))

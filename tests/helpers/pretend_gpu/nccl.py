@@ -1,0 +1,184 @@
+"""NCCL's rules, on exchanges that gloo makes.
+
+A process group with an NCCL back end can be made in a rehearsal, by ``new_group`` or
+``init_process_group("cpu:gloo,cuda:nccl")``. Its exchanges of GPU memory travel over gloo. Refused are host
+tensors where NCCL alone is there, tensors of both kinds, and tensors that are not contiguous. Faults are: buffers
+that are touched before the exchange is waited for, and a group that a thread uses while another thread's exchange
+in it is under way.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .events import Event, Events, place_in_project, this_thread
+from .machine import Machine
+from .tensors import GpuTensor, strip
+
+# Arguments that an exchange fills.
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+_RECEIVED = ("output", "output_tensor", "output_tensors", "outputs")
+
+
+class ProcessGroupNCCL(dist.ProcessGroupGloo):
+    """Stands for NCCL's back end."""
+
+    class Options:
+        """What NCCL's groups can be told."""
+
+        def __init__(self, is_high_priority_stream: bool = False):
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout = timedelta(minutes=10)
+
+    _made: ClassVar[list["ProcessGroupNCCL"]] = []
+
+    def __init__(self, store, rank: int, size: int, options: "ProcessGroupNCCL.Options"):
+        super().__init__(store, rank, size, options._timeout)
+        self._made.append(self)  # what is held in C++ alone is no more than gloo's, when it comes back
+
+    def abort(self) -> None:
+        """Do nothing: gloo's exchanges end by their limits."""
+
+    def get_error(self) -> SimpleNamespace:
+        return SimpleNamespace(name="SUCCESS")
+
+
+class Nccl:
+    """Runs a machine's collectives.
+
+    Attributes:
+        machine: the machine.
+    """
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self._works: dict[int, tuple] = {}  # under way: the Work, its name, number, group and thread
+        self._users: dict[str, dict[int, int]] = {}  # of each group: exchanges under way, by thread
+        self._number = 0
+
+    def install(self, stack: ExitStack) -> None:
+        """Put the stand-ins in place until the stack is closed."""
+        self.machine.exchange = self._exchange
+        stack.enter_context(patch.object(c10d, "_NCCL_AVAILABLE", True))
+        stack.enter_context(patch.object(c10d, "ProcessGroupNCCL", ProcessGroupNCCL, create=True))
+        stack.enter_context(patch.object(dist, "ProcessGroupNCCL", ProcessGroupNCCL, create=True))
+        wait = dist.Work.wait
+
+        def waited(work, *args):
+            began = self._works.get(id(work))
+            if began is None:
+                return wait(work, *args)
+            self._await(work, began, bool(args))
+            return wait(work, *args)
+
+        stack.enter_context(patch.object(dist.Work, "wait", waited))
+
+    def _exchange(self, func, name: str, args: tuple, kwargs: dict):
+        machine = self.machine
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
+        backends = dist.get_backend_config(group) if group in c10d._world.pg_map else ""
+        kinds = {isinstance(x, GpuTensor) for x in tensors}
+        nbytes = sum(x.nbytes for x in tensors)
+        if len(kinds) > 1:
+            raise machine.refuse(f"{name} of GPU and host tensors")
+        if kinds != {True}:
+            if "nccl" in backends and "gloo" not in backends:
+                raise machine.refuse(f"{name} of host tensors in a group that has NCCL only")
+            machine.note("host_collective", name, nbytes, group=group.group_name)
+            return func(*args, **kwargs)
+        if "nccl" not in backends:
+            raise machine.refuse(f"{name} of GPU tensors in a group without NCCL ({backends})")
+        if not all(x.is_contiguous() for x in tensors):
+            raise machine.refuse(f"{name} of tensors that are not contiguous")
+        if len({x.device for x in tensors}) > 1:
+            raise machine.refuse(f"{name} of tensors on several GPUs")
+        machine.forbid_in_capture(f"begins an exchange ({name})")
+        if "gloo" not in backends:  # what is in truth on the CPU has to be carried by the same back end
+            backend = group._get_backend(torch.device("cuda"))
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self._check_threads(group.group_name, name)
+        if "gloo" not in backends:  # what stands for GPU memory is host memory
+            group._register_backend(_CPU, dist.ProcessGroup.BackendType.NCCL, group._get_backend(_CUDA))
+        return self._begin(func, name, args, kwargs, nbytes, group.group_name)
+
+    def _begin(self, func, name: str, args: tuple, kwargs: dict, nbytes: int, group: str):
+        machine = self.machine
+        operands = []
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            receives = argument.name in _RECEIVED or (name in ("broadcast_", "allreduce_") and i == 0)
+            operands += [(t, receives) for t in tree_leaves(value) if isinstance(t, GpuTensor)]
+        for tensor, receives in operands:
+            machine.check_use(tensor, receives, name)
+        # NCCL's kernels come behind the stream that they are begun in, and read what that has written.
+        reads = [tensor.inner for tensor, receives in operands if not receives]
+        for fault in machine.streams.launch(reads, [], name):
+            machine.find(fault)
+        known = {id(tensor.inner): tensor for tensor, _ in operands}
+        self._number += 1
+        machine.note("collective", name, nbytes, self._number, group)
+        inner_args, inner_kwargs = tree_map(strip, (args, kwargs))
+        out = func(*inner_args, **inner_kwargs)
+        work = next(x for x in tree_leaves(out) if isinstance(x, torch.ScriptObject))
+        work = dist.Work.unbox(work)
+        for tensor, receives in operands:
+            machine.transfers.begin(tensor.inner, receives, work, place_in_project())
+        self._works[id(work)] = work, name, self._number, group, this_thread()
+        users = self._users.setdefault(group, {})
+        users[this_thread()] = users.get(this_thread(), 0) + 1
+        return tree_map(lambda x: known.get(id(x), x), out)
+
+    def _await(self, work, began: tuple, by_host: bool) -> None:
+        _, name, number, group, thread = began
+        machine = self.machine
+        del self._works[id(work)]
+        self._users[group][thread] -= 1
+        if by_host:  # with a limit NCCL blocks the host until the exchange is complete
+            machine.wait(name)
+        machine.note("await", name, detail=number, group=group)
+        machine.transfers.end(work)
+
+    def _check_threads(self, group: str, name: str) -> None:
+        users = self._users.get(group, {})
+        if any(count for thread, count in users.items() if thread != this_thread()):
+            self.machine.find(f"{name} in group {group} while another thread's exchange in it is under way")
+
+
+def gpu_groups(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group with NCCL for GPU memory and gloo for host memory; collective over its members."""
+    with _disable_current_modes():
+        return dist.new_group(
+            list(ranks), backend="cpu:gloo,cuda:nccl", timeout=timeout, use_local_synchronization=True
+        )
+
+
+def assert_same_order(ranks: Sequence[Events]) -> None:
+    """Make sure that any two ranks begin the exchanges of the groups that both are in, in the same order.
+
+    NCCL matches exchanges by their order alone: another order is a hang, or wrong numbers.
+
+    Raises:
+        AssertionError: the order, an operator or a size differs.
+    """
+    orders = [[_signature(event) for event in events.of("collective")] for events in ranks]
+    for rank, order in enumerate(orders[1:], start=1):
+        for other, theirs in enumerate(orders[:rank]):
+            shared = {group for group, *_ in order} & {group for group, *_ in theirs}
+            mine, others = ([entry for entry in one if entry[0] in shared] for one in (order, theirs))
+            assert mine == others, f"ranks {other} and {rank} begin exchanges in another order"
+
+
+def _signature(event: Event) -> tuple[str, str, int]:
+    """An exchange's group, operator, and size where it has to be the same on all ranks."""
+    return event.group, event.name, 0 if event.name.startswith("alltoall") else event.nbytes

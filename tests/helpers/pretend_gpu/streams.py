@@ -1,0 +1,161 @@
+"""Who may use which memory when: CUDA streams, events, exchanges under way, and copies that nobody has waited for.
+
+Everything in here happens at once on the CPU. What a GPU would do later, and in which order, is kept as how far
+each stream has been told to come, and which points of other streams it has been told to wait for (vector clocks).
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+DEFAULT_STREAM = 0
+
+Moment = Counter  # how far each stream has come, by its number
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first number to behind its last one; nothing on meta, or without numbers."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return 0, 0
+    first = tensor.data_ptr()
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (steps + 1) * tensor.element_size()
+
+
+@dataclass
+class Transfer:
+    """An exchange's buffer, from its start until it is waited for."""
+
+    start: int
+    stop: int
+    receives: bool
+    work: object
+    place: str
+    keeps: Tensor  # so that its memory is not given to another tensor meanwhile
+
+
+class Transfers:
+    """The buffers of exchanges under way."""
+
+    def __init__(self) -> None:
+        self._under_way: list[Transfer] = []
+
+    def begin(self, tensor: Tensor, receives: bool, work: object, place: str) -> None:
+        self._under_way.append(Transfer(*_extent(tensor), receives, work, place, tensor))
+
+    def end(self, work: object) -> bool:
+        """Forget an exchange's buffers; whether there were any."""
+        left = [transfer for transfer in self._under_way if transfer.work is not work]
+        ended, self._under_way = len(left) < len(self._under_way), left
+        return ended
+
+    def faults(self, tensor: Tensor, is_written: bool, user: str) -> Iterator[str]:
+        """Yield what is wrong with using a tensor now."""
+        if not self._under_way:
+            return
+        start, stop = _extent(tensor)
+        for transfer in self._under_way:
+            if start < transfer.stop and transfer.start < stop and (transfer.receives or is_written):
+                use = "writes" if is_written else "reads"
+                role = "receives" if transfer.receives else "is sent"
+                yield f"{user} {use} a buffer that {role} since {transfer.place}, before the exchange was awaited"
+
+
+@dataclass
+class _Uses:
+    """Where in which stream a piece of memory was last written, and read since then."""
+
+    written: tuple[int, int]
+    read: dict[int, int] = field(default_factory=dict)
+
+
+class Streams:
+    """How far the streams have come, as far as anybody has been told."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._position = Counter()
+        self._known: dict[int, Moment] = {}  # of each stream: the points of others that it comes behind
+        self._host = Moment()
+        self._uses: dict[int, _Uses] = {}
+        self._num_streams = DEFAULT_STREAM
+        self._later: list[tuple[int, int, Callable[[], None]]] = []
+
+    def new(self) -> int:
+        self._num_streams += 1
+        return self._num_streams
+
+    @property
+    def current(self) -> int:
+        """The stream that this thread's launches go to."""
+        return getattr(self._local, "stream", DEFAULT_STREAM)
+
+    @current.setter
+    def current(self, stream: int) -> None:
+        self._local.stream = stream
+
+    def launch(self, reads: Iterable[Tensor], writes: Iterable[Tensor], user: str) -> Iterator[str]:
+        """Put a kernel into the current stream; yields what is wrong with that."""
+        stream = self.current
+        self._position[stream] += 1
+        position = self._position[stream]
+        for tensor in reads:
+            uses = self._uses.setdefault(_memory(tensor), _Uses((stream, position)))
+            if not self._is_behind(stream, *uses.written):
+                yield f"{user} in stream {stream} reads what stream {uses.written[0]} may still write"
+            uses.read[stream] = position
+        for tensor in writes:
+            key = _memory(tensor)
+            uses = self._uses.get(key)
+            before = [] if uses is None else [uses.written, *uses.read.items()]
+            for other, point in before:
+                if not self._is_behind(stream, other, point):
+                    yield f"{user} in stream {stream} writes what stream {other} may still use"
+            self._uses[key] = _Uses((stream, position))
+
+    def allocate(self, tensor: Tensor) -> None:
+        """Begin the life of new memory, which may lie where other memory was."""
+        self._uses[_memory(tensor)] = _Uses((self.current, self._position[self.current]))
+
+    def moment(self, stream: int | None = None) -> Moment:
+        """Return how far everything will be when a stream is through with what it has been given."""
+        stream = self.current if stream is None else stream
+        return self._known.get(stream, Moment()) | Moment({stream: self._position[stream]})
+
+    def everything(self) -> Moment:
+        """Return how far everything will be when all streams are through."""
+        return Moment(self._position)
+
+    def wait(self, moment: Moment, stream: int | None = None) -> None:
+        """Let a stream's later kernels come behind a moment."""
+        stream = self.current if stream is None else stream
+        self._known[stream] = self._known.get(stream, Moment()) | moment
+
+    def host_waits(self, moment: Moment) -> None:
+        """Let the host wait for a moment."""
+        self._host |= moment
+        ready = [entry for entry in self._later if self._host[entry[0]] >= entry[1]]
+        self._later = [entry for entry in self._later if entry not in ready]
+        for _, _, happen in ready:
+            happen()
+
+    def host_is_behind(self, moment: Moment) -> bool:
+        """Tell whether the host has waited for a moment."""
+        return moment <= self._host
+
+    def later(self, happen: Callable[[], None]) -> None:
+        """Have something happen in host memory once the host has waited for what is in the current stream now."""
+        stream = self.current
+        self._position[stream] += 1
+        self._later.append((stream, self._position[stream], happen))
+
+    def _is_behind(self, stream: int, other: int, position: int) -> bool:
+        known = self._known.get(stream, Moment())
+        return other == stream or max(known[other], self._host[other]) >= position
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

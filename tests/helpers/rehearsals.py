@@ -1,0 +1,117 @@
+"""Answers on a pretended GPU, beside those on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torchvision.transforms.v2.functional import _geometry
+
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
+from apbv.hosts.process_groups import level_group_counts
+from apbv.speculate import STRATEGIES
+
+import families
+from engines import QUESTION
+from patience import GROUP_TIMEOUT
+from pretend_gpu import Events, Machine, gpu_groups, rehearsal, to_gpu
+
+FURTHER_QUESTION = "And then?"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked, and how it is answered.
+
+    Attributes:
+        family: the model's, from ``families``.
+        dtype: of its weights.
+        prefill, speculate: fields of the configs.
+        reuse: of ReuseConfig; then a second question follows.
+        request: further arguments of ``Engine.generate``.
+    """
+
+    family: str = "qwen2_5_vl"
+    dtype: torch.dtype = torch.float32
+    prefill: dict[str, Any] = field(default_factory=dict)
+    speculate: dict[str, Any] | None = None
+    reuse: str | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = {**self.prefill, **(self.speculate or {}), **self.request}
+        words = [value if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
+        return "-".join([self.family, *words, *([f"reuse={self.reuse}"] if self.reuse else [])])
+
+    def engine(self, hosts: HostGroup, gpu: Machine | None = None) -> Engine:
+        """An engine on these hosts; the models are put on this host's GPU."""
+        speculate = None if self.speculate is None else SpeculativeConfig(**self.speculate)
+        model, draft = families.build_model(self.family, dtype=self.dtype), None
+        if speculate and STRATEGIES[speculate.strategy].needs_draft_model:
+            draft = families.build_model(self.family, dtype=self.dtype, seed=1)
+        if gpu is not None:
+            for each in (model, draft):
+                if each is not None:
+                    to_gpu(each, gpu, hosts.device.index)
+        return Engine(
+            model,
+            families.build_processor(self.family),
+            hosts,
+            PrefillConfig(**self.prefill),
+            speculate=speculate,
+            draft=draft,
+            captioner=(lambda prompt: "a clip of something") if speculate and speculate.needs_caption else None,
+            reuse=ReuseConfig(mode=self.reuse, max_bytes=1 << 30) if self.reuse else None,
+        )
+
+    def ask(self, engine: Engine, clip: Path) -> list[int]:
+        """The tokens of the answer, or of both answers."""
+        request = {"video": clip, "num_frames": 8, "max_new_tokens": 5, **self.request}
+        questions = [QUESTION, FURTHER_QUESTION] if self.reuse else [QUESTION]
+        return [token for question in questions for token in engine.generate(question, **request).token_ids]
+
+
+@dataclass
+class Rehearsed:
+    """What came out: the answers' tokens on the CPU and on the GPU, and what the host asked of the GPU."""
+
+    on_cpu: list[int]
+    on_gpu: list[int]
+    events: Events
+
+
+def rehearse(hosts: HostGroup, case: Case, clip: Path) -> Rehearsed:
+    """Answer on the CPU and on a pretended GPU a host; a job for hosts over gloo, or for one host.
+
+    Raises:
+        GpuError: a GPU would refuse something, or do it wrong.
+    """
+    with resizing_as_on_gpu():
+        on_cpu = case.ask(case.engine(hosts), clip)
+        with rehearsal() as gpu:
+            engine = case.engine(on_gpus(hosts), gpu)
+            gpu.reset()
+            return Rehearsed(on_cpu, case.ask(engine, clip), gpu.events)
+
+
+def on_gpus(hosts: HostGroup) -> HostGroup:
+    """These hosts, each with a GPU of its own and NCCL; collective, in a rehearsal."""
+    device = torch.device("cuda", hosts.rank)
+    torch.cuda.set_device(device)
+    if hosts.size == 1:
+        return HostGroup.single(device)
+    level_group_counts(hosts._gather_control)
+    group = gpu_groups(dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT))
+    return HostGroup.from_process_group(group, device, GROUP_TIMEOUT)
+
+
+@contextmanager
+def resizing_as_on_gpu() -> Iterator[None]:
+    """Let torchvision resize frames on the CPU in floats, as on a GPU; else it takes integers, and rounds more."""
+    with patch.object(_geometry, "_do_native_uint8_resize_on_cpu", lambda interpolation: False):
+        yield
