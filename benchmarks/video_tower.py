@@ -51,7 +51,6 @@ class Tower:
             vocab=2048,
             vision_depth=self.depth,
             vision_hidden=self.hidden,
-            vision_intermediate=self.hidden * 3420 // 1280,  # as in the original
             vision_heads=self.heads,
         )
         return inspect_model(build_model(config, getattr(torch, dtype), device))

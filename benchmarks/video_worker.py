@@ -254,7 +254,6 @@ def build(job: Job, device: torch.device):
         vocab=2048,
         vision_depth=job.vision_depth,
         vision_hidden=job.vision_hidden,
-        vision_intermediate=job.vision_hidden * 3420 // 1280,  # as in the original
         vision_heads=4,
     )
     tokens = read_config(demo.model_path())

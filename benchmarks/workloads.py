@@ -46,10 +46,12 @@ def qwen_vl_config(
     vocab: int,
     vision_depth: int,
     vision_hidden: int,
-    vision_intermediate: int,
     vision_heads: int,
 ) -> Qwen2_5_VLConfig:
-    """Configure a Qwen2.5-VL of other sizes; as in the original every eighth vision layer sees a whole frame."""
+    """Configure a Qwen2.5-VL of other sizes.
+
+    As in the original every eighth vision layer sees a whole frame, and an MLP is 2.67 times as wide as its layer.
+    """
     rotary = hidden // heads // 2
     sections = [rotary - 2 * (rotary * 3 // 8), rotary * 3 // 8, rotary * 3 // 8]
     return Qwen2_5_VLConfig(
@@ -68,7 +70,7 @@ def qwen_vl_config(
         vision_config={
             "depth": vision_depth,
             "hidden_size": vision_hidden,
-            "intermediate_size": vision_intermediate,
+            "intermediate_size": vision_hidden * 3420 // 1280,
             "num_heads": vision_heads,
             "out_hidden_size": hidden,
             "patch_size": PATCH,
@@ -82,7 +84,7 @@ def qwen_vl_config(
     )
 
 
-_VISION = {"vision_depth": 32, "vision_hidden": 1280, "vision_intermediate": 3420, "vision_heads": 16}
+_VISION = {"vision_depth": 32, "vision_hidden": 1280, "vision_heads": 16}
 CONFIGS = {
     "llama-small": llama_config(),
     "qwen2.5-vl-small": qwen_vl_config(
@@ -94,7 +96,6 @@ CONFIGS = {
         vocab=32000,
         vision_depth=4,
         vision_hidden=256,
-        vision_intermediate=684,
         vision_heads=4,
     ),
     # The published models' shapes.
