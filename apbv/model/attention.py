@@ -139,18 +139,22 @@ class NewTokenAttention:
         self._num_keys = num_keys
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        nothing_new = q.new_empty(q.shape[2], 0, dtype=torch.bool)
         holds_newest = self._hosts is None or self._hosts.rank == 0
-        visible = self._visible if holds_newest else nothing_new
+        visible = self._visible if holds_newest else _nothing_new(q)
         new = {"visible": visible, "num_keys": self._num_keys, "backend": self._backend}
         out, lse = verify_attention(q, k, v, scale, **new)
         if self._prompt is not None:
             keys, values, chosen = self._prompt.layers[layer]
-            options = {"visible": nothing_new, "kept": chosen, "backend": self._backend}
+            options = {"visible": _nothing_new(q), "kept": chosen, "backend": self._backend}
             partials = [verify_attention(q, keys, values, scale, **options), (out, lse)]
             outs, lses = zip(*partials, strict=True)
             out, lse = merge_states(outs, lses, out=torch.empty_like(out), backend=self._backend)
         return out if self._hosts is None else gather_and_merge([(out, lse)], self._hosts, self._backend)()
+
+
+def _nothing_new(q: Tensor) -> Tensor:
+    """Return the mask of queries for whom none of the keys are new, bool ``[S, 0]``."""
+    return q.new_empty(q.shape[2], 0, dtype=torch.bool)
 
 
 def gather_and_merge(
