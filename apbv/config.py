@@ -219,6 +219,8 @@ class SamplingConfig:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
         seed: with the same seed, prompt and model, the same tokens are drawn.
+        ignore_eos: end tokens are tokens like others, and do not end the answer.
+        min_tokens: before so many tokens no end token is chosen; at most ``max_new_tokens``.
 
     Raises:
         ValueError: a number is out of range.
@@ -228,6 +230,8 @@ class SamplingConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    ignore_eos: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or not 1 <= self.max_new_tokens <= 2**20:
@@ -241,6 +245,12 @@ class SamplingConfig:
             raise ValueError(f"top_p must lie in (0, 1], not {self.top_p!r}")
         if not _is_int(self.seed) or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must lie in 0 .. 2^64-1, not {self.seed!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise ValueError(
+                f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

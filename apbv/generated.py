@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .decode.answer import finish_reason
 from .hosts import HostGroup
 from .input.model_inputs import ModelInputs
 from .input.request import Request
@@ -90,9 +91,7 @@ class Reporter:
         return self._tokenizer.decode(answered.tokens, skip_special_tokens=True)
 
     def _finish_reason(self, request: Request, answered: Answered) -> str:
-        tokens = answered.tokens
-        is_cut = len(tokens) == request.sampling.max_new_tokens and tokens[-1] not in self._parts.eos_token_ids
-        return "length" if is_cut else "stop"
+        return finish_reason(answered.tokens, request.sampling, self._parts.eos_token_ids)
 
     def _timeline(self, timer: StageTimer, answered: Answered) -> dict[str, list[Span]]:
         spans_of_hosts = gather_spans([*timer.spans, *answered.spans], self._hosts)

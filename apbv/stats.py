@@ -119,6 +119,11 @@ class StageTimer:
         self._prefilled = self._now("handoff")
         self._bytes_of_prefill = self.comm_bytes
 
+    @property
+    def prefilled_on_gpu(self) -> torch.cuda.Event | None:
+        """What the GPU comes to when the prefill is done; None where no prefill on a GPU was timed."""
+        return None if self._prefilled is None else self._prefilled.event
+
     def mark_first_token(self) -> None:
         """End the time to first token: this process knows the token, and its caller is about to."""
         self._first_token = _Moment(self._hosts.clock())

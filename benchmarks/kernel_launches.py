@@ -14,7 +14,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from apbv.kernels import triton_attention, triton_importance, triton_merging, triton_visual_scores
+from apbv.kernels import (
+    BufferTable,
+    triton_attention,
+    triton_batch_attention,
+    triton_importance,
+    triton_merging,
+    triton_visual_scores,
+)
 
 # Bytes that a program can have: of an A100, an L40, an H100, a B200 and an RTX 5090.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -97,6 +104,15 @@ def verify(dim: int, queries: int, *, tree: bool = False, kept: bool = False) ->
     triton_attention.verify_attention(q, k, v, dim**-0.5, visible=visible, kept=rows)
 
 
+def batch(dim: int, num_sequences: int = 16) -> None:
+    """Attend from the newest token of each of several sequences."""
+    heads_of_all = (_QUERY_HEADS, _KV_HEADS, _KV_HEADS)
+    projected = (torch.empty(1, num_sequences, heads, dim, dtype=_HALF) for heads in heads_of_all)
+    numbers = torch.zeros(4, num_sequences, dtype=torch.int64)
+    table = BufferTable(numbers[:3], numbers[3], most_rows=8192)
+    triton_batch_attention.batch_decode_attention(*(x.transpose(1, 2) for x in projected), table, dim**-0.5)
+
+
 def merge() -> None:
     """Merge eight results that lie behind one another."""
     outs = torch.empty(8, 1, _QUERY_HEADS, 64, 128, dtype=_HALF)
@@ -151,6 +167,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "one token": partial(verify, 128, 1),
     "tokens in a row": partial(verify, 128, 8),
     "tree, kept keys": partial(verify, 128, 26, tree=True, kept=True),
+    "tokens of a batch": partial(batch, 128),
     "merge": merge,
     "merge in a block's place": merge_separate,
     "importance, peak": partial(importance, "peak"),

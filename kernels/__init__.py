@@ -13,14 +13,19 @@ installed and imported as ``apbv.kernels``. Each family of operators has four pa
 
 from .attention import segmented_attention, verify_attention
 from .backends import BackendError
+from .batch_attention import batch_decode_attention
 from .importance import kv_importance, select_topk
 from .merging import merge_states
-from .varlen_attention import PackedSequences, varlen_attention
+from .runs import BufferTable, PackedSequences, SequenceBuffers
+from .varlen_attention import varlen_attention
 from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 __all__ = [
     "BackendError",
+    "BufferTable",
     "PackedSequences",
+    "SequenceBuffers",
+    "batch_decode_attention",
     "kv_importance",
     "merge_states",
     "segmented_attention",

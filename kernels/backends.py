@@ -17,6 +17,7 @@ BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
 _FAMILIES = {
     "segmented_attention": "attention",
     "verify_attention": "attention",
+    "batch_decode_attention": "batch_attention",
     "varlen_attention": "varlen_attention",
     "merge_states": "merging",
     "kv_importance": "importance",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .runs import PackedSequences, Segment
+from .runs import PackedSequences, Segment, SequenceBuffers
 
 
 def segmented_attention(
@@ -56,6 +56,16 @@ def verify_attention(
         seen = visible.new_zeros(q.shape[0], k.shape[1], past).scatter(2, kept.long(), True)
     seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None].expand(-1, -1, queries, -1)
     return _attend(q, k, v, scale, torch.cat([seen, visible.expand(*seen.shape[:2], -1, -1)], dim=-1))
+
+
+def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
+    """Append to one sequence after the other, and attend to it."""
+    outs = []
+    for r, (keys, values, length) in enumerate(zip(buffers.keys, buffers.values, buffers.lengths, strict=True)):
+        keys[:, :, length], values[:, :, length] = k[:, :, r], v[:, :, r]
+        seen = [(keys[:, :, : length + 1], values[:, :, : length + 1])]
+        outs.append(segmented_attention(q[:, :, r : r + 1], seen, scale, False)[0])
+    return torch.cat(outs, dim=2).to(q.dtype)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""This module describes where keys and values lie in memory: in runs of pieces, or as sequences in one tensor."""
+"""This module describes where keys and values lie: in runs of pieces, in one tensor, or in several buffers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -50,6 +50,53 @@ class Run:
         length = max(2, self.piece_len)
         bits = (length - 1).bit_length()
         return (1 << (31 + bits)) // length + 1, bits - 1
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceBuffers:
+    """SequenceBuffers hold the keys and values of R sequences in one layer, each with room behind its rows.
+
+    Attributes:
+        keys, values: of every sequence ``[1, Hkv, capacity, D]``, contiguous.
+        lengths: how many rows of each are in use, less than its capacity.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    lengths: Sequence[int]
+
+    def require_room(self) -> None:
+        """Refuse to append a row where a buffer is full.
+
+        Raises:
+            ValueError: it is.
+        """
+        for keys, length in zip(self.keys, self.lengths, strict=True):
+            if length >= keys.shape[2]:
+                raise ValueError(f"a buffer of {keys.shape[2]} rows has no room behind {length}")
+
+    @property
+    def places(self) -> list[list[int]]:
+        """The addresses of keys, those of values, and the capacities: :attr:`BufferTable.places`."""
+        addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in (self.keys, self.values)]
+        return [*addresses, [keys.shape[2] for keys in self.keys]]
+
+
+@dataclass(frozen=True, eq=False)
+class BufferTable:
+    """A BufferTable says on a device where the buffers of R sequences are, for kernels that look them up.
+
+    The memory must be kept by others. A kernel that is given the same table later finds what it holds then.
+
+    Attributes:
+        places: int64 ``[3, R]``, addresses of keys and of values, multiples of 16, and capacities.
+        lengths: int64 ``[R]``: how many rows of each are in use; -1: there is no such sequence.
+        most_rows: no sequence is longer, which tells how far it is worth splitting.
+    """
+
+    places: Tensor
+    lengths: Tensor
+    most_rows: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ _FEWEST_KEYS = 512  # fewer keys are not worth a program of their own
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """The sizes of the tiles that one program computes at a time, and its warps and pipeline stages."""
 
     rows: int
@@ -35,36 +35,36 @@ class _Blocks:
     num_stages: int
 
 
-def _blocks(rows: int, dim: int, element_size: int, device: torch.device) -> _Blocks:
+def _blocks(rows: int, dim: int, element_size: int, device: torch.device) -> Blocks:
     """Choose tiles for long queries, as large as registers and shared memory allow; see docs/kernels.md."""
     dim = max(16, triton.next_power_of_2(dim))
     generation, shared = _generation(device)
     if element_size == 4 or rows <= 64:
-        return _verify_blocks(rows, dim, element_size, False, device)
+        return verify_blocks(rows, dim, element_size, False, device)
     if dim > 128:
         if generation == 9:
-            return _Blocks(128, 32, dim, 8, 2)
-        return _Blocks(64, 64 if generation == 8 and shared > 150 * 1024 else 32, dim, 8, 2)
+            return Blocks(128, 32, dim, 8, 2)
+        return Blocks(64, 64 if generation == 8 and shared > 150 * 1024 else 32, dim, 8, 2)
     if generation == 8:
-        return _Blocks(128, 64, dim, 8, 2)
+        return Blocks(128, 64, dim, 8, 2)
     if generation == 9:
-        return _Blocks(128, 128, dim, 8, 2)
-    return _Blocks(128, 64, dim, 8, 2)
+        return Blocks(128, 128, dim, 8, 2)
+    return Blocks(128, 64, dim, 8, 2)
 
 
-def _verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> _Blocks:
+def verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> Blocks:
     """Choose tiles for few rows over many keys, which wait for memory more than they compute."""
     dim = max(16, triton.next_power_of_2(dim))
     few = max(16, triton.next_power_of_2(rows))
     if element_size == 4:
-        return _Blocks(min(32, few), 32, dim, 4, 2)
+        return Blocks(min(32, few), 32, dim, 4, 2)
     generation, shared = _generation(device)
     # Of these, tensor cores take operands from registers: Ampere, Ada, and Blackwell's GeForce and RTX PRO.
     if generation == 8 or shared < 200 * 1024:
-        return _Blocks(min(64 if dim <= 128 else 32, few), 32, dim, 8, 2)
+        return Blocks(min(64 if dim <= 128 else 32, few), 32, dim, 8, 2)
     if few == 16 and dim <= 128 and not has_mask:  # whose tile takes registers
-        return _Blocks(16, 64, dim, 4, 3)
-    return _Blocks(min(64, few), 32, dim, 8, 3)
+        return Blocks(16, 64, dim, 4, 3)
+    return Blocks(min(64, few), 32, dim, 8, 3)
 
 
 def _splits(num_programs: int, num_keys: int, block: int, device: torch.device) -> tuple[int, int]:
@@ -227,7 +227,7 @@ class _Verification:
         constants: what is compiled into the kernel.
     """
 
-    block: _Blocks
+    block: Blocks
     tiles: int
     programs: int
     strides: tuple[int, ...]
@@ -250,7 +250,7 @@ def _plan_verification(
     """Work out once what all layers and many tokens share: each call of Python is a tenth of a launch."""
     batch, heads, queries, dim = shape
     group = heads // kv_heads
-    block = _verify_blocks(queries * group, dim, dtype.itemsize, has_mask, device)
+    block = verify_blocks(queries * group, dim, dtype.itemsize, has_mask, device)
     tiles = triton.cdiv(queries * group, block.rows)
     out_strides = (0, queries * heads * dim, dim, heads * dim)
     part_strides = (batch * heads * queries * dim, heads * queries * dim, queries * dim, dim)

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
 from ..hosts import AgreedError, HostGroup
 from .decoder import Decoder
-from .sampling import Choice, NotFiniteError, choose_tokens
+from .sampling import Choice, NotFiniteError, choose_each, forbid
 
 NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
 
@@ -24,10 +25,11 @@ class Answer:
         logits: ``[V]``, from which the first token is chosen; on host 0 at least.
         prompt_len: n; a token's random number depends on the seed and on its index in the sequence.
         sampling: how tokens are chosen, and the largest number of them.
-        eos_token_ids: tokens that end the answer, and are its last.
+        eos_token_ids: tokens that end the answer, and are its last, unless ``sampling`` says otherwise.
         on_token: called on every host with each token as soon as it is chosen.
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
+        ready: what a GPU comes to behind the prefill; None: whatever the current stream has to do comes before.
         tokens: the answer so far.
     """
 
@@ -39,6 +41,7 @@ class Answer:
     on_token: Callable[[int], None] | None = None
     on_first_token: Callable[[], None] | None = None
     stop: Callable[[Sequence[int]], bool] | None = None
+    ready: torch.cuda.Event | None = None
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -60,7 +63,7 @@ class Answer:
         """Return the new tokens (at least one) up to the answer's end, and whether it ends there; on host 0."""
         for count, token in enumerate(new, start=1):
             if (
-                token in self.eos_token_ids
+                (token in self.eos_token_ids and not self.sampling.ignore_eos)
                 or count >= self.num_left
                 or (self.stop is not None and self.stop([*self.tokens, *new[:count]]))
             ):
@@ -93,7 +96,13 @@ class Answer:
 
     def pick(self, logits: Tensor, index: int) -> Choice:
         """Choose the token of this index in the sequence from logits ``[V]``, on the device."""
-        return choose_tokens(logits[None], self.sampling, [index])[0]
+        return choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
+
+    def allowed(self, logits: Tensor, indices: Sequence[int]) -> Tensor:
+        """Return logits ``[S, V]`` for these indices in the sequence, with no end token before ``min_tokens``."""
+        first = self.prompt_len + self.sampling.min_tokens
+        rows = [row for row, index in enumerate(indices) if index < first]
+        return forbid(logits, rows, self.eos_token_ids) if rows and self.eos_token_ids else logits
 
     def agree(self, arriving: Callable[[], list[int]] | None) -> tuple[int, bool]:
         """Return the token that arrives from host 0's device as :meth:`choose` does; collective.
@@ -122,6 +131,12 @@ class Answer:
             raise AgreedError(
                 f"the model gave NaN or infinite logits after {len(self.tokens)} tokens of its answer"
             )
+
+
+def finish_reason(tokens: Sequence[int], sampling: SamplingConfig, eos_token_ids: Sequence[int]) -> str:
+    """Return why an answer ended: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``."""
+    at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
+    return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"
 
 
 def generate_tokens(answer: Answer) -> list[int]:

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from torch import Tensor
+from transformers import DynamicCache
 
+from ..kv.cache import ShardedCache
 from ..kv.growing import keep_of_last, last_rows
 from ..kv.placement import PlacedKV
 from ..model.parts import ModelParts
@@ -67,6 +69,16 @@ class Decoder:
         if self._cache is not None:
             keep_of_last(self._cache, count, path)
         self._position += len(path)
+
+    @property
+    def cache(self) -> DynamicCache | ShardedCache | None:
+        """The cache that tokens are appended to; None on hosts that run nothing."""
+        return self._cache
+
+    @property
+    def next_position(self) -> int:
+        """The rotary position of the next token."""
+        return self._position
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""

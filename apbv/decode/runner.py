@@ -13,7 +13,7 @@ from .graphs import CapturedSteps, CaptureError
 from .step import NewTokens, forward
 
 # Windows and trees are shorter; of longer inputs, such as a prompt's end, hardly two are equally long.
-_MOST_CAPTURED = 64
+MOST_CAPTURED = 64
 
 
 class ModelRunner:
@@ -32,29 +32,40 @@ class ModelRunner:
     def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
         self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
         self._captured = None
-        if wants_graphs(parts):
-            obstacle = why_not_captured(parts, hosts)
-            if obstacle is None:
-                self._captured = CapturedSteps(parts, cache, prompt)
-            else:
-                warn_caller(f"decoding without CUDA graphs: {obstacle}")
+        if may_record(parts, hosts):
+            self._captured = CapturedSteps(parts, cache, prompt)
 
     @torch.no_grad()
     def run(self, new: NewTokens, last_only: bool = False) -> Tensor:
         """Run the model on S tokens; return the logits after each, ``[S, V]``, or after the last, ``[1, V]``."""
-        if self._captured is not None and len(new) <= _MOST_CAPTURED:
+        if self._captured is not None and len(new) <= MOST_CAPTURED:
             try:
                 return self._captured.run(new, last_only)
             except CaptureError as error:
                 self._captured = None
-                if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may be spared
-                    self._parts.capture_failures.append(str(error))
-                warn_caller(f"decoding goes on without CUDA graphs: {error}")
+                give_up_graphs(self._parts, error)
         device = self._parts.device
         visible = None if new.visible is None else to_device(new.visible, device)
         attention = NewTokenAttention(self._parts.backend, visible, self._hosts, self._prompt)
         positions = to_device(new.positions, device)
         return forward(self._parts, to_device(new.ids, device), positions, self._cache, attention, last_only)
+
+
+def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
+    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
+    if not wants_graphs(parts):
+        return False
+    obstacle = why_not_captured(parts, hosts)
+    if obstacle is not None:
+        warn_caller(f"decoding without CUDA graphs: {obstacle}")
+    return obstacle is None
+
+
+def give_up_graphs(parts: ModelParts, error: CaptureError) -> None:
+    """Warn that a step could not be recorded, and remember that for answers to come."""
+    if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may be spared
+        parts.capture_failures.append(str(error))
+    warn_caller(f"decoding goes on without CUDA graphs: {error}")
 
 
 def wants_graphs(parts: ModelParts) -> bool:

@@ -54,6 +54,10 @@ class Choice:
         """
         return _reading(self._packed, wait)
 
+    def fetch_rows(self) -> Callable[[], tuple[list[int], list[bool]]]:
+        """Start to copy the tokens to the host; the returned function returns what :meth:`read_rows` does."""
+        return fetch(self._packed)
+
     def read(self) -> list[int]:
         """Wait for the tokens, and return them.
 
@@ -182,6 +186,43 @@ def choose_tokens(
         return most_probable(logits), None
     p = probabilities(logits, config.temperature, config.top_p)
     return draw(p, [uniform(config.seed, position, purpose) for position in positions]), p
+
+
+def choose_each(logits: Tensor, configs: Sequence[SamplingConfig], positions: Sequence[int]) -> Choice:
+    """Choose a token for each row of logits ``[R, V]`` by its own config, as :func:`choose_tokens` does alone.
+
+    Args:
+        configs: one for each row.
+        positions: each token's index in its own sequence.
+    """
+    alike: dict[tuple[float, float], list[int]] = {}
+    for row, config in enumerate(configs):
+        kind = (config.temperature, config.top_p) if config.temperature else (0.0, 1.0)
+        alike.setdefault(kind, []).append(row)
+    choices = []
+    for (temperature, top_p), rows in alike.items():
+        chosen_from = logits if len(alike) == 1 else logits[to_device(rows, logits.device)]
+        if temperature == 0:
+            choices.append(most_probable(chosen_from))
+            continue
+        p = probabilities(chosen_from, temperature, top_p)
+        numbers = [uniform(configs[row].seed, positions[row], PURPOSE_NEXT_TOKEN) for row in rows]
+        choices.append(draw(p, numbers))
+    if len(choices) == 1:
+        return choices[0]
+    order = [row for rows in alike.values() for row in rows]
+    places = to_device([order.index(row) for row in range(len(order))], logits.device)
+    return Choice(
+        torch.cat([choice.tokens for choice in choices])[places],
+        torch.cat([choice.are_finite for choice in choices])[places],
+    )
+
+
+def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Return logits ``[R, V]`` by which these tokens are not chosen in these rows; the others stay as they are."""
+    rows = to_device(rows, logits.device)[:, None]
+    columns = to_device([token for token in tokens if token < logits.shape[1]], logits.device)
+    return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
 
 
 def sample(logits: Tensor, config: SamplingConfig, position: int) -> int:

@@ -43,6 +43,7 @@ def forward(
 
     Args:
         ids, positions: int64 ``[S]`` on the device.
+        cache: what the model appends to; None where ``attention`` appends by itself.
         attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
             and need a mask for several tokens.
         last_only: compute the logits after the last token only, ``[1, V]``.
@@ -53,7 +54,7 @@ def forward(
             inputs_embeds=parts.embed_tokens(ids[None]),
             position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
             past_key_values=cache,
-            use_cache=True,
+            use_cache=cache is not None,
             apbv=attention,
         ).last_hidden_state
     return parts.logits(hidden[:, -1:] if last_only else hidden)[0]

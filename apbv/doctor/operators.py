@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..hosts import HostGroup
-from ..kernels import BackendError, PackedSequences, reference, torch_varlen_attention
+from ..kernels import BackendError, PackedSequences, SequenceBuffers, reference, torch_varlen_attention
 from .backends import BACKENDS, DTYPES, dtype_name, obstacle
 from .checks import Check, CheckFailed, CheckSkipped, Finding
 
@@ -147,6 +147,8 @@ def _widened(value: Any) -> Any:
         return type(value)(_widened(each) for each in value)
     if isinstance(value, dict):
         return {name: _widened(each) for name, each in value.items()}
+    if isinstance(value, SequenceBuffers):
+        return SequenceBuffers(_widened(value.keys), _widened(value.values), value.lengths)
     return value
 
 
@@ -194,6 +196,22 @@ def _verify(draw: Draw) -> list[Problem]:
         problem("a tree", 9, visible=tree),
         problem("chosen rows", 4, kept=kept),
     ]
+
+
+def _batch(draw: Draw) -> list[Problem]:
+    """Make the newest tokens of sequences of several lengths, of which one has no other."""
+    lengths = [700, 0, 129, 256]
+    newest = draw(2, 1, _KV_HEADS, len(lengths), _HEAD_DIM)
+    keys, values = [], []
+    for length in lengths:
+        buffers = torch.full(
+            (2, 1, _KV_HEADS, length + 9, _HEAD_DIM), torch.nan, device=draw.device, dtype=draw.dtype
+        )
+        buffers[:, :, :, :length] = draw(2, 1, _KV_HEADS, length, _HEAD_DIM)
+        keys.append(buffers[0])
+        values.append(buffers[1])
+    operands = draw.queries(len(lengths)), *newest, SequenceBuffers(keys, values, lengths), _SCALE
+    return [Problem("batch_decode_attention", "several sequences", operands, units=(None,))]
 
 
 def _varlen(draw: Draw) -> list[Problem]:
@@ -244,6 +262,7 @@ def _similarity(draw: Draw) -> list[Problem]:
 PROBLEMS: dict[str, Callable[[Draw], list[Problem]]] = {
     "segmented_attention": _segmented,
     "verify_attention": _verify,
+    "batch_decode_attention": _batch,
     "varlen_attention": _varlen,
     "merge_states": _merge,
     "kv_importance": _importance,

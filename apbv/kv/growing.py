@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from ..transfer import to_device
 
 # Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from copying the cache.
-_GROWTH_ROWS = 256
+GROWTH_ROWS = 256
 
 
 class GrowingLayer(DynamicLayer):
@@ -184,7 +184,7 @@ def _move_to_front(layer: DynamicLayer, count: int, rows: Tensor) -> None:
 
 def _buffer(like: Tensor, num_rows: int) -> Tensor:
     batch, heads, _, dim = like.shape
-    return like.new_empty(batch, heads, num_rows + _GROWTH_ROWS, dim)
+    return like.new_empty(batch, heads, num_rows + GROWTH_ROWS, dim)
 
 
 def _grown(states: Tensor, num_rows: int) -> Tensor:

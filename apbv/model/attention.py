@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..hosts import HostGroup
-from ..kernels import merge_states, segmented_attention, verify_attention
+from ..kernels import (
+    BufferTable,
+    SequenceBuffers,
+    batch_decode_attention,
+    merge_states,
+    segmented_attention,
+    verify_attention,
+)
 
 _NAME = "apbv"
 
@@ -150,6 +157,23 @@ class NewTokenAttention:
             outs, lses = zip(*partials, strict=True)
             out, lse = merge_states(outs, lses, out=torch.empty_like(out), backend=self._backend)
         return out if self._hosts is None else gather_and_merge([(out, lse)], self._hosts, self._backend)()
+
+
+class BatchAttention:
+    """Attention of the newest token of each of several sequences, behind the KV of its own sequence.
+
+    It appends the tokens' KV by itself: the model runs without a cache.
+
+    Args:
+        backend: what computes it, as in :class:`apbv.PrefillConfig`.
+        layers: where the sequences' KV lies in every decoder layer.
+    """
+
+    def __init__(self, backend: str, layers: Sequence[SequenceBuffers] | Sequence[BufferTable]):
+        self._backend, self._layers = backend, layers
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        return batch_decode_attention(q, k, v, self._layers[layer], scale, backend=self._backend)
 
 
 def _nothing_new(q: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -212,13 +213,14 @@ def _handed_to_first_layer(parts: ModelParts, embeds: Tensor) -> Iterator[Tensor
     """Let the first layer take the embeddings, so that they are freed behind it.
 
     The language model itself would hold what it was given until its last layer has run. It gets, and this yields,
-    a tensor of the same shape that takes no memory.
+    a tensor of the same shape that takes no memory. Another thread, which may decode with the same model then,
+    is handed nothing.
     """
-    held, stand_in = [embeds], embeds.new_empty(()).expand(embeds.shape)
+    held, stand_in, thread = [embeds], embeds.new_empty(()).expand(embeds.shape), get_ident()
     del embeds
 
     def hand_over(layer, args: tuple) -> tuple:
-        return (held.pop(), *args[1:])
+        return (held.pop(), *args[1:]) if get_ident() == thread else args
 
     hook = parts.language_model.layers[0].register_forward_pre_hook(hand_over, prepend=True)
     try:

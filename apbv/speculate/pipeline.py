@@ -138,6 +138,7 @@ class _Target:
         """Return a round's new tokens, and its verdict's code; after GO_ON the current window has more tokens."""
         index, sampling = self._answer.next_index, self._answer.sampling
         stats, pending = self._stats, self._pending
+        rows = self._answer.allowed(rows, range(index, index + len(rows)))
         if pending.tokens:
             verdict = verify_window(pending, rows[:-1], index, sampling)
             stats.count(len(pending.tokens), verdict.num_accepted)

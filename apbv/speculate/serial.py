@@ -73,8 +73,10 @@ def generate_speculatively(
 
 def _encode_verdict(answer: Answer, proposal: Proposal, rows: Tensor) -> list[int]:
     """Encode for all hosts how many tokens are accepted, the next token, the number of new tokens, and the end."""
+    index = answer.next_index
+    rows = answer.allowed(rows, range(index, index + len(rows)))
     try:
-        verdict = verify_window(proposal, rows, answer.next_index, answer.sampling)
+        verdict = verify_window(proposal, rows, index, answer.sampling)
     except NotFiniteError:
         return [0, NO_TOKEN, 1, True]
     new, has_ended = answer.cut([*proposal.tokens[: verdict.num_accepted], verdict.next_token])

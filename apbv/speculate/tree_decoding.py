@@ -73,6 +73,7 @@ def generate_by_tree(
 
 def _encode_verdict(answer: Answer, shape: Tree, drafted: list[int], rows: Tensor) -> list[int]:
     """Encode for all hosts the token after the accepted path, the number of new tokens, the end, and the path."""
+    rows = answer.allowed(rows, [answer.next_index + depth for depth in shape.depths])
     try:
         path, token = verify_tree(shape, drafted, rows, answer.next_index, answer.sampling)
     except NotFiniteError:

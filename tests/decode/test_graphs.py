@@ -60,7 +60,7 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_walk_says_the_same(family, seed, monkeypatch):
-    monkeypatch.setattr(growing, "_GROWTH_ROWS", 24)  # so that buffers are left for new ones
+    monkeypatch.setattr(growing, "GROWTH_ROWS", 24)  # so that buffers are left for new ones
     expected = walk(decoder_of(family), seed, 40)
     with recorded_on_a_cpu() as repeated:
         found = walk(decoder_of(family), seed, 40)
@@ -70,7 +70,7 @@ def test_a_walk_says_the_same(family, seed, monkeypatch):
 
 
 def test_no_graph_outlives_the_buffers_that_it_writes_to(monkeypatch):
-    monkeypatch.setattr(growing, "_GROWTH_ROWS", 4)
+    monkeypatch.setattr(growing, "GROWTH_ROWS", 4)
     with recorded_on_a_cpu():
         decoder = decoder_of("llama")
         kept = set()

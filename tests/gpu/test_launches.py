@@ -4,7 +4,7 @@ from importlib.metadata import version
 
 import pytest
 
-from launch_counts import PAGE, columns, prefill_events, table, table_in, token_events
+from launch_counts import ANSWERS, PAGE, batch_events, columns, prefill_events, table, table_in, token_events
 from scripts import ROOT
 
 BYTES_PER_TOKEN_TO_GPU, BYTES_PER_TOKEN_TO_HOST = 64, 64
@@ -30,6 +30,16 @@ def test_a_token_is_waited_for_once(temperature):
     assert len(events.of("replay")) == len(events.of("wait")) == 1
     assert events.nbytes("to_gpu") <= BYTES_PER_TOKEN_TO_GPU
     assert events.nbytes("to_host") <= BYTES_PER_TOKEN_TO_HOST
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_several_answers_are_waited_for_once(temperature):
+    one, several = token_events(1, temperature), batch_events(1, temperature)
+    assert len(several.of("replay")) == len(several.of("wait")) == 1
+    assert several.num_launches <= one.num_launches
+    assert len(several.of("in_graph")) < len(one.of("in_graph"))
+    assert several.nbytes("to_gpu") <= ANSWERS * BYTES_PER_TOKEN_TO_GPU
+    assert several.nbytes("to_host") <= ANSWERS * BYTES_PER_TOKEN_TO_HOST
 
 
 def test_the_prompt_goes_to_the_gpu_once():

@@ -56,6 +56,7 @@ def cases() -> dict[int, dict[str, Callable]]:
     attention = {
         **{f"prefill, D={dim}": partial(prefill, dim) for dim in (128, 256)},
         "tree, kept keys, D=128": partial(verify, 128, 26, tree=True, kept=True),
+        "tokens of a batch, D=128": CALLS["tokens of a batch"],
     }
     hopper = {
         **attention,

@@ -19,7 +19,9 @@ from workloads import build_model, qwen_vl_config, text_prompt
 import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig
 from apbv.decode.answer import generate_tokens
+from apbv.decode.batch import Batch
 from apbv.hosts import Exchange
+from apbv.input.request import Question, Request
 from apbv.model.parts import inspect_model
 
 from answers import answer_by, decoder_behind
@@ -27,7 +29,7 @@ from pretend_gpu import Events, Machine, rehearsal, to_gpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 HEADING = "## What a GPU is asked to do"
-TOKENS, QUESTION, HOSTS, RANK = 131_072, 40, 8, 1
+TOKENS, QUESTION, HOSTS, RANK, ANSWERS = 131_072, 40, 8, 1, 16
 # What the host asks for by itself; a graph's kernels it asks for together.
 OUTSIDE = ("kernel", "triton", "replay", "collective", "wait", "to_gpu", "to_host")
 
@@ -72,6 +74,7 @@ def one_of(size: int, rank: int, gpu: Machine) -> HostGroup:
     return hosts
 
 
+@cache
 def prefill_events(layers: int, hosts: int, rank: int) -> Events:
     """What a host asks of its GPU to prefill the prompt."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
@@ -90,6 +93,7 @@ def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
     return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
 
 
+@cache
 def token_events(layers: int, temperature: float) -> Events:
     """What is asked of the one GPU that has the KV, from one token to the next."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
@@ -99,6 +103,22 @@ def token_events(layers: int, temperature: float) -> Events:
         decoder = decoder_behind(state, parts)
         generate_tokens(answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token")))
     return list(gpu.events.between("token"))[-4]  # behind the first steps, and before those that end the answer
+
+
+@cache
+def batch_events(layers: int, temperature: float) -> Events:
+    """What is asked of that GPU from one token of each of several answers to the next."""
+    with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
+        parts = inspect_model(model_of(layers, gpu))
+        state = _prefill(parts, HostGroup.single("cuda:0"))
+        batch = Batch(parts)
+        sampling = SamplingConfig(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+        for _ in range(ANSWERS):
+            batch.join(state, Request(Question(), state.timer, sampling=sampling))
+        while len(batch):
+            gpu.mark("step")
+            batch.step()
+    return list(gpu.events.between("step"))[-4]
 
 
 @dataclass(frozen=True)
@@ -134,11 +154,15 @@ def columns() -> dict[str, Counter]:
     """The table's columns: what is done how often."""
     prefill = Counts.of(lambda layers: prefill_events(layers, HOSTS, RANK), *OUTSIDE)
     graph = Counts.of(lambda layers: token_events(layers, 0.0), "in_graph")
+    batch = Counts.of(lambda layers: batch_events(layers, 0.0), "in_graph")
     return {
         "prefill: a layer": prefill.per_layer,
         "a token's graph: a layer": graph.per_layer,
         "the graph besides": graph.besides,
         "a token outside of it": Counts.of(lambda layers: token_events(layers, 0.0), *OUTSIDE).besides,
+        f"{ANSWERS} answers' graph: a layer": batch.per_layer,
+        "their graph besides": batch.besides,
+        "their step outside of it": Counts.of(lambda layers: batch_events(layers, 0.0), *OUTSIDE).besides,
     }
 
 

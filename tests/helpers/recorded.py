@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from apbv.decode import graphs, runner
+from apbv.decode import batch_steps, graphs, runner
+from apbv.kernels import BufferTable
 from apbv.model import attention
 
 
@@ -29,7 +30,7 @@ class Operations(TorchDispatchMode):
         return result
 
     def note(self, name: str, arguments, result) -> None:
-        leaves = tree_leaves(arguments)
+        leaves = tree_leaves(tree_map(_opened, arguments))
         self.log.append((name, *(self._described(each) for each in leaves)))
         used = {self._place(each) for each in leaves if isinstance(each, torch.Tensor)}
         self._made |= {self._place(each) for each in tree_leaves(result) if isinstance(each, torch.Tensor)} - used
@@ -68,7 +69,8 @@ class Repeater:
                 return call
 
             # On a GPU each of these is one kernel. On a CPU they read the number of keys, and look for NaN.
-            kernels = {name: noted(getattr(attention, name)) for name in ("verify_attention", "merge_states")}
+            names = "verify_attention", "merge_states", "batch_decode_attention"
+            kernels = {name: noted(getattr(attention, name)) for name in names}
             with patch.multiple(attention, **kernels), operations:
                 result = function()
             recorded.append(operations.log)
@@ -77,6 +79,11 @@ class Repeater:
             return result.clone()
 
         return replay
+
+
+def _opened(value):
+    """A table's tensors, which operators take as one argument."""
+    return vars(value) if isinstance(value, BufferTable) else value
 
 
 def first_difference(one: list, other: list) -> str:
@@ -95,5 +102,6 @@ def recorded_on_a_cpu():
         patch.object(runner, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto"),
         patch.object(runner, "why_not_captured", why_not),
         patch.object(graphs, "GraphRecorder", partial(Repeater, repeated)),
+        patch.object(batch_steps, "GraphRecorder", partial(Repeater, repeated)),
     ):
         yield repeated

@@ -1,0 +1,245 @@
+"""This module decodes several answers at a time, one token of each in every forward pass.
+
+The newest tokens of all answers are rows of one input, ``[1, R]``, each at its own rotary position, so that the
+model's matrix products are of R rows. Attention takes every row to the KV of its own prompt, where that lies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ..input.request import Request
+from ..model.parts import ModelParts
+from ..transfer import to_device
+from .answer import NO_TOKEN, Answer, finish_reason
+from .batch_steps import BatchRunner, OwnKV
+from .sampling import Choice, choose_each, forbid
+
+# Their frequencies depend on how long a sequence is, and one set of them is kept for all.
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
+
+
+class Prefilled(Protocol):
+    """A Prefilled is a prompt whose KV is there, such as :class:`apbv.PrefillResult`."""
+
+    def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
+        """Return an answer to this prompt that has no tokens yet."""
+
+
+class Member:
+    """A Member is one of the answers that a batch decodes.
+
+    Attributes:
+        tokens: the answer so far, an end token included.
+        finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and where it was left.
+        error: why the answer has failed; None where it has not.
+    """
+
+    def __init__(self, answer: Answer):
+        self.tokens = answer.tokens
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self.answer: Answer | None = answer
+        self.kv: OwnKV | None = OwnKV(answer.decoder.cache.layers, answer.decoder.next_position)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no token follows: the answer is complete, has failed, or was left."""
+        return self.answer is None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token follows those that are chosen, as far as their number says."""
+        return not self.has_ended and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
+
+    def add(self, token: int) -> None:
+        """Take the next token, which may end the answer, or :data:`~.answer.NO_TOKEN`, which makes it fail."""
+        answer = self.answer
+        try:
+            answer.require_token(token)
+            _, is_last = answer.cut([token])
+            answer.add([token])
+        except Exception as error:  # whatever it is, it is no other answer's
+            self.end(error)
+            return
+        if is_last:
+            self.finish_reason = finish_reason(self.tokens, answer.sampling, answer.eos_token_ids)
+            self.end()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let go of the KV; no token follows."""
+        # The frames of an error's traceback hold the KV, and this member, which holds the error.
+        self.error = None if error is None else error.with_traceback(None)
+        self.answer = self.kv = None
+
+
+# A step that the device was given: whose tokens it chooses, and the tokens.
+Given = tuple[list[Member], Choice]
+
+
+class Batch:
+    """A Batch decodes the answers of its members, which join and leave between steps. It runs on host 0 alone.
+
+    One thread uses it. Another may prefill with the same model meanwhile, if
+    :func:`apbv.model.attention.apbv_attention` is in force around both.
+
+    On a GPU the batch has a stream of its own, which no prefill in another stream holds up. The GPU is given
+    each step before the host has read the tokens of the last; what it computes behind an answer's end is ignored.
+
+    Args:
+        parts: the model.
+
+    Raises:
+        ValueError: answers of this model cannot be decoded together; see :func:`why_not_together`.
+    """
+
+    def __init__(self, parts: ModelParts):
+        if obstacle := why_not_together(parts):
+            raise ValueError(f"answers cannot be decoded together: {obstacle}")
+        self._parts, self._runner = parts, BatchRunner(parts)
+        self._members: list[Member] = []
+        self._given: Given | None = None  # a step whose tokens nobody has read yet
+        self._runs_ahead = parts.device.type == "cuda"
+        # The few small kernels of a step come before those of a prefill that wait for a processor.
+        self._stream = torch.cuda.Stream(parts.device, priority=-1) if self._runs_ahead else None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def join(self, state: Prefilled, request: Request) -> Member:
+        """Take a prefilled prompt, whose answer begins with the next step. Its KV is not copied.
+
+        The prefill may be under way on the GPU. The request's ``on_token`` and ``stop`` are called in the thread
+        that steps.
+
+        Raises:
+            ValueError: the KV is not gathered on this host.
+        """
+        answer = state.begin_answer(self._parts, request)
+        if not isinstance(answer.decoder.cache, DynamicCache):
+            raise ValueError("only answers to prompts whose KV is gathered on this host are decoded together")
+        if self._stream is not None:
+            self._wait_for(answer)
+        with self._on_stream():
+            member = Member(answer)
+        self._members.append(member)
+        return member
+
+    def leave(self, member: Member) -> None:
+        """End an answer early, if it has not ended, and free its KV."""
+        if member in self._members:
+            self._members.remove(member)
+            member.end()
+
+    @torch.no_grad()
+    def step(self) -> list[Member]:
+        """Give every member its next token; those that have just joined get their first, and then nobody else.
+
+        First tokens come from the logits of a prefill, others from a pass of the model over all members. On a GPU
+        the second may come a step late. A member whose logits are NaN or infinite, whose KV finds no memory to
+        grow, or one of whose callbacks raises, fails by itself.
+
+        Returns:
+            The members that got a token or failed. Those that have ended are no longer in the batch.
+
+        Raises:
+            RuntimeError, ...: what the model's forward pass raises. No member got a token, and all may go on.
+        """
+        fresh = [member for member in self._members if not member.tokens]
+        with self._on_stream():
+            if fresh:
+                choice = self._choose(fresh, torch.stack([member.answer.logits for member in fresh]))
+                chosen, arriving = fresh, choice.fetch_rows()
+            else:
+                chosen, arriving = self._advance()
+        for member, token, is_finite in zip(chosen, *arriving(), strict=True):
+            if not member.has_ended:  # as those have that left meanwhile, or found no memory
+                member.add(token if is_finite else NO_TOKEN)
+        advanced = [member for member in self._members if member.has_ended or member in chosen]
+        self._members = [member for member in self._members if not member.has_ended]
+        return advanced
+
+    def _advance(self) -> tuple[list[Member], Callable[[], tuple[list[int], list[bool]]]]:
+        """Give the device what it has to do now; return whose tokens are chosen, and what waits for them."""
+        if self._given is not None and all(member.has_ended for member in self._given[0]):
+            self._given = None
+        self._given = self._given or self._give()
+        if self._given is None:
+            return [], lambda: ([], [])
+        members, choice = self._given
+        arriving = choice.fetch_rows()
+        # Where this raises, the tokens that arrive are fetched again.
+        self._given = self._give(self._given) if self._runs_ahead else None
+        return members, arriving
+
+    def _give(self, before: Given | None = None) -> Given | None:
+        """Run the model on every member's newest token, and choose the next; None where nobody needs one.
+
+        Args:
+            before: the step whose tokens the host does not know yet.
+        """
+        rows = {} if before is None else {member: row for row, member in enumerate(before[0])}
+        going = [member for member in self._members if member.goes_on and self._has_room(member)]
+        if not going:
+            return None
+        if going == list(rows):
+            ids = before[1].tokens
+        else:
+            known = [member for member in going if member not in rows]
+            ids = [member.tokens[-1] for member in known]
+            if len(known) < len(going):
+                rows |= {member: len(rows) + i for i, member in enumerate(known)}
+                device = self._parts.device
+                newest = torch.cat([before[1].tokens, to_device(ids, device, torch.int64)])
+                ids = newest[to_device([rows[member] for member in going], device)]
+        return going, self._choose(going, self._runner.run(ids, [member.kv for member in going]))
+
+    def _has_room(self, member: Member) -> bool:
+        """Have room for a member's next row, or let it fail."""
+        try:
+            member.kv.make_room()
+        except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
+            member.end(error)
+        return not member.has_ended
+
+    def _choose(self, members: Sequence[Member], logits: Tensor) -> Choice:
+        """Choose the next token of each member by its row of logits ``[R, V]``."""
+        answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
+        rows = [row for row, count in enumerate(counts) if count < answers[row].sampling.min_tokens]
+        if rows and self._parts.eos_token_ids:
+            logits = forbid(logits, rows, self._parts.eos_token_ids)
+        places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
+        return choose_each(logits, [answer.sampling for answer in answers], places)
+
+    def _wait_for(self, answer: Answer) -> None:
+        """Let this batch's stream come behind a prefill, and the KV's memory last as long as it uses that."""
+        if answer.ready is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._parts.device))
+        else:
+            self._stream.wait_event(answer.ready)
+        layers = answer.decoder.cache.layers
+        for tensor in (answer.logits, *(states for layer in layers for states in (layer.keys, layer.values))):
+            tensor.record_stream(self._stream)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Make this batch's stream the current one, where it has one."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._parts.device), torch.cuda.stream(self._stream):
+            yield
+
+
+def why_not_together(parts: ModelParts) -> str | None:
+    """Return what keeps answers of a model from being decoded in one batch, or None if nothing does."""
+    if parts.tensor_parallel[1] > 1:
+        return "a host's processes have a share of the model each, and take every step together"
+    rope = getattr(parts.language_model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _ROPE_BY_LENGTH:
+        return f"the model's rotary frequencies depend on the length of a sequence ({rope['rope_type']})"
+    return None

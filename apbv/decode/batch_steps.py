@@ -1,0 +1,182 @@
+"""This module runs a language model over the newest tokens of several answers, each behind its own KV."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import BufferTable, SequenceBuffers
+from ..kernels.backends import choose
+from ..kv.growing import GrowingLayer
+from ..model.attention import BatchAttention
+from ..model.parts import ModelParts
+from ..transfer import fill, to_device
+from .graphs import CaptureError, GraphRecorder
+from .runner import MOST_CAPTURED, give_up_graphs, may_record
+from .step import forward
+
+# There are graphs for 1, 2, 4, 8, 16, 24, … answers, and for KV of up to 1,024, 4,096, 16,384, … rows.
+_EXACT_SIZES, _SIZE_STEP, _FEWEST_ROWS = 4, 8, 1024
+
+
+class OwnKV:
+    """An OwnKV is the KV of one answer in a batch, in buffers that the batch writes to.
+
+    Args:
+        layers: the prompt's KV; rows of the answer are written behind it, and not counted there.
+        position: the rotary position of the answer's first token.
+
+    Attributes:
+        num_run: how many of the answer's tokens the model has been run over.
+        place: another object whenever the buffers are others.
+    """
+
+    def __init__(self, layers: Sequence[GrowingLayer], position: int):
+        for layer in layers:
+            layer.make_room(1)
+        self._layers, self._prompt_rows, self._first_position = layers, layers[0].keys.shape[2], position
+        self.num_run, self.place = 0, object()
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows: of the prompt, and of the tokens that were run."""
+        return self._prompt_rows + self.num_run
+
+    @property
+    def position(self) -> int:
+        """The rotary position of the next token."""
+        return self._first_position + self.num_run
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that the buffers hold."""
+        return self._layers[0].buffers[0].shape[2]
+
+    @property
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer, ``[1, Hkv, capacity, D]``."""
+        return [layer.buffers for layer in self._layers]
+
+    def make_room(self) -> None:
+        """Have room for one more row; where there is none all rows are copied to larger buffers."""
+        if self.capacity > self.num_rows:
+            return
+        self.place = object()
+        for layer in self._layers:
+            layer.extend(self.num_rows - layer.keys.shape[2])
+            layer.make_room(1)
+
+
+class BatchRunner:
+    """A BatchRunner runs a language model over one new token of each of several answers.
+
+    On a GPU passes over equally many answers are recorded as a CUDA graph, which stays good while answers come and
+    go: where their KV lies is looked up on the GPU. Numbers of answers are rounded up to a few.
+
+    Args:
+        parts: the model.
+    """
+
+    def __init__(self, parts: ModelParts):
+        self._parts = parts
+        like = torch.empty(0, dtype=parts.dtype, device=parts.device)
+        self._looks_up = choose(parts.backend, like) == "triton"
+        self._records = self._looks_up and may_record(parts, None)
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._recorder: GraphRecorder | None = None
+
+    @torch.no_grad()
+    def run(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
+        """Run the model on R tokens, append each to its KV, and return the logits behind each, ``[R, V]``.
+
+        Args:
+            ids: a tensor ``[R]`` on the device is not waited for.
+            kvs: of each token its own, which have room.
+        """
+        logits = self._run_there(ids, kvs) if self._looks_up else self._run_here(ids, kvs)
+        for kv in kvs:
+            kv.num_run += 1
+        return logits
+
+    def _run_here(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
+        """Run the model with attention that is told by the host where the KV lies."""
+        parts, lengths = self._parts, [kv.num_rows for kv in kvs]
+        layers = [
+            SequenceBuffers(*zip(*of_all, strict=True), lengths)
+            for of_all in zip(*(kv.buffers for kv in kvs), strict=True)
+        ]
+        positions = to_device([kv.position for kv in kvs], parts.device)
+        attention = BatchAttention(parts.backend, layers)
+        return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
+
+    def _run_there(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
+        """Run the model with attention that looks up on the device where the KV lies."""
+        most_rows = max(kv.capacity for kv in kvs)
+        if not self._records or len(kvs) > MOST_CAPTURED:
+            step = _Step(self._parts, len(kvs), most_rows)
+            step.take(ids, kvs)
+            return step.compute()
+        size, most_rows = _rounded_up(len(kvs), most_rows)
+        step = self._steps.get((size, most_rows))
+        if step is None:
+            step = self._steps[size, most_rows] = _Step(self._parts, size, most_rows)
+        step.take(ids, kvs)
+        if step.has_run and step.replay is None:
+            self._recorder = self._recorder or GraphRecorder(self._parts.device)
+            try:
+                step.replay = self._recorder.record(step.compute)
+            except CaptureError as error:
+                self._records, self._steps, self._recorder = False, {}, None
+                give_up_graphs(self._parts, error)
+        logits = step.compute() if step.replay is None else step.replay()
+        step.has_run = True
+        return logits if len(kvs) == size else logits[: len(kvs)]
+
+
+class _Step:
+    """A _Step is a pass over R answers at most, of so many rows at most; its inputs stay where they are.
+
+    Attributes:
+        has_run: whether it has been computed before.
+        replay: computes it as a graph; None until that is recorded.
+    """
+
+    def __init__(self, parts: ModelParts, size: int, most_rows: int):
+        self._parts, self._size, self._most_rows = parts, size, most_rows
+        self._numbers = torch.zeros(3 * size, dtype=torch.int64, device=parts.device)
+        self._ids, self._positions, self._lengths = self._numbers.split(size)
+        self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
+        self._held: list[object] = []
+        self.has_run, self.replay = False, None
+
+    def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> None:
+        """Take the inputs of the next pass; the host waits for nothing."""
+        rest = self._size - len(kvs)
+        known = [kv.position for kv in kvs] + [0] * rest + [kv.num_rows for kv in kvs] + [-1] * rest
+        if isinstance(ids, Tensor):
+            self._ids[: len(kvs)].copy_(ids)
+            fill(self._numbers[self._size :], known)
+        else:
+            fill(self._numbers, [*ids, *[0] * rest, *known])
+        held = [kv.place for kv in kvs]
+        if held != self._held:
+            buffers = zip(*(kv.buffers for kv in kvs), strict=True)
+            layers = [SequenceBuffers(*zip(*of_all, strict=True), ()) for of_all in buffers]
+            fill(self._places, [[row + [0] * rest for row in layer.places] for layer in layers])
+            self._held = held
+
+    def compute(self) -> Tensor:
+        """Run the model on what was taken, write the new KV into the buffers, and return the logits ``[R, V]``."""
+        tables = [BufferTable(places, self._lengths, self._most_rows) for places in self._places]
+        attention = BatchAttention(self._parts.backend, tables)
+        return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)
+
+
+def _rounded_up(count: int, most_rows: int) -> tuple[int, int]:
+    """Return for how many answers, of how many rows, there is a graph that will do."""
+    rows = _FEWEST_ROWS
+    while rows < most_rows:
+        rows *= 4
+    if count <= _EXACT_SIZES:
+        return 1 << (count - 1).bit_length(), rows
+    return -(-count // _SIZE_STEP) * _SIZE_STEP, rows

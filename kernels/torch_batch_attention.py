@@ -1,0 +1,24 @@
+"""This module implements :mod:`apbv.kernels.batch_attention` by torch's own attention, one sequence at a time."""
+
+import torch
+from torch import Tensor
+
+from .library_attention import attend_with
+from .runs import SequenceBuffers
+
+
+def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuffers, scale: float) -> Tensor:
+    """Attend as :func:`apbv.kernels.batch_decode_attention` does."""
+    attend = attend_with("torch", q, k)
+    # The heads of a group are queries of one head, which see the same keys: [R, 1, Hkv, G, D].
+    queries = q[0].transpose(0, 1).unflatten(1, (k.shape[1], -1))[:, None]
+    newest = (states[0].transpose(0, 1) for states in (k, v))  # [R, Hkv, D]
+    outs = []
+    for query, key, value, keys, values, length in zip(
+        queries.unbind(), *newest, buffers.keys, buffers.values, buffers.lengths, strict=True
+    ):
+        keys.select(2, length)[0] = key
+        values.select(2, length)[0] = value
+        seen = (states.narrow(2, 0, length + 1) for states in (keys, values))
+        outs.append(attend(query, *seen, scale, False)[0])
+    return torch.cat(outs).flatten(1, 2).transpose(0, 1)[None]

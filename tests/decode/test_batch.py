@@ -1,0 +1,333 @@
+"""Several answers decoded at a time say what each says alone; they come and go as they please."""
+
+import queue
+import random
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv.decode.batch import Batch, why_not_together
+from apbv.hosts import AgreedError
+from apbv.input.request import Question, Request
+from apbv.kv import growing
+from apbv.model.attention import apbv_attention
+from apbv.model.parts import inspect_model
+from apbv.stats import StageTimer
+
+from answers import plain_tokens
+from families import TEXT_FAMILIES
+from prompts import ALL_FAMILIES, EXAMPLES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
+from recorded import recorded_on_a_cpu
+
+STEPS = 10
+GREEDY = SamplingConfig(max_new_tokens=STEPS)
+SAMPLED = [
+    SamplingConfig(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=5),
+    SamplingConfig(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=6),
+    SamplingConfig(max_new_tokens=STEPS, temperature=0.7, seed=7),
+]
+
+
+@pytest.fixture
+def fast_switching():
+    """Let threads take turns often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def prompt(family: str, number: int) -> tuple[dict, int | None]:
+    """One of a family's prompts, no two equally long, and where its question begins if it is a text."""
+    if family in TEXT_FAMILIES:
+        return text_batch(40 + 17 * number), 30
+    return video_batch(family, 9 + 8 * number), None
+
+
+def prefilled(family: str, number: int = 0, hosts: HostGroup | None = None, kv: str = "gathered"):
+    hosts = hosts or HostGroup.single()
+    inputs = as_inputs(family, *prompt(family, number), hosts)
+    config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED)
+    return prefill(build(family, torch.float32), inputs, hosts=hosts, config=config)
+
+
+def parts_of(family: str, eos: tuple[int, ...] = ()):
+    """A model's parts; its answers end with these tokens."""
+    parts = inspect_model(build(family, torch.float32))
+    parts.model.generation_config.eos_token_id = list(eos) or None
+    return parts
+
+
+def asked(state, sampling: SamplingConfig = GREEDY, **callbacks) -> Request:
+    return Request(Question(), StageTimer(state.kv.hosts), sampling=sampling, **callbacks)
+
+
+def run(batch: Batch) -> None:
+    while len(batch):
+        assert batch.step()
+
+
+def alone(state, parts, sampling: SamplingConfig = GREEDY) -> list[int]:
+    return plain_tokens(state, parts, sampling, parts.eos_token_ids)
+
+
+def generated(family: str, number: int) -> list[int]:
+    """What the model itself says."""
+    model, (batch, _) = build(family, torch.float32), prompt(family, number)
+    reset_rope(model)
+    output = model.generate(**batch, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
+    return output[0, batch["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_members_that_come_and_go_say_what_the_model_says(family):
+    parts = parts_of(family)
+    batch, members = Batch(parts), []
+    for number, wait in enumerate((0, 3, 1)):
+        for _ in range(wait):
+            batch.step()
+        state = prefilled(family, number)
+        members.append(batch.join(state, asked(state, replace(GREEDY, max_new_tokens=STEPS - 2 * number))))
+    run(batch)
+    for number, member in enumerate(members):
+        expected = generated(family, number)
+        assert len(set(expected)) > 2
+        assert member.tokens == expected[: STEPS - 2 * number], number
+        assert member.finish_reason == "length" and member.error is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", ["plain", "ahead", pytest.param("recorded", marks=pytest.mark.thorough)])
+def test_a_walk_with_every_way_to_choose(seed, way, monkeypatch):
+    """Ahead: as a GPU gets a step before the tokens of the last one are read; recorded: as graphs repeat steps."""
+    monkeypatch.setattr(growing, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
+    chance, parts = random.Random(seed), parts_of("llama")
+    samplings = [
+        replace(chance.choice([GREEDY, *SAMPLED]), max_new_tokens=chance.randint(1, STEPS)) for _ in range(6)
+    ]
+    stops = [chance.choice([STEPS, chance.randint(1, STEPS)]) for _ in samplings]
+    expected = [
+        alone(prefilled("llama", number), parts, sampling)[: stops[number]]
+        for number, sampling in enumerate(samplings)
+    ]
+    with ExitStack() as stack:
+        repeated = stack.enter_context(recorded_on_a_cpu()) if way == "recorded" else None
+        batch, members, left = Batch(replace(parts, backend="triton" if way == "recorded" else "auto")), [], {}
+        batch._runs_ahead = way != "plain"
+        while len(batch) or len(members) < len(samplings):
+            if len(members) < len(samplings) and chance.random() < 0.5:
+                state, most = prefilled("llama", len(members)), stops[len(members)]
+                request = asked(state, samplings[len(members)], stop=lambda tokens, most=most: len(tokens) == most)
+                members.append(batch.join(state, request))
+            going = [number for number, member in enumerate(members) if not member.has_ended]
+            if going and chance.random() < 0.1:
+                number = chance.choice(going)
+                left[number] = len(members[number].tokens)
+                batch.leave(members[number])
+            advanced = batch.step()
+            assert all(member in members for member in advanced)
+    assert way != "recorded" or len(repeated) > 5
+    for number, member in enumerate(members):
+        assert member.error is None
+        assert member.tokens == expected[number][: left.get(number, STEPS)], number
+        is_cut = len(member.tokens) == samplings[number].max_new_tokens
+        assert member.finish_reason == (None if number in left else "length" if is_cut else "stop")
+
+
+def together_job(hosts: HostGroup, samplings: list[SamplingConfig]):
+    """The answers of host 0, in one batch, and each by all hosts."""
+    parts = parts_of("qwen2_5_vl")
+    states = [prefilled("qwen2_5_vl", number, hosts) for number in range(len(samplings))]
+    expected = [alone(state, parts, sampling) for state, sampling in zip(states, samplings, strict=True)]
+    if not hosts.is_leader:
+        return expected, None
+    batch = Batch(parts)
+    members = [batch.join(state, asked(state, by)) for state, by in zip(states, samplings, strict=True)]
+    run(batch)
+    return expected, [member.tokens for member in members]
+
+
+def test_answers_to_prompts_of_two_hosts(pool):
+    (expected, found), _ = pool.run(2, together_job, [GREEDY, *SAMPLED])
+    assert found == expected
+    assert found[0] == generated("qwen2_5_vl", 0)
+
+
+def test_first_tokens_come_before_anybody_is_decoded_further():
+    parts = parts_of("llama")
+    one, other = prefilled("llama"), prefilled("llama", 1)
+    batch, seen = Batch(parts), []
+    first = batch.join(one, asked(one, on_token=lambda token: seen.append("first")))
+    assert batch.step() == [first] and batch.step() == [first]
+    second = batch.join(other, asked(other, on_token=lambda token: seen.append("second")))
+    assert batch.step() == [second]
+    assert batch.step() == [first, second]
+    assert seen == ["first", "first", "second", "first", "second"]
+
+
+def test_joining_moves_nothing():
+    parts, state = parts_of("llama"), prefilled("llama")
+    places = [layer.keys.data_ptr() for layer in state.kv.cache.layers]
+    batch = Batch(parts)
+    batch.join(state, asked(state))
+    for _ in range(4):
+        batch.step()
+    assert [layer.keys.data_ptr() for layer in state.kv.cache.layers] == places
+
+
+def test_a_prompt_is_answered_again_after_a_batch():
+    parts, state = parts_of("llama"), prefilled("llama")
+    answers = []
+    for _ in range(2):
+        batch = Batch(parts)
+        member = batch.join(state, asked(state))
+        run(batch)
+        answers.append(member.tokens)
+    assert answers == [alone(state, parts)] * 2
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED[0]], ids=["greedy", "sampled"])
+def test_end_tokens(sampling):
+    state, other = prefilled("llama"), prefilled("llama", 1)
+    free = alone(state, parts_of("llama"), sampling)
+    end = free[4]
+    first = free.index(end)
+    parts = parts_of("llama", (end, 10**6))
+    try:
+        batch = Batch(parts)
+        ends, ignores, waits = (
+            batch.join(prefilled("llama"), asked(state, by))
+            for by in (sampling, replace(sampling, ignore_eos=True), replace(sampling, min_tokens=first + 2))
+        )
+        batch.join(other, asked(other, sampling))
+        run(batch)
+        assert ends.tokens == free[: first + 1] == alone(state, parts, sampling)
+        assert ends.finish_reason == "stop"
+        assert ignores.tokens == free == alone(state, parts, replace(sampling, ignore_eos=True))
+        assert ignores.finish_reason == "length"
+        assert waits.tokens[:first] == free[:first] and end not in waits.tokens[: first + 2]
+        assert len(waits.tokens) >= first + 2
+        assert waits.tokens == alone(state, parts, replace(sampling, min_tokens=first + 2))
+    finally:
+        parts_of("llama")
+
+
+@pytest.mark.parametrize("family", EXAMPLES)
+def test_prompts_are_prefilled_meanwhile_with_the_same_model(family, fast_switching):
+    parts, numbers = parts_of(family), [0, 1, 2] * 8
+    states = [prefilled(family, number) for number in range(3)]
+    expected = [alone(state, parts) for state in states]
+    arriving, answers = queue.Queue(), []
+
+    def decode() -> None:
+        batch, members = Batch(parts), []
+        while len(members) < len(numbers) or len(batch):
+            with suppress(queue.Empty):
+                while len(members) < len(numbers):
+                    state = arriving.get(block=not len(batch))
+                    members.append(batch.join(state, asked(state)))
+            batch.step()
+        answers.extend(member.tokens for member in members)
+
+    with apbv_attention(parts.language_model), ThreadPoolExecutor(1) as thread:
+        decoding = thread.submit(decode)
+        for number in numbers:
+            state = prefilled(family, number)
+            torch.testing.assert_close(state.logits, states[number].logits)
+            arriving.put(state)
+        decoding.result()
+    assert answers == [expected[number] for number in numbers]
+
+
+def test_a_stop_ends_one_answer():
+    parts = parts_of("llama")
+    one, other = prefilled("llama"), prefilled("llama", 1)
+    batch = Batch(parts)
+    stopped = batch.join(one, asked(one, stop=lambda tokens: len(tokens) == 3))
+    goes_on = batch.join(other, asked(other))
+    run(batch)
+    assert stopped.tokens == alone(one, parts)[:3] and stopped.finish_reason == "stop"
+    assert goes_on.tokens == alone(other, parts)
+
+
+@pytest.mark.parametrize("fails", ["first", "later", "callback"])
+def test_a_member_fails_alone(fails):
+    parts = parts_of("llama")
+    one, other = prefilled("llama"), prefilled("llama", 1)
+    expected = alone(other, parts)
+
+    def on_token(token):
+        if fails == "callback":
+            raise KeyError("nobody listens")
+
+    if fails == "first":
+        one.logits = one.logits * torch.nan
+    batch = Batch(parts)
+    broken = batch.join(one, asked(one, on_token=on_token))
+    going = batch.join(other, asked(other))
+    if fails == "later":
+        batch.step()
+        for layer in one.kv.cache.layers:
+            layer.values[:] = torch.nan
+    run(batch)
+    assert isinstance(broken.error, KeyError if fails == "callback" else AgreedError)
+    assert broken.has_ended and broken.finish_reason is None
+    assert going.error is None and going.tokens == expected
+
+
+def test_a_step_that_fails_may_be_taken_again(monkeypatch):
+    parts = parts_of("llama")
+    states = [prefilled("llama", number) for number in range(2)]
+    expected = [alone(state, parts) for state in states]
+    batch = Batch(parts)
+    members = [batch.join(state, asked(state)) for state in states]
+    for _ in range(3):
+        batch.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(parts), "logits", lambda parts, hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch.step()
+    assert [len(member.tokens) for member in members] == [3, 3]
+    run(batch)
+    assert [member.tokens for member in members] == expected
+
+
+def test_whoever_ends_lets_go_of_the_kv():
+    batch, members, kept = Batch(parts_of("llama")), [], []
+    for number in range(2):
+        state = prefilled("llama", number)
+        members.append(batch.join(state, asked(state, replace(GREEDY, max_new_tokens=2 + number))))
+        kept.append([weakref.ref(layer) for layer in state.kv.cache.layers])
+        del state
+
+    def are_kept() -> list[bool]:
+        assert all(len({ref() is None for ref in refs}) == 1 for refs in kept)
+        return [refs[0]() is not None for refs in kept]
+
+    batch.step()
+    assert are_kept() == [True, True]
+    batch.step()
+    assert members[0].has_ended and are_kept() == [False, True]
+    batch.leave(members[1])
+    batch.leave(members[1])  # for nothing
+    assert are_kept() == [False, False] and not len(batch) and batch.step() == []
+
+
+def test_what_is_not_decoded_together(monkeypatch):
+    parts, state = parts_of("llama"), prefilled("llama", kv="sharded")
+    with pytest.raises(ValueError, match="gathered on this host"):
+        Batch(parts).join(state, asked(state))
+    assert why_not_together(parts) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(parts), "tensor_parallel", (0, 2))
+        with pytest.raises(ValueError, match="decoded together: a host"):
+            Batch(parts)
+    monkeypatch.setitem(parts.language_model.config.rope_parameters, "rope_type", "dynamic")
+    with pytest.raises(ValueError, match=r"rotary frequencies depend on the length of a sequence \(dynamic\)"):
+        Batch(parts)

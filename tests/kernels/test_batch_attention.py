@@ -1,0 +1,131 @@
+"""Attention of each sequence's newest token, in a batch: by every back end against the definition."""
+
+import math
+
+import pytest
+import torch
+
+from apbv.kernels import BufferTable, SequenceBuffers, batch_decode_attention, reference
+
+from attention_cases import OUT_TOLERANCE, assert_out_close, dtype_name, sliced_heads_and_dim, transposed
+from device import DEVICE, TRITON_DTYPES
+
+# In the interpreter a head's keys are split into ranges of 256 at least, over 8 programs at most.
+LENGTHS = {"one": [0], "short": [5, 0, 63], "split": [700, 1, 256, 255, 257], "long": [2300, 8]}
+
+
+def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, seed=0):
+    """Queries, newest keys and values, and buffers with NaN behind their rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    q, k, v = (randn(1, heads, len(lengths), dim) for heads in (kv_heads * group, kv_heads, kv_heads))
+    buffers = []
+    for _ in range(2):
+        buffers.append(
+            [torch.full((1, kv_heads, n + 3, dim), math.nan, dtype=dtype, device=DEVICE) for n in lengths]
+        )
+        for buffer, length in zip(buffers[-1], lengths, strict=True):
+            buffer[:, :, :length] = randn(1, kv_heads, length, dim)
+    return q, k, v, SequenceBuffers(*buffers, lengths)
+
+
+def copy(buffers: SequenceBuffers, dtype=None) -> SequenceBuffers:
+    keys, values = (
+        [x.to(dtype or x.dtype, copy=True) for x in states] for states in (buffers.keys, buffers.values)
+    )
+    return SequenceBuffers(keys, values, buffers.lengths)
+
+
+def check(q, k, v, buffers, backend, scale=0.1):
+    wide = copy(buffers, torch.float64)
+    exact = reference.batch_decode_attention(q.double(), k.double(), v.double(), wide, scale)
+    out = batch_decode_attention(q, k, v, buffers, scale, backend=backend)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert_out_close(out, exact, OUT_TOLERANCE[q.dtype])
+    for ours, theirs in ((buffers.keys, wide.keys), (buffers.values, wide.values)):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_definition_is_that_of_attention():
+    q, k, v, buffers = make([5, 0, 63], dtype=torch.float64)
+    before = copy(buffers)
+    out = reference.batch_decode_attention(q, k, v, buffers, 0.1)
+    for r, length in enumerate(buffers.lengths):
+        keys = torch.cat([before.keys[r][0, :, :length], k[0, :, r : r + 1]], dim=1)
+        values = torch.cat([before.values[r][0, :, :length], v[0, :, r : r + 1]], dim=1)
+        scores = (q[0, :, r].unflatten(0, (2, 2)) @ keys.transpose(1, 2) * 0.1).softmax(-1)
+        torch.testing.assert_close(out[0, :, r], (scores @ values).flatten(0, 1))
+        assert torch.equal(buffers.keys[r][0, :, length], k[0, :, r]) and buffers.keys[r][0, :, -1].isnan().all()
+
+
+BACKENDS = [("triton", dtype) for dtype in TRITON_DTYPES] + [
+    ("torch", dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+]
+backends = pytest.mark.parametrize(
+    ("backend", "dtype"), BACKENDS, ids=[f"{backend}-{dtype_name(dtype)}" for backend, dtype in BACKENDS]
+)
+
+
+@backends
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_lengths(lengths, backend, dtype):
+    check(*make(lengths, dtype=dtype), backend)
+
+
+@backends
+@pytest.mark.parametrize(("dim", "group", "kv_heads"), [(16, 7, 1), (80, 1, 4), (128, 7, 4), (20, 3, 16)])
+def test_heads(dim, group, kv_heads, backend, dtype):
+    check(*make([40, 300], dim=dim, group=group, kv_heads=kv_heads, dtype=dtype), backend, -(dim**-0.5))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("strided", [transposed, sliced_heads_and_dim], ids=lambda f: f.__name__)
+def test_strides_of_what_is_new(strided, backend):
+    q, k, v, buffers = make([40, 3, 300])
+    check(strided(q), strided(k), strided(v), buffers, backend)
+
+
+def table_of(buffers: SequenceBuffers, num_rows: int) -> BufferTable:
+    """A table with room for so many sequences; those behind are not there."""
+    rest = [0] * (num_rows - len(buffers.lengths))
+    places = torch.tensor([[*row, *rest] for row in buffers.places], device=DEVICE)
+    lengths = torch.tensor([*buffers.lengths, *(-1 for _ in rest)], device=DEVICE)
+    return BufferTable(places, lengths, most_rows=max(buffers.lengths) + 1)
+
+
+def test_a_table_may_have_more_rows_than_there_are_sequences():
+    q, k, v, buffers = make([40, 300, 0, 7])
+    there = SequenceBuffers(buffers.keys[:2], buffers.values[:2], buffers.lengths[:2])
+    exact = batch_decode_attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], copy(there), 0.1, backend="reference")
+    q[:, :, 2:], k[:, :, 2:] = math.nan, math.nan
+    out = batch_decode_attention(q, k, v, table_of(there, 4), 0.1, backend="triton")
+    assert_out_close(out[:, :, :2], exact.double(), OUT_TOLERANCE[q.dtype])
+    assert torch.equal(out[:, :, 2:], torch.zeros_like(out[:, :, 2:]))
+    for states, (r, length) in ((s, r) for s in (buffers.keys, buffers.values) for r in enumerate(there.lengths)):
+        assert not states[r][:, :, length].isnan().any() and states[r][:, :, length + 1 :].isnan().all()
+
+
+def test_a_sequence_with_nan_is_alone_with_it():
+    q, k, v, buffers = make([40, 300, 7])
+    exact = batch_decode_attention(q, k, v, copy(buffers), 0.1, backend="reference")
+    for broken in (buffers.values[1][:, :, 11], k[:, :, 0]):
+        broken[:] = math.nan
+    for backend in ("torch", "triton"):
+        out = batch_decode_attention(q, k, v, copy(buffers), 0.1, backend=backend)
+        assert out[:, :, :2].isnan().all()
+        torch.testing.assert_close(out[:, :, 2], exact[:, :, 2])
+
+
+def test_what_is_refused():
+    q, k, v, buffers = make([5, 3])
+    with pytest.raises(ValueError, match="3 query heads are not a multiple of 2"):
+        batch_decode_attention(q[:, :3], k, v, buffers, 0.1)
+    full = SequenceBuffers(buffers.keys, buffers.values, [5, 6])
+    with pytest.raises(ValueError, match="a buffer of 6 rows has no room behind 6"):
+        batch_decode_attention(q, k, v, full, 0.1)
+    with pytest.raises(ValueError, match="torch back end does not look up"):
+        batch_decode_attention(q, k, v, table_of(buffers, 2), 0.1, backend="torch")
