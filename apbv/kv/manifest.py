@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .assembly import cover_once
+
 FORMAT, FORMAT_VERSION = "apbv-kv", 1
 MANIFEST_NAME = "manifest.json"
 
@@ -35,8 +37,7 @@ class StoredFile:
     crc32: int
 
     def __post_init__(self):
-        if Path(self.name).name != self.name:
-            raise StorageError(f"the manifest names the file {self.name!r}, which is not in its folder")
+        _require_inside(self.name)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,9 @@ class Manifest:
     prompt: StoredFile
     shards: tuple[Shard, ...]
 
+    def __post_init__(self):
+        _require_inside(self.generation)
+
     @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype of keys and values."""
@@ -210,20 +214,14 @@ def require_complete(manifest: Manifest, path: Path) -> None:
         len(shard.files) != manifest.num_layers for shard in manifest.shards
     ):
         raise StorageError(f"the manifest for {path} does not name every token and every layer")
-    cells = sum(length(shard.kv_heads) * sum(map(length, shard.tokens)) for shard in manifest.shards)
-    if cells == manifest.num_kv_heads * manifest.num_tokens:  # checked before memory is allocated
-        held = torch.zeros(manifest.num_kv_heads, manifest.num_tokens, dtype=torch.bool)
-        for shard in manifest.shards:
-            for start, stop in shard.tokens:
-                held[slice(*shard.kv_heads), start:stop] = True
-        if held.all():
-            return
-    raise StorageError(f"the shards for {path} do not hold every token exactly once")
+    shards = ((shard.tokens, shard.kv_heads) for shard in manifest.shards)
+    if not cover_once(shards, range(manifest.num_kv_heads), range(manifest.num_tokens)):
+        raise StorageError(f"the shards for {path} do not hold every token exactly once")
 
 
-def length(run: tuple[int, int]) -> int:
-    """Count the tokens of a run ``[start, stop)``."""
-    return run[1] - run[0]
+def _require_inside(name: str) -> None:
+    if Path(name).name != name or name == "..":
+        raise StorageError(f"the manifest names {name!r}, which is not in its folder")
 
 
 def digest_of(record: Any) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..layout import intersect
-from .manifest import MANIFEST_NAME, Manifest, Shard, StorageError, StoredFile, length, parse_manifest
+from .assembly import length, rows_of
+from .manifest import MANIFEST_NAME, Manifest, StorageError, StoredFile, parse_manifest
 
 
 class SavedKV:
@@ -80,7 +81,7 @@ class SavedKV:
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
         for shard in manifest.shards:
             heads = intersect(kv_heads, range(*shard.kv_heads))
-            runs = list(_rows_in(shard, wanted))
+            runs = list(rows_of(shard.tokens, wanted))
             if not heads or not runs:
                 continue
             stored = self._read(shard.files[index])
@@ -109,17 +110,3 @@ class SavedKV:
             return safetensors.torch.load(content)
         except (OSError, SafetensorError) as error:
             raise StorageError(f"cannot read {path}: {error}") from error
-
-
-def _rows_in(shard: Shard, wanted: Sequence[range]) -> Iterator[tuple[slice, slice]]:
-    """Yield which rows of a shard belong to the wanted tokens, and their places among these."""
-    row = 0
-    for run in shard.tokens:
-        place = 0
-        for tokens in wanted:
-            common = intersect(range(*run), tokens)
-            if common:
-                start, at = row + common.start - run[0], place + common.start - tokens.start
-                yield slice(start, start + len(common)), slice(at, at + len(common))
-            place += len(tokens)
-        row += length(run)

@@ -19,7 +19,11 @@ from ..input.request import Request
 from ..kv.cache import ShardedCache
 from ..kv.growing import first_tokens
 from ..kv.manifest import Manifest, ModelIdentity, Shard, VisualIdentity
+from ..kv.offered_folder import OfferedFolder
+from ..kv.offers import Offers
 from ..kv.placement import PlacedKV, ShardedKV
+from ..kv.sending import Share
+from ..kv.ticket import Ticket, digest_of_positions, digest_of_tokens, new_token, new_transfer
 from ..kv.writer import Writer, lock_for_saving
 from ..layout import ContextLayout, split_evenly
 from ..model.parts import ModelParts
@@ -163,6 +167,7 @@ class PrefillResult:
             on_token=request.on_token,
             on_first_token=self.timer.mark_first_token,
             stop=request.stop,
+            ready=self.timer.prefilled_on_gpu,
         )
 
     def save(self, path: str | Path) -> None:
@@ -196,6 +201,81 @@ class PrefillResult:
                     writer.discard()
                 raise
 
+    def offer(self, offers: Offers) -> Ticket | None:
+        """Offer the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
+
+        The KV stays in the memory of the processes that hold it until the offer ends, whatever becomes of this
+        result, and a consumer fetches it from there. Where the offers have a directory, it is saved there instead.
+
+        Args:
+            offers: this process's.
+
+        Returns:
+            On the leader the ticket with which a consumer fetches it (``ticket.to_params()`` are the
+            ``kv_transfer_params`` of a request to vLLM); None on the other processes.
+
+        Raises:
+            StorageError: the KV cannot be saved, or nothing can be offered any more.
+            HostError: another host failed.
+        """
+        hosts = self.kv.hosts
+        drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
+        transfer, token = hosts.broadcast_bytes(drawn).decode().split()
+        try:
+            with hosts.local_stage("offering the KV"):
+                held = self._held_for(offers, transfer)
+                if held is not None:
+                    offers.hold(transfer, token, held)
+                facts = self._facts() if hosts.is_leader else {}
+            path = None if offers.directory is None else offers.directory / transfer
+            if path is not None:
+                self.save(path)
+            sources = hosts.gather_json(None if held is None else offers.address)
+            if not hosts.is_leader:
+                return None
+            sources = tuple((host, port) for host, port in filter(None, sources))
+            ticket = Ticket(transfer=transfer, token=token, sources=sources, path=path and str(path), **facts)
+            offers.publish(ticket)
+            return ticket
+        except BaseException:
+            offers.drop(transfer)
+            raise
+
+    def _held_for(self, offers: Offers, transfer: str) -> Share | OfferedFolder | None:
+        """Return what this process has to offer of a transfer's KV; None where it has nothing."""
+        hosts = self.kv.hosts
+        if offers.directory is not None:
+            return OfferedFolder(offers.directory, transfer) if hosts.is_leader else None
+        spans, layers = self.kv.held(self.layout)
+        if not any(map(len, spans)):
+            return None
+        num_kv_heads = layers[0][0].shape[1] * hosts.tensor_parallel_size
+        return Share(spans, own_heads(num_kv_heads, hosts), layers)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a ticket says of the KV, on the leader."""
+        layers, model = self.kv.cache.layers, self.model()
+        return {
+            "num_tokens": self.num_tokens,
+            "tokens_sha256": digest_of_tokens(self.inputs.input_ids[0]),
+            "positions_sha256": digest_of_positions(self._positions()),
+            "position_rule": self.inputs.position_rule,
+            "model": model.name,
+            "config_sha256": model.config_sha256,
+            "weights_sha256": model.weights_sha256,
+            "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
+            "num_layers": len(layers),
+            "num_kv_heads": layers[0].keys.shape[1] * self.kv.hosts.tensor_parallel_size,
+            "head_dim": layers[0].keys.shape[-1],
+            "method": self.method,
+            "exact": self.exact,
+        }
+
+    def _positions(self) -> Tensor:
+        """Return the rotary positions as consumers compare them: ``[3, n]`` for M-RoPE models, else ``[n]``."""
+        position_ids = self.inputs.position_ids
+        return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
+
     def _write_shard(self, writer: Writer) -> Shard | None:
         """Write the KV that this host holds; return None where it holds none."""
         hosts = self.kv.hosts
@@ -209,7 +289,7 @@ class PrefillResult:
     def _manifest(self, writer: Writer, shards: list[Shard]) -> Manifest:
         """Return the manifest of all hosts' shards; on the leader, which always holds some KV."""
         inputs, layout, layers = self.inputs, self.layout, self.kv.cache.layers
-        positions = inputs.position_ids[:, 0] if inputs.position_ids.dim() == 3 else inputs.position_ids[0]
+        positions = self._positions()
         visual = inputs.visual
         return Manifest(
             generation=writer.generation,

@@ -190,6 +190,11 @@ SPOILS = {
     "a number that is none": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
     "more tokens than there are": (lambda path: sign(path, lambda r: r.update(num_tokens=10**30)), "every token"),
     "more heads than there are": (lambda path: sign(path, lambda r: r.update(num_kv_heads=10**30)), "every token"),
+    "a folder elsewhere": (
+        lambda path: sign(path, lambda r: r.update(generation=f"../{path.name}/{r['generation']}")),
+        "not in its folder",
+    ),
+    "the folder above": (lambda path: sign(path, lambda r: r.update(generation="..")), "not in its folder"),
     "another file": (lambda path: (path / "manifest.json").write_text("[]"), "not a manifest"),
     "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
 }

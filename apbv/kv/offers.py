@@ -1,0 +1,373 @@
+"""This module holds KV that waits to be fetched, gives it to those who know its secret, and lets it end.
+
+Every process of a prefill group has its :class:`Offers`. Host 0's decides when an offer ends, and tells the
+others.
+"""
+
+import hmac
+import logging
+import math
+import socket
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..hosts import HostGroup
+from .manifest import StorageError
+from .offer import ENDINGS, AlreadyFetched, Offer, gone
+from .offered_folder import OfferedFolder, remove_orphans
+from .sending import Listener, Share
+from .ticket import Ticket
+from .wire import (
+    ask,
+    range_of,
+    reachable_address,
+    read_message,
+    reader_of,
+    send_message,
+    send_rows,
+    sever,
+)
+
+if TYPE_CHECKING:
+    from .rdma import Exposer
+
+OnEnd = Callable[[str, str, int], None]
+
+_logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 60.0  # for a reader that takes nothing
+_REQUEST_SECONDS = 10.0  # for a request to arrive
+_TELLING_SECONDS = 5.0  # for another host to hear that an offer has ended
+_GRACE_SECONDS = 1.0  # for who is reading when an offer ends to be told, between two layers
+_REMEMBERED = 1024
+
+
+class Offers:
+    """Offers are the KV of this process that waits to be fetched, and the port where it is given out.
+
+    An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
+    (``"dropped"``), after its time (``"expired"``), for :meth:`make_room` (``"displaced"``) or at :meth:`close`
+    (``"closed"``). Its memory is then free, or its folder removed.
+
+    Construct it on all processes of a group; that is collective.
+
+    Args:
+        hosts: the group.
+        host: the address to listen on.
+        port: of the first process; process p of the group listens on ``port + p``. 0 takes any that is free.
+        advertised: the address that consumers get; None: ``host``, or where that is all of a machine's addresses
+            the one by which others reach it.
+        seconds: how long an offer waits for its consumer; twice as long once somebody has begun to fetch.
+        directory: a folder that producers and consumers share, in which KV is saved in place of being given out
+            from memory; the same for all processes.
+        on_end: called on the leader with an offer's transfer, how it ended, and the bytes of its KV on all hosts,
+            once they are free here. It may come from any thread, and must not block.
+
+    Attributes:
+        address: where this process gives out KV.
+        directory: as above.
+
+    Raises:
+        OSError: a process cannot listen there.
+        HostError: on the others.
+    """
+
+    def __init__(
+        self,
+        hosts: HostGroup,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertised: str | None = None,
+        seconds: float = 120.0,
+        directory: Path | None = None,
+        on_end: OnEnd | None = None,
+    ):
+        self.directory, self._seconds, self._on_end = directory, seconds, on_end
+        self._leads = hosts.is_leader
+        self._offers: OrderedDict[str, Offer] = OrderedDict()  # the oldest first
+        self._past: OrderedDict[str, tuple[str, str]] = OrderedDict()  # token and ending
+        self._exposer: Exposer | None = None
+        self._making_exposer = threading.Lock()
+        self._ending: set[Offer] = set()  # with readers that are still to hear of it
+        self._changed, self._is_closed = threading.Condition(), False
+        actions = {"fetch": self._fetch, "begin": self._begin, "done": self._done}
+        self._actions = actions | {"drop": self._dropped, "end": self._told}
+        listener = None
+        try:
+            with hosts.local_stage("listening for consumers of KV"):
+                if directory is not None and self._leads:
+                    remove_orphans(directory)
+                reachable = advertised or reachable_address(host)
+                process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+                listener = Listener((host, port and port + process), self._serve, _IDLE_SECONDS)
+        except BaseException:
+            if listener is not None:  # it was another process that cannot listen
+                listener.close()
+            raise
+        self._listener, self.address = listener, (reachable, listener.port)
+        self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
+        self._clock.start()
+
+    def __enter__(self) -> "Offers":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def hold(self, transfer: str, token: str, held: Share | OfferedFolder) -> None:
+        """Offer what this process holds of a transfer's KV.
+
+        Raises:
+            StorageError: nothing is offered any more.
+        """
+        now = time.monotonic()
+        in_memory = isinstance(held, Share)
+        share, folder = (held, None) if in_memory else (None, held)
+        # Host 0 decides, once it is published; the others end by themselves only where they do not hear of it.
+        lives_until = math.inf if self._leads else now + 3 * self._seconds
+        with self._changed:
+            if self._is_closed:
+                raise StorageError("no KV can be offered any more: the server is ending")
+            self._offers[transfer] = Offer(transfer, token, share, folder, now, lives_until)
+            self._changed.notify_all()
+
+    def publish(self, ticket: Ticket) -> None:
+        """Complete an offer on the leader; its time begins now.
+
+        Raises:
+            StorageError: it has ended.
+        """
+        with self._changed:
+            offer = self._offers.get(ticket.transfer)
+            if offer is None:
+                raise StorageError(f"the KV of transfer {ticket.transfer} is offered no more")
+            offer.ticket, offer.began = ticket, time.monotonic()
+            offer.lives_until = offer.began + self._seconds
+            self._changed.notify_all()
+
+    def drop(self, transfer: str) -> None:
+        """End an offer that nobody will fetch; do nothing where it has ended.
+
+        On the leader the other processes are told.
+        """
+        if offer := self._offers.get(transfer):
+            self._end(offer, "dropped")
+
+    def make_room(self, num_bytes: int) -> bool:
+        """End the oldest offers that nobody has begun to fetch after a quarter of their time; on the leader.
+
+        Args:
+            num_bytes: how much is needed, of all hosts together.
+
+        Returns:
+            Whether so much is free now; where these offers do not hold so much, none has been ended.
+        """
+        now, chosen, found = time.monotonic(), [], 0
+        with self._changed:
+            for offer in self._offers.values():
+                is_old = now - offer.began >= self._seconds / 4
+                if found < num_bytes and offer.ticket and is_old and not offer.readers:
+                    chosen.append(offer)
+                    found += offer.ticket.num_bytes
+        if found < num_bytes:
+            return False
+        for offer in chosen:
+            self._end(offer, "displaced")
+        return True
+
+    def close(self) -> None:
+        """End all offers and listen no more; each process closes its own."""
+        with self._changed:
+            self._is_closed = True
+            offers = list(self._offers.values())
+            self._changed.notify_all()
+        for offer in offers:
+            self._end(offer, "closed")
+        self._listener.close()
+        self._clock.join()
+
+    # How offers end.
+
+    def _end(self, offer: Offer, how: str) -> None:
+        with self._changed:
+            if offer.how is not None:
+                return
+            offer.how, offer.ended = how, time.monotonic()
+            del self._offers[offer.transfer]
+            self._past[offer.transfer] = offer.token, how
+            if len(self._past) > _REMEMBERED:
+                self._past.popitem(last=False)
+            if offer.streams:
+                self._ending.add(offer)
+                self._changed.notify_all()
+                return  # the last of them frees it
+        self._free(offer)
+
+    def _free(self, offer: Offer) -> None:
+        offer.share = None
+        if offer.folder is not None:
+            offer.folder.remove()
+        if offer.ticket is None:
+            return
+        if offer.how != "closed":  # then all processes close theirs
+            order = {"do": "end", "transfer": offer.transfer, "token": offer.token, "how": offer.how}
+            for source in offer.ticket.sources[1:]:
+                try:
+                    ask(source, order, _TELLING_SECONDS)
+                except StorageError as error:
+                    _logger.warning("KV that has ended may stay in memory for a while: %s", error)
+        if self._on_end is not None:
+            try:
+                self._on_end(offer.transfer, offer.how, offer.ticket.num_bytes)
+            except Exception:
+                _logger.exception("what was to be done at the end of an offer has failed")
+
+    def _watch(self) -> None:
+        """End offers whose time is over, and cut off who reads on from those that have ended."""
+        while True:
+            with self._changed:
+                if self._is_closed:
+                    return
+                now = time.monotonic()
+                late = [offer for offer in self._ending if offer.ended + _GRACE_SECONDS <= now]
+                expired = [offer for offer in self._offers.values() if offer.lives_until <= now]
+                if not late and not expired:
+                    moments = [offer.lives_until for offer in self._offers.values()]
+                    moments += [offer.ended + _GRACE_SECONDS for offer in self._ending]
+                    self._changed.wait(min([moment - now for moment in moments] + [threading.TIMEOUT_MAX]))
+                    continue
+                for offer in late:
+                    self._ending.discard(offer)
+                    for connection in offer.streams:
+                        sever(connection)
+            for offer in expired:
+                self._end(offer, "expired")
+
+    # What others ask for.
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            request = read_message(connection, _REQUEST_SECONDS)
+            action = self._actions.get(str(request.get("do")))
+            if action is None:
+                raise StorageError(f"cannot do {request.get('do')!r:.40}")
+            action(connection, request)
+        except StorageError as error:
+            send_message(connection, {"error": str(error)})
+
+    def _fetch(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        with self._reading(connection, request) as offer:
+            self._send(connection, request, offer)
+
+    def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
+        share = offer.share
+        if share is None:
+            raise StorageError(f"the KV of transfer {offer.transfer} lies in a directory")
+        tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
+        part = share.part(tokens, kv_heads, layers)
+        held = {"tokens": part.runs, "kv_heads": part.kv_heads}
+        if request.get("rdma"):
+            with self._rdma().exposing(share, part) as window:
+                send_message(connection, {**held, "window": window})
+                read_message(connection, 2 * self._seconds)  # who reads has all of it
+                if offer.how is not None:
+                    raise gone(offer.transfer, offer.how)
+                send_message(connection, {})  # and it was here until now
+            return
+        send_message(connection, held)
+        for index, states in zip(layers, share.in_host_memory(part), strict=True):
+            if offer.how is not None:
+                raise gone(offer.transfer, offer.how)
+            send_message(connection, {"layer": index})
+            send_message(connection, {"crc32": send_rows(connection, states)})
+
+    def _rdma(self) -> "Exposer":
+        """Return what lets others read this process's memory.
+
+        Raises:
+            StorageError: there is nothing that could.
+        """
+        with self._making_exposer:
+            if self._exposer is None:
+                try:
+                    from .rdma import Exposer
+                except ImportError as error:
+                    raise StorageError(f"{self.address[0]} has no RDMA: {error}") from error
+                self._exposer = Exposer()
+            return self._exposer
+
+    def _begin(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        with self._reading(connection, request):
+            send_message(connection, {})
+
+    def _done(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        reader, num_readers = reader_of(request)
+        with suppress(AlreadyFetched):  # confirmed before; the answer to that may have been lost
+            offer = self._find(request)
+            with self._changed:
+                offer.confirmed.add(reader)
+                is_complete = len(offer.confirmed) >= num_readers
+            if is_complete:
+                self._end(offer, "fetched")
+        send_message(connection, {})
+
+    def _dropped(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        self._end(self._find(request), "dropped")
+        send_message(connection, {})
+
+    def _told(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        how = str(request.get("how"))
+        if how not in ENDINGS:
+            raise StorageError(f"KV cannot end by {how!r:.40}")
+        self._end(self._find(request), how)
+        send_message(connection, {})
+
+    @contextmanager
+    def _reading(self, connection: socket.socket, request: dict[str, Any]) -> Iterator[Offer]:
+        """Count a connection as one that reads, and free what has ended behind the last of them."""
+        reader, _ = reader_of(request)
+        with self._changed:
+            offer = self._find(request)
+            offer.streams.add(connection)
+            if not offer.readers:
+                offer.lives_until += self._seconds if self._leads else 0.0
+            offer.readers.add(reader)
+        try:
+            yield offer
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which hold KV that has to be free now
+            raise
+        finally:
+            with self._changed:
+                offer.streams.discard(connection)
+                is_last = offer.how is not None and not offer.streams
+                self._ending -= {offer} if is_last else set()
+            if is_last:
+                self._free(offer)
+
+    def _find(self, request: dict[str, Any]) -> Offer:
+        """Return the offer that a request names.
+
+        Raises:
+            StorageError: there is none, it has ended, or the request does not know its secret.
+        """
+        transfer, token = request.get("transfer"), request.get("token")
+        if not isinstance(transfer, str) or not isinstance(token, str):
+            raise StorageError("a request must name its transfer and its token")
+        with self._changed:
+            offer = self._offers.get(transfer)
+            secret, how = (offer.token, None) if offer else self._past.get(transfer, ("", None))
+            if not secret:
+                raise StorageError(f"there is no KV of transfer {transfer:.40}")
+            if not hmac.compare_digest(secret.encode(), token.encode(errors="replace")):
+                raise StorageError(f"the token for transfer {transfer} is wrong")
+            if offer is None:
+                raise gone(transfer, how)
+            return offer

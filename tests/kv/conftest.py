@@ -1,0 +1,59 @@
+"""Offers of KV for tests of one process."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+
+from apbv import HostGroup
+from apbv.kv import offers as offers_module
+from apbv.kv.offers import Offers
+
+from patience import wait_for
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No thread and no socket stays behind, whatever a test did."""
+    before = num_sockets()
+    yield
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
+    gc.collect()
+    assert num_sockets() <= before
+
+
+def num_sockets() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
+
+
+@pytest.fixture
+def ended() -> list[tuple]:
+    return []
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Callable[[float], None]:
+    """Lets seconds pass for offers."""
+    skipped = [0.0]
+    fake = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped[0])
+    monkeypatch.setattr(offers_module, "time", fake)
+
+    def skip(seconds: float) -> None:
+        skipped[0] += seconds
+
+    return skip
+
+
+@pytest.fixture
+def offers(ended) -> Iterator[Offers]:
+    with Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how), seconds=1000.0) as offers:
+        yield offers

@@ -1,0 +1,228 @@
+"""What goes wrong between a source of KV and its consumer."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from apbv import HostGroup, StorageError
+from apbv.kv import offers as offers_module
+from apbv.kv.offers import Offers
+from apbv.kv.remote import RemoteKV, drop
+from apbv.kv.sending import Share
+from apbv.kv.ticket import Ticket
+
+from offered import BIG, a_ticket, changed, fetch, is_free, made_up, message, of_memory, offer
+from patience import HANGING, wait_for
+from pool import start
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def test_who_reads_on_from_dropped_kv_is_told(offers, ended):
+    layers = made_up(**BIG)
+    memory, ticket = of_memory(layers), offer(offers, layers)
+    del layers
+    with RemoteKV.open(ticket) as kv:
+        reading = kv.layers(range(ticket.num_tokens))
+        next(reading)
+        drop(ticket)
+        with pytest.raises(StorageError, match="was dropped by its consumer"):
+            list(reading)
+    wait_for(lambda: ended)
+    assert is_free(memory)
+
+
+def asked_for_all(offers: Offers, ticket: Ticket) -> socket.socket:
+    """A connection that asks for everything and reads nothing."""
+    connection = socket.create_connection(offers.address, HANGING)
+    sizes = {
+        "tokens": [0, ticket.num_tokens],
+        "kv_heads": [0, ticket.num_kv_heads],
+        "layers": [0, ticket.num_layers],
+    }
+    known = {"transfer": ticket.transfer, "token": ticket.token, "reader": "me", "num_readers": 1}
+    connection.sendall(message(do="fetch", **known, **sizes))
+    return connection
+
+
+def senders() -> int:
+    return sum(thread.name == "kv-sender" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_reader_that_stops_costs_nothing_and_may_try_again(ended, monkeypatch, leaves):
+    monkeypatch.setattr(offers_module, "_IDLE_SECONDS", HANGING if leaves else 0.2)
+    with Offers(HostGroup.single("cpu"), on_end=lambda *how: ended.append(how)) as offers:
+        ticket = offer(offers, made_up(**BIG))
+        with asked_for_all(offers, ticket) as connection:
+            connection.recv(1)
+            if leaves:
+                connection.close()
+            wait_for(lambda: not senders())
+        assert not ended and len(fetch(ticket)) == ticket.num_layers
+
+
+def test_a_reader_that_stops_does_not_keep_what_has_ended(monkeypatch):
+    """Its memory is free when its end is told, since whoever counts it gives it to others at once."""
+    monkeypatch.setattr(offers_module, "_GRACE_SECONDS", 0.05)
+    layers, ended = made_up(**BIG), []
+    memory = of_memory(layers)
+
+    def note(transfer: str, how: str, num_bytes: int) -> None:
+        ended.append((transfer, how, num_bytes, is_free(memory)))
+
+    with Offers(HostGroup.single("cpu"), on_end=note) as offers:
+        ticket = offer(offers, layers)
+        del layers
+        with asked_for_all(offers, ticket) as connection:
+            connection.recv(1)
+            drop(ticket)
+            wait_for(lambda: ended)
+            assert not offers.make_room(1)
+    assert ended == [(ticket.transfer, "dropped", ticket.num_bytes, True)]
+
+
+def test_a_consumer_that_does_not_read_gives_up(offers):
+    """So that its threads do not wait for ever for somebody who has forgotten them."""
+    ticket = offer(offers, made_up(**BIG))
+    kv = RemoteKV.open(ticket, timeout=0.2)
+    reading = kv.layers(range(ticket.num_tokens))
+    next(reading)
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kv-receiver"])
+    with pytest.raises(StorageError, match="nobody has taken a layer"):
+        list(reading)
+
+
+def hold_until_killed(ticket_path: Path) -> None:
+    offers = Offers(HostGroup.single("cpu"))
+    ticket_path.with_suffix(".new").write_text(json.dumps(offer(offers, made_up(**BIG)).to_params()))
+    ticket_path.with_suffix(".new").rename(ticket_path)
+    time.sleep(HANGING)
+
+
+def test_a_killed_source_is_an_error(tmp_path):
+    path = tmp_path / "ticket"
+    process = start(hold_until_killed, path)
+    wait_for(path.exists)
+    ticket = Ticket.from_params(json.loads(path.read_text()))
+    with RemoteKV.open(ticket) as kv:
+        reading = kv.layers(range(ticket.num_tokens))
+        next(reading)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        with pytest.raises(StorageError, match=r"broke off in layer|cannot be reached"):
+            list(reading)
+    with pytest.raises(StorageError, match="cannot be reached"):
+        drop(ticket)
+
+
+def test_a_silent_source_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ticket = a_ticket(sources=(silent.getsockname(),))
+        with pytest.raises(StorageError, match="cannot be reached: timed out"):
+            fetch(ticket, timeout=0.1)
+        with pytest.raises(StorageError, match="cannot be reached: timed out"):
+            drop(ticket, timeout=0.1)
+
+
+@contextmanager
+def relay(source: tuple[str, int], change: Callable[[bytes], bytes | None]) -> Iterator[tuple[str, int]]:
+    """A way to a source on which what comes back is changed; None ends the connection."""
+
+    def pump(stack: ExitStack) -> None:
+        with suppress(OSError), stack:
+            client, _ = server.accept()
+            upstream = stack.enter_context(socket.create_connection(source, HANGING))
+            stack.enter_context(client)
+            upstream.sendall(client.recv(1 << 16))
+            while (content := change(upstream.recv(1 << 16))) is not None and content:
+                client.sendall(content)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=pump, args=(ExitStack(),))
+        thread.start()
+        yield server.getsockname()
+    thread.join()
+
+
+class Passing:
+    """Counts the bytes that pass, and does something to those at one place."""
+
+    def __init__(self, place: int, act: Callable[[bytearray, int], bytes | None]):
+        self.place, self.act, self.passed = place, act, 0
+
+    def __call__(self, content: bytes) -> bytes | None:
+        before, self.passed = self.passed, self.passed + len(content)
+        if before <= self.place < self.passed:
+            return self.act(bytearray(content), self.place - before)
+        return content
+
+
+def flip(content: bytearray, index: int) -> bytes:
+    content[index] ^= 4
+    return bytes(content)
+
+
+def test_damaged_bytes_are_found(offers):
+    ticket = offer(offers, made_up(num_tokens=4096))
+    with (
+        relay(ticket.sources[0], Passing(100_000, flip)) as damaged,
+        pytest.raises(StorageError, match=r"layer 0 .* was damaged on its way: its checksum is wrong"),
+    ):
+        fetch(changed(ticket, sources=(damaged,)))
+    assert len(fetch(ticket)) == 2
+
+
+def test_a_stream_that_is_cut_off_is_an_error(offers):
+    ticket = offer(offers, made_up(num_tokens=4096))
+    of_a_layer = ticket.num_bytes // 2
+    with (
+        relay(ticket.sources[0], Passing(of_a_layer + 100_000, lambda content, index: None)) as cut,
+        pytest.raises(StorageError, match="broke off in layer 1 of 2"),
+    ):
+        fetch(changed(ticket, sources=(cut,)))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [[range(0, 5)], [range(0, 5), range(6, 12)], [range(0, 5), range(3, 12)]],
+    ids=["half", "gap", "overlap"],
+)
+def test_sources_that_do_not_hold_everything_once_are_refused(offers, runs):
+    ticket = offer(offers, made_up(num_tokens=5), runs[:1])
+    others = []
+    with ExitStack() as stack:
+        for run in runs[1:]:
+            other = stack.enter_context(Offers(HostGroup.single("cpu")))
+            share = Share([run], range(3), made_up(num_tokens=len(run)))
+            other.hold(ticket.transfer, ticket.token, share)
+            others.append(other.address)
+        ticket = changed(ticket, num_tokens=12, sources=(*ticket.sources, *others))
+        with pytest.raises(StorageError, match="do not hold every token exactly once"):
+            fetch(ticket)
+
+
+def test_kv_that_is_not_laid_out_row_by_row_is_sent_all_the_same(offers):
+    layers = [
+        tuple(states.transpose(1, 2).contiguous().transpose(1, 2) for states in layer) for layer in made_up()
+    ]
+    for found, (keys, values) in zip(fetch(offer(offers, layers)), layers, strict=True):
+        assert torch.equal(found[0], keys[0]) and torch.equal(found[1], values[0])
+
+
+def test_more_readers_than_there_are_threads_take_turns(offers, monkeypatch):
+    monkeypatch.setattr("apbv.kv.sending.MAX_CONNECTIONS", 1)
+    with Offers(HostGroup.single("cpu")) as narrow:
+        ticket = offer(narrow, made_up())
+        with ThreadPoolExecutor(8) as executor:
+            assert all(len(layers) == 2 for layers in executor.map(fetch, [ticket] * 8))

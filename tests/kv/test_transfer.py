@@ -1,0 +1,175 @@
+"""KV from the memory of the hosts that prefilled it to a process of somebody else's."""
+
+import gc
+import hashlib
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from apbv import Engine, HostError, HostGroup, PrefillConfig, StorageError, demo
+from apbv.kv.offers import Offers
+from apbv.kv.remote import RemoteKV, drop
+
+from offered import FRAMES, QUESTION, Offered, is_free, of_memory, offered
+from patience import wait_for
+
+
+def assert_same(layers, expected, tokens: slice = slice(None), heads: slice = slice(None)) -> None:
+    for found, (keys, values) in zip(layers, expected, strict=True):
+        assert torch.equal(found[0], keys[heads, tokens]) and torch.equal(found[1], values[heads, tokens])
+
+
+def assert_fetchable(kv: Offered) -> None:
+    """All of it, and parts; then it ends, and its memory is accounted for."""
+    n = kv.ticket.num_tokens
+    with RemoteKV.open(kv.ticket) as remote:
+        assert_same(remote.layers(range(n)), kv.layers)
+        assert_same(remote.layers(range(n - 1), range(1, 2)), kv.layers, slice(n - 1), slice(1, 2))
+        assert_same(remote.layers(range(3, 70), layers=range(2, 4)), kv.layers[2:], slice(3, 70))
+        assert not list(remote.layers(range(n), layers=range(1, 1)))
+        assert kv.ending() is None
+        remote.confirm()
+    wait_for(kv.ending)
+    assert kv.ending() == f"fetched {kv.ticket.num_bytes}"
+    with pytest.raises(StorageError, match=f"{kv.ticket.transfer} has been fetched already"):
+        list(RemoteKV.open(kv.ticket).layers(range(n)))
+
+
+@pytest.mark.parametrize(("hosts", "kv"), [(1, "gathered"), (2, "gathered"), (2, "sharded"), (3, "sharded")])
+def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, kv):
+    with offered(pool, hosts, tmp_path / "kv", kv=kv, passing_len=8) as found:
+        assert len(found.ticket.sources) == (hosts if kv == "sharded" else 1)
+        assert_fetchable(found)
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_heads_that_members_of_a_host_share_come_together(pool, tmp_path, kv):
+    with offered(pool, 4, tmp_path / "kv", kv=kv, passing_len=8, tensor_parallel=2) as found:
+        assert len(found.ticket.sources) == (4 if kv == "sharded" else 2)
+        assert_fetchable(found)
+
+
+def test_a_prompt_that_one_host_alone_computed_has_one_source(pool, tmp_path):
+    with offered(pool, 2, tmp_path / "kv", kv="sharded", text="which " * 80) as found:
+        assert len(found.ticket.sources) == 1
+        assert_fetchable(found)
+
+
+def test_a_directory_is_read_as_memory_is_and_removed_at_the_end(pool, tmp_path):
+    with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8, directory=tmp_path / "shared") as found:
+        folder = tmp_path / "shared" / found.ticket.transfer
+        assert found.ticket.path == str(folder) and len(found.ticket.sources) == 1
+        with RemoteKV.open(found.ticket) as remote:
+            n = found.ticket.num_tokens
+            assert_same(remote.layers(range(5, n), range(1)), found.layers, slice(5, n), slice(1))
+            remote.confirm()
+        wait_for(found.ending)
+        assert not folder.exists() and found.ending() == f"fetched {found.ticket.num_bytes}"
+        with pytest.raises(StorageError, match="has been fetched already"):
+            RemoteKV.open(found.ticket)
+
+
+def test_a_directory_with_other_kv_is_refused(pool, tmp_path):
+    with (
+        offered(pool, 1, tmp_path / "a", directory=tmp_path / "shared") as one,
+        pytest.raises(StorageError, match="its tokens_sha256 differs"),
+    ):
+        record = one.ticket.to_params()
+        record["apbv"]["tokens_sha256"] = "0" * 64
+        RemoteKV.open(type(one.ticket).from_params(record))
+
+
+def test_an_offer_ends_when_all_readers_have_confirmed(pool, tmp_path):
+    """As the two halves of a tensor-parallel consumer would, at the same time; one of them after a failure."""
+    with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8) as found:
+        n = found.ticket.num_tokens
+
+        def read(head: int) -> None:
+            with RemoteKV.open(found.ticket, num_readers=2) as given_up:
+                next(given_up.layers(range(n)))
+            with RemoteKV.open(found.ticket, num_readers=2) as remote:
+                layers = remote.layers(range(n), range(head, head + 1))
+                assert_same(layers, found.layers, heads=slice(head, head + 1))
+                remote.confirm()
+                remote.confirm()  # its answer may have been lost
+
+        with ThreadPoolExecutor(2) as executor:
+            executor.submit(read, 0).result()
+            assert found.ending() is None
+            executor.submit(read, 1).result()
+        wait_for(found.ending)
+        assert found.ending().startswith("fetched")
+
+
+def test_what_a_consumer_drops_is_free_on_all_hosts(pool, tmp_path):
+    with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8) as found:
+        drop(found.ticket)
+        wait_for(found.ending)
+        assert found.ending().startswith("dropped")
+        # Each source says so, and not only the one that was told.
+        for source in found.ticket.sources:
+            ticket = type(found.ticket)(**{**vars(found.ticket), "sources": (source,)})
+            with pytest.raises(StorageError, match="was dropped by its consumer"):
+                list(RemoteKV.open(ticket).layers(range(ticket.num_tokens)))
+
+
+def failing_job(hosts: HostGroup, directory: Path | None) -> tuple[str, bool]:
+    """The leader cannot say which model it was."""
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv="sharded"))
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    memory = of_memory([(layer.keys, layer.values) for layer in state.kv.cache.layers])
+
+    def fail():
+        raise OSError("weights that are gone")
+
+    with Offers(hosts, directory=directory) as offers:
+        with pytest.raises((OSError, HostError)) as error:
+            replace(state, model=fail).offer(offers)
+        message = str(error.value)
+        del state, error
+        gc.collect()
+        return message, is_free(memory)
+
+
+@pytest.mark.parametrize("directory", [None, "shared"])
+def test_an_offer_that_fails_on_one_host_fails_on_all_and_leaves_nothing(pool, tmp_path, directory):
+    folder = directory and tmp_path / directory
+    for message, freed in pool.run(2, failing_job, folder):
+        assert "weights that are gone" in message and freed
+    assert folder is None or not list(folder.iterdir())
+
+
+CONSUMER = """
+import hashlib, json, sys
+from apbv.kv.remote import RemoteKV
+from apbv.kv.ticket import Ticket
+ticket = Ticket.from_params(json.load(sys.stdin))
+digest = hashlib.sha256()
+with RemoteKV.open(ticket) as kv:
+    for layer in kv.layers(range(ticket.num_tokens)):
+        for states in layer:
+            digest.update(states.numpy().tobytes())
+    kv.confirm()
+heavy = [name for name in ("apbv.engine", "apbv.hosts", "apbv.prefilling", "transformers") if name in sys.modules]
+print(digest.hexdigest(), *heavy)
+"""
+
+
+def test_a_consumer_needs_nothing_of_the_engine(pool, tmp_path):
+    """vLLM's processes import this part of the package only."""
+    with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8) as found:
+        said = subprocess.run(
+            [sys.executable, "-c", CONSUMER],
+            input=json.dumps(found.ticket.to_params()),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        expected = hashlib.sha256(b"".join(s.numpy().tobytes() for layer in found.layers for s in layer))
+        assert said.stdout.split() == [expected.hexdigest()]
