@@ -1,8 +1,51 @@
-"""Keeping a flood of bad connections from flooding the log."""
+"""The log on stderr: its lines, and how a flood of bad connections is kept from flooding it."""
 
+import json
 import logging
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
+
+LOG_FORMATS = ("text", "json")
+FIELDS = "fields"  # of a record: a dictionary that says the same as its message
+
+
+class JsonLines(logging.Formatter):
+    """A JsonLines formats each record as one JSON object on a line of its own.
+
+    It has ``time`` (UTC, ISO 8601), ``level``, ``logger`` and ``message``, the record's ``fields`` beside them,
+    and of an error its ``traceback``.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        line = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage().rstrip(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def log_to_stderr(form: str = "text") -> None:
+    """Let this process write to stderr what becomes of requests, and whatever any library warns of.
+
+    Args:
+        form: one of LOG_FORMATS. As ``json``, Python's warnings are lines of the log, too.
+    """
+    handler = logging.StreamHandler()
+    if form == "json":
+        handler.setFormatter(JsonLines())
+        logging.captureWarnings(True)
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("apbv.serve").setLevel(logging.INFO)
 
 
 class OncePerPeriod(logging.Filter):
@@ -11,17 +54,23 @@ class OncePerPeriod(logging.Filter):
     Args:
         seconds: the period.
         clock: seconds since some moment.
+        levels: of the records that it holds back; all others always pass.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        levels: tuple[int, ...] = (logging.WARNING,),
+    ):
         super().__init__()
-        self._seconds, self._clock = seconds, clock
+        self._seconds, self._clock, self._levels = seconds, clock, levels
         self._said: dict[str, float] = {}  # when each was last let through; by the code's text, so there are few
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Decide whether a record passes; errors, and what is less than a warning, always do."""
-        if record.levelno != logging.WARNING:
+        """Decide whether a record passes."""
+        if record.levelno not in self._levels:
             return True
         text, now = str(record.msg), self._clock()
         if text in self._said and now - self._said[text] < self._seconds:

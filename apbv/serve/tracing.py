@@ -1,0 +1,160 @@
+"""Traces of requests for OpenTelemetry, with the names and attributes that vLLM gives them."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from .. import __version__
+from .log import OncePerPeriod
+from .times import EndedRequest
+
+_NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+_LAST_SPANS_SECONDS = 5.0
+_WARNING_SECONDS = 60.0
+_NANO = 10**9
+
+
+def require_traceable(endpoint: str) -> None:
+    """Check that traces can be sent to an address.
+
+    Raises:
+        ValueError: it is no URL, or what sends them is not installed.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"traces go to an http:// or https:// URL, as in http://host:4318/v1/traces, not {endpoint}"
+        )
+    try:
+        missing = [name for name in _NEEDED if find_spec(name) is None]
+    except ModuleNotFoundError as error:  # of a package that the name lies in
+        missing = [error.name]
+    if missing:
+        raise ValueError(f"traces need {missing[0]}, which is not installed: pip install 'apbv[otel]'")
+
+
+class Tracer:
+    """A Tracer sends a trace of each request to a collector, by OTLP over HTTP, from a thread of its own.
+
+    A collector that cannot be reached costs spans and a line of the log, and never keeps a request waiting.
+    OpenTelemetry's own environment variables say the rest: ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``,
+    ``OTEL_EXPORTER_OTLP_TRACES_HEADERS``, ….
+
+    Args:
+        endpoint: the collector's URL for traces.
+        model: the name that requests give.
+    """
+
+    def __init__(self, endpoint: str, model: str):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        named = {SERVICE_VERSION: __version__, "process.pid": os.getpid()}
+        if "OTEL_SERVICE_NAME" not in os.environ:
+            named[SERVICE_NAME] = "apbv"
+        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("apbv.serve", __version__)
+        self._model = model
+        # A collector that is away is tried again and again, and every time said to be.
+        self._seldom = OncePerPeriod(_WARNING_SECONDS, levels=(logging.WARNING, logging.ERROR))
+        self._exporters_log = logging.getLogger(OTLPSpanExporter.__module__)
+        self._exporters_log.addFilter(self._seldom)
+
+    def trace(self, request: EndedRequest) -> str:
+        """Make the spans of a request that has ended, and return the trace's id as hex digits.
+
+        The trace is the one that the request came with, or a new one. A request that ended in the middle of a
+        phase has a span of it up to the end.
+        """
+        from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # Of two clocks that are read together, one gives the date and the other the distance.
+        offset = time.time_ns() - time.monotonic_ns()
+
+        def moment(seconds: float) -> int:
+            return offset + round(seconds * _NANO)
+
+        carrier = {} if request.traceparent is None else {"traceparent": request.traceparent}
+        whole = self._tracer.start_span(
+            "llm_request",
+            context=TraceContextTextMapPropagator().extract(carrier),
+            kind=SpanKind.SERVER,
+            attributes=_attributes(self._model, request),
+            start_time=moment(request.times.arrived),
+        )
+        if request.status >= 500:
+            whole.set_status(Status(StatusCode.ERROR, request.outcome))
+        inside = set_span_in_context(whole)
+        for name, began, ended in _phases(request):
+            span = self._tracer.start_span(name, context=inside, start_time=moment(began))
+            span.end(moment(ended))
+        whole.end(moment(request.times.ended))
+        return format_trace_id(whole.get_span_context().trace_id)
+
+    def close(self) -> None:
+        """Send what is left, for a few seconds at most."""
+        closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+        closing.start()
+        closing.join(_LAST_SPANS_SECONDS)
+        self._exporters_log.removeFilter(self._seldom)
+
+
+@contextmanager
+def tracing(endpoint: str | None, model: str) -> Iterator[Tracer | None]:
+    """Make a tracer for a while; None where there is no endpoint."""
+    tracer = None if endpoint is None else Tracer(endpoint, model)
+    try:
+        yield tracer
+    finally:
+        if tracer is not None:
+            tracer.close()
+
+
+def _phases(request: EndedRequest) -> Iterator[tuple[str, float, float]]:
+    """Yield the name, beginning and end of each phase that a request reached."""
+    times = request.times
+    phases = [("read", times.arrived, times.ready), ("queue", times.ready, times.began)]
+    phases.append(("prefill", times.began, times.first_token))
+    if request.transfer is None:
+        phases.append(("decode", times.first_token, times.last_token))
+    else:
+        phases.append(("hand_over", times.first_token, times.ended))
+    for name, began, ended in phases:
+        if began is not None:
+            yield name, began, times.ended if ended is None else ended
+
+
+def _attributes(model: str, request: EndedRequest) -> dict[str, str | int | float | list[str]]:
+    """Return a request's attributes by the semantic conventions for generative AI, as vLLM names them."""
+    times = request.times
+    attributes = {
+        "gen_ai.request.id": request.id,
+        "gen_ai.response.model": model,
+        "gen_ai.usage.prompt_tokens": request.prompt_tokens,
+        "gen_ai.usage.completion_tokens": request.completion_tokens,
+        "gen_ai.latency.time_in_queue": times.queue,
+        "gen_ai.latency.time_to_first_token": times.to_first_token,
+        "gen_ai.latency.time_in_model_prefill": times.prefill,
+        "gen_ai.latency.time_in_model_decode": times.decode,
+        "gen_ai.latency.e2e": times.total,
+        "http.response.status_code": request.status,
+        "apbv.outcome": request.outcome,
+        **{f"gen_ai.request.{name}": value for name, value in request.sampling.items()},
+    }
+    if request.outcome in ("stop", "length"):
+        attributes["gen_ai.response.finish_reasons"] = [request.outcome]
+    if request.speculation is not None:
+        for name in ("num_drafted", "num_accepted"):
+            attributes[f"apbv.speculation.{name}"] = request.speculation[name]
+    if request.transfer is not None:
+        attributes["apbv.kv_transfer.id"] = request.transfer
+    return {name: value for name, value in attributes.items() if value is not None}
