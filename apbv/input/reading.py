@@ -6,6 +6,8 @@ The library, the script and the server all read by this.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
@@ -17,6 +19,7 @@ from .placeholders import process
 from .rendering import RenderedPrompt, render_prompt
 from .request import Question
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
+from .visual import PromptError
 
 
 class PromptReader:
@@ -47,7 +50,13 @@ class PromptReader:
         require_backend(self._config.video.backend)
 
     def render(self, question: Question) -> RenderedPrompt:
-        """Apply the chat template; see :func:`~apbv.input.rendering.render_prompt` for errors."""
+        """Apply the chat template; see :func:`~apbv.input.rendering.render_prompt` for errors.
+
+        Raises:
+            PromptError: also where token ids cannot be read by this model.
+        """
+        if question.token_ids is not None:
+            return self._take_token_ids(question)
         return render_prompt(
             self.parts,
             self.processor,
@@ -56,6 +65,7 @@ class PromptReader:
             images=question.images,
             context=question.context,
             messages=question.messages,
+            template=question.template,
         )
 
     def sample(self, info: VideoInfo | None, question: Question) -> tuple[VideoInfo, list[int]] | None:
@@ -77,6 +87,8 @@ class PromptReader:
         Args:
             sampled: what :meth:`sample` returned.
         """
+        if rendered.token_ids is not None:
+            return {"input_ids": torch.tensor([rendered.token_ids])}
         if sampled is not None:
             return video_skeleton(self.processor, rendered.text, *sampled)
         if rendered.images:
@@ -134,6 +146,22 @@ class PromptReader:
             runs_ahead=hosts.has_own_process,
             timer=timer,
         )
+
+    def _take_token_ids(self, question: Question) -> RenderedPrompt:
+        """Check token ids that come instead of a prompt."""
+        if any((question.prompt, question.video, question.images, question.context, question.messages)):
+            raise PromptError("token ids come instead of a prompt and its sources, not beside them")
+        token_ids, vocab_size = tuple(question.token_ids), self.parts.vocab_size
+        if not token_ids:
+            raise PromptError("the prompt is empty")
+        unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise PromptError(f"there is no token {unknown}: the model's token ids go from 0 to {vocab_size - 1}")
+        if self.parts.is_visual(torch.tensor(token_ids)).any():
+            raise PromptError(
+                "the prompt has placeholders of images or video, which only a chat that holds them may have"
+            )
+        return RenderedPrompt("", None, [], None, has_context=False, has_template=False, token_ids=token_ids)
 
     def _query_start(self, rendered: RenderedPrompt, batch: Mapping[str, Any]) -> int | None:
         """Where a text's question begins; None where nobody knows."""

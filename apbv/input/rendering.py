@@ -1,6 +1,6 @@
 """Rendering what a caller asks through the model's own chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..model.parts import ModelParts
+from .templates import Message, apply_template, text_parts
 from .visual import PromptError
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,15 @@ class RenderedPrompt:
     """A prompt as text, and the files it refers to.
 
     Attributes:
-        text: the rendered chat template; placeholders stand for the video or the images.
+        text: the rendered chat template; placeholders stand for the video or the images. Empty where the caller
+            gave token ids.
         video: path of the one video, or None.
         images: the images, in prompt order; one that was given as a tensor stays a tensor.
         query_char: the character of ``text`` at which the question begins, after a text context, or with the last
             message of a text chat; None otherwise.
         has_context: whether the caller told context and question apart; the last message of a chat may hold both.
         has_template: whether a chat template was applied, special tokens included.
+        token_ids: the prompt as the caller gave it, where that was as token ids.
     """
 
     text: str
@@ -34,6 +35,7 @@ class RenderedPrompt:
     query_char: int | None
     has_context: bool
     has_template: bool
+    token_ids: tuple[int, ...] | None = None
 
 
 def render_prompt(
@@ -45,6 +47,7 @@ def render_prompt(
     images: Sequence[Any] | None = None,
     context: str | None = None,
     messages: Sequence[Message] | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> RenderedPrompt:
     """Render a question about at most one source, or a whole chat.
 
@@ -56,9 +59,11 @@ def render_prompt(
         context: a long text that the question is about.
         messages: instead of all these, a chat in transformers' format, whose content parts name local files
             (``{"type": "video", "video": "clip.mp4"}``).
+        template: options of the chat template, see :func:`~apbv.input.templates.apply_template`.
 
     Raises:
-        PromptError: an empty prompt, several sources, a source the model cannot read, an unreadable image.
+        PromptError: an empty prompt, several sources, a source the model cannot read, an unreadable image, a chat
+            that the template refuses.
     """
     images = list(images or ())
     if messages is None:
@@ -73,7 +78,7 @@ def render_prompt(
         content = [{"type": "video"}] if video is not None else [{"type": "image"} for _ in images]
         text = prompt.strip() if context is None else f"{context.strip()}\n\n{prompt.strip()}"
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
-        question = f"\n\n{prompt.strip()}" if context is not None else None
+        question = [f"\n\n{prompt.strip()}"] if context is not None else None
     else:
         if any(source is not None for source in (prompt, video, context)) or images:
             raise PromptError("messages come instead of prompt, video, images and context, not beside them")
@@ -83,15 +88,19 @@ def render_prompt(
                 f"a chat may hold images or one video, not {len(videos)} videos and {len(images)} images"
             )
         video = videos[0] if videos else None
-        question = _text_of(messages[-1]) if len(messages) > 1 and not (videos or images) else None
+        is_text_chat = len(messages) > 1 and not (videos or images)
+        question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (video is not None or images) and not parts.is_video_model:
         raise PromptError(f"{parts.family} models read text only, but the prompt has a video or an image")
-    rendered, has_template = _apply_template(parts, processor, messages)
+    rendered, has_template = apply_template(processor, messages, parts.is_video_model, template or {})
+    query_char = None if question is None else _find_question(rendered, question)
+    if query_char is None and context is not None:
+        raise PromptError("the model's chat template alters the question, so its start cannot be found")
     return RenderedPrompt(
         text=rendered,
         video=None if video is None else str(video),
         images=[_load_image(image) for image in images],
-        query_char=None if question is None else _find_question(rendered, question),
+        query_char=query_char,
         has_context=context is not None,
         has_template=has_template,
     )
@@ -120,28 +129,19 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
             files[kind].append(source)
             parts.append({"type": kind})
         plain.append({"role": message["role"], "content": parts})
-    if not plain or not any(_text_of(message).strip() for message in plain):
+    if not any(text.strip() for message in plain for text in text_parts(message)):
         raise PromptError("the chat is empty")
     return plain, files["video"], files["image"]
 
 
-def _text_of(message: Message) -> str:
-    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
-
-
-def _apply_template(parts: ModelParts, processor, messages: list[Message]) -> tuple[str, bool]:
-    if getattr(processor, "chat_template", None) is None:
-        return "\n\n".join(map(_text_of, messages)), False
-    if not parts.is_video_model:  # text models' templates expect plain strings
-        messages = [{**message, "content": _text_of(message)} for message in messages]
-    return processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), True
-
-
-def _find_question(rendered: str, question: str) -> int:
-    start = rendered.rfind(question.rstrip())
-    if start < 0:
-        raise PromptError("the model's chat template alters the question, so its start cannot be found")
-    return start
+def _find_question(rendered: str, question: Sequence[str]) -> int | None:
+    """Find where a question's last occurrence begins, whose parts may stand apart; None where one is altered."""
+    start = len(rendered)
+    for part in reversed([part for part in question if part]):
+        start = rendered.rfind(part, 0, start)
+        if start < 0:
+            return None
+    return None if start == len(rendered) else start
 
 
 def _load_image(image: Any) -> Image.Image | Tensor:

@@ -1,6 +1,6 @@
 """A request: what is asked, and how it is to be answered, in one object that travels to the first token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ class Question:
         num_frames: so many frames of a video are sampled, evenly; with ``fps`` at most so many; None: as many as
             the model's default.
         fps: sample at this rate instead.
+        token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat template is
+            applied, and its last tokens are the question (:attr:`apbv.PrefillConfig.query_len`).
+        template: options of the chat template, see :func:`~apbv.input.templates.apply_template`.
     """
 
     prompt: str | None = None
@@ -32,6 +35,8 @@ class Question:
     messages: Sequence[dict] | None = None
     num_frames: int | None = None
     fps: float | None = None
+    token_ids: Sequence[int] | None = None
+    template: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,4 +65,5 @@ class Request:
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
         """The same request with an answer no longer than the positions that its prompt leaves."""
         most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
-        return replace(self, sampling=replace(self.sampling, max_new_tokens=most))
+        fewest = min(self.sampling.min_tokens, most)
+        return replace(self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest))

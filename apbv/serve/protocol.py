@@ -1,43 +1,9 @@
-"""OpenAI's chat-completions objects, as far as they are served here.
+"""What the server replies: OpenAI's objects, with some of vLLM's fields, and errors."""
 
-A field that is not served is refused by name wherever ignoring it would change the answer.
-"""
-
-import re
 from collections.abc import Mapping
-from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
-
-from ..config import MAX_FPS
-
-# Fields that change how a request is filed, paid for or scheduled, but not its answer.
-_WITHOUT_EFFECT = {
-    "metadata",
-    "parallel_tool_calls",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
-# Values of other fields that are as good as not given; so are null and an empty list or object.
-_NEUTRAL: Mapping[str, tuple] = {
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
-}
-# Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
-_NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)str$")
-_MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
+from pydantic import BaseModel
 
 
 class ApiError(Exception):
@@ -75,134 +41,6 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Strict(BaseModel):
-    """An object whose values must have the declared types, whose numbers are finite and whose fields are known."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _refuse_what_is_not_served(self) -> "_Strict":
-        for name, value in (self.model_extra or {}).items():
-            neutral = value is None or value in ([], {}) or value in _NEUTRAL.get(name, ())
-            if not neutral and name not in _WITHOUT_EFFECT:
-                raise _refused(name, f"{name} is not supported by this server")
-        return self
-
-
-def _refused(param: str, message: str) -> PydanticCustomError:
-    """Make the error that a validator of a whole object raises about one of its fields."""
-    return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
-
-
-class MediaUrl(_Strict):
-    """A file's URL. OpenAI's ``detail``, a resolution, changes nothing: the model's processor has its own."""
-
-    url: str
-    detail: Literal["auto", "low", "high"] | None = None
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: MediaUrl
-
-
-class VideoPart(_Strict):
-    type: Literal["video_url"]
-    video_url: MediaUrl
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: (
-        str
-        | Annotated[
-            list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Field(fail_fast=True)
-        ]
-    )
-
-
-class StreamOptions(_Strict):
-    include_usage: bool = False
-
-
-class ChatRequest(_Strict):
-    """The body of POST /v1/chat/completions; ``num_frames`` and ``fps`` are an extension.
-
-    Lists fail fast, as an error takes several hundred times the memory of the byte that is wrong.
-    """
-
-    model: str
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: int | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    num_frames: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> "ChatRequest":
-        if self.temperature is not None and 0 < self.temperature < 1e-6:
-            raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
-        if self.n not in (None, 1):
-            raise _refused("n", "n must be 1: this server gives one answer per request")
-        if len(self.stop_strings) > 4:
-            raise _refused("stop", "there may be at most 4 stop strings")
-        if any(not 1 <= len(string) <= _MAX_STOP_LENGTH for string in self.stop_strings):
-            raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
-        if self.stream_options is not None and not self.stream:
-            raise _refused("stream_options", "stream_options needs stream")
-        if None not in (self.max_tokens, self.max_completion_tokens) and (
-            self.max_tokens != self.max_completion_tokens
-        ):
-            raise _refused("max_tokens", "max_tokens and max_completion_tokens name one thing, but differ")
-        return self
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """The strings that end the answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def token_limit(self) -> int | None:
-        """How many tokens the answer may have, where the request says so."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @classmethod
-    def parse(cls, body: bytes) -> "ChatRequest":
-        """Read a request from its JSON.
-
-        Raises:
-            ApiError: with status 400, naming the field that is wrong.
-        """
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            # Of the alternatives that a value fits none of, the one that it fits best.
-            worst = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-            steps = [
-                step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
-            ]
-            message = worst["msg"]
-            if worst["type"] == "refused":
-                steps.append(worst["ctx"]["param"])
-            elif steps:
-                message = f"{steps[-1]}: {message}"
-            raise ApiError(
-                400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None
-            ) from error
-
-
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
@@ -219,6 +57,29 @@ class Usage(BaseModel):
 
 FinishReason = Literal["stop", "length"]
 
+# Fields of replies that are there only where they were asked for, or have something to say.
+_OPTIONAL = {"kv_transfer_params", "prompt_token_ids", "token_ids", "token_strs"}
+
+
+class Reply(BaseModel):
+    """A reply, or an event of a stream."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the reply as JSON has it, without the optional fields that say nothing."""
+        return _without_empty(self.model_dump())
+
+
+def _without_empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: each if name == "kv_transfer_params" else _without_empty(each)
+            for name, each in value.items()
+            if each is not None or name not in _OPTIONAL
+        }
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_without_empty(each) for each in value]
+    return value
+
 
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
@@ -231,36 +92,85 @@ class Choice(BaseModel):
     message: AnswerMessage
     logprobs: None = None
     finish_reason: FinishReason
+    token_ids: list[int] | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Reply):
+    """The answer to a chat; what it has beyond OpenAI's is vLLM's."""
+
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[Choice]
     usage: Usage
-
-
-class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ChunkChoice(BaseModel):
     index: int = 0
-    delta: Delta
+    delta: dict[Literal["role", "content"], str]
     logprobs: None = None
     finish_reason: FinishReason | None = None
+    token_ids: list[int] | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Reply):
+    """An event of a streamed chat answer."""
+
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class TextChoice(BaseModel):
+    index: int = 0
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(Reply):
+    """The answer to a raw prompt; what it has beyond OpenAI's is vLLM's."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class CompletionChunk(Reply):
+    """An event of a streamed answer to a raw prompt."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+
+
+class ModelPermission(BaseModel):
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = False
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
 
 
 class Model(BaseModel):
@@ -268,7 +178,10 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "apbv"
+    root: str
+    parent: None = None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(BaseModel):
@@ -285,3 +198,24 @@ class ErrorObject(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorObject
+
+
+class Tokens(Reply):
+    """What /tokenize replies, as vLLM has it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """What /detokenize replies, as vLLM has it."""
+
+    prompt: str
+
+
+class Load(BaseModel):
+    """What /load replies, as vLLM has it: how many answers are asked for now."""
+
+    server_load: int

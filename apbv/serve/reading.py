@@ -8,9 +8,9 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,16 @@ from ..model.parts import inspect_model
 from .media import FolderError, Media, MediaError, MediaSettings, open_media
 from .order import Order
 from .private_files import PrivateFiles
-from .protocol import ApiError, ChatRequest, ImagePart, TextPart
+from .protocol import ApiError
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ImagePart,
+    TextPart,
+    TokenizeRequest,
+)
+from .text import AnswerText
 
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
@@ -72,13 +81,32 @@ class ReadRequest:
 
     Attributes:
         order: what every host is told.
+        num_tokens: of the prompt.
         media: the order's files, on host 0.
-        stop: strings that end the answer.
+        stop, stop_token_ids: strings and tokens that end the answer.
+        prompt_token_ids: the prompt's, where the reply is to have them.
+        prompt_field: the request's field that has the prompt.
     """
 
     order: Order
+    num_tokens: int
     media: list[Media]
     stop: list[str]
+    stop_token_ids: list[int]
+    prompt_token_ids: list[int] | None
+    prompt_field: str
+
+    def answer_text(self, decode: Callable[[Sequence[int]], str]) -> AnswerText:
+        """Return the text of the answer to come; see there for ``decode``."""
+        return AnswerText(decode, self.stop, self.stop_token_ids, self.order.min_tokens)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A request's prompt, with the fields of :class:`~.order.Order` that are about it."""
+
+    media: list[Media]
+    fields: dict[str, Any]
 
 
 class Reader:
@@ -98,7 +126,7 @@ class Reader:
         self._needs_pixels = _needs_pixels(processor)
 
     def read(
-        self, request: ChatRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
+        self, request: GenerationRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
     ) -> ReadRequest:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
@@ -109,6 +137,87 @@ class Reader:
             ApiError: with status 400 where something is not allowed, unreadable or too long, with 503 where the
                 request is not wanted any more, or the folder of media files cannot be read.
         """
+        settings, field = self._settings, request.prompt_field
+        if isinstance(request, CompletionRequest):
+            prompt = self._read_text(request)
+        else:
+            prompt = self._read_chat(request, stack, is_wanted)
+        # What another server continues is none of this server's answer, but for the one token that it is told.
+        least = min(request.min_tokens or 0, 1) if request.hands_over else request.min_tokens or 0
+        limit = 1 if request.hands_over else request.token_limit
+        order = Order(
+            **prompt.fields,
+            max_new_tokens=limit or max(request.default_limit or self._max_new_tokens, least),
+            temperature=settings.temperature if request.temperature is None else request.temperature,
+            top_p=settings.top_p if request.top_p is None else request.top_p,
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            ignore_eos=bool(request.ignore_eos),
+            min_tokens=least,
+            hands_over=request.hands_over,
+        )
+        token_ids = self._tokens_of(order, prompt.media, field)
+        num_tokens, wanted = len(token_ids), max(limit or 1, least)
+        room = self.max_model_len - num_tokens
+        if room < wanted:
+            raise ApiError(
+                400,
+                f"the prompt has {num_tokens} tokens and the answer may take {wanted}, but the maximum context "
+                f"length is {self.max_model_len} tokens",
+                param=field,
+                code="context_length_exceeded",
+            )
+        if order.max_new_tokens > room:
+            order = replace(order, max_new_tokens=room)
+        return ReadRequest(
+            order=order,
+            num_tokens=num_tokens,
+            media=prompt.media,
+            stop=request.stop_strings,
+            stop_token_ids=request.stop_token_ids or [],
+            prompt_token_ids=token_ids if request.return_token_ids else None,
+            prompt_field=field,
+        )
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Return the tokens that the model would read; raises ApiError as :meth:`read`."""
+        if request.prompt is not None:
+            return self._text_to_tokens(request.prompt, request.add_special_tokens is not False)
+        with ExitStack() as stack:
+            prompt = self._read_chat(request, stack, lambda: True)
+            order = Order(**prompt.fields, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0)
+            return self._tokens_of(order, prompt.media, "messages")
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return how the vocabulary spells tokens that it has."""
+        with self._lock:
+            return self._prompts.tokenizer.convert_ids_to_tokens(token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            ApiError: with status 400 where the model has no such token.
+        """
+        vocab_size = self._prompts.parts.vocab_size
+        if any(token >= vocab_size for token in token_ids):
+            raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param="tokens")
+        with self._lock:
+            return self._prompts.tokenizer.decode(token_ids)
+
+    def _read_text(self, request: CompletionRequest) -> _Prompt:
+        token_ids = request.the_prompt
+        if isinstance(token_ids, str):
+            token_ids = self._text_to_tokens(token_ids, request.add_special_tokens)
+        chat = {"messages": [], "files": [], "num_frames": self._num_frames, "fps": None}
+        return _Prompt([], {**chat, "prompt_token_ids": token_ids})
+
+    def _text_to_tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        with self._lock:
+            return self._prompts.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+
+    def _read_chat(
+        self, request: ChatRequest | TokenizeRequest, stack: ExitStack, is_wanted: Callable[[], bool]
+    ) -> _Prompt:
         settings, media = self._settings, []
         deadline = time.monotonic() + settings.media.fetch_seconds
 
@@ -121,7 +230,7 @@ class Reader:
 
         messages = [
             {
-                "role": "system" if message.role == "developer" else message.role,
+                "role": message.role,
                 "content": _read_parts(message.content, f"messages.{number}.content", media, open_file),
             }
             for number, message in enumerate(request.messages)
@@ -129,38 +238,30 @@ class Reader:
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
             raise ApiError(400, f"num_frames may be at most {settings.max_frames}", param="num_frames")
-        order = Order(
-            messages=messages,
-            files=[file.relative for file in media],
-            num_frames=num_frames,
-            fps=settings.fps if request.fps is None else request.fps,
-            max_new_tokens=request.token_limit or self._max_new_tokens,
-            temperature=settings.temperature if request.temperature is None else request.temperature,
-            top_p=settings.top_p if request.top_p is None else request.top_p,
-            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
-        )
+        fields = {
+            "messages": messages,
+            "files": [file.relative for file in media],
+            "num_frames": num_frames,
+            "fps": settings.fps if request.fps is None else request.fps,
+            "template": request.template,
+        }
+        return _Prompt(media, fields)
+
+    def _tokens_of(self, order: Order, media: list[Media], field: str) -> list[int]:
+        """Return the prompt's tokens.
+
+        Raises:
+            ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
+        """
         try:
             with self._lock:
-                num_tokens = self._count_tokens(order, media)
+                return self._tokenize(order, media)
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
-            raise ApiError(400, client_message(error, media), param="messages") from error
-        room = self.max_model_len - num_tokens
-        if room < (request.token_limit or 1):
-            raise ApiError(
-                400,
-                f"the prompt has {num_tokens} tokens and the answer may take {request.token_limit or 1}, but the "
-                f"maximum context length is {self.max_model_len} tokens",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        if order.max_new_tokens > room:
-            order = Order(**{**vars(order), "max_new_tokens": room})
-        return ReadRequest(order, media, request.stop_strings)
+            raise ApiError(400, client_message(error, media), param=field) from error
 
-    def _count_tokens(self, order: Order, media: list[Media]) -> int:
-        """Count the prompt's tokens; raises what the engine would, except about damaged frames and images."""
+    def _tokenize(self, order: Order, media: list[Media]) -> list[int]:
         kinds = [part["type"] for message in order.messages for part in message["content"] if "file" in part]
         sizes = [_image_size(file) if kind == "image" else None for file, kind in zip(media, kinds, strict=True)]
         _require_small("images", [size for size in sizes if size], self._settings.max_image_bytes)
@@ -175,7 +276,7 @@ class Reader:
         if sampled is not None:
             info, frames = sampled
             _require_small("frames", [(info.height, info.width)] * len(frames), self._settings.max_decoded_bytes)
-        return len(self._prompts.tokenize(rendered, sampled)["input_ids"][0])
+        return self._prompts.tokenize(rendered, sampled)["input_ids"][0].tolist()
 
 
 def _read_parts(

@@ -12,14 +12,24 @@ class AnswerText:
         decode: token ids to text, without special tokens.
         stop: strings that end the answer; the one that is complete first counts, of several the longest. They are
             no part of it.
+        stop_token_ids: tokens that end the answer, and are no part of its text.
+        min_tokens: a stop string that is complete within the first so many tokens ends nothing.
 
     Attributes:
-        stopped: whether a stop string has ended the answer.
+        stopped: whether a stop string or a stop token has ended the answer.
+        may_stop: whether any may.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
-        self.stopped = False
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+    ):
+        self.stopped, self.may_stop = False, bool(stop or stop_token_ids)
         self._decode, self._stop = decode, stop
+        self._stop_token_ids, self._min_tokens = frozenset(stop_token_ids), min_tokens
         self._tokens: list[int] = []
         # Tokens before _read are text already; those from _context on are decoded again with every new one, as
         # how a token reads may depend on the one before it.
@@ -28,24 +38,36 @@ class AnswerText:
 
     def update(self, tokens: Sequence[int]) -> str:
         """Take in all tokens so far; returns the text that has become certain."""
-        piece = ""
+        certain = ""
         for token in tokens[len(self._tokens) :]:
+            if self.stopped:
+                break
+            if token in self._stop_token_ids:
+                certain += self._rest()
+                self.stopped = True
+                break
             self._tokens.append(token)
-            piece += self._next_characters()
-        return self._until_stop(piece)
+            certain += self._until_stop(self._next_characters())
+        return certain
 
     def finish(self, tokens: Sequence[int]) -> str:
         """Return the rest, now that these are all tokens. Last bytes that make no whole character are left out."""
-        certain = self.update(tokens) + self._until_stop(self._undecided().rstrip(_INCOMPLETE))
+        certain = self.update(tokens)
+        return certain if self.stopped else certain + self._rest()
+
+    def _rest(self) -> str:
+        certain = self._until_stop(self._undecided().rstrip(_INCOMPLETE))
         rest, self._held = self._held, ""
         return certain + rest
 
     def _until_stop(self, piece: str) -> str:
         """Add some text, and return what has become certain."""
-        if self.stopped:
-            return ""
-        self._held += piece
-        ends = [(at + len(string), at) for string in self._stop if (at := self._held.find(string)) >= 0]
+        before, self._held = len(self._held), self._held + piece
+        ends = []
+        if len(self._tokens) > self._min_tokens:
+            # What was complete before this piece came before it could end anything.
+            starts = [(string, self._held.find(string, max(before - len(string) + 1, 0))) for string in self._stop]
+            ends = [(at + len(string), at) for string, at in starts if at >= 0]
         if ends:
             self.stopped = True
             certain, self._held = self._held[: min(ends)[1]], ""

@@ -17,12 +17,13 @@ from apbv import Engine, HostGroup
 from apbv.serve.log import OncePerPeriod
 from apbv.serve.media import MediaSettings
 from apbv.serve.private_files import PrivateFiles
-from apbv.serve.protocol import ApiError, ChatRequest
+from apbv.serve.protocol import ApiError
 from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.requests import ChatRequest
 
 import families
 from scripts import ROOT
-from servers import TIMEOUT, InProcess, Site, asking, part, serving, text
+from servers import TIMEOUT, InProcess, Site, asking, metric_in, part, serving, text
 
 
 @pytest.mark.thorough
@@ -134,7 +135,7 @@ def test_a_request_does_not_wait_for_the_media_of_others(site):
 
     async def ask_beside() -> tuple[int, list[int]]:
         others = [asyncio.create_task(post("/v1/chat/completions", content=slow)) for _ in range(6)]
-        while int(server.worker.metrics.waiting._value.get()) < 6:
+        while metric_in(server.worker.metrics.render().decode(), "apbv:num_requests_waiting") < 6:
             await asyncio.sleep(0.01)
         reply = await post("/v1/chat/completions", content=asking())
         assert not any(task.done() for task in others)

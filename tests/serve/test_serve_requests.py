@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from apbv import Engine, HostGroup, demo
 from apbv.launch.serve import parse_arguments
 from apbv.serve.media import MediaSettings
-from apbv.serve.protocol import ApiError, ChatRequest
+from apbv.serve.protocol import ApiError
 from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.requests import ChatRequest
 from apbv.serve.server import bind, listen
 from apbv.serve.text import AnswerText
 
@@ -80,6 +81,17 @@ JUNK = st.one_of(
 )  # fmt: skip
 
 
+# Of objects that may have any.
+FREE_KEYS = [
+    "do_remote_decode",
+    "do_remote_prefill",
+    "apbv",
+    "thinks",
+    "tokenize",
+    "add_generation_prompt",
+]
+
+
 def from_schema(schema: dict, known: dict) -> st.SearchStrategy:
     """Values that a JSON schema, of those the app has, describes."""
     if "$ref" in schema:
@@ -92,12 +104,16 @@ def from_schema(schema: dict, known: dict) -> st.SearchStrategy:
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     kind = schema["type"]
+    if kind == "object" and "properties" not in schema:
+        return st.dictionaries(st.sampled_from(FREE_KEYS), JUNK, max_size=2)
     if kind == "object":
         properties = {name: from_schema(each, known) for name, each in schema.get("properties", {}).items()}
         wanted = {name: properties.pop(name) for name in schema.get("required", ())}
         return st.fixed_dictionaries(wanted, optional=properties)
     if kind == "array":
         return st.lists(from_schema(schema["items"], known), min_size=schema.get("minItems", 0), max_size=3)
+    if schema.get("minimum") == 0 and "exclusiveMaximum" in schema:  # a token
+        return st.integers(0, 400) | st.sampled_from([6, 10**6])
     low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
     return {
         "string": st.sampled_from(["demo", "clip.mp4", "which letter", "a", "data:image/png;base64,QUJD"])
@@ -133,7 +149,8 @@ def bodies(draw, schema: dict, known: dict) -> bytes:
     request = draw(from_schema(schema, known))
     if draw(st.booleans()):
         request["model"] = "demo"
-    request.setdefault("max_tokens", 1)
+    if "max_tokens" in known[schema["$ref"].rsplit("/", 1)[1]]["properties"]:
+        request.setdefault("max_tokens", 1)
     for _ in range(draw(st.integers(0, 3))):
         path = draw(st.sampled_from(places(request)))
         request = changed(request, path, draw(st.sampled_from(["replace", "delete", "add"])), draw(JUNK))
@@ -144,20 +161,27 @@ def bodies(draw, schema: dict, known: dict) -> bytes:
     return body
 
 
-@pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_no_input_is_an_error_of_the_server(app, count):
+KINDS = {
+    "/v1/chat/completions": "chat.completion",
+    "/v1/completions": "text_completion",
+    "/tokenize": None,
+    "/detokenize": None,
+}
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("path", KINDS)
+def test_no_input_is_an_error_of_the_server(app, path, count):
     """Requests made from the app's own description of them."""
     document = app.request("GET", "/openapi.json").json()
     known = document["components"]["schemas"]
-    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"][
-        "schema"
-    ]
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     seen = {}
 
     @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(content=bodies(body, known))
     def check(content):
-        reply = app.request("POST", "/v1/chat/completions", content=content)
+        reply = app.request("POST", path, content=content)
         seen[reply.status_code] = seen.get(reply.status_code, 0) + 1
         assert reply.status_code in (200, 400, 404), (content, reply.text)
         if reply.status_code != 200:
@@ -168,7 +192,7 @@ def test_no_input_is_an_error_of_the_server(app, count):
         elif reply.headers["content-type"].startswith("text/event-stream"):
             assert reply.text.endswith("data: [DONE]\n\n") and '"error"' not in reply.text
         else:
-            assert reply.json()["object"] == "chat.completion"
+            assert reply.json().get("object") == KINDS[path]
 
     check()
     assert seen[200] > count / 100 and seen[400] > 0.3 * count, seen
@@ -273,7 +297,7 @@ def test_a_video_too_large_to_decode_is_refused(app):
     limits = RequestSettings(
         max_decoded_bytes=8 * 56 * 56 * 3 - 1, num_frames=8, media=MediaSettings(folder=demo.video_path().parent)
     )
-    reader = Reader(app.worker._engine, limits, app.private_files)
+    reader = Reader(app.engine, limits, app.private_files)
     content = [{"type": "video_url", "video_url": {"url": "clip.mp4"}}, {"type": "text", "text": "x"}]
     asked = {"model": "demo", "messages": [{"role": "user", "content": content}]}
     with ExitStack() as stack:

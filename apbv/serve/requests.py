@@ -1,0 +1,367 @@
+"""The bodies of requests: OpenAI's objects, with some of vLLM's fields, as far as they are served here.
+
+A field that is not served is refused by name wherever ignoring it would change the answer.
+"""
+
+import re
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..config import MAX_FPS
+from .protocol import ApiError
+
+# Fields that change how a request is filed, paid for, cached or scheduled, but not its answer.
+_WITHOUT_EFFECT = {
+    "cache_salt",
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "safety_identifier",
+    "service_tier",
+    "session_id",
+    "store",
+    "stream_interval",
+    "user",
+    "uuid",
+}
+# Values of other fields that are as good as not given; so are null and an empty list or object.
+_NEUTRAL: Mapping[str, tuple] = {
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),  # as do the other names of SGLang, it comes from vllm-router
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "top_k": (0, -1),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+# Fields that say how an answer's tokens are chosen: where another server decodes, they are for that one.
+_OF_THE_DECODER = {
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "include_reasoning",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "logprobs",
+    "min_p",
+    "presence_penalty",
+    "repetition_penalty",
+    "response_format",
+    "return_tokens_as_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "structured_outputs",
+    "top_k",
+    "top_logprobs",
+}
+# Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
+_NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)str$")
+_MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
+_MAX_TOKENS = 2**20
+
+_Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
+_Body = TypeVar("_Body", bound="_Strict")
+
+
+class _Strict(BaseModel):
+    """An object whose values must have the declared types, whose numbers are finite and whose fields are known."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_served(self) -> "_Strict":
+        for name, value in (self.model_extra or {}).items():
+            if not _is_neutral(name, value) and not self._may_ignore(name):
+                raise _refused(name, f"{name} is not supported by this server")
+        return self
+
+    def _may_ignore(self, name: str) -> bool:
+        """Return whether a field that is not served changes no answer of this server."""
+        return name in _WITHOUT_EFFECT
+
+    @classmethod
+    def parse(cls: type[_Body], body: bytes) -> _Body:
+        """Read a request from its JSON.
+
+        Raises:
+            ApiError: with status 400, naming the field that is wrong.
+        """
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            # Of the alternatives that a value fits none of, the one that it fits best.
+            worst = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+            steps = [
+                step for step in worst["loc"] if isinstance(step, int) or not _NAMES_AN_ALTERNATIVE.search(step)
+            ]
+            message = worst["msg"]
+            if worst["type"] == "refused":
+                steps.append(worst["ctx"]["param"])
+            elif steps:
+                message = f"{steps[-1]}: {message}"
+            raise ApiError(
+                400, message, param=".".join(str(step) for step, _ in groupby(steps)) or None
+            ) from error
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Return whether a field's value is as good as none. 0 is not False: to completions, logprobs 0 means some."""
+    same = (each for each in _NEUTRAL.get(name, ()) if isinstance(each, bool) == isinstance(value, bool))
+    return value is None or value in ([], {}) or value in same
+
+
+def _refused(param: str, message: str) -> PydanticCustomError:
+    """Make the error that a validator of a whole object raises about one of its fields."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
+
+
+class MediaUrl(_Strict):
+    """A file's URL. OpenAI's ``detail``, a resolution, changes nothing: the model's processor has its own."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: MediaUrl
+
+
+class VideoPart(_Strict):
+    type: Literal["video_url"]
+    video_url: MediaUrl
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Field(fail_fast=True)
+        ]
+    )
+
+
+_Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What requests to both endpoints may say; lists fail fast, as an error takes much more memory than its cause.
+
+    Attributes:
+        default_limit: how many tokens the answer may have where the request does not say; None: the server's
+            default.
+        prompt_field: where the prompt stands.
+        kv_transfer_params: with ``do_remote_decode`` another server continues from the prompt's KV.
+    """
+
+    default_limit: ClassVar[int | None] = None
+    prompt_field: ClassVar[str]
+
+    model: str | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: _TokenIds | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "GenerationRequest":
+        if self.temperature is not None and 0 < self.temperature < 1e-6:
+            raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
+        if self.n not in (None, 1):
+            raise _refused("n", "n must be 1: this server gives one answer per request")
+        if not self.hands_over:
+            self._check_stop()
+        if self.stream_options is not None and not self.stream:
+            raise _refused("stream_options", "stream_options needs stream")
+        if None not in (self.max_tokens, self.max_completion_tokens) and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise _refused("max_tokens", "max_tokens and max_completion_tokens name one thing, but differ")
+        self._check_kv_transfer()
+        # A router asks for one token of an answer that another server makes, and may leave min_tokens as it was.
+        limit = self.token_limit or self.default_limit
+        if limit is not None and (self.min_tokens or 0) > limit and not self.hands_over:
+            raise _refused("min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}")
+        return self
+
+    def _check_stop(self) -> None:
+        if len(self.stop_strings) > 4:
+            raise _refused("stop", "there may be at most 4 stop strings")
+        if any(not 1 <= len(string) <= _MAX_STOP_LENGTH for string in self.stop_strings):
+            raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
+        if self.stop_token_ids and self.min_tokens:
+            raise _refused("stop_token_ids", "stop_token_ids are not supported together with min_tokens")
+
+    def _check_kv_transfer(self) -> None:
+        params = self.kv_transfer_params or {}
+        for name in ("do_remote_decode", "do_remote_prefill"):
+            if not isinstance(params.get(name), bool | None):
+                raise _refused("kv_transfer_params", f"kv_transfer_params: {name} must be true or false")
+        if params.get("do_remote_prefill"):
+            message = (
+                "this server prefills, and does not load KV that another has prefilled: do_remote_prefill is for "
+                "the server that decodes"
+            )
+            raise _refused("kv_transfer_params", message)
+        if self.hands_over and self.stream:
+            message = "a request with do_remote_decode gets its one token at once: stream must be false"
+            raise _refused("stream", message)
+
+    def _may_ignore(self, name: str) -> bool:
+        return super()._may_ignore(name) or (self.hands_over and name in _OF_THE_DECODER)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether another server continues from the prompt's KV."""
+        return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def token_limit(self) -> int | None:
+        """How many tokens the answer may have, where the request says so."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class _ChatOptions(_Strict):
+    """How a chat's template is applied, and its video sampled; see :func:`apbv.input.templates.apply_template`."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    num_frames: _Count | None = None
+    fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_template(self) -> "_ChatOptions":
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if name in (self.chat_template_kwargs or {}):
+                raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a field of its own")
+        return self
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The options of the chat template that are given."""
+        options = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        return {**(self.chat_template_kwargs or {}), **given}
+
+
+class ChatRequest(_ChatOptions, GenerationRequest):
+    """The body of POST /v1/chat/completions; ``num_frames`` and ``fps`` are an extension."""
+
+    prompt_field = "messages"
+
+    messages: _Messages
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions, about text only: a prompt as it is, or its token ids."""
+
+    default_limit = 16  # OpenAI's and vLLM's
+    prompt_field = "prompt"
+
+    prompt: (
+        str
+        | _TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[_TokenIds], Field(fail_fast=True)]
+    )
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> "CompletionRequest":
+        if not self.prompt:
+            raise _refused("prompt", "the prompt is empty")
+        if not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int) and len(self.prompt) > 1:
+            raise _refused("prompt", f"this server takes one prompt per request, not {len(self.prompt)}")
+        if not self.the_prompt:
+            raise _refused("prompt", "the prompt is empty")
+        return self
+
+    @property
+    def the_prompt(self) -> str | list[int]:
+        """The one prompt, as text or as token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return self.prompt
+        return self.prompt[0]
+
+
+class TokenizeRequest(_ChatOptions):
+    """The body of POST /tokenize: a prompt as it is, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: _Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise _refused("prompt", "either prompt or messages must be given")
+        if self.messages is not None and self.add_special_tokens:
+            raise _refused("add_special_tokens", "a chat's special tokens are those of its template")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: _TokenIds

@@ -1,0 +1,168 @@
+"""Prompts as text and as token ids: chats of several turns, templates of several kinds, raw token ids."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apbv import HostGroup, PrefillConfig
+from apbv.input.reading import PromptReader
+from apbv.input.rendering import render_prompt
+from apbv.input.request import Question
+from apbv.input.visual import PromptError
+from apbv.model.parts import inspect_model
+from apbv.stats import StageTimer
+
+import families
+
+HOSTS = HostGroup.single("cpu")
+# What three kinds of templates do with a content: read strings only, read both, or read lists only.
+STRING = (
+    "{%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+BOTH = (
+    "{%- for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}>{% if thinks %}<think>{% endif %}{% endif %}"
+)
+LOSING = "{%- for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}{% endfor %}>"
+
+
+def reader_of(family: str, template: str | None = None, **config) -> PromptReader:
+    processor = families.build_processor(family)
+    if template is not None:
+        processor.chat_template = template
+    return PromptReader(inspect_model(families.build_model(family)), processor, 8, PrefillConfig(**config))
+
+
+def turn(role: str, *texts: str) -> dict:
+    return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+def rendered(template: str, messages: list[dict], **options) -> str:
+    return reader_of("qwen3", template).render(Question(messages=messages, template=options)).text
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (STRING, "[system]be brief[user]one\ntwo[assistant]yes[user]three>"),
+        (LOSING, "[system]be brief[user]one\ntwo[assistant]yes[user]three>"),
+        (BOTH, "[system]be brief[user]onetwo[assistant]yes[user]three>"),
+    ],
+    ids=["strings", "loses lists", "lists"],
+)
+def test_text_parts_reach_a_template_as_it_reads_them(template, expected):
+    """As in vLLM: a list to a template that reads lists, else one string, a part a line."""
+    chat = [
+        turn("system", "be brief"),
+        turn("user", "one", "two"),
+        turn("assistant", "yes"),
+        turn("user", "three"),
+    ]
+    assert rendered(template, chat) == expected
+    as_strings = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "yes"}, turn("user", "x")]
+    assert rendered(template, as_strings) == "[user]one[assistant]yes[user]x>"
+
+
+def test_a_developer_is_a_system_to_templates_that_do_not_know_the_role():
+    """All system messages are then one, the first, as in vLLM; without a developer they stay where they are."""
+    chat = [turn("system", "a"), turn("user", "b"), turn("developer", "c", "d"), turn("user", "e")]
+    assert rendered(STRING, chat) == "[system]a\n\nc\nd[user]b[user]e>"
+    assert rendered(STRING, chat[2:]) == "[system]c\nd[user]e>"
+    assert rendered(STRING + "{# 'developer' #}", chat[2:]) == "[developer]c\nd[user]e>"
+    assert rendered(STRING, [turn("user", "b"), turn("system", "a")]) == "[user]b[system]a>"
+
+
+def test_options_of_the_template():
+    chat = [turn("user", "a"), turn("assistant", "b")]
+    assert rendered(BOTH, chat, thinks=True) == "[user]a[assistant]b><think>"
+    assert rendered(BOTH, chat, unknown=1) == rendered(BOTH, chat) == "[user]a[assistant]b>"
+    assert rendered(BOTH, chat, add_generation_prompt=False) == "[user]a[assistant]b"
+    closed = BOTH.replace("{% endfor %}{% if add", "</s>{% endfor %}{% if add")
+    open_ended = {"add_generation_prompt": False, "continue_final_message": True}
+    assert rendered(closed, chat, **open_ended) == "[user]a</s>[assistant]b"
+    with pytest.raises(PromptError, match="needs add_generation_prompt to be false"):
+        rendered(closed, chat, continue_final_message=True)
+    with pytest.raises(PromptError, match="'tokenize' is no variable of a chat template"):
+        rendered(BOTH, chat, tokenize=True)
+    with pytest.raises(PromptError, match="the chat template refuses the chat: only users"):
+        rendered("{{ raise_exception('only users') }}", chat)
+
+
+def test_where_a_chats_question_begins():
+    reader = reader_of("qwen3", STRING, query_len=500)
+    chat = [turn("user", "q q"), turn("assistant", "a"), turn("user", " q", "q ")]
+    question = Question(messages=chat)
+    prompt = reader.render(question)
+    assert prompt.text[prompt.query_char :] == "q\nq>"  # the last one, though the template has trimmed it
+    inputs, _ = reader.read(question, prompt, None, HOSTS, StageTimer(HOSTS))
+    assert reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :]) == "q\nq>"
+    altered = reader.render(replace(question, messages=[*chat[:2], turn("user", "q", "lost")]))
+    assert altered.query_char is not None
+    lossy = reader_of("qwen3", STRING.replace("trim", "replace('lost', '')"), query_len=3)
+    question = Question(messages=[*chat[:2], turn("user", "is lost here")])
+    prompt = lossy.render(question)
+    assert prompt.query_char is None
+    assert lossy.read(question, prompt, None, HOSTS, StageTimer(HOSTS))[0].query_start == len(prompt.text) - 3
+
+
+@pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
+def test_a_chat_about_an_earlier_picture_has_the_templates_tokens(family):
+    """Text before and after it, an answer, and a question that follows."""
+    processor = families.build_processor(family)
+    parts = inspect_model(families.build_model(family))
+    picture = families.synthetic_image(84, 112)
+    said = [
+        turn("system", "be brief"),
+        turn("user", "before", "after"),
+        turn("assistant", "a"),
+        turn("user", "and?"),
+    ]
+    said[1]["content"].insert(1, {"type": "image"})
+    expected = processor(
+        text=[processor.apply_chat_template(said, add_generation_prompt=True, tokenize=False)],
+        images=[picture],
+        return_tensors="pt",
+    )["input_ids"]
+    said[1]["content"][1] = {"type": "image", "image": picture}
+    question, reader = Question(messages=said), PromptReader(parts, processor, 8)
+    inputs, _ = reader.read(question, reader.render(question), None, HOSTS, StageTimer(HOSTS))
+    assert torch.equal(inputs.input_ids, expected)
+    asked = reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :])
+    assert "after" in asked and "and?" in asked and "before" not in asked
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llama"])
+def test_token_ids_are_read_as_they_are(family):
+    reader = reader_of(family, query_len=5)
+    token_ids = reader.tokenizer("some <|im_start|> text of some length")["input_ids"]
+    question = Question(token_ids=token_ids)
+    inputs, piece = reader.read(question, reader.render(question), None, HOSTS, StageTimer(HOSTS))
+    assert inputs.input_ids.tolist() == [token_ids] and piece is None and inputs.visual is None
+    assert inputs.query_start == len(token_ids) - 5
+    assert inputs.position_ids.flatten()[-1] == len(token_ids) - 1
+
+
+def test_token_ids_that_cannot_be_read():
+    reader = reader_of("qwen2_5_vl")
+    size = reader.parts.vocab_size
+    reader.render(Question(token_ids=[0, size - 1]))
+    for token_ids, message in [
+        ([], "the prompt is empty"),
+        ([1, size], f"there is no token {size}: .* 0 to {size - 1}"),
+        ([-1], "there is no token -1"),
+        ([1, reader.parts.video_token_id], "placeholders of images or video"),
+        ([reader.parts.image_token_id], "placeholders of images or video"),
+    ]:
+        with pytest.raises(PromptError, match=message):
+            reader.render(Question(token_ids=token_ids))
+    with pytest.raises(PromptError, match="instead of a prompt"):
+        reader.render(Question("why?", token_ids=[1]))
+
+
+def test_a_context_whose_question_is_altered_is_refused():
+    reader = reader_of("qwen3", STRING.replace("trim", "upper"))
+    with pytest.raises(PromptError, match="alters the question"):
+        render_prompt(reader.parts, reader.processor, "why?", context="because")
