@@ -12,14 +12,16 @@ from transformers import PreTrainedModel
 
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
+from .decode.batch import Batch
 from .generated import GenerateResult, Reporter
 from .hosts import HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.video import require_backend
+from .model.attention import apbv_attention
 from .model.defaults import default_max_new_tokens, default_num_frames
 from .model.loading import load_model, read_config
-from .model.parts import require_supported
+from .model.parts import ModelParts, require_supported
 from .prefilling.prefiller import Prefiller
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
@@ -50,6 +52,9 @@ class Engine:
         decode: how new tokens are run.
 
     Attributes:
+        parts: the model that reads prompts on this host, taken apart.
+        hosts: the hosts that answer together: all but a draft host, or a draft host alone.
+        prefills: whether this host runs the target.
         num_frames, max_new_tokens: the defaults of requests, taken from the checkpoint (see
             :mod:`apbv.model.defaults`).
         videos: remembers what was found in the video files that were asked about.
@@ -81,14 +86,14 @@ class Engine:
             )
         self.model, self.draft_model, self.processor = model, draft, processor
         self.prefill_config, self.speculative_config = config, speculate
-        self._parts = models.reading
-        self.name = name or type(self._parts.model).__name__
+        self.parts = models.reading
+        self.name = name or type(self.parts.model).__name__
         self.num_frames = default_num_frames(processor)
-        reader = PromptReader(self._parts, processor, self.num_frames, config)
+        reader = PromptReader(self.parts, processor, self.num_frames, config)
         self.tokenizer, self.videos = reader.tokenizer, reader.videos
         self._way = drafting.way_to_answer(models, self.tokenizer)
-        self.hosts = self._way.hosts
-        self.max_new_tokens = drafting.agree(default_max_new_tokens(self._parts.model))
+        self.hosts, self.prefills = self._way.hosts, self._way.prefills
+        self.max_new_tokens = drafting.agree(default_max_new_tokens(self.parts.model))
         self._prefiller = Prefiller(
             reader,
             self.hosts,
@@ -97,12 +102,12 @@ class Engine:
             reads_all_frames=draft is not None,
             require_readable=drafting.require_readable,
         )
-        self._reporter = Reporter(self.name, self._parts, self.tokenizer, self.hosts, config.kv)
+        self._reporter = Reporter(self.name, self.parts, self.tokenizer, self.hosts, config.kv)
 
     def __repr__(self) -> str:
         drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
         settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
-        return f"Engine({self.name!r}, {self._parts.family}, {settings}, {self.hosts})"
+        return f"Engine({self.name!r}, {self.parts.family}, {settings}, {self.hosts})"
 
     @classmethod
     def from_pretrained(
@@ -147,21 +152,32 @@ class Engine:
             drafting.inspect_models(model, draft, config, decode)
         return cls(model, processor, hosts, config, str(name), speculate, draft, captioner, reuse, decode)
 
-    def warm_up(self) -> None:
+    def warm_up(self, in_batch: bool = False) -> None:
         """Answer a short question about the packaged clip, or about a text where no video is read; collective.
 
         On a GPU that has kernels compiled and libraries loaded, which the first request would else wait for.
+
+        Args:
+            in_batch: decode the answer on host 0 as a batch of one (:class:`apbv.decode.batch.Batch`).
 
         Raises:
             ValueError, HostError: as :meth:`generate`.
         """
         about = {"video": demo.video_path(), "num_frames": _WARM_UP_FRAMES}
-        if self._parts.video_token_id is None:
+        if self.parts.video_token_id is None:
             about = {"context": "one two three " * _WARM_UP_WORDS}
         engine = copy(self)
         if self.prefill_config.anchor_len:  # one for long prompts would leave nothing of this one to be split
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
-        engine.generate("What happens?", max_new_tokens=_WARM_UP_TOKENS, **about)
+        sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
+        request = Request(Question("What happens?", **about), StageTimer(self.hosts), sampling=sampling)
+        if not in_batch:
+            engine.answer(request)
+            return
+        request, state = engine.prefill_request(request)
+        with self.hosts.local_stage("warming up"):
+            if self.hosts.is_leader:
+                _decode_in_batch(self.parts, state, request)
 
     def prefill(
         self,
@@ -256,10 +272,20 @@ class Engine:
             sampling=sampling,
             num_wanted=max_new_tokens or 1,
             on_token=on_token,
-            stop=stop if self._way.prefills else None,  # a draft host is told where the answer ends
+            stop=stop,
         )
+        return self.answer(request, timeline)
+
+    def answer(self, request: Request, timeline: bool = False) -> GenerateResult:
+        """Answer a request that was packed by the caller; otherwise as :meth:`generate`.
+
+        Args:
+            timeline: collect a timeline of every host.
+        """
+        if not self.prefills:
+            request = replace(request, stop=None)  # a draft host is told where the answer ends
         with closing(self._way.read(request, self._prefiller.read)) as read, self._way.session(read) as session:
-            if not self._way.prefills:
+            if not self.prefills:
                 return self._reporter.drafted(read, session.answer(None))
             state = self._prefiller.run(read, session.observer)
             answered = session.answer(state)
@@ -283,15 +309,49 @@ class Engine:
         """
         # With a timer of its own: another answer to the same prompt has other figures.
         state = replace(state, timer=state.timer.resumed())
-        max_positions = self._parts.max_position_embeddings
+        max_positions = self.parts.max_position_embeddings
         with self.hosts.local_stage("reading the settings"):
             sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
             request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = request.within(max_positions, state.inputs)
-        answered = Autoregressive(self._parts, self.hosts).answer(request, state)
+        answered = Autoregressive(self.parts, self.hosts).answer(request, state)
         return self._reporter.answered(request, state, answered)
+
+    def prefill_request(self, request: Request) -> tuple[Request, PrefillResult]:
+        """Prefill a request's prompt, for an answer that the caller decodes; no draft takes part.
+
+        Call it on the hosts of :attr:`hosts` alone, with the same request.
+
+        Returns:
+            The request, whose answer is no longer than the model has positions for, and the prefilled prompt.
+
+        Raises:
+            RequestCancelled, ValueError, HostError: as :meth:`generate`.
+        """
+        with closing(self._prefiller.read(request)) as read:
+            return read.request, self._prefiller.run(read)
+
+    def handing_over(self) -> "Engine":
+        """Return an engine with the same model that leaves a prompt's KV on the hosts that computed it.
+
+        It is for KV that goes elsewhere: it has no draft, and does not reuse KV, which a former question may have
+        shaped, but embeddings it does.
+        """
+        engine = copy(self)
+        engine.prefill_config = replace(self.prefill_config, kv="sharded")
+        engine._prefiller = self._prefiller.without_draft(engine.prefill_config)
+        return engine
 
     def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingConfig:
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         return SamplingConfig(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)
+
+
+def _decode_in_batch(parts: ModelParts, state: PrefillResult, request: Request) -> None:
+    """Decode an answer as a batch of one, for what is only done once."""
+    with apbv_attention(parts.language_model):
+        batch = Batch(parts)
+        batch.join(state, request)
+        while batch:
+            batch.step()

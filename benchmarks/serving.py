@@ -1,11 +1,13 @@
-"""Measure the server under load beside the engine without it: answers per second and time to first token.
+"""Measure the server under load beside the engine without it: answers per second, times to and between tokens.
 
     torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
+    torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 --ignore-eos
     python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256    (on a GPU)
 
 Every client asks the same question about the same video, over and over, and streams the answer; the first token's
 time is the client's, so it includes the queue. The engine alone answers the same question one time after another.
-Answers that differ from the engine's are an error.
+Answers that differ from the engine's are an error. With ``--max-running 1 all`` a server that decodes one answer
+at a time and one that decodes them together take turns, ``--rounds`` times.
 """
 
 import argparse
@@ -29,20 +31,28 @@ from summaries import percentiles
 
 from apbv import Engine, HostGroup, demo
 from apbv.allocator import keep_freed_memory
+from apbv.config import SamplingConfig
 from apbv.hosts import run_on_hosts
+from apbv.input.request import Question, Request
 from apbv.serve.media import MediaSettings
 from apbv.serve.reading import RequestSettings
 from apbv.serve.server import ServerSettings, bind, serve
-from apbv.stats import append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import StageTimer, append_json_lines, device_name, markdown_table, provenance
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as a client saw it: times in seconds since it asked, and the text."""
+    """An answer as a client saw it: times in seconds since it asked, the text and how many tokens it has."""
 
     first_token: float
     end: float
     text: str
+    num_tokens: int
+
+    @property
+    def per_token(self) -> float:
+        """The mean seconds from one token to the next."""
+        return (self.end - self.first_token) / max(self.num_tokens - 1, 1)
 
 
 def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
@@ -53,14 +63,14 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
         if not first:
             first.append(time.perf_counter())
 
-    result = engine.generate(
-        options.prompt,
-        video=options.video,
-        num_frames=options.frames,
-        max_new_tokens=options.max_new_tokens,
+    request = Request(
+        Question(options.prompt, options.video, num_frames=options.frames),
+        StageTimer(engine.hosts),
+        sampling=SamplingConfig(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos),
         on_token=note,
     )
-    return Answer(first[0] - began, time.perf_counter() - began, result.text)
+    result = engine.answer(request)
+    return Answer(first[0] - began, time.perf_counter() - began, result.text, len(result.token_ids))
 
 
 def ask_server(port: int, options: argparse.Namespace) -> Answer:
@@ -74,9 +84,11 @@ def ask_server(port: int, options: argparse.Namespace) -> Answer:
         "messages": [{"role": "user", "content": content}],
         "max_tokens": options.max_new_tokens,
         "num_frames": options.frames,
+        "ignore_eos": options.ignore_eos,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
-    began, first, text = time.perf_counter(), None, ""
+    began, first, text, num_tokens = time.perf_counter(), None, "", 0
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=options.timeout)
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -88,12 +100,14 @@ def ask_server(port: int, options: argparse.Namespace) -> Answer:
                 event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise ValueError(f"the server fails: {event['error']['message']}")
-                text += event["choices"][0]["delta"].get("content", "")
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content", "")
+                num_tokens = num_tokens or (event["usage"] or {}).get("completion_tokens", 0)
                 first = first or (time.perf_counter() if text else None)
     finally:
         connection.close()
     end = time.perf_counter()
-    return Answer((first or end) - began, end - began, text)
+    return Answer((first or end) - began, end - began, text, num_tokens)
 
 
 def under_load(ask: Callable[[], Answer], requests: int, concurrency: int) -> tuple[list[Answer], float]:
@@ -105,17 +119,46 @@ def under_load(ask: Callable[[], Answer], requests: int, concurrency: int) -> tu
 
 
 def run(options: argparse.Namespace, hosts: HostGroup) -> list[dict]:
-    """Measure the engine and the server; return the records, on host 0."""
-    with hosts.local_stage("opening a port"):
-        sock = bind("127.0.0.1", 0) if hosts.is_leader else None
+    """Measure the engine and the servers; return the records, on host 0."""
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
     ask_engine(engine, options)  # a warm-up
     began = time.perf_counter()
     alone = [ask_engine(engine, options) for _ in range(options.requests)]
-    records = [record(options, hosts, "engine", 1, alone, time.perf_counter() - began)]
+    records = [record(options, hosts, Way("engine"), alone, time.perf_counter() - began)]
+    measured: dict[Way, tuple[list[Answer], float]] = {}
+    for _ in range(options.rounds):
+        for max_running in options.max_running:
+            for way, answers, seconds in ask_a_server(engine, hosts, max_running, alone[0].text, options):
+                before, past = measured.get(way, ([], 0.0))
+                measured[way] = [*before, *answers], past + seconds
+    return records + [record(options, hosts, way, *figures) for way, figures in measured.items()]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is asked, by how many clients at a time, and how many answers it decodes at once; None: all."""
+
+    name: str
+    concurrency: int = 1
+    max_running: int | None = None
+
+
+def ask_a_server(
+    engine: Engine, hosts: HostGroup, max_running: int | None, expected: str, options: argparse.Namespace
+) -> list[tuple[Way, list[Answer], float]]:
+    """Start a server, ask it, and end it; collective.
+
+    Returns:
+        For each number of clients the answers, and the seconds that they took all together; on host 0.
+    """
+    with hosts.local_stage("opening a port"):
+        sock = bind("127.0.0.1", 0) if hosts.is_leader else None
     media = MediaSettings(folder=Path(options.video).resolve().parent)
     limits = RequestSettings(max_frames=max(options.frames, 1), media=media)
-    settings = ServerSettings(model="benchmark", max_queue=max(options.concurrency), requests=limits)
+    settings = ServerSettings(
+        model="benchmark", max_queue=max(options.concurrency), max_running=max_running, requests=limits
+    )
+    measured: list[tuple[Way, list[Answer], float]] = []
     failures: list[BaseException] = []
 
     def clients() -> None:
@@ -125,9 +168,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> list[dict]:
             ask_server(port, options)  # a warm-up
             for concurrency in options.concurrency:
                 answers, seconds = under_load(lambda: ask_server(port, options), options.requests, concurrency)
-                if any(answer.text != alone[0].text for answer in answers):
+                if any(answer.text != expected for answer in answers):
                     raise ValueError("the server does not answer as the engine does")
-                records.append(record(options, hosts, "server", concurrency, answers, seconds))
+                measured.append((Way("server", concurrency, max_running), answers, seconds))
         except BaseException as error:
             failures.append(error)
         os.kill(os.getpid(), signal.SIGTERM)  # ends the server gracefully
@@ -138,7 +181,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> list[dict]:
     with hosts.local_stage("asking the server"):
         if failures:
             raise failures[0]
-    return records
+    return measured
 
 
 def _wait_until_ready(port: int) -> None:
@@ -154,29 +197,26 @@ def _wait_until_ready(port: int) -> None:
             connection.close()
 
 
-def record(
-    options: argparse.Namespace,
-    hosts: HostGroup,
-    way: str,
-    concurrency: int,
-    answers: list[Answer],
-    seconds: float,
-) -> dict:
+def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: list[Answer], seconds: float) -> dict:
     """Return a JSON-ready record."""
-    first = [answer.first_token * 1e3 for answer in answers]
-    total = [answer.end * 1e3 for answer in answers]
+    samples = {
+        "ttft_ms": [answer.first_token * 1e3 for answer in answers],
+        "tpot_ms": [answer.per_token * 1e3 for answer in answers],
+        "latency_ms": [answer.end * 1e3 for answer in answers],
+    }
     return {
         "benchmark": "serving",
         "model": options.model,
-        "way": way,
+        "way": way.name,
         "hosts": hosts.size,
-        "concurrency": concurrency,
+        "concurrency": way.concurrency,
+        "max_running": way.max_running,
         "num_requests": len(answers),
         "num_frames": options.frames,
         "request_throughput": len(answers) / seconds,
-        "ttft_ms": percentiles(first),
-        "latency_ms": percentiles(total),
-        "samples": {"ttft_ms": first, "latency_ms": total},
+        "output_throughput": sum(answer.num_tokens for answer in answers) / seconds,
+        **{name: percentiles(values) for name, values in samples.items()},
+        "samples": samples,
         "device": device_name(hosts.device),
         "command": command_line("serving.py"),
         **provenance(),
@@ -185,13 +225,25 @@ def record(
 
 def table(rows: list[dict]) -> str:
     """Format records as a Markdown table."""
+    times, shares = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "latency_ms": "answer"}, ("p50", "p90")
     lines = [
-        [row["way"], row["concurrency"], f"{row['request_throughput']:.1f}"]
-        + [f"{value:.0f}" for times in ("ttft_ms", "latency_ms") for value in row[times].values()]
+        [
+            row["way"],
+            row["concurrency"],
+            row["max_running"] or ("all" if row["way"] == "server" else 1),
+            f"{row['request_throughput']:.2f}",
+            f"{row['output_throughput']:.0f}",
+            *(f"{row[time][share]:.0f}" for time in times for share in shares),
+        ]
         for row in rows
     ]
-    names = [f"{time} {at} ms" for time in ("TTFT", "answer") for at in rows[0]["ttft_ms"]]
-    return markdown_table(["", "clients", "answers/s", *names], lines)
+    names = [f"{name} {share} ms" for name in times.values() for share in shares]
+    return markdown_table(["", "clients", "at once", "answers/s", "tokens/s", *names], lines)
+
+
+def answers_at_once(text: str) -> int | None:
+    """Read a number, or ``all``."""
+    return None if text == "all" else int(text)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -205,12 +257,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--requests", type=int, default=64, help="for each figure")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="clients at a time")
+    parser.add_argument("--ignore-eos", action="store_true", help="every answer has --max-new-tokens tokens")
+    parser.add_argument(
+        "--max-running",
+        type=answers_at_once,
+        nargs="+",
+        default=[None],
+        metavar="N|all",
+        help="how many answers a server decodes at once; of several, each has a server (default: all)",
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="how often each of these servers is asked")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for another host")
     add_json_option(parser)
     options = parser.parse_args(arguments)
-    if min(options.requests, options.frames, options.max_new_tokens, *options.concurrency) < 1:
-        parser.error("--requests, --frames, --max-new-tokens and --concurrency must be at least 1")
+    numbers = (options.requests, options.frames, options.max_new_tokens, options.rounds, *options.concurrency)
+    if min(*numbers, *filter(lambda number: number is not None, options.max_running)) < 1:
+        parser.error("numbers must be at least 1")
     return options
 
 

@@ -1,21 +1,22 @@
-"""Serve a model over HTTP, with OpenAI's chat-completions interface.
+"""Serve a model over HTTP, with OpenAI's interface for chats and raw prompts.
 
 torchrun --nproc-per-node 2 launch/serve.py --model demo --media-dir clips
 torchrun --nproc-per-node 8 launch/serve.py --model Qwen/Qwen2.5-VL-7B-Instruct --api-key SECRET
 python launch/serve.py --model demo          (one host)
 
-SIGTERM to host 0's process, which the greeting names, finishes the running answer (--grace) and ends all hosts,
+SIGTERM to host 0's process, which the greeting names, finishes the running answers (--grace) and ends all hosts,
 and torchrun, with status 0. torchrun itself passes a SIGTERM on to its processes, but kills what still runs after
 its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 1 in any case.
 """
 
 import argparse
-import logging
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apbv.config import REUSE_MODES, ReuseConfig
+from apbv.launch.observability import add_observability_options, check_observability
 from apbv.launch.options import (
     OptionParser,
     add_draft_options,
@@ -26,6 +27,7 @@ from apbv.launch.options import (
     load_engine,
     prepare_process,
 )
+from apbv.launch.transfer import add_transfer_options, check_transfer, transfer_settings
 
 if TYPE_CHECKING:
     from apbv import HostGroup
@@ -52,13 +54,22 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     )
     http.add_argument("--max-queue", type=int, default=64, help="requests that may wait (default 64)")
     http.add_argument(
+        "--max-running", type=int, metavar="N", help="answers decoded at once (default: as many as the KV allows)"
+    )
+    http.add_argument(
+        "--max-kv-mib",
+        type=float,
+        metavar="N",
+        help="the most MiB of KV of all requests (default: half of what is free on host 0)",
+    )
+    http.add_argument(
         "--max-body-mib", type=float, default=96.0, help="the most MiB of a request's body (default 96)"
     )
     http.add_argument(
         "--grace",
         type=float,
         default=20.0,
-        help="seconds to finish the running answer after SIGTERM (default 20); under torchrun at most its "
+        help="seconds to finish the running answers after SIGTERM (default 20); under torchrun at most its "
         "--shutdown-timeout less 10",
     )
 
@@ -106,11 +117,16 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     reuse.add_argument(
         "--reuse-mib", type=int, default=4096, help="the most MiB that each process keeps (default 4096)"
     )
+    add_transfer_options(parser)
     add_host_options(parser)
+    add_observability_options(parser)
     options = parser.parse_args(arguments)
     sizes = ("max_body_mib", "max_media_mib", "max_decoded_mib", "max_image_mib")
     for name in ("max_queue", "max_frames", "fetch_seconds", *sizes):
         if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    for name in ("max_running", "max_kv_mib"):
+        if (given := getattr(options, name)) is not None and not 0 < given < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if not 0 <= options.grace <= _LONGEST_GRACE:
         parser.error(f"--grace must lie in 0 .. {_LONGEST_GRACE} seconds")
@@ -119,6 +135,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     if options.media_dir is not None and not options.media_dir.is_dir():
         parser.error(f"--media-dir {options.media_dir} is no folder")
     check(parser, options)
+    check_observability(parser, options)
+    check_transfer(parser, options)
     try:
         reuse_config(options)
     except ValueError as error:
@@ -164,21 +182,15 @@ def settings_of(options: argparse.Namespace) -> "ServerSettings":
     return ServerSettings(
         model=options.served_model_name or options.model,
         max_queue=options.max_queue,
+        max_running=options.max_running,
+        max_kv_bytes=None if options.max_kv_mib is None else int(options.max_kv_mib * _MIB),
         max_body_bytes=int(options.max_body_mib * _MIB),
         grace=options.grace,
         api_key=options.api_key or os.environ.get("APBV_API_KEY") or None,
+        transfer=transfer_settings(options),
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
         requests=requests,
     )
-
-
-def log_requests() -> None:
-    """Let one line on stderr say what became of each request."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger = logging.getLogger("apbv.serve")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    logger.propagate = False
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -187,19 +199,21 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     # Only now what takes seconds to import.
     from apbv.hosts import run_on_hosts
     from apbv.launch.torchrun import warn_of_early_kill
+    from apbv.serve.executor import why_one_at_a_time
+    from apbv.serve.log import log_to_stderr
     from apbv.serve.server import bind, serve
 
     def run(hosts: "HostGroup") -> None:
         prepare_process(options, hosts)
         warn_of_early_kill(options.grace)
         if hosts.is_leader:
-            log_requests()
+            log_to_stderr(options.log_format)
         with hosts.local_stage("opening the port"):
             settings = settings_of(options)
             sock = bind(options.host, options.port) if hosts.is_leader else None
         engine = load_engine(options, hosts, reuse_config(options))
         if hosts.device.type == "cuda":
-            engine.warm_up()
+            engine.warm_up(in_batch=why_one_at_a_time(engine) is None)
         serve(engine, hosts, sock, settings)
 
     return run_on_hosts(run, options.timeout, options.tensor_parallel, options.device)

@@ -79,6 +79,14 @@ class Prefiller:
         other._config = config
         return other
 
+    def without_draft(self, config: PrefillConfig) -> "Prefiller":
+        """Return one that prefills by another config what no draft continues; it shares embeddings with this one.
+
+        It reuses no KV, which a former question may have shaped.
+        """
+        reuse = None if self._reuse is None or self._reuse.mode == "kv" else self._reuse
+        return Prefiller(self._reader, self._hosts, config, reuse)
+
     def read(self, request: Request) -> ReadRequest:
         """Read a request's prompt and files.
 

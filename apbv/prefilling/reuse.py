@@ -134,16 +134,20 @@ class StoringRows:
 
 
 class Reuse:
-    """A Reuse stores embeddings, or KV, of one host's earlier requests."""
+    """A Reuse stores embeddings, or KV, of one host's earlier requests.
+
+    Attributes:
+        mode: which of the two, one of :data:`apbv.config.REUSE_MODES`.
+    """
 
     def __init__(self, config: ReuseConfig):
-        self._mode = config.mode
+        self.mode = config.mode
         self._cache = ByteBoundedCache(config.max_bytes)
 
     def has_embeddings(self, inputs: ModelInputs, hosts: HostGroup) -> bool:
         """Return whether every host has its frames' embeddings stored, or has no frames; collective."""
         visual = inputs.visual
-        if self._mode != "exact" or visual is None:
+        if self.mode != "exact" or visual is None:
             return False
         return _all_hosts_have(hosts, visual.source in self._cache or not visual.pieces[hosts.rank])
 
@@ -154,7 +158,7 @@ class Reuse:
             None where embeddings are not stored.
         """
         visual = inputs.visual
-        if self._mode != "exact" or visual is None or visual.source is None:
+        if self.mode != "exact" or visual is None or visual.source is None:
             return None
         rows = self._cache.get(visual.source)
         if rows is not None:
@@ -164,7 +168,7 @@ class Reuse:
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> Prefix | None:
         """Return the stored prefix of an earlier prompt that began as this, if all hosts have it; collective."""
-        if self._mode != "kv":
+        if self.mode != "kv":
             return None
         prefix = self._cache.get(_prefix_key(inputs))
         return prefix if _all_hosts_have(hosts, prefix is not None) else None
@@ -172,7 +176,7 @@ class Reuse:
     def store_prefix(self, state: PrefillResult) -> None:
         """Store the KV of a prompt up to its question, if the prompt can be recognised again."""
         key = _prefix_key(state.inputs)
-        prefix = Prefix.of(state) if self._mode == "kv" and key is not None else None
+        prefix = Prefix.of(state) if self.mode == "kv" and key is not None else None
         if prefix is not None:
             self._cache.put(key, prefix, prefix.num_bytes)
 

@@ -1,31 +1,29 @@
-"""Orders, which host 0 gives the other hosts, and how every host carries them out."""
+"""This module defines orders: requests as host 0 gives them to the other hosts."""
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from threading import Event
 from typing import Any
 
-from ..engine import Engine
-from ..generated import GenerateResult
+from ..config import SamplingConfig
 from ..hosts import HostGroup
-from ..input.request import Question
-from .media import find_in_folder
-from .private_files import PrivateFiles
-
-WAIT, ANSWER, LEAVE = range(3)  # host 0's commands
+from ..input.request import Question, Request
+from ..stats import StageTimer
 
 
 @dataclass(frozen=True)
 class Order:
-    """A request to the engine, the same on every host.
+    """An Order is a request to the engine, the same on every host.
 
     Attributes:
         messages: the chat; content parts refer to files by number, ``{"type": "video", "file": 0}``.
         files: paths in the allowed folder, or None for files whose bytes are sent.
         num_frames, fps, max_new_tokens, temperature, top_p, seed: as of :meth:`apbv.Engine.generate`.
+        prompt_token_ids: the prompt's tokens, instead of a chat.
+        ignore_eos: whether end tokens end nothing.
+        min_tokens: the answer has no end token before so many.
+        hands_over: whether another server continues from the prompt's KV.
+        template: as of :class:`apbv.input.request.Question`.
     """
 
     messages: list[dict[str, Any]]
@@ -36,6 +34,16 @@ class Order:
     temperature: float
     top_p: float
     seed: int
+    prompt_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    hands_over: bool = False
+    template: dict[str, Any] | None = None
+
+    @property
+    def sampling_figures(self) -> dict[str, float]:
+        """What may be told of how the answer's tokens are chosen."""
+        return {"max_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p}
 
     def to_json(self) -> bytes:
         """Encode the order for other hosts."""
@@ -52,6 +60,8 @@ class Order:
         Args:
             files: paths on this host, or whatever else stands for the order's files.
         """
+        if self.prompt_token_ids is not None:
+            return Question(token_ids=self.prompt_token_ids)
         messages = [
             {
                 "role": message["role"],
@@ -62,84 +72,29 @@ class Order:
             }
             for message in self.messages
         ]
-        return Question(messages=messages, num_frames=self.num_frames, fps=self.fps)
+        return Question(messages=messages, num_frames=self.num_frames, fps=self.fps, template=self.template)
 
+    def request(self, hosts: HostGroup, files: Sequence[Any], stop: Callable[[Sequence[int]], bool]) -> Request:
+        """Return the request as the engine takes it.
 
-def answer(
-    engine: Engine,
-    hosts: HostGroup,
-    order: Order,
-    open_files: Callable[[ExitStack], list[Path]],
-    stop: Callable[[Sequence[int]], bool],
-) -> GenerateResult:
-    """Let the engine answer; collective.
-
-    Args:
-        open_files: gives this host's paths of the order's files, which last as long as the stack.
-        stop: see :meth:`apbv.Engine.generate`.
-    """
-    with ExitStack() as stack:
-        with hosts.local_stage("opening the files"):
-            paths = open_files(stack)
-        question = order.question(paths)
-        return engine.generate(
-            messages=question.messages,
-            num_frames=question.num_frames,
-            fps=question.fps,
-            max_new_tokens=order.max_new_tokens,
-            temperature=order.temperature,
-            top_p=order.top_p,
-            seed=order.seed,
+        Args:
+            hosts: the hosts that answer it.
+            files: as of :meth:`question`.
+            stop: as of :meth:`apbv.Engine.generate`.
+        """
+        sampling = SamplingConfig(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+            min_tokens=min(self.min_tokens, self.max_new_tokens),
+        )
+        return Request(
+            self.question(files),
+            StageTimer(hosts),
+            positions="vllm" if self.hands_over else "transformers",
+            sampling=sampling,
+            num_wanted=self.max_new_tokens,
             stop=stop,
         )
-
-
-def exchange_commands(hosts: HostGroup, command: int, wants_to_stop: bool) -> tuple[int, bool]:
-    """Exchange host 0's command, and whether any host was asked to stop; collective.
-
-    Every host sends something, so that each notices one that has ended.
-    """
-    messages = hosts.gather_floats([command, wants_to_stop])
-    return int(messages[0][0]), any(stop for _, stop in messages)
-
-
-def is_usable(engine: Engine, hosts: HostGroup) -> bool:
-    """Return whether the hosts can go on after a request that failed."""
-    return not (hosts.is_broken or engine.hosts.is_broken)
-
-
-def follow(
-    engine: Engine, hosts: HostGroup, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event
-) -> None:
-    """Carry out host 0's commands until it says to leave; every other host does.
-
-    Args:
-        folder: the folder that files are read from, as on host 0.
-        private_files: where files go whose bytes are sent.
-        wants_to_stop: set when this process was asked to end; host 0 decides.
-
-    Raises:
-        HostError: another host ended, or failed in an exchange.
-    """
-    while True:
-        command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
-        if command == LEAVE:
-            return
-        if command == WAIT:
-            continue
-        order = Order.from_json(hosts.broadcast_bytes(None))
-        sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
-
-        def open_files(stack: ExitStack, order=order, sent=sent) -> list[Path]:
-            return [
-                stack.enter_context(private_files.holding(next(sent)))
-                if file is None
-                else find_in_folder(folder, file)
-                for file in order.files
-            ]
-
-        try:
-            answer(engine, hosts, order, open_files, stop=lambda _: False)
-        except Exception:  # it is for host 0 to report
-            if not is_usable(engine, hosts):
-                raise

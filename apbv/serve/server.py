@@ -6,23 +6,48 @@ import os
 import signal
 import socket
 import threading
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import uvicorn
 
 from ..engine import Engine
 from ..hosts import HostGroup
+from ..kv.growing import GROWTH_ROWS
+from ..kv.offers import Offers
+from ..model.sizes import DecoderSizes
+from ..stats import free_memory_bytes
 from .app import build_app
+from .executor import Executor, follow
+from .ledger import Ledger, Limits
 from .log import OncePerPeriod
 from .metrics import Metrics
-from .order import follow
 from .private_files import PrivateFiles
 from .reading import Reader, RequestSettings
+from .report import Reporter
+from .tracing import tracing
 from .worker import Worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_SECONDS = 5
+_FEWEST_TOKENS = 64  # of a prompt and its answer, where nobody says how long they may be
 _WARNING_SECONDS = 60.0  # anybody can cause uvicorn's warnings, as often as they like
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """The settings of handing KV over; attributes as of :class:`apbv.kv.offers.Offers`.
+
+    Attributes:
+        host, port, seconds: where each process listens for consumers, and how long KV waits for them.
+        directory: a folder that the consumers share, in place of the hosts' memory.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    seconds: float = 120.0
+    directory: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +57,25 @@ class ServerSettings:
     Attributes:
         model: the name that requests give.
         max_queue: how many requests may wait.
+        max_running: how many answers may be decoded at once; None: as many as the KV allows.
+        max_kv_bytes: the most bytes of KV; None: half of what is free on host 0.
         max_body_bytes: the largest body of a request.
-        grace: seconds that a running answer may take once the server was asked to end.
+        grace: seconds that running answers may take once the server was asked to end.
         api_key: the bearer token that /v1/* wants; None: none.
+        transfer: how KV is handed over; None: it is not.
+        otlp_traces_endpoint: the URL that a trace of each request is sent to; None: none is.
         requests: the limits on requests.
     """
 
     model: str
     max_queue: int = 64
+    max_running: int | None = None
+    max_kv_bytes: int | None = None
     max_body_bytes: int = 96 * 2**20
     grace: float = 20.0
     api_key: str | None = field(default=None, repr=False)
+    transfer: TransferSettings | None = None
+    otlp_traces_endpoint: str | None = None
     requests: RequestSettings = field(default_factory=RequestSettings)
 
 
@@ -85,30 +118,91 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     Raises:
         HostError: a host ended, or failed in an exchange.
     """
-    with PrivateFiles() as private_files:
+    with ExitStack() as stack:
+        private_files = stack.enter_context(PrivateFiles())
         with hosts.local_stage("preparing the server"):
-            reader = Reader(engine, settings.requests, private_files) if hosts.is_leader else None
-            if sock is not None:
+            ledger = None if sock is None else _ledger(engine, settings, stack)
+        executor = Executor(engine, hosts, _offers(engine, settings.transfer, ledger, stack))
+        with hosts.local_stage("opening the server"):
+            if ledger is not None:
+                reader = _reader(engine, settings, ledger.limits, private_files)
+                worker = Worker(executor, reader, ledger)
                 listen(sock)
-        if reader is not None:
-            return _lead(engine, hosts, sock, settings, reader)
+        if ledger is not None:
+            return _lead(worker, sock, settings, hosts.size)
         wants_to_stop = threading.Event()
         for number in _SIGNALS:
             signal.signal(number, lambda *_: wants_to_stop.set())
-        follow(engine, hosts, settings.requests.media.folder, private_files, wants_to_stop)
+        follow(executor, settings.requests.media.folder, private_files, wants_to_stop)
 
 
-def _lead(engine: Engine, hosts: HostGroup, sock: socket.socket, settings: ServerSettings, reader: Reader) -> None:
+def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
+    """Compute the limits on a server's requests from what this host has left.
+
+    Raises:
+        ValueError: the KV of a prompt and an answer of ``max_model_len`` tokens is not allowed.
+    """
+    sizes, itemsize = DecoderSizes.from_config(engine.model.config), engine.parts.dtype.itemsize
+    token_bytes = sizes.layers * sizes.kv_row * itemsize
+    max_bytes = settings.max_kv_bytes
+    if max_bytes is None:
+        max_bytes = free_memory_bytes(engine.hosts.device) // 2
+    wanted = settings.requests.max_model_len or _FEWEST_TOKENS
+    wanted_bytes = (wanted + GROWTH_ROWS) * token_bytes
+    if max_bytes < wanted_bytes:
+        raise ValueError(
+            f"the KV of {wanted} tokens takes up to {wanted_bytes / 2**20:.1f} MiB, but at most "
+            f"{max_bytes / 2**20:.1f} MiB are allowed (--max-kv-mib)"
+        )
+    return Limits(
+        max_queue=settings.max_queue,
+        max_kv_bytes=max_bytes,
+        token_bytes=token_bytes,
+        spare_tokens=GROWTH_ROWS,
+        max_running=settings.max_running,
+    )
+
+
+def _ledger(engine: Engine, settings: ServerSettings, stack: ExitStack) -> Ledger:
+    """Make the ledger of host 0."""
+    tracer = stack.enter_context(tracing(settings.otlp_traces_endpoint, settings.model))
+    return Ledger(Reporter(Metrics(settings.model), tracer), limits_of(engine, settings))
+
+
+def _offers(
+    engine: Engine, settings: TransferSettings | None, ledger: Ledger | None, stack: ExitStack
+) -> Offers | None:
+    """Open where this process offers KV, until the stack ends; collective over the hosts that prefill."""
+    if settings is None or not engine.prefills:
+        return None
+    offers = Offers(
+        engine.hosts,
+        host=settings.host,
+        port=settings.port,
+        seconds=settings.seconds,
+        directory=settings.directory,
+        on_end=None if ledger is None else ledger.end_offer,
+    )
+    return stack.enter_context(offers)
+
+
+def _reader(engine: Engine, settings: ServerSettings, limits: Limits, private_files: PrivateFiles) -> Reader:
+    """Make the reader of host 0, which refuses by its length what could never run."""
+    longest = settings.requests.max_model_len or engine.parts.max_position_embeddings
+    requests = replace(settings.requests, max_model_len=min(longest, limits.max_tokens))
+    return Reader(engine, requests, private_files)
+
+
+def _lead(worker: Worker, sock: socket.socket, settings: ServerSettings, num_hosts: int) -> None:
     """Speak HTTP, and lead the other hosts, until asked to end; on host 0."""
-    worker = Worker(engine, hosts, reader, Metrics(), settings.max_queue)
     app = build_app(
         worker,
         settings.model,
-        reader.max_model_len,
+        worker.max_model_len,
         max_body_bytes=settings.max_body_bytes,
         api_key=settings.api_key,
     )
-    asyncio.run(_Server(app, worker, sock, settings, hosts.size).serve([sock]))
+    asyncio.run(_Server(app, worker, sock, settings, num_hosts).serve([sock]))
     if worker.failure is not None:
         raise worker.failure
 
@@ -123,20 +217,22 @@ class _Server(uvicorn.Server):
                 http="h11",
                 ws="none",
                 lifespan="off",
+                log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_LAST_RESPONSES_SECONDS,
             )
         )
-        # After uvicorn's own configuration of its loggers.
         logging.getLogger("uvicorn.error").addFilter(OncePerPeriod(_WARNING_SECONDS))
         self._worker, self._settings = worker, settings
         host, port = sock.getsockname()[:2]
+        one_at_a_time = worker.why_one_at_a_time
         self._greeting = (
             f"serving {settings.model} on {num_hosts} host(s): "
             f"http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
-            f"SIGTERM to process {os.getpid()} finishes the running answer and ends all hosts"
+            f"SIGTERM to process {os.getpid()} finishes the running answers and ends all hosts"
+            + (f"\none answer at a time: {one_at_a_time}" if one_at_a_time else "")
         )
         self._ending: threading.Thread | None = None
 
@@ -149,7 +245,7 @@ class _Server(uvicorn.Server):
         self.end()
 
     def end(self) -> None:
-        """Finish the running answer, then exit. From any thread, at once; a second call changes nothing."""
+        """Finish the running answers, then exit. From any thread, at once; a second call changes nothing."""
         if self._ending is None:
             self._ending = threading.Thread(target=self._end, daemon=True)
             self._ending.start()

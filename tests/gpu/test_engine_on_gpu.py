@@ -8,12 +8,16 @@ import torch
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig
+from apbv.serve.executor import Executor
+from apbv.serve.job import Finished, Piece
+from apbv.serve.ledger import Ledger, Limits
 from apbv.serve.media import MediaSettings
 from apbv.serve.metrics import Metrics
 from apbv.serve.private_files import PrivateFiles
-from apbv.serve.protocol import ChatRequest
 from apbv.serve.reading import Reader, RequestSettings
-from apbv.serve.worker import Finished, Worker
+from apbv.serve.report import Reporter
+from apbv.serve.requests import ChatRequest
+from apbv.serve.worker import Worker
 
 from engines import QUESTION
 from patience import GROUP_TIMEOUT, HANGING
@@ -96,7 +100,9 @@ def served(engine: Engine, clip: Path, questions: list[str]) -> list[str]:
     """The texts of answers to requests that wait together for the server's worker."""
     private_files = PrivateFiles()
     settings = RequestSettings(num_frames=8, max_new_tokens=5, media=MediaSettings(folder=clip.parent))
-    worker = Worker(engine, engine.hosts, Reader(engine, settings, private_files), Metrics(), len(questions))
+    limits = Limits(max_queue=len(questions), max_kv_bytes=2**30, token_bytes=2**10)
+    reader, ledger = Reader(engine, settings, private_files), Ledger(Reporter(Metrics("demo")), limits)
+    worker = Worker(Executor(engine, engine.hosts), reader, ledger)
 
     async def ask() -> list[str]:
         worker.start(on_stop=lambda: None, on_end=lambda: None)
@@ -119,8 +125,8 @@ def served(engine: Engine, clip: Path, questions: list[str]) -> list[str]:
 
 async def _text_of(job) -> str:
     text = ""
-    while isinstance(event := await job.events.get(), str):
-        text += event
+    while isinstance(event := await job.events.get(), Piece):
+        text += event.text
     assert isinstance(event, Finished), event
     return text
 

@@ -10,7 +10,9 @@ A code block's info string says how it is tested. Behind the language stands one
 ``client``      the script is run against that server
 ``compile``     the script is compiled, and what it imports of apbv exists, for what needs vLLM
 ``vllm``        the connector that the command names exists
+``deploy``      the files that the commands name exist, for programs that are not part of the project
 ``output``      what the block before prints
+``layout``      a drawing, or the form of something
 """
 
 import argparse
@@ -33,9 +35,9 @@ from scripts import ROOT
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKS = {
-    "bash": ("quickstart", "run", "parse", "install", "serve", "vllm"),
+    "bash": ("quickstart", "run", "parse", "install", "serve", "vllm", "router", "deploy"),
     "python": ("run", "client", "compile"),
-    "text": ("quickstart", "output"),
+    "text": ("quickstart", "output", "layout"),
 }
 
 _BLOCK = re.compile(r"^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
@@ -207,9 +209,17 @@ def missing_imports(code: str) -> list[str]:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "apbv":
             spec = find_spec(node.module)
-            defined = names_in(Path(spec.origin)) if spec else set()
+            defined = names_in(Path(spec.origin)) | names_passed_on(Path(spec.origin)) if spec else set()
             missing += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in defined]
     return missing
+
+
+def names_passed_on(path: Path) -> set[str]:
+    """What a package imports from its own files, for others to import from it."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    return {
+        alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.level for alias in node.names
+    }
 
 
 def names_in(path: Path) -> set[str]:

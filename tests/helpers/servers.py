@@ -15,12 +15,16 @@ from pathlib import Path
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from apbv import Engine, HostGroup
 from apbv.serve.app import build_app
+from apbv.serve.executor import Executor
+from apbv.serve.ledger import Ledger, Limits
 from apbv.serve.metrics import Metrics
 from apbv.serve.private_files import PrivateFiles
 from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.report import Reporter
 from apbv.serve.worker import Worker
 
 from patience import HANGING, limit, wait_for
@@ -28,6 +32,15 @@ from scripts import ROOT, started_hosts
 
 SERVE = ROOT / "launch" / "serve.py"
 KEY = "a key"
+# As routers ask for a prompt's KV.
+HAND_OVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 ENDLESS = {"max_tokens": 20000}  # which a model with random weights uses up, in minutes
 
 
@@ -52,6 +65,9 @@ class Server:
         assert address(), self.errors()
         return address()
 
+    def printed(self) -> str:
+        return (self._outputs / "0.stdout").read_text()
+
     def errors(self) -> str:
         return "".join(path.read_text() for path in sorted(self._outputs.glob("*.stderr")))
 
@@ -66,12 +82,22 @@ class Server:
         except httpx.TransportError:
             return None
 
-    def metric(self, name: str) -> float:
-        text = self.http.get(f"{self.root}/metrics").text
-        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
+    def metric(self, name: str, **labels: str) -> float:
+        return metric_in(self.http.get(f"{self.root}/metrics").text, name, **labels)
 
-    def wait_until(self, name: str, value: float) -> None:
-        wait_for(lambda: self.metric(name) == value)
+    def wait_until(self, name: str, value: float, **labels: str) -> None:
+        wait_for(lambda: self.metric(name, **labels) == value)
+
+
+def metric_in(text: str, name: str, **labels: str) -> float:
+    """The sample of /metrics with that name and those labels, whatever model it is about."""
+    (value,) = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and {"model_name": sample.labels["model_name"], **labels} == sample.labels
+    ]
+    return value
 
 
 @contextmanager
@@ -109,16 +135,24 @@ class Stream:
     """A streamed answer, read in a thread."""
 
     def __init__(self, server: Server, **options):
-        self.pieces, self.error = 0, None
+        self.pieces, self.error, self._is_over = 0, None, False
         self._thread = threading.Thread(target=self._read, args=(server, options))
         self._thread.start()
 
     def _read(self, server: Server, options: dict) -> None:
         try:
-            for _ in server.ask("x", stream=True, **options):
-                self.pieces += 1
+            with server.ask("x", stream=True, **options) as chunks:
+                for _ in chunks:
+                    self.pieces += 1
+                    if self._is_over:
+                        return
         except openai.APIError as error:
             self.error = error
+
+    def leave(self) -> None:
+        """Hang up, whatever is still to come."""
+        self._is_over = True
+        assert self.end() is None
 
     def end(self) -> openai.APIError | None:
         self._thread.join(HANGING)
@@ -170,16 +204,23 @@ class Site(http.server.BaseHTTPRequestHandler):
 
 
 class InProcess:
-    """The app before a real engine, on a loop of its own."""
+    """The app before a real engine, on a loop of its own.
 
-    def __init__(self, media, max_queue: int = 4):
+    Args:
+        offers: makes what holds KV for other servers, of the hosts and of what is to be told of an offer's end.
+    """
+
+    def __init__(self, media, max_queue: int = 4, offers=lambda hosts, on_end: None):
         self.loop = asyncio.new_event_loop()
         hosts = HostGroup.single("cpu")
         self.engine = engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
         limits = RequestSettings(max_model_len=48, max_new_tokens=1, num_frames=8, max_frames=16, media=media)
         self.private_files = PrivateFiles()
         reader = Reader(engine, limits, self.private_files)
-        self.worker = Worker(engine, hosts, reader, Metrics(), max_queue)
+        limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10)
+        ledger = Ledger(Reporter(Metrics("demo")), limits)
+        self.offers = offers(hosts, ledger.end_offer)
+        self.worker = Worker(Executor(engine, hosts, self.offers), reader, ledger)
         self.app = build_app(self.worker, "demo", reader.max_model_len, max_body_bytes=2**20)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
@@ -194,6 +235,11 @@ class InProcess:
         self.loop.run_until_complete(self.client.aclose())
         self.loop.close()
         self.private_files.close()
+
+
+def post(app: InProcess, path: str, headers: dict | None = None, **body) -> httpx.Response:
+    """Post a JSON object."""
+    return app.request("POST", path, content=json.dumps(body).encode(), headers=headers)
 
 
 def asking(**fields) -> bytes:

@@ -12,8 +12,9 @@ import pytest
 from apbv.input.files import FileIdentity
 from apbv.serve.media import FolderError, MediaError, MediaSettings, fetch, is_public, open_media
 from apbv.serve.private_files import PrivateFiles
-from apbv.serve.protocol import ApiError, ChatRequest
+from apbv.serve.protocol import ApiError
 from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.requests import ChatRequest
 
 from patience import limit
 from servers import asking
@@ -69,7 +70,7 @@ def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path, becomes
     with pytest.raises(FolderError, match="cannot read its folder of media files"):
         read("picture.png", settings.media)
     with PrivateFiles() as files, ExitStack() as stack, pytest.raises(ApiError, match="its folder") as error:
-        Reader(app.worker._engine, settings, files).read(request, stack)
+        Reader(app.engine, settings, files).read(request, stack)
     assert error.value.status == 503 and str(folder) not in str(error.value)
 
 

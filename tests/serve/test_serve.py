@@ -203,49 +203,52 @@ def test_no_request_of_many_is_lost_and_none_leaves_memory_behind(server):
 
     expected = answer(0), answer(1)
 
-    before = server.metric('apbv_requests_total{outcome="stop"}') + server.metric(
-        'apbv_requests_total{outcome="length"}'
-    )
-    tokens_before = server.metric("apbv_generated_tokens_total")
+    def num_answered() -> float:
+        name = "apbv:request_success_total"
+        return sum(server.metric(name, finished_reason=reason) for reason in ("stop", "length"))
+
+    before = num_answered()
+    tokens_before = server.metric("apbv:generation_tokens_total")
     with ThreadPoolExecutor(16) as clients:
         assert all(clients.map(ask, range(50)))
         early = [resident_bytes(process.pid) for process in server.processes]
         assert all(clients.map(ask, range(150)))
     late = [resident_bytes(process.pid) for process in server.processes]
     assert all(after - then < 24 * 2**20 for then, after in zip(early, late, strict=True)), (early, late)
-    after = server.metric('apbv_requests_total{outcome="stop"}') + server.metric(
-        'apbv_requests_total{outcome="length"}'
-    )
-    assert after - before == 200
-    for name in ("apbv_requests_running", "apbv_requests_waiting"):  # counted just after the answer is sent
+    assert num_answered() - before == 200
+    for name in (
+        "apbv:num_requests_running",
+        "apbv:num_requests_waiting",
+    ):  # counted just after the answer is sent
         server.wait_until(name, 0)
-    assert server.metric("apbv_time_to_first_token_seconds_count") >= 200
-    assert server.metric("apbv_generated_tokens_total") - tokens_before >= 200
+    assert server.metric("apbv:time_to_first_token_seconds_count") >= 200
+    assert server.metric("apbv:generation_tokens_total") - tokens_before >= 200
 
 
 def test_a_full_queue_and_clients_that_leave(tmp_path, endless_model):
     options = ["--model", endless_model, "--served-model-name", "demo", "--max-queue", 1, "--grace", 0.5]
+    options += ["--max-running", 1]
     with serving(tmp_path / "out", *options) as server:
         body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], **ENDLESS}
         # Running and not streaming: the first leaves, and the engine is free.
         with left_open(server, body):
-            server.wait_until("apbv_requests_running", 1)
-        server.wait_until('apbv_requests_total{outcome="cancelled"}', 1)
+            server.wait_until("apbv:num_requests_running", 1)
+        server.wait_until("apbv:request_success_total", 1, finished_reason="abort")
         assert server.ask("x", max_tokens=2).usage.completion_tokens == 2
         # Running and streaming, with one that waits and leaves, and one more than may wait.
         with server.http.stream("POST", f"{server.url}/chat/completions", json={**body, "stream": True}) as reply:
             lines = reply.iter_lines()
             assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
             with left_open(server, body):
-                server.wait_until("apbv_requests_waiting", 1)
+                server.wait_until("apbv:num_requests_waiting", 1)
                 with pytest.raises(openai.RateLimitError) as caught:
                     server.ask("x", max_tokens=1)
                 assert int(caught.value.response.headers["retry-after"]) >= 1
-            server.wait_until("apbv_requests_waiting", 0)
-            assert server.metric("apbv_requests_running") == 1
-        server.wait_until("apbv_requests_running", 0)
-        assert server.metric('apbv_requests_total{outcome="cancelled"}') == 3
-        assert server.metric('apbv_requests_total{outcome="rejected"}') == 1
+            server.wait_until("apbv:num_requests_waiting", 0)
+            assert server.metric("apbv:num_requests_running") == 1
+        server.wait_until("apbv:num_requests_running", 0)
+        assert server.metric("apbv:request_success_total", finished_reason="abort") == 3
+        assert server.metric("apbv:requests_refused_total", reason="rejected") == 1
         # Asked to end: what runs is cut after the grace, as it does not end.
         stream = Stream(server, **ENDLESS)
         wait_for(lambda: stream.pieces > 1)
@@ -259,9 +262,9 @@ def test_sigterm_lets_the_running_answer_end(tmp_path, endless_model):
     options = ["--model", endless_model, "--served-model-name", "demo", "--speculate", "ngram"]
     with serving(tmp_path / "out", *options, "--grace", HANGING) as server:
         running = Stream(server, max_tokens=600)
-        server.wait_until("apbv_requests_running", 1)
+        server.wait_until("apbv:num_requests_running", 1)
         waiting = Stream(server, **ENDLESS)
-        server.wait_until("apbv_requests_waiting", 1)
+        server.wait_until("apbv:num_requests_waiting", 1)
         os.kill(server.processes[0].pid, signal.SIGTERM)
         assert isinstance(waiting.end(), openai.InternalServerError) and waiting.error.status_code == 503
         assert server.health() == 503
@@ -324,10 +327,11 @@ def test_torchruns_shutdown_timeout_is_known(options, environment, seconds):
 
 @pytest.mark.parametrize("while_", ["running", pytest.param("idle", marks=pytest.mark.thorough)])
 def test_a_dead_host_ends_the_server(tmp_path, endless_model, while_):
-    with serving(tmp_path / "out", "--model", endless_model, "--served-model-name", "demo") as server:
-        streams = [Stream(server, **ENDLESS) for _ in range(2)] if while_ == "running" else []
+    options = ["--model", endless_model, "--served-model-name", "demo", "--max-running", 2]
+    with serving(tmp_path / "out", *options) as server:
+        streams = [Stream(server, **ENDLESS) for _ in range(3)] if while_ == "running" else []
         if streams:
-            server.wait_until("apbv_requests_waiting", 1)
+            server.wait_until("apbv:num_requests_waiting", 1)
         server.processes[1].kill()
         for stream in streams:
             assert "a host has failed" in str(stream.end())

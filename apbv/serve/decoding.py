@@ -1,0 +1,150 @@
+"""This module decodes several answers at once, in a thread of host 0 beside the one that prefills."""
+
+import copy
+import threading
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from ..decode.batch import Batch, Member
+from ..engine import Engine
+from ..input.request import Request
+from ..model.attention import apbv_attention
+from ..prefilling.result import PrefillResult
+from .job import Job
+from .ledger import Ledger
+from .protocol import ApiError
+from .telling import Telling, text_of
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A Prefilled is a job whose prompt is prefilled, with its KV on this host."""
+
+    job: Job
+    request: Request
+    state: PrefillResult
+    telling: Telling
+
+
+class Decoding:
+    """A Decoding is a thread that decodes all answers whose prompts are prefilled, as one batch.
+
+    An answer joins the batch before its next step, and leaves it where it ends or its client has gone. The thread
+    lives inside a ``with`` block, in which apbv's attention is in force for all threads.
+
+    Attributes:
+        decode: token ids to text, in this thread.
+        failure: the error that ended the thread before it was told to.
+    """
+
+    def __init__(self, engine: Engine, ledger: Ledger):
+        self._parts, self._ledger = engine.parts, ledger
+        # A tokenizer must not be used by two threads at once.
+        self.decode = text_of(copy.deepcopy(engine.tokenizer))
+        self._arrivals: deque[Prefilled] = deque()
+        self._members: dict[Member, Prefilled] = {}
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
+        self._attention = ExitStack()
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> "Decoding":
+        self._attention.enter_context(apbv_attention(self._parts.language_model))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        """End the thread after the step under way; answers that have not ended are dropped."""
+        with self._ledger.changed:
+            self._is_closing = True
+            self._ledger.changed.notify_all()
+        self._thread.join()
+        self._attention.close()
+
+    def add(self, prefilled: Prefilled) -> None:
+        """Let an answer join; from then on this thread ends the job, and releases its KV."""
+        with self._ledger.changed:
+            self._arrivals.append(prefilled)
+            self._ledger.changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            if self._parts.device.type == "cuda":
+                torch.cuda.set_device(self._parts.device)
+            batch = Batch(self._parts)
+            while self._admit(batch):
+                if failure := self._step(batch):
+                    batch = Batch(self._parts)  # and with the old one goes what a failed step has left of the KV
+                    self._fail_all(failure)
+        except BaseException as error:
+            self.failure = error
+            with self._ledger.changed:
+                self._ledger.changed.notify_all()
+
+    def _admit(self, batch: Batch) -> bool:
+        """Wait until there is something to decode, and let arrivals join; False at the end."""
+        with self._ledger.changed:
+            self._ledger.changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
+            arrivals, self._arrivals = self._arrivals, deque()
+            if self._is_closing:
+                return False
+        while arrivals:
+            self._join(batch, arrivals.popleft())
+        return True
+
+    def _join(self, batch: Batch, arrival: Prefilled) -> None:
+        """Let an answer join, or fail by itself where it cannot, as where its KV finds no memory to grow."""
+        try:
+            self._members[batch.join(arrival.state, arrival.request)] = arrival
+        except Exception as error:
+            self._fail(arrival.job, _in_words(error))
+
+    def _step(self, batch: Batch) -> str | None:
+        """Decode the next token of every answer, and end those of which it was the last.
+
+        Returns:
+            Why no answer got a token; None where all did, but for those that failed by themselves.
+        """
+        for member in [member for member, each in self._members.items() if each.job.is_cancelled]:
+            batch.leave(member)
+            self._end(member)
+        if self._members:
+            try:
+                batch.step()
+            except Exception as error:
+                return _in_words(error)
+        for member in [member for member in self._members if member.has_ended]:
+            self._end(member)
+        return None
+
+    def _end(self, member: Member) -> None:
+        """End a member's request, and count its KV as gone."""
+        prefilled = self._members.pop(member)
+        job, failure = prefilled.job, None if member.error is None else str(member.error)
+        if failure is None:
+            try:
+                prefilled.telling.finish(member.tokens, member.finish_reason)
+            except Exception as error:
+                failure = _in_words(error)
+        del prefilled
+        if failure is None:
+            self._ledger.release(job)
+        else:
+            self._fail(job, failure)
+
+    def _fail(self, job: Job, failure: str) -> None:
+        self._ledger.end(job, ApiError(500, failure), "failed")
+        self._ledger.release(job)
+
+    def _fail_all(self, failure: str) -> None:
+        jobs = [prefilled.job for prefilled in self._members.values()]
+        self._members.clear()
+        for job in jobs:
+            self._fail(job, failure)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

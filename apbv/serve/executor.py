@@ -1,0 +1,196 @@
+"""This module carries out orders: what every host does for a request, led by host 0."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Event
+
+from ..decode.answer import NO_TOKEN
+from ..decode.batch import why_not_together
+from ..decode.sampling import NotFiniteError, forbid, sample
+from ..engine import Engine
+from ..generated import GenerateResult
+from ..hosts import AgreedError, HostError, HostGroup
+from ..input.request import Request
+from ..kv.manifest import StorageError
+from ..kv.offers import Offers
+from ..kv.ticket import Ticket
+from ..prefilling.result import PrefillResult
+from .media import find_in_folder
+from .order import Order
+from .private_files import PrivateFiles
+from .protocol import FinishReason
+
+# Host 0's commands: nothing is to be done yet; answer together; prefill, and host 0 answers alone; prefill, and
+# another server answers; leave.
+WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
+
+Stop = Callable[[Sequence[int]], bool]
+OpenFiles = Callable[[ExitStack], list[Path]]
+
+
+def why_one_at_a_time(engine: Engine) -> str | None:
+    """Say why an engine's answers cannot be decoded in one batch on host 0; None where they can."""
+    if engine.speculative_config is not None:
+        return "a draft is made for one answer"
+    if engine.prefill_config.kv == "sharded":
+        return "all hosts take part in every token where the KV is sharded"
+    return why_not_together(engine.parts)
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """A HandedOver is a prompt from whose KV another server continues.
+
+    Attributes:
+        token: the first token of the answer, by the prompt's logits.
+        reason: why the answer has no more of them here.
+        ticket: with which the KV is fetched.
+    """
+
+    token: int
+    reason: FinishReason
+    ticket: Ticket
+
+
+@dataclass(frozen=True)
+class Executor:
+    """An Executor carries out orders on this host; its methods are collective over all hosts.
+
+    Attributes:
+        engine: answers them.
+        hosts: all hosts, a draft host included.
+        offers: where this process offers the KV of prompts that are handed over; None where none are.
+    """
+
+    engine: Engine
+    hosts: HostGroup
+    offers: Offers | None = None
+
+    def answer(self, order: Order, open_files: OpenFiles, stop: Stop) -> GenerateResult:
+        """Answer an order on all hosts.
+
+        Args:
+            open_files: gives this host's paths of the order's files, which last as long as the stack.
+            stop: see :meth:`apbv.Engine.generate`.
+        """
+        with ExitStack() as stack:
+            return self.engine.answer(self._request(order, open_files, stop, stack))
+
+    def prefill(self, order: Order, open_files: OpenFiles, stop: Stop) -> tuple[Request, PrefillResult]:
+        """Prefill an order, with arguments as of :meth:`answer`; host 0 has all KV."""
+        with ExitStack() as stack:
+            return self.engine.prefill_request(self._request(order, open_files, stop, stack))
+
+    def hand_over(self, order: Order, open_files: OpenFiles, stop: Stop) -> HandedOver | None:
+        """Prefill an order, with arguments as of :meth:`answer`, and offer the KV on the hosts that computed it.
+
+        Returns:
+            What was handed over, on host 0; None elsewhere.
+
+        Raises:
+            RuntimeError: a host has no room for the KV, which is no fault of the request.
+        """
+        with ExitStack() as stack:
+            request = self._request(order, open_files, stop, stack)
+            if not self.engine.prefills:
+                return None
+            request, state = self._handing_over.prefill_request(request)
+        token = self._first_token(request, state)
+        try:
+            ticket = state.offer(self.offers)
+        except (StorageError, HostError) as error:
+            if not self.is_usable:
+                raise
+            raise RuntimeError(f"the KV cannot be offered: {error}") from error
+        if ticket is None:
+            return None
+        ends = token in self.engine.parts.eos_token_ids and not order.ignore_eos
+        return HandedOver(token, "stop" if ends else "length", ticket)
+
+    def make_room(self, num_bytes: int) -> None:
+        """Let offers end that have waited for long, to free so many bytes; on host 0, not collective."""
+        if self.offers is not None:
+            self.offers.make_room(num_bytes)
+
+    @cached_property
+    def _handing_over(self) -> Engine:
+        return self.engine.handing_over()
+
+    def _first_token(self, request: Request, state: PrefillResult) -> int:
+        """Choose the first token of an answer on the leader, and tell the other hosts.
+
+        Raises:
+            AgreedError: the logits are NaN or infinite; on every host.
+        """
+        hosts, sampling, token = state.kv.hosts, request.sampling, NO_TOKEN
+        with hosts.local_stage("choosing the first token"):
+            if hosts.is_leader:
+                hosts.settle()
+                logits, eos = state.logits, self.engine.parts.eos_token_ids
+                if sampling.min_tokens and eos:
+                    logits = forbid(logits, [0], eos)
+                with suppress(NotFiniteError):
+                    token = sample(logits[0], sampling, state.num_tokens)
+        (token,) = hosts.broadcast_ints([token], 1)
+        if token == NO_TOKEN:
+            raise AgreedError("the model gave NaN or infinite logits behind the prompt")
+        return token
+
+    def _request(self, order: Order, open_files: OpenFiles, stop: Stop, stack: ExitStack) -> Request:
+        with self.hosts.local_stage("opening the files"):
+            paths = open_files(stack)
+        return order.request(self.engine.hosts, paths, stop)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the hosts can go on after a request that failed."""
+        return not (self.hosts.is_broken or self.engine.hosts.is_broken)
+
+
+def exchange_commands(hosts: HostGroup, command: int, wants_to_stop: bool) -> tuple[int, bool]:
+    """Exchange host 0's command, and whether any host was asked to stop; collective.
+
+    Every host sends something, so that each notices one that has ended.
+    """
+    messages = hosts.gather_floats([command, wants_to_stop])
+    return int(messages[0][0]), any(stop for _, stop in messages)
+
+
+def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles, wants_to_stop: Event) -> None:
+    """Carry out host 0's commands until it says to leave; every other host does.
+
+    Args:
+        folder: the folder that files are read from, as on host 0.
+        private_files: where files go whose bytes are sent.
+        wants_to_stop: set when this process was asked to end; host 0 decides.
+
+    Raises:
+        HostError: another host ended, or failed in an exchange.
+    """
+    hosts = executor.hosts
+    carry_out = {ANSWER: executor.answer, PREFILL: executor.prefill, HAND_OVER: executor.hand_over}
+    while True:
+        command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
+        if command == LEAVE:
+            return
+        if command == WAIT:
+            continue
+        order = Order.from_json(hosts.broadcast_bytes(None))
+        sent = iter([hosts.broadcast_bytes(None) for file in order.files if file is None])
+
+        def open_files(stack: ExitStack, order=order, sent=sent) -> list[Path]:
+            return [
+                stack.enter_context(private_files.holding(next(sent)))
+                if file is None
+                else find_in_folder(folder, file)
+                for file in order.files
+            ]
+
+        try:
+            carry_out[command](order, open_files, stop=lambda _: False)
+        except Exception:  # it is for host 0 to report
+            if not executor.is_usable:
+                raise

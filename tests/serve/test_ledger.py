@@ -1,0 +1,192 @@
+"""Who runs when: the queue's order, and the limits on KV, on answers and on the queue."""
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as property_settings
+from hypothesis import strategies as st
+
+from apbv.decode.batch import Batch
+from apbv.serve.job import Job
+from apbv.serve.ledger import Ledger, Limits
+from apbv.serve.metrics import Metrics
+from apbv.serve.order import Order
+from apbv.serve.protocol import ApiError
+from apbv.serve.reading import ReadRequest
+from apbv.serve.report import Reporter
+from apbv.serve.server import ServerSettings, limits_of
+
+from patience import HANGING
+
+
+def ledger(max_tokens: int = 100, **limits) -> Ledger:
+    given = {"max_queue": 1000, "max_kv_bytes": 8 * max_tokens, "token_bytes": 8, **limits}
+    return Ledger(Reporter(Metrics("m")), Limits(**given))
+
+
+def new_job() -> Job:
+    async def make() -> Job:
+        return Job()
+
+    return asyncio.run(make())
+
+
+def ready(ledger: Ledger, prompt: int, answer: int = 1, hands_over: bool = False) -> Job:
+    job = new_job()
+    ledger.admit(job)
+    order = Order([], [], 1, None, answer, 0.0, 1.0, 0, hands_over=hands_over)
+    job.read = ReadRequest(order, prompt, [], [], [], None, "prompt")
+    assert ledger.make_ready(job)
+    return job
+
+
+def leave(ledger: Ledger, job: Job) -> None:
+    ledger.end(job, None, "cancelled")
+    ledger.release(job)
+
+
+def figure(ledger: Ledger, name: str) -> float:
+    lines = ledger.metrics.render().decode().splitlines()
+    return float(next(line for line in lines if line.startswith(f"apbv:{name}{{")).split()[-1])
+
+
+def test_nothing_overtakes_what_does_not_fit_yet():
+    books = ledger(max_tokens=100)
+    first, large, small = (ready(books, prompt, answer) for prompt, answer in ((50, 20), (20, 20), (5, 5)))
+    assert books.take(0) is first
+    assert books.take(0) is None  # the small one would fit
+    assert books.bytes_wanted() == 8 * 10
+    leave(books, first)
+    assert books.take(0) is large and books.take(0) is small
+    assert figure(books, "kv_cache_bytes") == 8 * 50 and books.bytes_wanted() == 0
+
+
+def test_who_waits_for_room_goes_on_when_there_is_some():
+    books = ledger(max_tokens=100)
+    first, second = ready(books, 90), ready(books, 90)
+    assert books.take(0) is first
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(books.take(threading.TIMEOUT_MAX)), daemon=True)
+    thread.start()
+    leave(books, first)
+    thread.join(HANGING)
+    assert taken == [second]
+
+
+def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
+    books = ledger(max_tokens=100)
+    handed, next_one = ready(books, 80, 20, hands_over=True), ready(books, 20, 10)
+    assert books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80  # its answer is decoded elsewhere
+    books.hold_offer("a transfer", 8 * 80)
+    leave(books, handed)
+    assert books.take(0) is None and books.bytes_wanted() == 8 * 10
+    assert figure(books, "kv_offers_waiting") == 1
+    books.end_offer("a transfer", "expired", 8 * 80)
+    assert books.take(0) is next_one and figure(books, "kv_offers_waiting") == 0
+
+
+def test_kv_that_is_fetched_before_it_is_counted_leaves_nothing():
+    books = ledger()
+    books.end_offer("a transfer", "fetched", 800)
+    books.hold_offer("a transfer", 800)
+    assert figure(books, "kv_cache_bytes") == 0
+
+
+def test_answers_are_bounded_by_number_but_not_what_is_handed_over():
+    books = ledger(max_running=1)
+    first, handed, second = ready(books, 5), ready(books, 5, hands_over=True), ready(books, 5)
+    assert [books.take(0) for _ in range(3)] == [first, handed, None]
+    leave(books, handed)
+    assert books.take(0) is None
+    leave(books, first)
+    assert books.take(0) is second
+
+
+def test_the_queue_is_bounded_by_number():
+    books = ledger(max_queue=2)
+    for _ in range(3):  # nothing runs: one of them will at once
+        books.admit(new_job())
+    with pytest.raises(ApiError) as caught:
+        books.admit(new_job())
+    assert caught.value.status == 429
+
+
+def test_after_it_was_stopped_nothing_is_taken_and_what_runs_goes_on():
+    books = ledger()
+    running, waiting = ready(books, 5), ready(books, 5)
+    assert books.take(0) is running
+    assert books.stop() == [waiting] and not books.has_stopped
+    late = new_job()
+    books.admit(late)
+    assert not books.make_ready(late) and books.take(0) is None
+    leave(books, running)
+    assert books.has_stopped
+
+
+@pytest.mark.parametrize("ends", ["fetched", None])
+def test_kv_that_may_still_be_fetched_keeps_the_server_from_stopping(ends):
+    books = ledger()
+    books.hold_offer("a transfer", 800)
+    books.stop()
+    assert not books.has_stopped
+    if ends is None:
+        books.give_up_offers()
+    else:
+        books.end_offer("a transfer", ends, 800)
+    assert books.has_stopped
+
+
+def test_what_counts_is_what_buffers_take(engine):
+    limits = limits_of(engine, ServerSettings(model="demo"))
+    order = Order([], [], 1, None, 300, 0.0, 1.0, 0, ignore_eos=True)
+    for question in ("x", "x" * 300):
+        state, taken = engine.prefill(question), []
+        batch = Batch(engine.parts)
+        member = batch.join(state, order.request(engine.hosts, [], lambda _: False))
+        while len(batch):
+            taken.append(sum(buffer.nbytes for pair in member.kv.buffers for buffer in pair))
+            batch.step()
+        tokens = state.num_tokens + 300
+        assert tokens * limits.token_bytes < max(taken) <= limits.bytes_of(order, state.num_tokens)
+    assert limits.bytes_of(order, limits.max_tokens - 300) <= limits.max_kv_bytes
+
+
+def test_a_limit_that_is_no_bytes_is_refused(engine):
+    with pytest.raises(ValueError, match=r"--max-kv-mib"):
+        limits_of(engine, ServerSettings(model="demo", max_kv_bytes=0))
+
+
+COMMANDS = st.one_of(
+    st.tuples(st.just("ready"), st.integers(1, 40), st.integers(1, 40)),
+    st.tuples(st.just("take")),
+    st.tuples(st.just("cancel"), st.integers(0, 100)),
+    st.tuples(st.just("leave"), st.integers(0, 100)),
+)
+
+
+@property_settings(max_examples=60)
+@given(st.lists(COMMANDS, max_size=60))
+def test_whatever_comes_the_order_is_that_of_arrival_and_the_limit_holds(commands):
+    books = ledger(max_tokens=100)
+    waiting, running, sizes = [], [], {}
+    for what, *numbers in commands:
+        if what == "ready":
+            job = ready(books, *numbers)
+            waiting.append(job)
+            sizes[job] = sum(numbers)
+        elif what == "take":
+            fits = bool(waiting) and sum(sizes[job] for job in running) + sizes[waiting[0]] <= 100
+            taken = books.take(0)
+            assert taken is (waiting[0] if fits else None)
+            running += [waiting.pop(0)] if fits else []
+        elif what == "cancel" and waiting:
+            job = waiting.pop(numbers[0] % len(waiting))
+            books.cancel(job)
+            assert job.has_ended
+        elif what == "leave" and running:
+            leave(books, running.pop(numbers[0] % len(running)))
+        assert figure(books, "kv_cache_bytes") == 8 * sum(sizes[job] for job in running) <= 800
+        assert figure(books, "num_requests_waiting") == len(waiting)
+        assert figure(books, "num_requests_running") == len(running)
