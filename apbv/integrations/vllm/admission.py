@@ -1,0 +1,205 @@
+"""This module decides whether a request may have the KV that it names, without any I/O where it has a ticket."""
+
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.v1.request import Request
+
+from ...kv.reader import SavedKV
+from ...kv.ticket import Ticket, digest_of_positions, digest_of_tokens
+from ...model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
+from .sources import Load, Offered, Saved, visual_uuid
+
+_PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
+
+
+class Admission:
+    """The decision whether a request may have the KV that it names.
+
+    Raises:
+        ValueError: vLLM's model cannot be identified.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        self._model_config = model_config = vllm_config.model_config
+        self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
+        if model_config.hf_overrides:
+            raise ValueError("ApbvConnector cannot identify a model that was changed by hf_overrides")
+        # vLLM edits its own copy of the configuration, so the digest needs the one that transformers reads.
+        config = AutoConfig.from_pretrained(
+            model_config.hf_config_path or model_config.model, revision=model_config.revision
+        )
+        self._config_sha256 = config_digest(config)
+        self._weights_sha256 = weights_digest(_sampled_rows(model_config, vllm_config.load_config.download_dir))
+        self._model = None
+        if model_config.uses_mrope:
+            self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
+
+    def admit_saved(self, request: Request, saved: SavedKV) -> Load:
+        """Return what to load of saved KV, and set the request apart in vLLM's prefix cache.
+
+        Raises:
+            ValueError: the request must not have this KV; the message says why.
+        """
+        manifest = saved.manifest
+        _require_plain(request)
+        self._require_model(
+            manifest.model.name, manifest.model.config_sha256, manifest.model.weights_sha256, manifest.dtype
+        )
+        _require_tokens(request, manifest.token_ids)
+        _require_visual(request, saved)
+        theirs, ours = saved.prompt()["position_ids"], self._positions(request, manifest.num_tokens)
+        self._require_positions(theirs.shape == ours.shape and bool((theirs == ours).all()), manifest.positions)
+        load = Load(Saved(str(saved.path), manifest.generation), _loaded_tokens(request, manifest.num_tokens))
+        self._set_apart(request, load.source.salt)
+        return load
+
+    def admit_offered(self, request: Request, offered: Offered) -> Load:
+        """Return what to load of offered KV, and set the request apart in vLLM's prefix cache.
+
+        Raises:
+            ValueError: the request must not have this KV; the message says why.
+        """
+        ticket = offered.ticket
+        _require_plain(request)
+        self._require_model(ticket.model, ticket.config_sha256, ticket.weights_sha256, ticket.dtype)
+        self._require_sizes(ticket)
+        prompt = request.prompt_token_ids[: ticket.num_tokens]
+        if len(prompt) < ticket.num_tokens or digest_of_tokens(prompt) != ticket.tokens_sha256:
+            raise ValueError(
+                f"the prompt of {request.num_prompt_tokens} tokens does not begin with the {ticket.num_tokens} of "
+                "the KV: vLLM and the prefill worker make different prompts of the request, or see another number "
+                "or size of frames"
+            )
+        positions = self._positions(request, ticket.num_tokens)
+        self._require_positions(digest_of_positions(positions) == ticket.positions_sha256, ticket.position_rule)
+        self._set_apart(request, offered.salt)
+        return Load(offered, _loaded_tokens(request, ticket.num_tokens))
+
+    def _require_model(self, name: str, config_sha256: str, weights_sha256: str, dtype: str) -> None:
+        if config_sha256 != self._config_sha256:
+            raise ValueError(
+                f"the KV is of the model {name}, whose config differs from that of {self._model_config.model}"
+            )
+        if weights_sha256 != self._weights_sha256:
+            raise ValueError(f"the KV is of the model {name}, which has other weights")
+        own_dtype = str(self._model_config.dtype).removeprefix("torch.")
+        if dtype != own_dtype:
+            raise ValueError(f"the KV is {dtype}, the model computes in {own_dtype}")
+
+    def _require_sizes(self, ticket: Ticket) -> None:
+        """Check what the model's config implies, because a ticket comes from outside."""
+        config = self._model_config
+        sizes = (config.get_total_num_hidden_layers(), config.get_total_num_kv_heads(), config.get_head_size())
+        if (ticket.num_layers, ticket.num_kv_heads, ticket.head_dim) != sizes:
+            raise ValueError("the ticket states other numbers of layers, heads or dimensions than the model has")
+
+    def _positions(self, request: Request, num_tokens: int) -> Tensor:
+        """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or ``[n]``."""
+        if self._model is None:
+            return torch.arange(num_tokens)
+        if any(feature.data is None for feature in request.mm_features):
+            raise ValueError("the positions of the request's video or images are not known to the scheduler")
+        positions, _ = self._model.get_mrope_input_positions(request.prompt_token_ids, request.mm_features)
+        return positions[:, :num_tokens]
+
+    def _require_positions(self, are_equal: bool, rule: str) -> None:
+        """Check rotary positions, which vLLM and transformers give differently to text after a video."""
+        if not are_equal:
+            raise ValueError(
+                f"the KV was computed at other positions (positions={rule!r}) than vLLM gives the request: "
+                "prefill with positions='vllm'"
+            )
+
+    def _set_apart(self, request: Request, salt: str) -> None:
+        """Give the request's blocks hashes that no request without this KV has.
+
+        vLLM calls this connector before it looks anything up for the request.
+        """
+        if not self._prefix_caching or salt in (request.cache_salt or ""):
+            return
+        before = list(request.block_hashes)
+        request.cache_salt = f"{request.cache_salt or ''}/{salt}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
+            raise ValueError(
+                "this version of vLLM does not let a request's KV be told apart in its prefix cache: the request "
+                f"needs a cache_salt that contains {salt!r}, or the engine --no-enable-prefix-caching"
+            )
+
+
+def _require_plain(request: Request) -> None:
+    """Check that a request is one whose answer follows from its prompt's KV."""
+    if request.skip_reading_prefix_cache:
+        raise ValueError("prompt_logprobs and skip_reading_prefix_cache need a prefill, which is not loaded")
+    if request.lora_request is not None:
+        raise ValueError("the KV was computed without the request's LoRA adapter")
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        raise ValueError("the request has embeddings instead of token ids")
+
+
+def _require_tokens(request: Request, stored: tuple[int, ...]) -> None:
+    token_ids = request.prompt_token_ids
+    if tuple(token_ids[: len(stored)]) != stored:
+        differing = next(
+            (i for i, (a, b) in enumerate(zip(token_ids, stored, strict=False)) if a != b), len(token_ids)
+        )
+        raise ValueError(
+            f"the prompt of {len(token_ids)} tokens does not begin with the {len(stored)} of the KV: "
+            f"they differ from token {differing} on"
+        )
+
+
+def _require_visual(request: Request, saved: SavedKV) -> None:
+    """Check the video's identity as the client states it, because token ids do not tell what a video shows."""
+    n = saved.manifest.num_tokens
+    shown = [feature for feature in request.mm_features if feature.mm_position.offset < n]
+    for feature in shown:
+        if not feature.identifier.startswith(visual_uuid(saved)):
+            raise ValueError(
+                f"the request's {feature.modality} is {feature.identifier!r}, which may not be that of the "
+                f"KV: its uuid must be {visual_uuid(saved)!r} (see apbv.integrations.vllm.request_params)"
+            )
+
+
+def _loaded_tokens(request: Request, num_tokens: int) -> range:
+    # vLLM computes the last token of every prompt itself, to get its logits.
+    return range(min(num_tokens, request.num_prompt_tokens - 1))
+
+
+def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Module:
+    """Make a vLLM model without weights, whose rotary positions depend on its config alone."""
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    return model
+
+
+def _sampled_rows(model_config: ModelConfig, download_dir: str | None) -> list[Tensor]:
+    """Read the argument of :func:`apbv.model.digest.weights_digest` from the checkpoint; a scheduler has no model.
+
+    Raises:
+        ValueError: there are no such weights in safetensors files.
+    """
+    folder = Path(model_config.model)
+    if not folder.is_dir():  # a hub id, which vLLM has downloaded by now
+        options = {"revision": model_config.revision, "cache_dir": download_dir, "local_files_only": True}
+        folder = Path(snapshot_download(model_config.model, allow_patterns="*.safetensors", **options))
+    rows = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                if (found := _PROJECTION.fullmatch(name)) and "vision" not in name:
+                    row = tensors.get_slice(name)[:1].to(model_config.dtype)
+                    rows[int(found["layer"]), SAMPLED_PROJECTIONS.index(found["name"])] = row
+    if not rows:
+        raise ValueError(f"ApbvConnector found no decoder layers in {folder}/*.safetensors")
+    return [rows[place] for place in sorted(rows)]

@@ -1,0 +1,160 @@
+"""This module is the scheduler's half of the connector: which requests load KV, and which must fail."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from ...kv.remote import drop
+from ...kv.ticket import Ticket
+from .admission import Admission
+from .sources import Load, LoadMetadata, Offered, Sources
+
+_DROPPERS = 4  # threads, so that a host that is gone delays no word to the others for long
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
+
+
+@dataclass
+class Entry:
+    """An Entry is what the scheduler knows of a request that names KV.
+
+    Attributes:
+        load: what it loads; None where the request must fail.
+        is_loaded: whether its KV has arrived.
+    """
+
+    load: Load | None
+    is_loaded: bool = False
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """The ticket of KV that is given out once; None where there is none."""
+        is_offered = self.load is not None and isinstance(self.load.source, Offered)
+        return self.load.source.ticket if is_offered else None
+
+
+class Scheduling:
+    """The scheduler's half of the connector, which decides when a request arrives.
+
+    A connector can refuse a request only by a load that fails. So under the policy ``fail`` a request that does
+    not fit its KV waits for a load like every other, the load fails at once, and vLLM ends this request with
+    finish reason ``error`` (HTTP 500) and continues with the others. The reason is in vLLM's log; no field of the
+    response could carry it. Under ``recompute`` such a request is one without KV, which vLLM prefills itself.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        self._sources = Sources(vllm_config)
+        self._admission = Admission(vllm_config)
+        self._entries: dict[str, Entry] = {}
+        self._starting = LoadMetadata()
+        self._droppers = ThreadPoolExecutor(_DROPPERS, thread_name_prefix="apbv-drop")
+
+    def add(self, request: Request) -> None:
+        """Decide whether a new request may have the KV that it names, if it names any."""
+        offered, began = None, time.time()
+        try:
+            offered = self._sources.offered(request)
+            if offered is not None:
+                load = self._admission.admit_offered(request, offered)
+            elif (saved := self._sources.saved(request)) is not None:
+                load = self._admission.admit_saved(request, saved)
+            else:
+                return
+        except Exception as error:  # whatever this request names, the engine must serve the others
+            if offered is not None:
+                self._drop(offered.ticket)
+            self._report(request, reason_of(error))
+            if self._recomputes:
+                return
+            # vLLM drops the loads of requests that skip its prefix cache, so that this one would run and not fail.
+            request.skip_reading_prefix_cache = False
+            load = None
+        logger.debug(
+            "request %s: named its KV at %.6f, checked in %.6f s", request.request_id, began, time.time() - began
+        )
+        self._entries[request.request_id] = Entry(load)
+
+    def count_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Count the tokens that the request is to load behind those that vLLM has."""
+        entry = self._entries.get(request.request_id)
+        if entry is None:
+            return 0
+        if entry.load is not None:
+            count = max(0, entry.load.tokens.stop - num_computed_tokens)
+            if count == 0 or not entry.is_loaded or entry.ticket is None:
+                return count
+            self._report(request, "vLLM preempted it after its KV had been fetched, and KV is given out once")
+            if self._recomputes:
+                del self._entries[request.request_id]
+                return 0
+            entry.load = None
+        # A refused request announces all its tokens, so that vLLM starts the load whatever it has cached.
+        return max(0, request.num_tokens - num_computed_tokens)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Begin the request's load with the next step, into these blocks."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or num_external_tokens == 0:
+            return
+        if entry.load is None:
+            self._starting.refused.add(request.request_id)
+            return
+        (block_ids,) = blocks.get_block_ids()
+        stop = entry.load.tokens.stop
+        load = entry.load.into(block_ids, range(stop - num_external_tokens, stop))
+        self._starting.loads[request.request_id] = load
+
+    def take_metadata(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
+        """Return what the workers are to begin in this step."""
+        metadata, self._starting = self._starting, LoadMetadata()
+        metadata.is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        return metadata
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Note which loads have ended on all workers."""
+        failed = output.failed_recving or ()
+        for request_id in output.finished_recving or ():
+            entry = self._entries.get(request_id)
+            if entry is None:
+                continue
+            entry.is_loaded = request_id not in failed
+            if not entry.is_loaded and self._recomputes:
+                self.remove(request_id)
+                logger.warning("vLLM prefills request %s itself", request_id)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; nobody will fetch KV that it has not fetched."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.ticket is not None and not entry.is_loaded:
+            self._drop(entry.ticket)
+
+    def close(self) -> None:
+        """Stop telling hosts what nobody will fetch, which then ends by its time."""
+        self._droppers.shutdown(wait=False, cancel_futures=True)
+
+    def _report(self, request: Request, reason: str) -> None:
+        what = "vLLM prefills it itself" if self._recomputes else "it is refused"
+        logger.error("request %s cannot have the KV that it names: %s; %s", request.request_id, reason, what)
+
+    def _drop(self, ticket: Ticket) -> None:
+        self._droppers.submit(_drop, ticket)
+
+
+def _drop(ticket: Ticket) -> None:
+    try:
+        drop(ticket)
+    except Exception as error:  # the KV then ends by its time
+        logger.warning("the KV of transfer %s cannot be dropped: %s", ticket.transfer, reason_of(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Say what an error means to who reads vLLM's log."""
+    return str(error) if isinstance(error, ValueError) else repr(error)

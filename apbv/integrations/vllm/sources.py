@@ -1,0 +1,224 @@
+"""This module says where the KV of a request comes from: a folder that was saved, or hosts that offer it."""
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+from ...kv.manifest import StorageError
+from ...kv.reader import SavedKV
+from ...kv.remote import RemoteKV
+from ...kv.ticket import Ticket
+
+Layers = Iterator[tuple[Tensor, Tensor]]
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below its own name
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A Saved names one save in a folder.
+
+    Attributes:
+        path: the folder.
+        generation: the save that the scheduler saw there.
+    """
+
+    path: str
+    generation: str
+
+    @property
+    def salt(self) -> str:
+        """What tells requests with this KV from all others in vLLM's prefix cache."""
+        return cache_salt(self.generation)
+
+    def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
+        """Yield keys and values of each layer, ``[H, T, D]``, which are valid until the next.
+
+        Raises:
+            StorageError: the files are gone or were changed.
+        """
+        saved = SavedKV.open(self.path)
+        if saved.manifest.generation != self.generation:
+            raise StorageError(f"{self.path} was replaced after the request began")
+        for index in layers:
+            yield saved.layer(index, tokens, kv_heads)
+
+
+@dataclass(frozen=True)
+class Offered:
+    """An Offered is KV that waits on the hosts that prefilled it, for this request alone.
+
+    Attributes:
+        ticket: where, and what it is.
+        num_readers: the processes that will fetch a part of it.
+        timeout: seconds for a host to answer.
+    """
+
+    ticket: Ticket
+    num_readers: int
+    timeout: float
+
+    @property
+    def salt(self) -> str:
+        """What tells requests with this KV from all others in vLLM's prefix cache."""
+        return cache_salt(self.ticket.transfer)
+
+    def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
+        """Yield keys and values of each layer, ``[H, T, D]``, which are valid until the next.
+
+        The hosts are told when all have arrived.
+
+        Raises:
+            StorageError: the KV has ended, or a host cannot be reached or falls silent.
+        """
+        with RemoteKV.open(self.ticket, self.timeout, self.num_readers) as remote:
+            yield from remote.layers(tokens, kv_heads, layers)
+            try:
+                remote.confirm()
+            except StorageError as error:  # the KV is here all the same, and ends there by its time
+                logger.warning(
+                    "the hosts do not hear that transfer %s is complete: %s", self.ticket.transfer, error
+                )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Everything that a worker needs to put a request's KV into its blocks.
+
+    Attributes:
+        source: where the KV comes from.
+        tokens: the tokens to load.
+        block_ids: the request's blocks in the paged cache, from its first token on.
+    """
+
+    source: Saved | Offered
+    tokens: range
+    block_ids: tuple[int, ...] = ()
+
+    def into(self, block_ids: list[int], tokens: range) -> "Load":
+        """Return the same load of these tokens, into these blocks."""
+        return replace(self, block_ids=tuple(block_ids), tokens=tokens)
+
+
+@dataclass
+class LoadMetadata(KVConnectorMetadata):
+    """What begins with an engine step.
+
+    Attributes:
+        loads: the loads that begin, by request id.
+        refused: the requests that must fail instead.
+        is_idle: whether no request computes anything in this step.
+    """
+
+    loads: dict[str, Load] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    is_idle: bool = False
+
+
+class Sources:
+    """The sources that requests may name, by ``kv_connector_extra_config``.
+
+    Raises:
+        ValueError: the configuration is not what it must be.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        transfer = vllm_config.kv_transfer_config
+        root = transfer.get_from_extra_config("root", None)
+        networks = transfer.get_from_extra_config("networks", None)
+        self._root = None if root is None else Path(root).resolve()
+        self._networks = None if networks is None else [ipaddress.ip_network(network) for network in networks]
+        self._timeout = float(transfer.get_from_extra_config("timeout", 30.0))
+        self._num_readers = vllm_config.parallel_config.world_size
+
+    def offered(self, request: Request) -> Offered | None:
+        """Return what the request's ticket names; None where it has none.
+
+        Raises:
+            StorageError: the ticket is malformed.
+            ValueError: it names hosts or a folder that no request may name.
+        """
+        ticket = Ticket.from_params(request.kv_transfer_params)
+        if ticket is None:
+            return None
+        for host, _ in ticket.sources:
+            self._require_allowed(host)
+        if ticket.path is not None:
+            ticket = replace(ticket, path=str(self._inside_root(ticket.path)))
+        return Offered(ticket, self._num_readers, self._timeout)
+
+    def saved(self, request: Request) -> SavedKV | None:
+        """Open the saved KV that the request names; None where it names none.
+
+        Raises:
+            StorageError: there is no usable KV in the folder.
+            ValueError: no request may name this folder.
+        """
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or "apbv_path" not in params:
+            return None
+        path = params["apbv_path"]
+        if not isinstance(path, str):
+            raise ValueError(f"apbv_path must be a string, not {path!r}")
+        return SavedKV.open(self._inside_root(path))
+
+    def _inside_root(self, path: str) -> Path:
+        if self._root is None:
+            return Path(path)
+        if not (self._root / path).resolve().is_relative_to(self._root):
+            raise ValueError(f"the folder {path} is outside {self._root}")
+        return self._root / path
+
+    def _require_allowed(self, host: str) -> None:
+        if self._networks is None:
+            return
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(f"the ticket names the host {host!r} instead of an address") from None
+        if not any(address in network for network in self._networks):
+            raise ValueError(f"the ticket names {host}, which is in none of the networks that may offer KV")
+
+
+def request_params(path: str | Path) -> dict[str, Any]:
+    """Return the parameters by which a request names saved KV.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        ``kv_transfer_params``, a field of an OpenAI request's body (``extra_body``); offline it goes into
+        ``SamplingParams(extra_args={"kv_transfer_params": …})``. With a video or images also ``uuid``, their name:
+        a field of the message's ``video_url`` or ``image_url`` part (of each image, with a suffix of its own);
+        offline the prompt's ``multi_modal_uuids``. By it the client asserts that vLLM is shown what apbv was
+        shown.
+
+    Raises:
+        StorageError: there is no usable KV in this folder.
+    """
+    path = Path(path).resolve()
+    saved = SavedKV.open(path)
+    params = {"kv_transfer_params": {"apbv_path": str(path)}}
+    return params if saved.manifest.visual is None else {**params, "uuid": visual_uuid(saved)}
+
+
+def cache_salt(name: str) -> str:
+    """Return what the ``cache_salt`` of requests with this KV contains.
+
+    vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for one
+    question, so that every save and every transfer has a salt of its own.
+    """
+    return f"apbv-{name}"
+
+
+def visual_uuid(saved: SavedKV) -> str:
+    """Return the start of the identifiers of a request's video or images, whose token ids are all equal."""
+    return saved.manifest.visual.sha256 or saved.manifest.generation

@@ -1,0 +1,67 @@
+"""KV that hosts offer by tickets, for the checks: the hosts' side and the consumer's."""
+
+import json
+import time
+from pathlib import Path
+
+import apbv
+from apbv.kv.offers import Offers
+
+from patience import limit, wait_for
+
+NUM_TICKETS = 32  # for each case
+TICKETS, ENDS, STOP, PIDS = "tickets.json", "ends.jsonl", "stop", "pids.json"
+
+
+def offer_all(folder: Path, states: dict[str, "apbv.PrefillResult"], hosts: "apbv.HostGroup", pid: int) -> None:
+    """On every host: offer each state many times, and go on until the file ``stop`` appears."""
+
+    def note(transfer: str, how: str, num_bytes: int) -> None:
+        with open(folder / ENDS, "a") as file:
+            file.write(json.dumps([transfer, how, num_bytes]) + "\n")
+
+    (folder / "kv").mkdir(exist_ok=True)
+    with (
+        Offers(hosts, seconds=3600.0, on_end=note) as offers,
+        Offers(hosts, seconds=0.01, on_end=note) as short,
+        Offers(hosts, seconds=3600.0, directory=folder / "kv", on_end=note) as shared,
+    ):
+        tickets = {}
+        for name, state in states.items():
+            tickets[name] = [state.offer(offers) for _ in range(NUM_TICKETS)]
+            tickets[f"{name}, expired"] = [state.offer(short)]
+            tickets[f"{name}, directory"] = [state.offer(shared) for _ in range(2)]
+        pids = hosts.gather_json(pid)
+        if hosts.is_leader:
+            params = {name: [ticket.to_params() for ticket in several] for name, several in tickets.items()}
+            (folder / PIDS).write_text(json.dumps(pids))
+            (folder / TICKETS).write_text(json.dumps(params))
+        while not (folder / STOP).exists():
+            time.sleep(0.2)
+
+
+class Tickets:
+    """The tickets that were written into a folder, each of which is given to one request."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._left = json.loads((folder / TICKETS).read_text())
+        self.pids = json.loads((folder / PIDS).read_text())
+
+    def take(self, name: str) -> dict:
+        """The ``kv_transfer_params`` of a request."""
+        params = self._left[name].pop()
+        (self._folder / TICKETS).write_text(json.dumps(self._left))  # for whoever comes after this process
+        return params
+
+    def ended(self, params: dict) -> str:
+        """How an offer has ended, which is waited for."""
+
+        def found() -> list[str]:
+            path = self._folder / ENDS
+            lines = path.read_text().splitlines() if path.exists() else []
+            return [how for transfer, how, _ in map(json.loads, lines) if transfer == params["apbv"]["transfer"]]
+
+        wait_for(found, limit(60.0))
+        (how,) = found()
+        return how
