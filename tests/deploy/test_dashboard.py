@@ -1,0 +1,125 @@
+"""Grafana's dashboard: it is one, and shows figures that the server has."""
+
+import json
+import re
+from itertools import combinations
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from apbv.serve.metrics import Metrics
+
+from scripts import ROOT
+
+GRAFANA = ROOT / "deploy" / "grafana"
+DASHBOARD = json.loads((GRAFANA / "apbv.json").read_text())
+PANELS = DASHBOARD["panels"]
+SHOWN = [panel for panel in PANELS if panel["type"] != "row"]
+QUERIES = [(panel["title"], target["expr"]) for panel in SHOWN for target in panel["targets"]]
+# What Prometheus adds to every figure that it collects.
+ADDED_LABELS = {"instance", "job"}
+
+
+def samples() -> dict[str, set[str]]:
+    """The names of all samples of /metrics, and their labels."""
+    found = {}
+    families = list(text_string_to_metric_families(Metrics("a model").render().decode()))
+    for sample in (sample for family in families for sample in family.samples):
+        found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_every_figure_that_is_shown_exists_with_the_labels_that_are_asked_for():
+    known, used = samples(), set()
+    for title, query in QUERIES:
+        names = re.findall(r"apbv:\w+", query)
+        assert names, title
+        for name, selected in re.findall(r"(apbv:\w+)(?:\{([^}]*)\})?", query):
+            assert name in known, f"{title}: there is no {name}"
+            asked = set(re.findall(r"(\w+)=", selected))
+            asked |= {label for by in re.findall(r"by \(([^)]*)\)", query) for label in by.split(", ")}
+            assert asked - ADDED_LABELS <= known[name], f"{title}: {name} has {known[name]}"
+            used.add(re.sub(r"_(bucket|sum|count|total)$", "", name))
+    for variable in DASHBOARD["templating"]["list"]:
+        used_here = re.findall(r"apbv:\w+", str(variable["query"]))
+        assert all(name in known for name in used_here), variable["name"]
+    families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in known}
+    assert used == families, "figures that nobody is shown"
+
+
+def test_latencies_are_shown_by_quantiles():
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+        quantiles = {
+            re.search(r"histogram_quantile\(([\d.]+)", query)[1]
+            for _, query in QUERIES
+            if f"{name}_bucket" in query
+        }
+        assert quantiles == {"0.5", "0.9", "0.99"}, name
+
+
+@pytest.mark.parametrize("pair", [("(", ")"), ("{", "}"), ("[", "]")])
+def test_queries_are_balanced(pair):
+    for title, query in QUERIES:
+        assert query.count(pair[0]) == query.count(pair[1]), title
+
+
+def test_it_is_a_dashboard():
+    assert {"uid", "title", "schemaVersion", "panels", "templating", "time"} <= set(DASHBOARD)
+    assert "id" not in DASHBOARD  # of one instance of Grafana, which would refuse it elsewhere
+    numbers = [panel["id"] for panel in PANELS]
+    assert len(numbers) == len(set(numbers))
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS)
+    variables = {f"${variable['name']}" for variable in DASHBOARD["templating"]["list"]}
+    for panel in SHOWN:
+        assert panel["type"] == "timeseries" and panel["fieldConfig"]["defaults"]["unit"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(references) == len(set(references)) > 0
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == panel["datasource"]["uid"] == "${datasource}"
+            used = set(re.findall(r"\$[a-z]+", target["expr"]))
+            assert used <= variables, panel["title"]
+
+
+def test_no_panel_covers_another_or_leaves_the_page():
+    def covers(one: dict, other: dict) -> bool:
+        return (
+            one["x"] < other["x"] + other["w"]
+            and other["x"] < one["x"] + one["w"]
+            and one["y"] < other["y"] + other["h"]
+            and other["y"] < one["y"] + one["h"]
+        )
+
+    for panel in PANELS:
+        place = panel["gridPos"]
+        assert place["x"] >= 0 and place["x"] + place["w"] <= 24 and place["h"] >= 1, panel["title"]
+    for one, other in combinations(PANELS, 2):
+        assert not covers(one["gridPos"], other["gridPos"]), (one["title"], other["title"])
+
+
+def test_grafana_finds_the_dashboard_and_its_data():
+    compose = yaml.safe_load((GRAFANA.parent / "compose.yaml").read_text())
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning/dashboards/apbv.yaml").read_text())["providers"]
+    mounted = [volume.split(":")[1] for volume in compose["services"]["grafana"]["volumes"]]
+    assert any(path.startswith(f"{provider['options']['path']}/") for path in mounted)
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    (variable,) = [each for each in DASHBOARD["templating"]["list"] if each["type"] == "datasource"]
+    assert source["type"] == variable["query"] and source["uid"] == variable["current"]["value"]
+    assert source["url"] == "http://prometheus:9090" and "prometheus" in compose["services"]
+
+
+def test_the_documentation_lists_every_figure():
+    page = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    rows = re.search(r"^\| `apbv:` .*?\n\n", page, re.MULTILINE | re.DOTALL)[0].strip().splitlines()[2:]
+    kinds = {}
+    for row in rows:
+        names, kind = row.strip("|").split("|")[:2]
+        for name in re.findall(r"`([^`]+)`", names):
+            kinds[name.replace("…", "spec_decode_num")] = kind.strip()
+    families = text_string_to_metric_families(Metrics("a model").render().decode())
+    known = {
+        f"{family.name.removeprefix('apbv:')}{'_total' if family.type == 'counter' else ''}": family.type
+        for family in families
+        if not family.name.endswith("_created")
+    }
+    assert kinds == known

@@ -1,0 +1,351 @@
+"""The files of deploy/: schema tools accept them, the commands inside parse, and they name what is there."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from apbv.launch.serve import parse_arguments
+
+from scripts import ROOT
+
+DEPLOY = ROOT / "deploy"
+LWS_SCHEMA = json.loads((Path(__file__).parent / "leaderworkerset.schema.json").read_text())
+KUBERNETES = "1.34"
+# What LeaderWorkerSet puts into every container's environment, and an example of what.
+LWS_ENVIRONMENT = {"LWS_LEADER_ADDRESS": "apbv-prefill-0.apbv-prefill.default", "LWS_GROUP_SIZE": "2"}
+
+
+def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess:
+    program = shutil.which(name, path=str(Path(sys.executable).parent)) or name
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def compose() -> dict:
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def manifests(name: str | None = None) -> list[dict]:
+    """The Kubernetes objects of one file, or of all."""
+    paths = [DEPLOY / "kubernetes" / name] if name else sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    return [manifest for path in paths for manifest in yaml.safe_load_all(path.read_text())]
+
+
+def the(kind: str, name: str | None = None) -> dict:
+    (found,) = [each for each in manifests() if each["kind"] == kind and name in (None, each["metadata"]["name"])]
+    return found
+
+
+def group() -> dict:
+    return the("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+
+
+def pod_templates() -> Iterator[tuple[str, dict]]:
+    for manifest in manifests():
+        name, spec = manifest["metadata"]["name"], manifest.get("spec", {})
+        if manifest["kind"] == "LeaderWorkerSet":
+            yield f"{name} leader", spec["leaderWorkerTemplate"]["leaderTemplate"]
+            yield f"{name} worker", spec["leaderWorkerTemplate"]["workerTemplate"]
+        elif manifest["kind"] == "Deployment":
+            yield name, spec["template"]
+
+
+PODS = dict(pod_templates())
+
+
+def expanded(words: list[str], environment: dict[str, str]) -> list[str]:
+    """Words as Kubernetes passes them on, ``$(NAME)`` replaced, or compose, ``${NAME:-default}``."""
+    words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in words]
+    return [re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word) for word in words]
+
+
+def parsed(words: list[str]):
+    """A torchrun's options, and those of the server that it starts."""
+    program, *rest = words
+    assert program == "torchrun"
+    torchrun = get_args_parser().parse_args(rest)
+    assert torchrun.module and torchrun.training_script == "apbv.launch.serve"
+    options = [option for option in torchrun.training_script_args if not option.startswith("--media-dir=")]
+    assert len(options) == len(torchrun.training_script_args) - 1  # a folder of the container
+    return torchrun, parse_arguments(options)
+
+
+def prefill_commands() -> dict[str, list[str]]:
+    containers = {part: group()[f"{part}Template"]["spec"]["containers"][0] for part in ("leader", "worker")}
+    return {
+        "compose": expanded(compose()["services"]["prefill"]["command"], {}),
+        "leader": expanded(containers["leader"]["args"], {**LWS_ENVIRONMENT, "LWS_WORKER_INDEX": "0"}),
+        "worker": expanded(containers["worker"]["args"], {**LWS_ENVIRONMENT, "LWS_WORKER_INDEX": "1"}),
+    }
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile():
+    result = tool("hadolint", "--no-color", DEPLOY / "Dockerfile")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_linter_sees_what_is_wrong(tmp_path):
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text((DEPLOY / "Dockerfile").read_text().replace(":13.0.1-base-ubuntu24.04", ":latest"))
+    result = tool("hadolint", "--no-color", wrong)
+    assert result.returncode == 1 and "DL3007" in result.stdout
+
+
+def test_the_compose_file_is_one(tmp_path):
+    result = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text((DEPLOY / "compose.yaml").read_text().replace("stop_grace_period", "stop_grace"))
+    result = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", wrong)
+    assert result.returncode == 1 and "stop_grace" in result.stdout
+
+
+def test_compose_names_what_is_there():
+    """Images that are built are stages of the Dockerfile; files exist, and networks, volumes and services."""
+    file = compose()
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE))
+    for name, service in file["services"].items():
+        if "build" in service:
+            assert service["build"]["target"] in stages, name
+            context = DEPLOY / service["build"]["context"]
+            assert (context / service["build"]["dockerfile"]).is_file(), name
+        else:
+            assert re.search(r":v?\d+\.\d+", service["image"]), f"{name}: no version is pinned"
+        for volume in service.get("volumes", []):
+            source = expanded([volume], {})[0].split(":")[0]
+            assert source in file["volumes"] or (DEPLOY / source).exists(), f"{name}: {source}"
+        assert set(service["networks"]) <= set(file["networks"]), name
+        assert set(service.get("depends_on", [])) <= set(file["services"]), name
+
+
+def test_no_two_services_of_compose_share_a_gpu():
+    given = []
+    for service in compose()["services"].values():
+        for device in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", []):
+            given += device["device_ids"]
+    assert len(given) == len(set(given)) == 8
+
+
+def test_only_the_router_and_the_panels_are_published_and_only_to_this_machine():
+    published = {name: service["ports"] for name, service in compose()["services"].items() if "ports" in service}
+    assert set(published) == {"router", "prometheus", "grafana"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+def test_prometheus_asks_services_of_compose_at_ports_that_they_listen_on():
+    config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+    targets = [
+        target
+        for job in config["scrape_configs"]
+        for static in job["static_configs"]
+        for target in static["targets"]
+    ]
+    services = compose()["services"]
+    routers = dict(option.split("=") for option in services["router"]["command"] if "=" in option)
+    assert {target.split(":")[0] for target in targets} == {"prefill", "decode-0", "decode-1", "router"}
+    for target in targets:
+        name, port = target.split(":")
+        assert port == (routers["--prometheus-port"] if name == "router" else "8000")
+
+
+def test_the_router_knows_every_decoder_of_compose():
+    services = compose()["services"]
+    decoders = {f"--decode=http://{name}:8000" for name in services if name.startswith("decode")}
+    assert decoders == {word for word in services["router"]["command"] if word.startswith("--decode=")}
+
+
+@pytest.mark.parametrize("where", ["compose", "leader", "worker"])
+def test_the_commands_of_the_prefill_group_parse(where):
+    torchrun, options = parsed(prefill_commands()[where])
+    assert options.host == "0.0.0.0" and options.port == 8000
+    assert options.kv_transfer == "tcp"
+    # It is not killed before its answers may have ended, by torchrun or by what runs the container.
+    assert options.grace + 10 <= torchrun.shutdown_timeout
+
+
+def test_the_container_outlives_the_grace():
+    service = compose()["services"]["prefill"]
+    torchrun, _ = parsed(prefill_commands()["compose"])
+    assert int(service["stop_grace_period"].removesuffix("s")) > torchrun.shutdown_timeout
+    torchrun, _ = parsed(prefill_commands()["leader"])
+    for part in ("leader", "worker"):
+        assert group()[f"{part}Template"]["spec"]["terminationGracePeriodSeconds"] > torchrun.shutdown_timeout
+
+
+def test_leader_and_worker_run_the_same_command_on_nodes_of_their_own():
+    leader, worker = (parsed(prefill_commands()[part]) for part in ("leader", "worker"))
+    assert vars(leader[1]) == vars(worker[1])
+    assert (leader[0].node_rank, worker[0].node_rank) == (0, 1)
+    assert leader[0].master_addr == LWS_ENVIRONMENT["LWS_LEADER_ADDRESS"]
+    assert int(leader[0].nnodes) == group()["size"]
+    gpus = group()["leaderTemplate"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert leader[0].nproc_per_node == gpus
+
+
+def test_the_leader_worker_set_has_the_documented_fields():
+    jsonschema.validate(the("LeaderWorkerSet"), LWS_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.leaderWorkerTemplate.size", 0),
+        ("spec.leaderWorkerTemplate.sizes", 2),
+        ("spec.leaderWorkerTemplate.restartPolicy", "Always"),
+        ("spec.startupPolicy", "Ready"),
+        ("spec.rolloutStrategy.rollingUpdateConfiguration.maxSurge", 0),
+        ("spec.template", {}),
+        ("apiVersion", "apps/v1"),
+    ],
+)
+def test_the_leader_worker_set_schema_sees_what_is_wrong(path, value):
+    manifest = inside = the("LeaderWorkerSet")
+    *steps, last = path.split(".")
+    for step in steps:
+        inside = inside[step]
+    inside[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(manifest, LWS_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [each for each in manifests() if each["kind"] != "LeaderWorkerSet"],
+    ids=lambda each: f"{each['kind']} {each['metadata']['name']}",
+)
+def test_kubernetes_accepts_the_manifests(manifest):
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_kubernetes_accepts_the_pods(name):
+    template = PODS[name]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **template["metadata"]}}
+    kubernetes_validate.validate({**pod, "spec": template["spec"]}, KUBERNETES, strict=True)
+    wrong = {**pod, "spec": {**template["spec"], "terminationGracePeriod": 1}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_mount_their_volumes_and_have_no_privileges(name):
+    spec = PODS[name]["spec"]
+    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+    assert spec["securityContext"]["runAsNonRoot"]
+    for container in spec["containers"]:
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} == set(volumes)
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        if "nvidia.com/gpu" in container["resources"]["limits"]:
+            assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize(
+    ("service", "pod"), [("apbv-prefill-http", "apbv-prefill leader"), ("apbv", "apbv-router")]
+)
+def test_services_lead_to_the_pods_that_answer_and_to_no_others(service, pod):
+    spec = the("Service", service)["spec"]
+    matching = [
+        name
+        for name, template in PODS.items()
+        if spec["selector"].items() <= template["metadata"]["labels"].items()
+    ]
+    assert matching == [pod]
+    ports = {port["name"] for port in PODS[pod]["spec"]["containers"][0]["ports"]}
+    assert {port["targetPort"] for port in spec["ports"]} <= ports
+
+
+def test_probes_ask_where_the_server_listens():
+    for name, template in PODS.items():
+        for container in template["spec"]["containers"]:
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                if probe in container:
+                    assert container[probe]["httpGet"]["path"] == "/health", name
+                    assert ports[container[probe]["httpGet"]["port"]] == 8000, name
+
+
+def test_the_router_selects_the_leader_and_the_decoders():
+    arguments = PODS["apbv-router"]["spec"]["containers"][0]["args"]
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments if "=" in argument)
+    for option, expected in (("prefill-selector", "apbv-prefill leader"), ("decode-selector", "apbv-decode")):
+        wanted = dict([given[option].split("=")]).items()
+        matching = [name for name, template in PODS.items() if wanted <= template["metadata"]["labels"].items()]
+        assert matching == [expected]
+
+
+def test_decoders_may_reach_the_kv_ports_of_all_hosts():
+    torchrun, options = parsed(prefill_commands()["leader"])
+    num_hosts = int(torchrun.nnodes) * int(torchrun.nproc_per_node)
+    rules = the("NetworkPolicy", "apbv-prefill")["spec"]["ingress"]
+    decoders = {"app.kubernetes.io/name": "apbv", "app.kubernetes.io/component": "decode"}
+    (rule,) = [rule for rule in rules if rule["from"] == [{"podSelector": {"matchLabels": decoders}}]]
+    (port,) = rule["ports"]
+    assert port["port"] == options.kv_port and port["endPort"] == options.kv_port + num_hosts - 1
+    assert decoders.items() <= PODS["apbv-decode"]["metadata"]["labels"].items()
+
+
+def test_only_the_router_and_monitoring_ask_decoders():
+    """A request straight to a decoder may name any host as its KV's source."""
+    spec = the("NetworkPolicy", "apbv-decode")["spec"]
+    assert spec["podSelector"]["matchLabels"].items() <= PODS["apbv-decode"]["metadata"]["labels"].items()
+    (rule,) = spec["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": 8000}]
+    pods = [peer["podSelector"]["matchLabels"].items() for peer in rule["from"] if "podSelector" in peer]
+    matching = [
+        name for name, pod in PODS.items() if any(each <= pod["metadata"]["labels"].items() for each in pods)
+    ]
+    assert matching == ["apbv-router"]
+
+
+def vllm_commands() -> list[list[str]]:
+    decoders = [service for name, service in compose()["services"].items() if name.startswith("decode")]
+    container = PODS["apbv-decode"]["spec"]["containers"][0]
+    return [*(expanded(each["command"], {}) for each in decoders), container["args"]]
+
+
+def test_decoders_load_the_connector():
+    for words in vllm_commands():
+        (option,) = [word for word in words if word.startswith("--kv-transfer-config=")]
+        config = json.loads(option.partition("=")[2])
+        module = ROOT / config["kv_connector_module_path"].replace(".", "/")
+        source = module.with_suffix(".py") if module.with_suffix(".py").exists() else module / "__init__.py"
+        assert re.search(rf"\b{config['kv_connector']}\b", source.read_text())
+        assert config["kv_role"] == "kv_consumer"
+
+
+def test_decoders_see_the_frames_and_the_name_that_the_prefill_group_sees():
+    """The KV of other frames, or of another model, would be refused."""
+    groups = [parsed(prefill_commands()[where])[1] for where in ("compose", "leader")]
+    _, *decoders = vllm_commands()
+    for group, words in zip(groups, decoders, strict=True):
+        given = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+        assert json.loads(given["media-io-kwargs"])["video"]["num_frames"] == group.frames
+        assert given["served-model-name"] == group.served_model_name
+        assert words[0] == group.model
+
+
+def test_vllm_and_the_router_understand_their_commands():
+    python = os.environ.get("APBV_VLLM_PYTHON")
+    if not python:
+        pytest.skip("vLLM's and the router's commands: APBV_VLLM_PYTHON names no environment that has vLLM")
+    pod = PODS["apbv-router"]["spec"]["containers"][0]
+    routers = [compose()["services"]["router"]["command"], expanded(pod["args"], {"NAMESPACE": "default"})]
+
+    def parse(**commands: list[list[str]]) -> subprocess.CompletedProcess:
+        script = [python, Path(__file__).with_name("vllm_commands.py")]
+        return subprocess.run(script, input=json.dumps(commands), capture_output=True, text=True, check=False)
+
+    result = parse(vllm=vllm_commands(), router=routers)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split().count("ApbvConnector") == len(vllm_commands())
+    assert parse(vllm=[], router=[[*routers[0], "--decoder=x"]]).returncode != 0
