@@ -25,6 +25,7 @@ from documents import (
     marked,
     missing_imports,
     names_in,
+    names_passed_on,
     output_of,
     parse_command,
     places_named,
@@ -96,12 +97,19 @@ def test_extras_exist(block):
         require_installable(command)
 
 
-def test_the_connector_that_vllm_is_told_of_exists():
-    (block,) = marked("bash vllm")
+@pytest.mark.parametrize("block", marked("bash vllm"), ids=str)
+def test_the_connector_that_vllm_is_told_of_exists(block):
     words = shlex.split(block.code)
     settings = json.loads(words[words.index("--kv-transfer-config") + 1])
     path = find_spec(settings["kv_connector_module_path"]).origin
-    assert settings["kv_connector"] in names_in(ROOT / path)
+    assert settings["kv_connector"] in names_in(ROOT / path) | names_passed_on(ROOT / path)
+
+
+@pytest.mark.parametrize("block", marked("bash deploy"), ids=str)
+def test_the_files_of_other_programs_commands_exist(block):
+    for command in commands_in(block.code):
+        named = [word for word in shlex.split(command) if word.startswith(("deploy/", "benchmarks/"))]
+        assert all((ROOT / path).exists() for path in named), command
 
 
 def test_every_benchmark_that_writes_figures_is_in_the_results():

@@ -1,0 +1,61 @@
+"""This module fetches KV for kv_transfer.py, as somebody else's engine would: one ticket a line."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from apbv.kv.remote import RemoteKV
+from apbv.kv.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """What a consumer tells: seconds until all, and until the first layer was there; a digest where asked for."""
+
+    seconds: float
+    first_layer_seconds: float
+    digest: str | None
+
+
+def digest_of(layers: Iterable[tuple[Tensor, Tensor]]) -> str:
+    """Compute the SHA-256 of keys and values ``[H, T, D]``, layer by layer."""
+    digest = hashlib.sha256()
+    for states in layers:
+        for tensor in states:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def consume(ticket: Ticket, cache: dict, digests: bool) -> Consumed:
+    """Fetch everything into memory that is kept from one call to the next, and confirm it."""
+    shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
+    if shape not in cache:
+        cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
+    kept, began, first = cache[shape], time.perf_counter(), None
+    with RemoteKV.open(ticket) as kv:
+        for own, layer in zip(kept, kv.layers(range(ticket.num_tokens)), strict=True):
+            first = first or time.perf_counter()
+            for states, received in zip(own, layer, strict=True):
+                states.copy_(received)
+        kv.confirm()
+    ended = time.perf_counter()
+    digest = digest_of((keys, values) for keys, values in kept) if digests else None
+    return Consumed(ended - began, first - began, digest)
+
+
+def main() -> None:
+    cache: dict = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        consumed = consume(Ticket.from_params(order["params"]), cache, order["digests"])
+        print(json.dumps(asdict(consumed)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
