@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from threading import Condition, Thread
+from types import SimpleNamespace
 
 import torch
 from offering import Tickets
@@ -19,6 +20,7 @@ SETTINGS = {"networks": ["127.0.0.0/8"], "timeout": limit(6.0)}
 def check_tickets(server: Server, folder: Path, expected: dict) -> None:
     """Under the policy ``fail``, with vLLM's prefix cache on."""
     check_reused_buffers()
+    check_settings()
     tickets = Tickets(folder)
 
     def request(name: str, ticket: str = "", more: list[int] = ()) -> dict:
@@ -55,6 +57,24 @@ def check_tickets(server: Server, folder: Path, expected: dict) -> None:
         refused = {"a path outside the root": (relative, f"no saved KV in {folder.resolve()}")}
         check_refusals(server, refused, plain["text-exact"], exact)
     check_silence(server, tickets, request(name), request(name), plain["text-exact"], exact)
+
+
+def check_settings() -> None:
+    """A setting of the connector that makes no sense keeps vLLM from starting."""
+    from vllm.config import KVTransferConfig
+
+    from apbv.integrations.vllm.sources import Sources
+
+    wrong = {"transport": ("pigeon", "one of tcp, rdma"), "networks": (["nowhere"], "does not appear to be")}
+    for name, (value, reason) in wrong.items():
+        transfer = KVTransferConfig(kv_role="kv_consumer", kv_connector_extra_config={name: value})
+        config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(world_size=1))
+        try:
+            Sources(config)
+            found = "it was taken"
+        except ValueError as error:
+            found = str(error)
+        check(f"{name} {value}", found, reason)
 
 
 def damaged_tickets(request, name: str) -> dict[str, tuple[dict, str]]:

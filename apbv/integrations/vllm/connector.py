@@ -26,7 +26,9 @@ class ApbvConnector(KVConnectorBase_V1):
 
     - ``root``: a folder outside which no request may name KV;
     - ``networks``: a list of networks (``"10.0.0.0/8"``) outside which no ticket may name hosts;
-    - ``timeout``: seconds that a host may be silent (30).
+    - ``timeout``: seconds that a host may be silent (30);
+    - ``transport``: how KV comes from the hosts' memory, ``"tcp"`` (the default) or ``"rdma"``, with the extra of
+      that name.
 
     Raises:
         ValueError: with the engine's settings loaded KV would be wrong, or a setting is wrong.

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from ...kv.manifest import StorageError
 from ...kv.reader import SavedKV
-from ...kv.remote import RemoteKV
+from ...kv.remote import TRANSPORTS, RemoteKV
 from ...kv.ticket import Ticket
 
 Layers = Iterator[tuple[Tensor, Tensor]]
@@ -60,11 +60,13 @@ class Offered:
         ticket: where, and what it is.
         num_readers: the processes that will fetch a part of it.
         timeout: seconds for a host to answer.
+        transport: how it comes, as of :meth:`apbv.kv.remote.RemoteKV.open`.
     """
 
     ticket: Ticket
     num_readers: int
     timeout: float
+    transport: str
 
     @property
     def salt(self) -> str:
@@ -79,7 +81,7 @@ class Offered:
         Raises:
             StorageError: the KV has ended, or a host cannot be reached or falls silent.
         """
-        with RemoteKV.open(self.ticket, self.timeout, self.num_readers) as remote:
+        with RemoteKV.open(self.ticket, self.timeout, self.num_readers, self.transport) as remote:
             yield from remote.layers(tokens, kv_heads, layers)
             try:
                 remote.confirm()
@@ -138,6 +140,9 @@ class Sources:
         self._networks = None if networks is None else [ipaddress.ip_network(network) for network in networks]
         self._timeout = float(transfer.get_from_extra_config("timeout", 30.0))
         self._num_readers = vllm_config.parallel_config.world_size
+        self._transport = transfer.get_from_extra_config("transport", TRANSPORTS[0])
+        if self._transport not in TRANSPORTS:
+            raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self._transport!r}")
 
     def offered(self, request: Request) -> Offered | None:
         """Return what the request's ticket names; None where it has none.
@@ -153,7 +158,7 @@ class Sources:
             self._require_allowed(host)
         if ticket.path is not None:
             ticket = replace(ticket, path=str(self._inside_root(ticket.path)))
-        return Offered(ticket, self._num_readers, self._timeout)
+        return Offered(ticket, self._num_readers, self._timeout, self._transport)
 
     def saved(self, request: Request) -> SavedKV | None:
         """Open the saved KV that the request names; None where it names none.
