@@ -198,7 +198,7 @@ class _Draft:
             raise ValueError(f"{settings.strategy} needs a draft_model")
         _, config, _ = _describe(settings.draft_model, is_draft=True)
         itemsize, sizes = _dtype_of(config, dtype).itemsize, DecoderSizes.from_config(config)
-        return cls(num_weights(config) * itemsize, sizes.layers * sizes.kv_row * itemsize, settings)
+        return cls(num_weights(config) * itemsize, sizes.kv_token * itemsize, settings)
 
     def num_bytes(self, num_tokens: int, num_visual: int) -> int:
         """Return the bytes of weights and KV beside a prompt."""

@@ -51,6 +51,11 @@ class DecoderSizes:
         """Count the numbers of one token's K and V in one layer."""
         return 2 * self.kv_heads * self.head_dim
 
+    @property
+    def kv_token(self) -> int:
+        """Count the numbers of one token's K and V in all layers."""
+        return self.layers * self.kv_row
+
 
 def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:
     """Count the weights of a whole model on one of the T processes of a host, its vision tower included.

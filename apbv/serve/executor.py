@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from threading import Event
 
-from ..decode.answer import NO_TOKEN
+from ..decode.answer import NO_TOKEN, finish_reason
 from ..decode.batch import why_not_together
 from ..decode.sampling import NotFiniteError, forbid, sample
 from ..engine import Engine
@@ -107,8 +107,7 @@ class Executor:
             raise RuntimeError(f"the KV cannot be offered: {error}") from error
         if ticket is None:
             return None
-        ends = token in self.engine.parts.eos_token_ids and not order.ignore_eos
-        return HandedOver(token, "stop" if ends else "length", ticket)
+        return HandedOver(token, finish_reason([token], request.sampling, self.engine.parts.eos_token_ids), ticket)
 
     def make_room(self, num_bytes: int) -> None:
         """Let offers end that have waited for long, to free so many bytes; on host 0, not collective."""

@@ -46,13 +46,14 @@ class Replies(ABC):
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
         """Wait for the last of a job's events, and return the reply; raises ApiError where that is an error."""
-        text, token_ids, event = "", [], first
+        texts, token_ids, event = [], [], first
         while isinstance(event, Piece):
-            text, token_ids = text + event.text, token_ids + event.token_ids
+            texts.append(event.text)
+            token_ids += event.token_ids
             event = await anext(events)
         if isinstance(event, ApiError):
             raise event
-        return self._reply(text, self._shown(token_ids + event.rest), event)
+        return self._reply("".join(texts), self._shown([*token_ids, *event.rest]), event)
 
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first of them can only be told in another."""

@@ -143,7 +143,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         ValueError: the KV of a prompt and an answer of ``max_model_len`` tokens is not allowed.
     """
     sizes, itemsize = DecoderSizes.from_config(engine.model.config), engine.parts.dtype.itemsize
-    token_bytes = sizes.layers * sizes.kv_row * itemsize
+    token_bytes = sizes.kv_token * itemsize
     max_bytes = settings.max_kv_bytes
     if max_bytes is None:
         max_bytes = free_memory_bytes(engine.hosts.device) // 2
