@@ -12,11 +12,11 @@ from . import demo
 from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .hosts.devices import choose_device
 from .input.video_size import VideoSize, parse_resolution, video_size
-from .input.visual import PIXEL_COPIES, VisualInput
+from .input.visual import FRAME_COPIES, PIXEL_COPIES, VisualInput, VisualItem, equal_row_starts
 from .layout import LayoutError, split_evenly
 from .model.loading import read_config, read_video_processor
 from .model.parts import VIDEO_FAMILIES, num_deepstack_layers, require_supported
-from .model.sizes import DecoderSizes, num_weights
+from .model.sizes import DecoderSizes, num_audio_tokens, num_weights
 from .model.tensor_parallel import require_divisible
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.forward import resolve_method
@@ -40,6 +40,7 @@ class Plan:
         method, kv: the method that would run, and where it would place the KV.
         num_tokens: the prompt's tokens.
         num_visual_tokens: those of them that stand for the video.
+        num_audio_tokens: those of them that stand for its sound.
         weights: of the model, on one process.
         draft: of the draft model and its KV; 0 without one.
         overhead: assumed for the device's own libraries.
@@ -53,6 +54,7 @@ class Plan:
     kv: str
     num_tokens: int
     num_visual_tokens: int
+    num_audio_tokens: int
     weights: int
     draft: int
     overhead: int
@@ -75,7 +77,8 @@ class Plan:
         host = self.hosts[busiest]
         hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
         lines = [("model", self.model), ("method", f"{self.method} on {hosts}, KV {self.kv}")]
-        lines.append(("prompt", f"{self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual"))
+        heard = f", {self.num_audio_tokens:,} sound" if self.num_audio_tokens else ""
+        lines.append(("prompt", f"{self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual{heard}"))
         where = "" if len(self.hosts) == 1 else f" on host {busiest}"
         lines.append((f"memory{where}", ""))
         parts = {
@@ -108,6 +111,7 @@ def plan(
     *,
     frames: int | None = None,
     resolution: str | tuple[int, int] = "720p",
+    audio_seconds: float = 0.0,
     tokens: int | None = None,
     hosts: int = 1,
     tensor_parallel: int = 1,
@@ -123,6 +127,7 @@ def plan(
             config alone, by which every frame is taken as large as it is.
         frames: how many frames are sampled from a video. Either this or ``tokens``.
         resolution: of the video, as (height, width), "HxW", or a name such as "720p".
+        audio_seconds: how long it is heard, by a model that hears.
         tokens: the tokens of a long text.
         hosts: H.
         tensor_parallel: T, the processes that share a host's model.
@@ -133,15 +138,22 @@ def plan(
             hosts are taken to share this machine's.
 
     Raises:
-        ValueError: the model is unknown or not supported, or neither frames nor tokens were given, or both.
+        ValueError: the model is unknown or not supported, or does not hear and is to; neither frames nor tokens
+            were given, or both; or visual tokens are left out.
     """
     if (frames is None) == (tokens is None):
         raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
+    if audio_seconds < 0 or (audio_seconds and frames is None):
+        raise ValueError(
+            "audio_seconds is how long a video is heard: it needs its frames, and must not be negative"
+        )
     counts = {"frames": frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, not {count}")
     config = prefill or PrefillConfig()
+    if config.reduce is not None and not config.reduce.leaves_all:
+        raise ValueError(f"a plan is of whole prompts: it does not know what {config.reduce.method} leaves of one")
     name, described, processor = _describe(model)
     require_divisible(described, tensor_parallel)
     device, number_type = choose_device(), _dtype_of(described, dtype)
@@ -153,6 +165,7 @@ def plan(
         video_processor=processor,
         resolution=parse_resolution(resolution) if isinstance(resolution, str) else resolution,
         is_video=frames is not None,
+        num_audio=num_audio_tokens(described, audio_seconds) if audio_seconds else 0,
         num_hosts=hosts,
         prefill=config,
         share=Share(sizes, number_type.itemsize, device, tensor_parallel, num_deepstack_layers(described)),
@@ -164,6 +177,7 @@ def plan(
             kv=config.kv,
             num_tokens=0,
             num_visual_tokens=0,
+            num_audio_tokens=0,
             weights=num_weights(described, tensor_parallel) * number_type.itemsize,
             draft=0,
             overhead=_GPU_OVERHEAD if device.type == "cuda" else 0,
@@ -217,6 +231,7 @@ class _Task:
     video_processor: Any
     resolution: tuple[int, int]
     is_video: bool
+    num_audio: int
     num_hosts: int
     prefill: PrefillConfig
     share: Share
@@ -230,7 +245,8 @@ class _Task:
         num_tokens, query_start = count, max(count - self.prefill.query_len, 0)
         if self.is_video:
             video = video_size(self.config, count, *self.resolution, self.video_processor)
-            visual = range(_TOKENS_BEFORE, _TOKENS_BEFORE + video.num_rows + video.num_text_tokens)
+            shown = video.num_rows + video.num_text_tokens + self.num_audio
+            visual = range(_TOKENS_BEFORE, _TOKENS_BEFORE + shown)
             num_tokens, query_start = visual.stop + _TOKENS_BEHIND, visual.stop
         method = resolve_method(self.prefill, hosts)
         layout = method.plan(hosts, num_tokens, visual.start, query_start, self.prefill)
@@ -241,6 +257,7 @@ class _Task:
             self.empty,
             num_tokens=num_tokens,
             num_visual_tokens=num_visual,
+            num_audio_tokens=self.num_audio,
             draft=0 if self.draft is None else self.draft.num_bytes(num_tokens, num_visual),
             hosts=tuple(host_memory(self.share, layout, h, kv, visual, chunks[h]) for h in range(hosts)),
         )
@@ -250,16 +267,17 @@ class _Task:
         everything = range(video.num_temporal_patches)
         hosts, parallel = self.num_hosts, self.prefill.frame_parallel
         patches = tuple(split_evenly(everything, hosts) if parallel else [everything] * hosts)
+        frames = FRAME_COPIES * 3 * prod(self.resolution) * num_frames
+        patch_bytes = (frames + PIXEL_COPIES * video.pixel_bytes) // len(everything)
+        starts = equal_row_starts(0, len(everything), video.num_rows, video.num_ending_rows)
         visual = VisualInput(
-            kind="video",
+            items=(VisualItem("video", len(everything), video.num_ending_rows, patch_bytes),),
             patches=patches,
             host=0,
-            num_rows=video.num_rows,
-            rows_per_temporal_patch=video.rows_per_temporal_patch,
-            bytes_per_temporal_patch=PIXEL_COPIES * video.pixel_bytes // len(everything),
-        ).of_frames(None, num_bytes=3 * prod(self.resolution) * num_frames)
-        size = visual.chunk_size(self.chunk_bytes)
-        return [min(size, len(share)) * visual.bytes_per_temporal_patch for share in patches]
+            row_starts=(*starts, video.num_rows),
+        )
+        chunks = [visual.chunks(host, self.chunk_bytes) for host in range(hosts)]
+        return [patch_bytes * max(map(len, of_host), default=0) for of_host in chunks]
 
 
 def _most_that_fit(task: _Task, wanted: int) -> int | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup, demo
 from apbv.demo.clips import is_question
+from apbv.input.audio_file import AudioError, has_audio
 from apbv.input.video import read_frames, sample_uniform
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
@@ -63,6 +64,8 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
                 options.prompt,
                 video=options.video,
                 images=options.image,
+                audio=options.audio,
+                audio_in_video=options.audio_in_video,
                 context=context,
                 num_frames=options.frames,
                 fps=options.fps,
@@ -112,21 +115,24 @@ def streamed(tokenizer: PreTrainedTokenizerBase, enabled: bool) -> Iterator[Call
 
 
 def read_sources(options: argparse.Namespace) -> str | None:
-    """Return the text of ``--context``, and make sure that a video or images can be opened.
+    """Return the text of ``--context``, and make sure that videos, images and audio files can be opened.
 
     A video's frames are not looked for: that takes long where it is long, and is part of answering.
 
     Raises:
-        ValueError: a file cannot be read, or is no video or no image.
+        ValueError: a file cannot be read, or is no video, no image or no audio.
     """
     for path in options.image or ():
         try:
             Image.open(path).close()
         except Exception as error:  # of a damaged file, Pillow raises nearly anything
             raise ValueError(f"cannot read the image {path}: {error}") from error
-    if options.video is not None:
-        with VideoFile(options.video):
+    for path in options.video or ():
+        with VideoFile(path):
             pass
+    for path in options.audio or ():
+        if not has_audio(path):
+            raise AudioError(f"{path}: has no audio track")
     if not options.context:
         return None
     try:
@@ -181,12 +187,21 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
     mebibyte, stats = 2**20, answer.stats
     speculation = stats["speculation"]
     rows = [("method", f"{stats['method']} on {_hosts(stats, num_hosts)}, {stats['device']}, {stats['dtype']}")]
-    if answer.video is not None:
-        sampled = f"{len(answer.frames)} of {answer.video.num_frames} frames, {answer.video.duration:.1f} s"
-        rows.append(("video", sampled))
-    rows.append(("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual"))
+    for number, video in enumerate(answer.videos, 1):
+        name = "video" if len(answer.videos) == 1 else f"video {number}"
+        sampled = f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
+        rows.append((name, sampled))
+    heard = f", {stats['num_audio_tokens']} sound" if stats["num_audio_tokens"] else ""
+    rows.append(
+        ("prompt", f"{stats['num_input_tokens']} tokens, {stats['num_video_tokens']} of them visual{heard}")
+    )
     if stats["anchor_len"] or stats["passing_len"]:
         rows.append(("anchor / passing", f"{stats['anchor_len']} / {stats['passing_len']} tokens"))
+    if (reduction := stats["reduction"]) is not None:
+        before, after = reduction["num_video_tokens_before"], reduction["num_video_tokens_after"]
+        rows.append(("left by " + reduction["method"], f"{after} of {before} visual tokens"))
+    if stats["attention_density"] is not None:
+        rows.append(("sparse attention", f"{stats['attention_density']:.0%} of the causal scores computed"))
     rows += [(name, f"{milliseconds:.1f} ms") for name, milliseconds in stats["stages_ms"].items() if milliseconds]
     if stats["overlap_ms"] >= _SHOWN_OVERLAP_MS:
         rows.append(("overlap", f"{stats['overlap_ms']:.1f} ms of these, beside other stages"))

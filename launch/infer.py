@@ -1,4 +1,4 @@
-"""Answer a question about a video, images or a long text.
+"""Answer a question about videos, images, sound or a long text.
 
     torchrun --nproc-per-node 2 launch/infer.py --model demo
     torchrun --nproc-per-node 8 launch/infer.py --model Qwen/Qwen2.5-VL-7B-Instruct \
@@ -24,10 +24,21 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     """Read and check the options, which ends the process where one is wrong."""
     parser = OptionParser(prog, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--video", metavar="demo|FILE", help="a video file, or the packaged clip")
-    source.add_argument("--image", metavar="FILE", action="append", help="an image file; may be repeated")
-    source.add_argument("--context", metavar="FILE", help="a text file that the question is about")
+    parser.add_argument(
+        "--video", metavar="demo|FILE", action="append", help="a video file, or the packaged clip; may be repeated"
+    )
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", help="an image file, behind the videos; may be repeated"
+    )
+    parser.add_argument(
+        "--audio", metavar="FILE", action="append", help="an audio file, behind the images; may be repeated"
+    )
+    parser.add_argument(
+        "--audio-in-video",
+        action=argparse.BooleanOptionalAction,
+        help="hear the videos, too (default: where the model hears and they have sound)",
+    )
+    parser.add_argument("--context", metavar="FILE", help="a text file that the question is about")
     parser.add_argument("--prompt", help="the question")
 
     add_prefill_options(parser)
@@ -46,15 +57,19 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     options = parser.parse_args(arguments)
     if options.model == "demo":
         options.prompt = demo.DEMO_QUESTION if options.prompt is None else options.prompt
-        if options.video is None and not (options.image or options.context):
-            options.video = "demo"
-    if options.video == "demo":
-        options.video = str(demo.video_path())
+        if not (options.video or options.image or options.audio or options.context):
+            options.video = ["demo"]
+    if options.context and (options.video or options.image or options.audio):
+        parser.error("--context is a text that the question is about: not together with --video or --image")
+    if options.video:
+        options.video = [str(demo.video_path()) if path == "demo" else path for path in options.video]
     if options.prompt is None:
         parser.error("--prompt is required")
-    for name in ("frames", "fps", "video_backend", "video_chunk_mib", "save_kept"):
+    for name in ("frames", "fps", "video_backend", "video_chunk_mib", "save_kept", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
+    if options.save_kept and (options.image or len(options.video) > 1):
+        parser.error("--save-kept draws the frames of one video: not with several, nor together with --image")
     if options.draft_host and options.save_kept:
         parser.error("--save-kept shows what host 0's draft saw: not together with --draft-host")
     check(parser, options)

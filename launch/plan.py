@@ -23,6 +23,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     prompt.add_argument("--frames", type=int, help="frames sampled from a video")
     prompt.add_argument("--tokens", type=int, help="tokens of a long text")
     parser.add_argument("--resolution", default="720p", help='of the video: "HxW", or such as 720p (default)')
+    parser.add_argument("--audio-seconds", type=float, default=0.0, help="so long it is heard (default 0)")
     parser.add_argument("--hosts", type=int, default=1, help="processes, or groups of them (default 1)")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="GPUs of a host (default 1)")
     defaults = PrefillConfig()
@@ -56,6 +57,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             options.model,
             frames=options.frames,
             resolution=options.resolution,
+            audio_seconds=options.audio_seconds,
             tokens=options.tokens,
             hosts=options.hosts,
             tensor_parallel=options.tensor_parallel,

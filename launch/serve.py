@@ -76,7 +76,10 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     requests = parser.add_argument_group("requests")
     requests.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (default: the model's)")
     requests.add_argument(
-        "--max-frames", type=int, default=2048, help="the most frames of a video, or images (default 2048)"
+        "--max-frames",
+        type=int,
+        default=2048,
+        help="the most frames of all videos of a request, with its images (default 2048)",
     )
     requests.add_argument("--max-new-tokens", type=int, help="if a request does not say (default: the model's)")
     requests.add_argument("--temperature", type=float, default=0.0, help="likewise; 0 is greedy (default)")
@@ -98,7 +101,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         "--max-decoded-mib",
         type=float,
         default=8192.0,
-        help="the most MiB of a video's decoded frames (default 8192)",
+        help="the most MiB of a request's decoded frames (default 8192)",
     )
     requests.add_argument(
         "--max-image-mib",
@@ -148,10 +151,12 @@ def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
     """Make the settings of what is kept for further questions; None: nothing is.
 
     Raises:
-        ValueError: the bound makes no sense.
+        ValueError: the bound makes no sense, or the KV cannot be kept.
     """
     if options.reuse is None:
         return None
+    if options.reuse == "kv" and options.reduce is not None:
+        raise ValueError("--reduce chooses visual tokens anew for every prompt: it works with --reuse exact only")
     return ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
 
 

@@ -1,6 +1,7 @@
 """Probing a video once: one host lists its packets, for all hosts and for further questions about it."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -41,19 +42,24 @@ class KnownVideos:
         return info
 
 
-def probe_once(videos: KnownVideos, path: str | None, hosts: HostGroup, timer: StageTimer) -> VideoInfo | None:
-    """Let the leader probe a video, and tell everybody what it found; collective.
+def probe_once(
+    videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer, beside: Sequence[int] = ()
+) -> tuple[VideoInfo, ...]:
+    """Let the leader probe a prompt's videos, and tell everybody what it found; collective.
 
     Args:
-        path: of the file on this host; None where a prompt has no video.
+        paths: of the files on this host.
+        beside: the sizes of the prompt's other files on this host, in bytes; they have to be the same everywhere.
 
     Raises:
-        VideoError: the file cannot be read, or is not the same here.
-        HostError: another host cannot read it, or has a prompt without one.
+        VideoError: a file cannot be read, or is not the same here.
+        HostError: another host cannot read one, or has a prompt of more or fewer, or other files beside.
     """
-    hosts.require_same("whether there is a video in the prompt", str(path is not None).encode())
-    if path is None:
-        return None
+    hosts.require_same("the number of videos, or an image file,", f"{len(paths)} {list(beside)}".encode())
+    return tuple(_probe_one(videos, path, hosts, timer) for path in paths)
+
+
+def _probe_one(videos: KnownVideos, path: str, hosts: HostGroup, timer: StageTimer) -> VideoInfo:
     info, data = None, b""
     with hosts.local_stage("reading the video"), timer.stage("decode_video"):
         if hosts.is_leader:

@@ -5,7 +5,7 @@ that this host encodes. Token ids come from the model's own transformers process
 storage, so that no host has to hold the whole video to know what the prompt looks like.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from ..config import DEFAULT_QUERY_LEN
 from ..hosts import HostGroup
 from ..model.parts import ModelParts
-from .files import FileIdentity
-from .frames import FramePiece, video_skeleton
+from .audio import AudioInput, audio_from_batch
+from .batches import visual_from_batch
 from .pixels import Pixels
-from .video import VideoInfo
-from .visual import PromptError, VideoSource, VisualInput, visual_from_batch
+from .skeleton import Skeleton
+from .visual import PromptError, VisualInput, share_out
 
 POSITION_RULES = ("transformers", "vllm")
 
@@ -31,10 +31,12 @@ class ModelInputs:
     Attributes:
         input_ids: ``[1, n]``.
         position_ids: rotary positions, ``[3, 1, n]`` (time, height, width) for M-RoPE models, else ``[1, n]``.
-        context_start: where the context begins: at the first visual token, or 0. What comes before it belongs to
-            the anchor.
-        query_start: where the query block begins: behind the last visual token, or at a text's question.
-        visual: images or video; None for a text prompt.
+        context_start: where the context begins: at the first visual or audio token, or 0. What comes before it
+            belongs to the anchor.
+        query_start: where the query block begins: behind the last visual or audio token, or at a text's question.
+            From there on every token lies one position behind the one before.
+        visual: images and videos; None for a prompt that shows nothing.
+        audio: sound; None for a prompt without.
         position_rule: whose rule gave ``position_ids``, one of :data:`POSITION_RULES`.
     """
 
@@ -43,6 +45,7 @@ class ModelInputs:
     context_start: int
     query_start: int
     visual: VisualInput | None = None
+    audio: AudioInput | None = None
     position_rule: str = "transformers"
 
     @property
@@ -59,6 +62,11 @@ class ModelInputs:
     def num_visual_tokens(self) -> int:
         """The number of placeholders of images or video in the prompt."""
         return 0 if self.visual is None else self.visual.num_rows
+
+    @property
+    def num_audio_tokens(self) -> int:
+        """The number of placeholders of sound in the prompt."""
+        return 0 if self.audio is None else self.audio.num_rows
 
     def require_room(self, max_positions: int, num_new: int = 1) -> None:
         """Make sure that the prompt and its answer lie at positions that the model was made for.
@@ -78,8 +86,9 @@ class ModelInputs:
             )
 
     def without_pixels(self) -> "ModelInputs":
-        """Return the same prompt with its pixels released."""
-        return self if self.visual is None else replace(self, visual=replace(self.visual, pixels=None))
+        """Return the same prompt with its pixels and spectrograms released."""
+        visual = self.visual and replace(self.visual, pixels=None)
+        return replace(self, visual=visual, audio=self.audio and self.audio.without_spectrograms())
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
         """Return the same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
@@ -87,7 +96,12 @@ class ModelInputs:
         There every run of text or of visual tokens begins one past the greatest position before it. In
         transformers' Qwen2-VL and Qwen2.5-VL text after a video begins past the longer side of its frames,
         which comes earlier where the video's time positions reach further. Other models have one rule.
+
+        Raises:
+            PromptError: the prompt has sound, whose positions are those of transformers only.
         """
+        if self.audio is not None:
+            raise PromptError("vLLM cannot continue a prompt with sound: ask for the positions of transformers")
         visual = parts.is_visual(self.input_ids[0])
         edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
         position_ids, start = self.position_ids.clone(), 0
@@ -111,93 +125,83 @@ class ModelInputs:
         Args:
             parts: the model.
             batch: ``input_ids [1, n]`` and, where there are any, ``attention_mask``, ``pixel_values`` or
-                ``pixel_values_videos`` with their grids; the whole of them, on every host.
-            frame_parallel: each host keeps its share of the frames, instead of all.
-            query_start: where the query begins in a text prompt. A visual prompt's query begins after its last
-                visual token.
+                ``pixel_values_videos`` with their grids, ``input_features`` with their mask; the whole of them, on
+                every host.
+            frame_parallel: each host keeps its share of the frames, images and sound, instead of all.
+            query_start: where the query begins in a text prompt. Another prompt's query begins after its last
+                visual or audio token.
             query_len: where ``query_start`` is not given, so many tokens at a text's end are its query.
 
         Raises:
-            PromptError: an empty, batched or padded prompt, a mix of images and video, more than one video.
+            PromptError: an empty, batched or padded prompt, or pixels of other images and videos than it shows.
         """
         input_ids = _check_batch(batch)
-        visual_mask = parts.is_visual(input_ids[0])
-        if not visual_mask.any():
-            if "pixel_values" in batch or "pixel_values_videos" in batch:
-                raise PromptError("pixels were given, but the prompt has no placeholder tokens for them")
+        shows, sounds = parts.is_visual(input_ids[0]).any(), parts.is_audio(input_ids[0]).any()
+        if not shows and ("pixel_values" in batch or "pixel_values_videos" in batch):
+            raise PromptError("pixels were given, but the prompt has no placeholder tokens for them")
+        if not sounds and batch.get("input_features") is not None:
+            raise PromptError("sound was given, but the prompt has no placeholder tokens for it")
+        if not (shows or sounds):
             start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
             return cls(input_ids, _positions(parts, batch), 0, start)
-        where = visual_mask.nonzero().flatten()
-        return cls(
-            input_ids=input_ids,
-            position_ids=_positions(parts, batch),
-            context_start=int(where[0]),
-            query_start=int(where[-1]) + 1,
-            visual=visual_from_batch(parts, batch, len(where), hosts, frame_parallel),
-        )
+        visual = visual_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if shows else None
+        audio = audio_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if sounds else None
+        return cls._of_sources(parts, batch, visual, audio)
 
     @classmethod
-    def from_video(
-        cls,
-        parts: ModelParts,
-        processor,
-        text: str,
-        info: VideoInfo,
-        frames: Sequence[int],
-        hosts: HostGroup,
-        frame_parallel: bool = True,
-    ) -> "tuple[ModelInputs, FramePiece]":
-        """Make the prompt of one video, without its pixels, and find the piece that this host has to read.
+    def from_skeleton(
+        cls, parts: ModelParts, skeleton: Skeleton, hosts: HostGroup, frame_parallel: bool = True
+    ) -> "ModelInputs":
+        """Make the prompt of videos, images and sound without the pixels, which :meth:`with_pixels` adds.
 
         Args:
-            processor: the model's transformers processor.
-            text: the rendered chat template, with the video's placeholder.
-            info: the video.
-            frames: indices of the sampled frames, ascending.
-            frame_parallel: each host reads its share of the frames, instead of all.
-
-        Returns:
-            The prompt, to which :meth:`with_frames` adds the pixels, and this host's piece.
+            skeleton: as :func:`~apbv.input.skeleton.lay_out` returns it.
+            frame_parallel: each host encodes its share of the frames, images and sound, instead of all.
 
         Raises:
             PromptError: as :meth:`from_processor`.
         """
-        skeleton = video_skeleton(processor, text, info, frames)
-        return cls.from_skeleton(parts, skeleton, info, frames, hosts, frame_parallel)
+        input_ids, visual, audio = _check_batch(skeleton.batch), None, None
+        if skeleton.items:
+            visual = share_out(skeleton.items, skeleton.row_starts, hosts, frame_parallel)
+        if skeleton.sounds:
+            audio = audio_from_batch(parts, skeleton.batch, input_ids[0], hosts, frame_parallel)
+            audio = replace(audio, sources=skeleton.sounds)
+        return cls._of_sources(parts, skeleton.batch, visual, audio)
 
     @classmethod
-    def from_skeleton(
+    def _of_sources(
         cls,
         parts: ModelParts,
-        skeleton: Mapping[str, Any],
-        info: VideoInfo,
-        frames: Sequence[int],
-        hosts: HostGroup,
-        frame_parallel: bool = True,
-    ) -> "tuple[ModelInputs, FramePiece]":
-        """Take over what :func:`video_skeleton` returned for these frames, as :meth:`from_video` does."""
-        inputs = cls.from_processor(parts, skeleton, hosts, frame_parallel)
-        visual = inputs.visual
-        mine = visual.patches[hosts.rank]
-        num_merged = -(-len(frames) // visual.num_temporal_patches)  # frames of one temporal patch
-        piece = FramePiece(
-            video=info,
-            frames=tuple(frames[mine.start * num_merged : mine.stop * num_merged]),
-            num_merged=num_merged,
-            grid=skeleton.get("video_grid_thw"),
+        batch: Mapping[str, Any],
+        visual: VisualInput | None,
+        audio: AudioInput | None,
+    ) -> "ModelInputs":
+        """Make a prompt with placeholders of images, video or sound."""
+        input_ids = _check_batch(batch)
+        where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
+        num_visual = int(parts.is_visual(input_ids[0]).sum())
+        if visual is not None and visual.num_rows != num_visual:
+            raise PromptError(
+                f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
+            )
+        position_ids = _positions(parts, batch)
+        return cls(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            context_start=int(where[0]),
+            query_start=_query_start(int(where[-1]) + 1, position_ids),
+            visual=visual,
+            audio=audio,
         )
-        source = VideoSource(FileIdentity.of(info.path), tuple(frames), frame_parallel)
-        visual = visual.of_frames(source, num_bytes=3 * info.height * info.width * len(frames))
-        return replace(inputs, visual=visual), piece
 
-    def with_pixels(self, pixels: Pixels, patches_per_chunk: int | None = None) -> "ModelInputs":
+    def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "ModelInputs":
         """Return the same prompt with this host's share of the pixels.
 
         Args:
-            patches_per_chunk: see :class:`~apbv.input.visual.VisualInput`.
+            chunk_bytes: see :class:`~apbv.input.visual.VisualInput`.
         """
-        visual = replace(self.visual, pixels=pixels, patches_per_chunk=patches_per_chunk)
-        return replace(self, visual=visual)
+        return replace(self, visual=self.visual.with_pixels(pixels, chunk_bytes))
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -214,18 +218,28 @@ def _check_batch(batch: Mapping[str, Any]) -> Tensor:
     return input_ids
 
 
+def _query_start(behind_last: int, position_ids: Tensor) -> int:
+    """Return where a prompt's query begins, of which what ends the last placeholders may be no part.
+
+    Behind a video that is heard, what ends its sound lies at the same position as what ends the video.
+    """
+    same = position_ids[..., behind_last : behind_last + 1] == position_ids[..., behind_last + 1 : behind_last + 2]
+    return behind_last + int(same.numel() > 0 and bool(same.all()))
+
+
 def _positions(parts: ModelParts, batch: Mapping[str, Any]) -> Tensor:
     """Compute the rotary positions of the whole prompt by the model's own rule."""
     input_ids = torch.as_tensor(batch["input_ids"]).cpu()
     arange = torch.arange(input_ids.shape[1])[None]
     if not parts.uses_mrope:
         return arange
-    if not parts.is_visual(input_ids).any():
+    if not parts.is_placeholder(input_ids).any():
         return arange.expand(3, 1, -1)
-    if "mm_token_type_ids" not in batch:
-        raise PromptError("M-RoPE positions need mm_token_type_ids, which the processor returns beside input_ids")
-    names = ("mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-    grids = {name: batch[name] for name in names if batch.get(name) is not None}
-    grids = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in grids.items()}
-    position_ids, _ = parts.model.model.get_rope_index(input_ids, **grids)
-    return position_ids
+    try:
+        return parts.rotary_positions(input_ids, batch)
+    except KeyError as error:
+        raise PromptError(
+            f"M-RoPE positions need {error}, which the processor returns beside input_ids"
+        ) from error
+    except ValueError as error:
+        raise PromptError(str(error)) from error

@@ -6,10 +6,13 @@ same id. For a video of 150,000 visual tokens that takes a second; repeating the
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .visual import PromptError
 
 # What a processor returns with one entry for every token; all else is about pixels.
 _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -23,14 +26,88 @@ def process(processor, text: str, **inputs) -> Mapping[str, Any]:
 
     Args:
         processor: that of a video model; it is used by one thread at a time.
-        text: the prompt, with one placeholder for each image or video.
+        text: the prompt, with one placeholder for each image, video or sound.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
+    return _tokenized(processor, text, processor.get_text_with_replacements, inputs)
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """What stands for an image, a video or a sound in a prompt.
+
+    Attributes:
+        kind: ``"image"``, ``"video"`` or ``"audio"``.
+        num_tokens: how many tokens of its kind; those of a video's sound, which lie between, do not count.
+    """
+
+    kind: str
+    num_tokens: int
+
+
+def process_apart(
+    processor, text: str, sources: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], list[Placeholder]]:
+    """Call a transformers processor on one text and on its sources, one after the other.
+
+    Together a processor takes only videos of as many frames as one another, where it has no grid for each.
+
+    Args:
+        processor: as of :func:`process`.
+        text: likewise.
+        sources: the processor's arguments for each source: a video, which may have its sound with it, all images,
+            or a sound.
+
+    Returns:
+        What it returns for each source, with the whole prompt's tokens in the last; and what stands for the
+        images, videos and sounds, in prompt order.
+
+    Raises:
+        PromptError: the text has other placeholders than there are sources.
+    """
+    replacements: dict[str, list[str]] = {f"{kind}_replacements": [] for kind in ("images", "videos", "audio")}
+    found: list[Placeholder] = []
+
+    def collected(texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]) -> tuple[list[str], list]:
+        for name, new in (dict(zip(replacements, args, strict=False)) | kwargs).items():
+            replacements[name] += new
+        return texts, []
+
+    def whole(*args, **kwargs) -> tuple[list[str], list]:
+        collected(*args, **kwargs)
+        wanted = sum(map(len, replacements.values()))
+        try:
+            texts, (offsets,) = processor.get_text_with_replacements([text], **replacements)
+        except StopIteration:
+            offsets = []
+        if len(offsets) != wanted:
+            raise PromptError(
+                f"the prompt shows {wanted} images and videos, but its text has placeholders for more or fewer"
+            )
+        for each in offsets:
+            kinds = ("audio",) if each["type"] == "audio" else ("image", "video")
+            tokens = _placeholders(processor, kinds)
+            found.append(Placeholder(each["type"], sum(map(each["replacement"].count, tokens))))
+        return texts, [offsets]
+
+    batches = []
+    for number, source in enumerate(sources):
+        kind = next(kind for kind in ("videos", "images", "audio") if kind in source)
+        token = getattr(processor, f"{kind.removesuffix('s')}_token")
+        replace = whole if number == len(sources) - 1 else collected
+        batches.append(_tokenized(processor, token * len(source[kind]), replace, source))
+    return batches, found
+
+
+def _tokenized(
+    processor, text: str, replace: Callable[..., tuple[list[str], list]], inputs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Call a processor, with another function in place of its ``get_text_with_replacements``."""
     placeholders = _placeholders(processor)
     runs: list[int] = []
 
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
-        (expanded,), offsets = processor.get_text_with_replacements(*args, **kwargs)
+        (expanded,), offsets = replace(*args, **kwargs)
         return [_shorten(expanded, placeholders, runs)], offsets
 
     one_of_each = copy.copy(processor)
@@ -38,16 +115,18 @@ def process(processor, text: str, **inputs) -> Mapping[str, Any]:
     output = one_of_each(text=[text], return_tensors="pt", **inputs)
     input_ids = output["input_ids"][0]
     counts = torch.ones_like(input_ids)
-    counts[torch.isin(input_ids, torch.tensor(list(placeholders.values())))] = torch.tensor(runs)
+    counts[torch.isin(input_ids, torch.tensor(list(placeholders.values())))] = torch.tensor(
+        runs, dtype=counts.dtype
+    )
     for name in _PER_TOKEN:
         if name in output:
             output[name] = output[name].repeat_interleave(counts, dim=1)
     return output
 
 
-def _placeholders(processor) -> dict[str, int]:
-    """The texts that stand for visual tokens, with their ids; InternVL has one, for images and video."""
-    names = [name for name in ("image_token", "video_token") if hasattr(processor, f"{name}_id")]
+def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
+    """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images and video."""
+    names = [f"{kind}_token" for kind in kinds if hasattr(processor, f"{kind}_token_id")]
     return {getattr(processor, name): getattr(processor, f"{name}_id") for name in names}
 
 

@@ -48,15 +48,15 @@ class VideoSize:
 
     Attributes:
         num_temporal_patches: what the model makes of a frame, or of several that it merges.
-        rows_per_temporal_patch: the visual tokens of one.
-        num_rows: all visual tokens, one that ends the video included.
+        num_rows: all visual tokens.
+        num_ending_rows: those of them that end the video, behind its last frame.
         num_text_tokens: the tokens between its frames.
         pixel_bytes: of the whole video, resized, in fp32.
     """
 
     num_temporal_patches: int
-    rows_per_temporal_patch: int
     num_rows: int
+    num_ending_rows: int
     num_text_tokens: int
     pixel_bytes: int
 
@@ -93,7 +93,7 @@ def video_size(
             rows = config.image_seq_length
     ending = int(config.model_type == "llava_onevision")
     num_text = (num_patches - 1) * _TEXT_TOKENS.get(config.model_type, 0)
-    return VideoSize(num_patches, rows, num_patches * rows + ending, num_text, pixels.numel() * 4)
+    return VideoSize(num_patches, num_patches * rows + ending, ending, num_text, pixels.numel() * 4)
 
 
 def _unlimited_processor(config: PreTrainedConfig):

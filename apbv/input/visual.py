@@ -1,20 +1,28 @@
-"""The images or the video of a prompt, and how hosts share the work on them, chunk by chunk."""
+"""The videos and images of a prompt, and how hosts share the work on them, chunk by chunk.
 
-from collections.abc import Mapping
+What a prompt shows is a sequence of *items*, each a video or an image. Work is counted in temporal patches, which
+are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
+
+Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as
+:class:`VideoSource` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
+(:class:`~apbv.input.pixels.PixelReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
+others; and the call of the model that encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are
+adjacent: what alternates with another's, such as a video and its sound, is several items each.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from ..hosts import HostGroup
-from ..layout import split_evenly
-from ..model.parts import ModelParts
+from ..layout import intersect, split_evenly
 from .files import FileIdentity
-from .pixels import GivenPixels, Pixels
+from .pixels import Pixels
 
 # What decoding, preprocessing and a vision tower hold at once for a chunk, in multiples of its frames (decoded,
 # waiting, being resized) and of its fp32 pixels (twice over, and activations of several times their size).
-_FRAME_COPIES, PIXEL_COPIES = 3, 12
+FRAME_COPIES, PIXEL_COPIES = 3, 12
 # A share is cut into so many chunks, for its stages to overlap, unless the chunks are smaller than is worth it.
 _CHUNKS_PER_SHARE = 8
 _LEAST_BYTES = 32 * 2**20
@@ -31,158 +39,237 @@ class VideoSource:
     Attributes:
         file: the video file, as it was when it was read.
         frames: indices of the sampled frames.
-        frame_parallel: whether every host reads its share of them, instead of all.
     """
 
     file: FileIdentity
     frames: tuple[int, ...]
-    frame_parallel: bool
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """The file that an image's pixels come from.
+
+    Attributes:
+        file: the image file, as it was when it was read.
+    """
+
+    file: FileIdentity
+
+
+@dataclass(frozen=True)
+class VisualItem:
+    """A video or an image.
+
+    A temporal patch is what the model makes of one frame, or of several that it merges; an image is one.
+
+    Attributes:
+        kind: ``"video"`` or ``"image"``.
+        num_patches: its temporal patches.
+        num_ending_rows: how many of its rows, the last, belong to no frame (LLaVA's newline behind a video).
+        patch_bytes: an estimate of the memory in use while one temporal patch is encoded, and so of its cost.
+        source: what identifies its content; None where the caller prepared the pixels.
+    """
+
+    kind: str
+    num_patches: int = 1
+    num_ending_rows: int = 0
+    patch_bytes: int = 0
+    source: VideoSource | ImageSource | None = None
 
 
 @dataclass(frozen=True)
 class VisualInput:
-    """The images or the video of a prompt, and this host's share of the work on it.
+    """The videos and images of a prompt, and this host's share of the work on them.
 
-    A temporal patch is what the model makes of one frame, or of several that it merges; all images of a prompt
-    count as a single one. A row is a visual token's embedding; rows are numbered in prompt order.
+    Temporal patches are numbered over all items. A row is a visual token's embedding; rows are numbered in prompt
+    order.
 
     Attributes:
-        kind: ``"video"`` or ``"image"``.
+        items: the videos and images, in prompt order.
         patches: for every host, the temporal patches that it encodes; ascending with the host.
         host: the host whose share ``pixels`` are.
-        num_rows: the visual tokens in the prompt.
-        rows_per_temporal_patch: the visual tokens of one; 0 for images, which are not cut.
-        bytes_per_temporal_patch: an estimate of the memory in use while one is encoded.
+        row_starts: P + 1 numbers: temporal patch p has the rows row_starts[p] .. row_starts[p + 1].
         pixels: of this host's share; None if it is empty, or encoded already.
-        patches_per_chunk: how many temporal patches every host encodes at a time; None: not agreed on yet.
+        chunk_bytes: the memory that every host may take for a chunk; None: not agreed on yet.
         replicated: whether every host encodes everything.
-        source: which frames of which video; None where the caller prepared the pixels, and for images.
     """
 
-    kind: str
+    items: tuple[VisualItem, ...]
     patches: tuple[range, ...]
     host: int
-    num_rows: int
-    rows_per_temporal_patch: int = 0
-    bytes_per_temporal_patch: int = 0
+    row_starts: tuple[int, ...]
     pixels: Pixels | None = None
-    patches_per_chunk: int | None = None
+    chunk_bytes: int | None = None
     replicated: bool = False
-    source: VideoSource | None = None
+
+    @property
+    def kind(self) -> str:
+        """``"video"`` or ``"image"`` where all items are, else ``"mixed"``."""
+        kinds = {item.kind for item in self.items}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+
+    @property
+    def num_rows(self) -> int:
+        """The visual tokens in the prompt."""
+        return self.row_starts[-1]
 
     @property
     def num_temporal_patches(self) -> int:
-        """The temporal patches of the whole video."""
-        return max(share.stop for share in self.patches)
+        """The temporal patches of all items."""
+        return len(self.row_starts) - 1
 
     @property
     def pieces(self) -> tuple[range, ...]:
         """The rows that each host encodes."""
         return tuple(self.rows_of(share) for share in self.patches)
 
+    @property
+    def identity(self) -> tuple | None:
+        """What embeddings of this host's share depend on beside the model; None where that is not known."""
+        sources = tuple(item.source for item in self.items)
+        return None if None in sources else (sources, self.replicated)
+
+    @cached_property
+    def item_patches(self) -> tuple[range, ...]:
+        """The temporal patches of every item."""
+        ends = accumulate((item.num_patches for item in self.items), initial=0)
+        return tuple(range(start, stop) for start, stop in pairwise(ends))
+
+    @cached_property
+    def frames(self) -> tuple[range, ...]:
+        """The rows of every temporal patch, without those that end a video."""
+        return tuple(
+            range(rows.start, rows.stop - self.ending_rows_of(range(patch, patch + 1)))
+            for item in self.item_patches
+            for patch in item
+            for rows in [self.rows_of(range(patch, patch + 1))]
+        )
+
+    @property
+    def rows_per_frame(self) -> int:
+        """The visual tokens of every temporal patch, for what arranges them as frames of one size.
+
+        Raises:
+            PromptError: temporal patches have different numbers of them.
+        """
+        lengths = set(map(len, self.frames))
+        if len(lengths) != 1:
+            raise PromptError(
+                "the prompt's frames must have as many visual tokens as one another, but have "
+                f"{min(lengths)} to {max(lengths)}"
+            )
+        return lengths.pop()
+
     def rows_of(self, patches: range) -> range:
-        """Return the rows of adjacent temporal patches; rows of none (LLaVA's newline) end the last one."""
-        return range(self._first_row(patches.start), self._first_row(patches.stop))
+        """Return the rows of adjacent temporal patches."""
+        return range(self.row_starts[patches.start], self.row_starts[patches.stop])
 
-    def _first_row(self, patch: int) -> int:
-        return self.num_rows if patch == self.num_temporal_patches else patch * self.rows_per_temporal_patch
+    def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "VisualInput":
+        """Return the same with the pixels of this host's share, where it has one."""
+        mine = self.patches[self.host]
+        return replace(self, pixels=pixels if mine else None, chunk_bytes=chunk_bytes)
 
-    def chunk(self, host: int, number: int, size: int) -> range:
-        """Return the temporal patches of a host's chunk; none behind its last.
+    def item_at(self, patch: int) -> VisualItem:
+        """Return the item that a temporal patch belongs to."""
+        return next(item for item, of in zip(self.items, self.item_patches, strict=True) if patch in of)
+
+    def ending_rows_of(self, patches: range) -> int:
+        """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
+        ends_item = any(patches.stop == item.stop for item in self.item_patches)
+        return self.item_at(patches.stop - 1).num_ending_rows if ends_item else 0
+
+    @cached_property
+    def runs(self) -> tuple[range, ...]:
+        """The temporal patches that one reader reads: those of a video, and those of all images side by side."""
+        runs: list[range] = []
+        for number, patches in enumerate(self.item_patches):
+            if number and self.items[number].kind == self.items[number - 1].kind == "image":
+                runs[-1] = range(runs[-1].start, patches.stop)
+            else:
+                runs.append(patches)
+        return tuple(runs)
+
+    @cached_property
+    def patch_bytes(self) -> tuple[int, ...]:
+        """For every temporal patch an estimate of the memory in use while it is encoded."""
+        return tuple(item.patch_bytes for item in self.items for _ in range(item.num_patches))
+
+    def chunks(self, host: int, num_bytes: int) -> list[range]:
+        """Return the temporal patches that a host encodes at a time, each time of one run.
 
         Args:
-            size: the temporal patches of a chunk; the last may have fewer.
+            num_bytes: how much memory their frames, pixels and activations may take, if a single one does not take
+                more.
         """
-        return self.patches[host][number * size : (number + 1) * size]
-
-    def num_chunks(self, size: int) -> int:
-        """Count the chunks of the longest share."""
-        return max(-(-len(share) // size) for share in self.patches)
-
-    def chunk_size(self, num_bytes: int) -> int:
-        """Return how many temporal patches are encoded at a time.
-
-        Args:
-            num_bytes: how much memory their frames, pixels and activations may take.
-        """
-        longest = max(map(len, self.patches))
-        if not self.bytes_per_temporal_patch:
-            return max(longest, 1)
-        fitting = num_bytes // self.bytes_per_temporal_patch
-        wanted = max(-(-longest // _CHUNKS_PER_SHARE), _LEAST_BYTES // self.bytes_per_temporal_patch)
-        return max(min(fitting, wanted), 1)
-
-    def of_frames(self, source: VideoSource, num_bytes: int) -> "VisualInput":
-        """Return the same video, of which only the frames are known yet.
-
-        Args:
-            num_bytes: of the decoded frames.
-        """
-        per_patch = _FRAME_COPIES * num_bytes // self.num_temporal_patches
-        per_patch += self.bytes_per_temporal_patch
-        return replace(self, pixels=None, source=source, bytes_per_temporal_patch=per_patch)
+        costs = self.patch_bytes
+        longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
+        most = min(num_bytes, max(longest // _CHUNKS_PER_SHARE + max(costs) - 1, _LEAST_BYTES))
+        share, chunks = self.patches[host], []
+        for run in self.runs:
+            chunks += _cut(intersect(run, share), costs, most)
+        return chunks
 
 
-def visual_from_batch(
-    parts: ModelParts, batch: Mapping[str, Any], num_rows: int, hosts: HostGroup, frame_parallel: bool
+def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:
+    """Cut adjacent temporal patches into as long chunks as cost no more than ``most``."""
+    start, cost = patches.start, 0
+    for patch in patches:
+        if cost + costs[patch] > most and patch > start:
+            yield range(start, patch)
+            start, cost = patch, 0
+        cost += costs[patch]
+    if patches:
+        yield range(start, patches.stop)
+
+
+def share_out(
+    items: Sequence[VisualItem], row_starts: Sequence[int], hosts: HostGroup, frame_parallel: bool
 ) -> VisualInput:
-    """Take a prompt's images or video out of a processor's batch.
+    """Share the temporal patches of a prompt's items out among the hosts that encode them (Eq. 6).
 
     Args:
-        num_rows: the visual placeholders in the prompt.
-
-    Raises:
-        PromptError: no pixels, a mix of images and video, more than one video.
+        items: the videos and images, in prompt order.
+        row_starts: where the rows of every temporal patch start, and where the last one's end.
+        frame_parallel: each host encodes its share, instead of all.
     """
-    pixels, is_video = batch.get("pixel_values_videos"), True
-    if batch.get("pixel_values") is not None:
-        if pixels is not None:
-            raise PromptError("a prompt may have images or one video, not both")
-        # InternVL has one name for both, and encodes a video frame and a tile of an image alike.
-        pixels, is_video = batch["pixel_values"], parts.family == "internvl"
-    if pixels is None:
-        raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")
-    if not is_video:
-        # Images are few: host 0 encodes them all. How one is tiled can depend on the others beside it.
-        names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
-        values = {name: batch[name] for name in names if batch.get(name) is not None}
-        return VisualInput(
-            kind="image",
-            patches=tuple(split_evenly(range(1), hosts.size)),
-            host=hosts.rank,
-            num_rows=num_rows,
-            pixels=GivenPixels(values, range(1)) if hosts.rank == 0 else None,
-        )
-    num_patches = _num_temporal_patches(batch, pixels)
-    patches = _share_out(num_patches, hosts, frame_parallel)
-    mine = patches[hosts.rank]
-    values = {"pixel_values_videos": pixels}
-    if batch.get("video_grid_thw") is not None:
-        values["video_grid_thw"] = batch["video_grid_thw"]
+    costs = [item.patch_bytes for item in items for _ in range(item.num_patches)]
+    everything = range(len(costs))
     return VisualInput(
-        kind="video",
-        patches=patches,
+        items=tuple(items),
+        patches=split_by_cost(costs, hosts.size) if frame_parallel else (everything,) * hosts.size,
         host=hosts.rank,
-        num_rows=num_rows,
-        rows_per_temporal_patch=(num_rows - parts.num_rows_ending_video) // num_patches,
-        bytes_per_temporal_patch=PIXEL_COPIES * pixels.nbytes // num_patches,
-        pixels=GivenPixels(values, mine) if mine else None,
+        row_starts=tuple(row_starts),
         replicated=not frame_parallel,
     )
 
 
-def _share_out(num_patches: int, hosts: HostGroup, frame_parallel: bool) -> tuple[range, ...]:
-    """Share a video's temporal patches out among the hosts that encode them (Eq. 6)."""
-    everything = range(num_patches)
-    return tuple(split_evenly(everything, hosts.size) if frame_parallel else [everything] * hosts.size)
+def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
+    """Cut a sequence into adjacent parts so that the costliest costs as little as is possible.
+
+    Where all costs are equal, lengths differ by one at most.
+
+    Returns:
+        For every part its range of indices; the last ones may be empty.
+    """
+    if len(set(costs)) < 2:
+        return tuple(split_evenly(range(len(costs)), parts))
+    low, high = max(costs), sum(costs)
+    while low < high:  # the least cost that suffices lies in low .. high
+        middle = (low + high) // 2
+        low, high = (
+            (low, middle) if len(list(_cut(range(len(costs)), costs, middle))) <= parts else (middle + 1, high)
+        )
+    cut = list(_cut(range(len(costs)), costs, low))
+    return (*cut, *(range(len(costs), len(costs)) for _ in range(parts - len(cut))))
 
 
-def _num_temporal_patches(batch: Mapping[str, Any], pixels: Tensor) -> int:
-    """Count the temporal patches of the video, which can be encoded apart from one another."""
-    grid = batch.get("video_grid_thw")
-    videos = len(grid) if grid is not None else pixels.shape[0] if pixels.dim() == 5 else 1
-    if videos != 1:
-        raise PromptError(f"a prompt may have one video, not {videos}")
-    if grid is not None:
-        return int(grid[0, 0])
-    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+def equal_row_starts(start: int, num_patches: int, num_rows: int, num_ending_rows: int = 0) -> list[int]:
+    """Return where the rows of an item's temporal patches start, which all have as many.
+
+    Args:
+        start: the item's first row.
+        num_rows: the item's rows.
+        num_ending_rows: how many of them belong to no frame; they come last.
+    """
+    per_patch = (num_rows - num_ending_rows) // num_patches
+    return [start + patch * per_patch for patch in range(num_patches)]

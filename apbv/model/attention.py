@@ -130,8 +130,8 @@ class NewTokenAttention:
             queries to its own share; the partial results are gathered and merged in host order (Eq. 5), so that
             all hosts continue with the same numbers. None: the KV is all here.
         prompt: what they see of a prompt that is not in the cache; None: it is.
-        num_keys: int32 ``[1]`` on the device: how many rows of the cache count, where it has room behind them; see
-            :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
+        num_keys: of every layer int32 ``[1]`` on the device: how many rows of the cache count, where it has room
+            behind them; see :func:`apbv.kernels.verify_attention`. None: all. Only for a KV that is all here.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class NewTokenAttention:
         visible: Tensor | None = None,
         hosts: HostGroup | None = None,
         prompt: ChosenKV | None = None,
-        num_keys: Tensor | None = None,
+        num_keys: Sequence[Tensor] | None = None,
     ):
         self._backend, self._visible, self._hosts, self._prompt = backend, visible, hosts, prompt
         self._num_keys = num_keys
@@ -148,7 +148,8 @@ class NewTokenAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         holds_newest = self._hosts is None or self._hosts.rank == 0
         visible = self._visible if holds_newest else _nothing_new(q)
-        new = {"visible": visible, "num_keys": self._num_keys, "backend": self._backend}
+        num_keys = None if self._num_keys is None else self._num_keys[layer]
+        new = {"visible": visible, "num_keys": num_keys, "backend": self._backend}
         out, lse = verify_attention(q, k, v, scale, **new)
         if self._prompt is not None:
             keys, values, chosen = self._prompt.layers[layer]

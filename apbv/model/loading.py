@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..config import DTYPE_NAMES
 from ..hosts import HostGroup
-from .parts import VIDEO_FAMILIES
+from .parts import OMNI_THINKER, VIDEO_FAMILIES
 from .tensor_parallel import load_sharded
 
 
@@ -32,7 +32,7 @@ def load_model(
     with_model: bool = True,
     sharded: bool = False,
 ) -> tuple[PreTrainedModel | None, Any]:
-    """Load a model and its processor.
+    """Load a model and its processor; of a Qwen2.5-Omni checkpoint the thinker alone, which answers in text.
 
     Args:
         path: a directory, or a hub id.
@@ -54,12 +54,18 @@ def load_model(
         if with_model and sharded and hosts.tensor_parallel_size > 1:
             model = load_sharded(auto, path, config, dtype, hosts).eval()
         elif with_model:
-            model = auto.from_pretrained(path, dtype=dtype).to(hosts.device).eval()
-        return model, (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
+            model = auto.from_pretrained(path, config=config, dtype=dtype).to(hosts.device).eval()
+        processor = (AutoProcessor if is_video else AutoTokenizer).from_pretrained(path)
+        if config.model_type == OMNI_THINKER and model is not None:
+            # A checkpoint of several models may not say at which token the one that writes ends its answer.
+            model.generation_config.eos_token_id = (
+                model.generation_config.eos_token_id or processor.tokenizer.eos_token_id
+            )
+        return model, processor
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
-    """Read a model's config from a directory or the hub.
+    """Read a model's config from a directory or the hub; of a Qwen2.5-Omni checkpoint its thinker's.
 
     Raises:
         ValueError: there is no such model.
@@ -68,7 +74,12 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     if is_path and not Path(path).is_dir():  # the hub would say that this is no name that it could have
         raise ValueError(f"cannot load the model {path}: there is no such directory")
     with _described_errors(path):
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
+    if config.model_type != "qwen2_5_omni":
+        return config
+    thinker = config.thinker_config  # beside it is a talker, which would speak the answer
+    thinker.dtype = thinker.dtype or config.dtype
+    return thinker
 
 
 def read_video_processor(path: str | Path) -> Any:
@@ -78,7 +89,10 @@ def read_video_processor(path: str | Path) -> Any:
         ValueError: there is none.
     """
     with _described_errors(path):
-        return AutoVideoProcessor.from_pretrained(path)
+        processor = AutoVideoProcessor.from_pretrained(path)
+        if read_config(path).model_type == OMNI_THINKER:  # the whole processor gives it other limits than its own
+            processor.size = AutoProcessor.from_pretrained(path).videos_kwargs["size"]
+        return processor
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """Taking a Hugging Face model apart. Only this file and sizes.py read a model's config."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -13,8 +16,15 @@ from ..layout import split_evenly
 from .digest import SAMPLED_PROJECTIONS, weights_digest
 
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
-_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", OMNI_THINKER)
+_MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", OMNI_THINKER)
+# The first release of transformers whose model and processor are the ones that apbv takes apart.
+_FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
+# How a whole model is told that apbv takes a part of it.
+_PARTS_OF = {
+    "qwen2_5_omni": "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only"
+}
 
 
 class UnsupportedModelError(ValueError):
@@ -31,6 +41,7 @@ class ModelParts:
         language_model: the decoder without its head; what runs sequence-parallel.
         lm_head: hidden states to logits.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
+        audio_token_id: likewise for audio; None for models that do not hear.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
         capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
@@ -43,6 +54,7 @@ class ModelParts:
     lm_head: nn.Module
     video_token_id: int | None
     image_token_id: int | None
+    audio_token_id: int | None = None
     backend: str = "auto"
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
@@ -58,6 +70,11 @@ class ModelParts:
         return self.family in VIDEO_FAMILIES
 
     @property
+    def hears(self) -> bool:
+        """Whether the model reads audio, by itself or beside a video's frames."""
+        return self.audio_token_id is not None
+
+    @property
     def uses_mrope(self) -> bool:
         """Whether positions are (time, height, width) triples."""
         return self.family in _MROPE_FAMILIES
@@ -71,6 +88,21 @@ class ModelParts:
     def packed_vision_tower(self) -> PreTrainedModel | None:
         """The vision tower that packs windows and frames into one sequence (Qwen); None for models without one."""
         return self.model.model.visual if self.uses_mrope else None
+
+    @property
+    def audio_tower(self) -> PreTrainedModel | None:
+        """The tower that encodes audio, with its windows packed into one sequence; None for models without one."""
+        return self.model.model.audio_tower if self.hears else None
+
+    @property
+    def audio_unit(self) -> int:
+        """The number of spectrogram frames in the smallest piece of audio that can be encoded apart from others.
+
+        It is a window of the tower's convolutions and attention; where pairs of rows are pooled across the edge of
+        windows, it is two of them.
+        """
+        window = self.audio_tower.config.n_window  # half of a window's frames, which is its rows behind both
+        return 2 * window if window % 2 == 0 else 4 * window
 
     @property
     def num_layers(self) -> int:
@@ -101,6 +133,11 @@ class ModelParts:
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
     @property
+    def hidden_size(self) -> int:
+        """The width d of a hidden state."""
+        return self.language_model.config.hidden_size
+
+    @property
     def max_position_embeddings(self) -> int:
         """The number of positions that the model was made for, or that YaRN and its like stretched it to."""
         config = self.language_model.config
@@ -118,15 +155,97 @@ class ModelParts:
     @property
     def row_width(self) -> int:
         """The number of values that the vision tower makes for one visual token."""
-        return (1 + self.num_deepstack_layers) * self.language_model.config.hidden_size
+        return (1 + self.num_deepstack_layers) * self.hidden_size
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
-        mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        for token_id in (self.video_token_id, self.image_token_id):
-            if token_id is not None:
-                mask |= input_ids == token_id
-        return mask
+        return _is_any(input_ids, self.video_token_id, self.image_token_id)
+
+    def is_audio(self, input_ids: Tensor) -> Tensor:
+        """Find the placeholders of audio: bool, shaped like ``input_ids``."""
+        return _is_any(input_ids, self.audio_token_id)
+
+    def is_placeholder(self, input_ids: Tensor) -> Tensor:
+        """Find the placeholders of images, video or audio: bool, shaped like ``input_ids``."""
+        return self.is_visual(input_ids) | self.is_audio(input_ids)
+
+    def rotary_positions(self, input_ids: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """Compute a prompt's M-RoPE positions by the model's own rule.
+
+        Args:
+            input_ids: ``[1, n]``, with placeholders.
+            batch: what the model's processor returned beside them.
+
+        Returns:
+            ``[3, 1, n]``: time, height, width.
+
+        Raises:
+            KeyError: the batch lacks something that the positions depend on.
+            ValueError: the model has no rule for this prompt.
+        """
+        rope_index = self.model.model.get_rope_index
+        grids = _on_cpu(batch, "image_grid_thw", "video_grid_thw")
+        if self.family != OMNI_THINKER:
+            seconds = _on_cpu(batch, "second_per_grid_ts")
+            types = torch.as_tensor(batch["mm_token_type_ids"]).cpu()
+            return rope_index(input_ids, mm_token_type_ids=types, **grids, **seconds)[0]
+        lengths = None
+        if self.is_audio(input_ids).any():
+            lengths = torch.as_tensor(batch["feature_attention_mask"]).cpu().sum(-1)
+        position_ids, _ = rope_index(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            use_audio_in_video=self._hears_videos(input_ids),
+            audio_seqlens=lengths,
+            second_per_grids=_on_cpu(batch, "video_second_per_grid").get("video_second_per_grid"),
+            **grids,
+        )
+        return position_ids
+
+    def _hears_videos(self, input_ids: Tensor) -> bool:
+        """Return whether a prompt's videos have their sound among their frames.
+
+        Raises:
+            ValueError: some have and some have not, for which there is no rule of positions.
+        """
+        config = self.model.config
+        before, first = input_ids[0, :-1], input_ids[0, 1:]
+        opened = before == config.vision_start_token_id
+        heard = int((opened & (first == config.audio_start_token_id)).sum())
+        if heard and bool((opened & (first == self.video_token_id)).any()):
+            raise ValueError("either all videos of a prompt have their sound among their frames, or none has")
+        return heard > 0
+
+    @property
+    def patches_per_row(self) -> int:
+        """The number of patches of pixels that a tower of Qwen's merges into one visual token."""
+        return self.model.config.vision_config.spatial_merge_size**2
+
+    @property
+    def rows_per_tile(self) -> int | None:
+        """The number of visual tokens of each tile of an image, where these follow one another (InternVL)."""
+        return self.model.config.image_seq_length if self.family == "internvl" else None
+
+    def num_image_rows(self, size: Tensor, tiled: bool) -> int:
+        """Count the visual tokens of an image that LLaVA-OneVision cuts into tiles, by the model's own arithmetic.
+
+        Args:
+            size: ``[2]``, height and width of the image.
+            tiled: whether it is cut; it is not where several images are one sample.
+        """
+        from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+        config = self.model.config
+        side = config.vision_config.image_size
+        num_tiles = image_size_to_num_patches(size, config.image_grid_pinpoints, side) if tiled else 1
+        tiles = torch.empty(num_tiles, (side // config.vision_config.patch_size) ** 2, 1, device="meta")
+        (packed,), _ = self.model.model.pack_image_features(
+            [tiles],
+            size[None],
+            image_newline=torch.empty(1, device="meta"),
+            vision_aspect_ratio=config.vision_aspect_ratio,
+        )
+        return len(packed)
 
     @property
     def vocab_size(self) -> int:
@@ -188,6 +307,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
         lm_head=lm_head,
         video_token_id=_token_id(model.config, "video") if family in VIDEO_FAMILIES else None,
         image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
+        audio_token_id=_token_id(model.config, "audio") if family in VIDEO_FAMILIES else None,
         backend=backend,
         decode=decode or DecodeConfig(),
     )
@@ -204,8 +324,13 @@ def require_supported(config: PreTrainedConfig) -> str:
     """
     family = getattr(config, "model_type", type(config).__name__)
     if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
+        known = f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+        raise UnsupportedModelError(f"{family} models are not supported; {_PARTS_OF.get(family, known)}")
+    first = _FIRST_VERSIONS.get(family, (0, 0))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < first:
         raise UnsupportedModelError(
-            f"{family} models are not supported; supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
+            f"{family} models need transformers {'.'.join(map(str, first))} or later, "
+            f"not {transformers.__version__}"
         )
     _refuse_unsupported_layers(family, config.get_text_config())
     return family
@@ -213,7 +338,7 @@ def require_supported(config: PreTrainedConfig) -> str:
 
 def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
     # VLMs such as InternVL and LLaVA-OneVision take any language model as their text part.
-    text_families = tuple(f"{name}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
+    text_families = tuple(f"{name.removesuffix('_thinker')}_text" for name in VIDEO_FAMILIES) + TEXT_FAMILIES
     if config.model_type not in text_families:
         raise UnsupportedModelError(f"{family} with a {config.model_type} language model is not supported")
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
@@ -237,6 +362,19 @@ def num_deepstack_layers(config: PreTrainedConfig) -> int:
 def local_share(weight: Tensor) -> Tensor:
     """Return the share of a weight that lies on this process under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
+    """Return what a batch has of these, as tensors in host memory."""
+    return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
+
+
+def _is_any(input_ids: Tensor, *token_ids: int | None) -> Tensor:
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for token_id in token_ids:
+        if token_id is not None:
+            mask |= input_ids == token_id
+    return mask
 
 
 def _token_id(config, modality: str) -> int | None:

@@ -57,6 +57,17 @@ class DecoderSizes:
         return self.layers * self.kv_row
 
 
+def num_audio_tokens(config: PreTrainedConfig, seconds: float) -> int:
+    """Count the tokens of so much sound, of which a model that hears has as many a second as positions.
+
+    Raises:
+        ValueError: the model does not hear.
+    """
+    if not hasattr(config, "audio_config"):
+        raise ValueError(f"{config.model_type} models do not hear")
+    return round(seconds * config.position_id_per_seconds)
+
+
 def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:
     """Count the weights of a whole model on one of the T processes of a host, its vision tower included.
 

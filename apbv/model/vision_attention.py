@@ -1,6 +1,7 @@
-"""How a vision tower that packs windows and frames attends to all of them at once.
+"""How a tower that packs windows and frames attends to all of them at once.
 
-The towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one behind the other. By default
+The vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL lay all windows or frames one behind the other, and so does
+Qwen2.5-Omni's audio tower with its windows. By default
 transformers cuts them apart again in every layer and attends to each by itself: a thousand small calls where one
 does. It makes one call where an attention of the name "flash…" is in force, and tells it where the sequences end.
 """
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from ..kernels import PackedSequences, varlen_attention
 from .parts import ModelParts
@@ -69,13 +70,25 @@ def packed_vision_attention(parts: ModelParts) -> Iterator[None]:
     that the caller has chosen stays in force. Towers that do not pack (InternVL's, LLaVA-OneVision's) stay as they
     are, and so does the language model. A tower is used by one thread at a time; every model has its own.
     """
-    tower = parts.packed_vision_tower
+    with _packed(parts.packed_vision_tower, parts.backend):
+        yield
+
+
+@contextmanager
+def packed_audio_attention(parts: ModelParts) -> Iterator[None]:
+    """Let the audio tower attend to all its windows in one call, as :func:`packed_vision_attention` does."""
+    with _packed(parts.audio_tower, parts.backend):
+        yield
+
+
+@contextmanager
+def _packed(tower: PreTrainedModel | None, backend: str) -> Iterator[None]:
     if tower is None or tower.config._attn_implementation != _REPLACED:
         yield
         return
 
     def pass_packing(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {"apbv_packing": _Packing(parts.backend)}
+        return args, kwargs | {"apbv_packing": _Packing(backend)}
 
     hook = tower.register_forward_pre_hook(pass_packing, with_kwargs=True)
     tower.config._attn_implementation = _NAME

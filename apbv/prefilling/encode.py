@@ -5,7 +5,7 @@ vectors that are added to the hidden states after the first layers, side by side
 numbered in prompt order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..hosts import HostGroup
+from ..input.pixels import PixelChunk
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..model.vision_attention import packed_vision_attention
@@ -26,11 +27,11 @@ _SHARE_OF_MEMORY = 16
 class VisualRows(Protocol):
     """A source of the rows of one host's share of the visual input."""
 
-    def chunks(self, size: int) -> Iterator[Tensor]:
+    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
         """Return an iterator over ``[rows, (1 + L) * d]`` of each chunk, in order; it has to be closed.
 
         Args:
-            size: the temporal patches of a chunk; the last may have fewer.
+            chunks: the temporal patches of each, as :meth:`~apbv.input.visual.VisualInput.chunks` returns them.
         """
 
 
@@ -48,31 +49,28 @@ class TowerRows:
     visual: VisualInput
     timer: StageTimer | None = None
 
-    def chunks(self, size: int) -> Iterator[Tensor]:
+    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
         """See :class:`VisualRows`."""
         if self.visual.pixels is None:
             return
         mine = self.visual.patches[self.visual.host]
-        first = mine.start
-        with closing(self.visual.pixels.chunks(size)) as chunks:
-            for chunk in chunks:
-                patches = range(first, first + chunk.num_temporal_patches)
+        with closing(self.visual.pixels.chunks(chunks)) as pixels:
+            for chunk in pixels:
                 with nullcontext() if self.timer is None else self.timer.stage("encode"):
-                    rows = self._encode(chunk.on(self.parts.device), patches)
-                first = patches.stop
+                    rows = self._encode(chunk)
                 if self.timer is not None:
-                    self.timer.progress("encode", first - mine.start, len(mine))
+                    self.timer.progress("encode", chunk.patches.stop - mine.start, len(mine))
                 yield rows
 
     @torch.no_grad()
-    def _encode(self, pixels: dict, patches: range) -> Tensor:
+    def _encode(self, chunk: PixelChunk) -> Tensor:
         parts, visual = self.parts, self.visual
         with packed_vision_attention(parts):
-            features = _features(parts, visual.kind, pixels)
+            features = _features(parts, chunk.kind, chunk.on(parts.device))
         main = _joined(features.pooler_output)
         main = main.reshape(-1, main.shape[-1])
-        if parts.family == "llava_onevision" and visual.kind == "video":
-            main = _with_newline_at_the_end_only(parts, main, visual, patches)
+        if parts.family == "llava_onevision" and chunk.kind == "video":
+            main = _with_newline_at_the_end_only(parts, main, visual, chunk.patches)
         streams = [main, *(_joined(layer) for layer in getattr(features, "deepstack_features", None) or ())]
         return torch.cat(streams, dim=-1).to(parts.dtype)
 
@@ -86,21 +84,19 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     if visual is None:
         return None
     rows = torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)
-    size = visual.patches_per_chunk or visual.chunk_size(default_chunk_bytes(parts.device))
-    return torch.cat([rows, *TowerRows(parts, visual).chunks(size)])
+    chunks = visual.chunks(visual.host, visual.chunk_bytes or default_chunk_bytes(parts.device))
+    return torch.cat([rows, *TowerRows(parts, visual).chunks(chunks)])
 
 
-def agree_on_chunks(
-    visual: VisualInput, hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None
-) -> int:
-    """Return how many temporal patches every host encodes at a time; collective.
+def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None) -> int:
+    """Return how many bytes every host may take for what it encodes at a time; collective.
 
     Args:
         device: of the vision tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`; the smallest of all hosts counts.
     """
     free = chunk_bytes or default_chunk_bytes(device)
-    return visual.chunk_size(int(min(row[0] for row in hosts.gather_floats([free]))))
+    return int(min(row[0] for row in hosts.gather_floats([free])))
 
 
 def default_chunk_bytes(device: torch.device) -> int:
@@ -132,12 +128,12 @@ def _joined(features) -> Tensor:
 
 
 def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range) -> Tensor:
-    """End the whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
+    """End every whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
 
     transformers adds it to every piece, or (before 5.19) to none.
     """
     base = parts.model.model
-    frame_rows = len(patches) * visual.rows_per_temporal_patch
     newline = base.image_newline[None].to(rows)
-    ends_video = patches.stop == visual.num_temporal_patches
-    return torch.cat([rows[:frame_rows], newline]) if ends_video else rows[:frame_rows]
+    num_ending = visual.ending_rows_of(patches)
+    frame_rows = len(visual.rows_of(patches)) - num_ending
+    return torch.cat([rows[:frame_rows], newline]) if num_ending else rows[:frame_rows]

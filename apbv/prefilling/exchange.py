@@ -1,4 +1,4 @@
-"""This module gives every host the visual embeddings of its tokens, while they are still being computed.
+"""This module gives every host the embeddings of its visual and audio tokens, while they are still being computed.
 
 Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the hosts that need
 them, and says whether it failed; while they travel, it encodes the next. A host that failed goes on taking part,
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from ..hosts import Exchange, HostError, HostGroup
+from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
+from ..input.visual import VisualInput
 from ..layout import ContextLayout, intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
 from .encode import VisualRows, agree_on_chunks
+from .encode_audio import AudioTowerRows
 
 _MOST_ROUNDS_UNDER_WAY = 4  # so far may a host that has easier frames run ahead of the slowest
 
@@ -28,22 +31,25 @@ class LocalVisual:
     """A LocalVisual holds the rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
     Attributes:
-        streams: of every row, in local order, what becomes its token's embedding, ``[rows, d]``, and then the L
-            vectors that deepstack adds after the first layers; None for a prompt of text, and once merged.
+        streams: of every visual row, in local order, what becomes its token's embedding, ``[rows, d]``, and then
+            the L vectors that deepstack adds after the first layers; None for a prompt that shows nothing, and
+            once merged.
+        audio: of every audio row, in local order, its token's embedding, ``[rows, d]``; None for a prompt without
+            sound, and once merged.
     """
 
-    def __init__(self, streams: list[Tensor] | None = None):
-        self.streams = streams
+    def __init__(self, streams: list[Tensor] | None = None, audio: Tensor | None = None):
+        self.streams, self.audio = streams, audio
 
     @classmethod
-    def of_rows(cls, rows: Tensor | None, parts: ModelParts) -> "LocalVisual":
-        """Hold rows ``[rows, (1 + L) * d]`` as a vision tower makes them; None: a prompt of text."""
+    def of_rows(cls, rows: Tensor | None, parts: ModelParts, audio: Tensor | None = None) -> "LocalVisual":
+        """Hold rows ``[rows, (1 + L) * d]`` as a vision tower makes them, and those of an audio tower."""
         if rows is None:
-            return cls()
-        return cls(list(rows.split(rows.shape[-1] // (1 + parts.num_deepstack_layers), dim=-1)))
+            return cls(audio=audio)
+        return cls(list(rows.split(rows.shape[-1] // (1 + parts.num_deepstack_layers), dim=-1)), audio)
 
     def merge_into(self, parts: ModelParts, input_ids: Tensor) -> tuple[Tensor, dict]:
-        """Embed local tokens, with the rows in place of visual placeholders, and forget the rows.
+        """Embed local tokens, with the rows in place of their placeholders, and forget the rows.
 
         Args:
             input_ids: ``[1, S]`` of this host's tokens, in host memory, so that a GPU need not be waited for.
@@ -52,19 +58,27 @@ class LocalVisual:
             Embeddings ``[1, S, d]`` and the language model's further keyword arguments.
         """
         embeds = parts.embed_tokens(input_ids.to(parts.device))
+        if self.audio is not None:
+            _put(self.audio, embeds, parts.is_audio(input_ids))
+            self.audio = None
         if self.streams is None:
             return embeds, {}
         (main, *deepstack), self.streams = self.streams, None
         mask = parts.is_visual(input_ids)
-        embeds[0].index_copy_(0, mask[0].nonzero().flatten().to(parts.device), main)
+        _put(main, embeds, mask)
         if not deepstack:
             return embeds, {}
         mask = mask.to(parts.device)
-        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": _ReadOnce(deepstack)}
+        return embeds, {"visual_pos_masks": mask, "deepstack_visual_embeds": ReadOnce(deepstack)}
 
 
-class _ReadOnce(list):
-    """A list whose items are forgotten when they have been read, as by the layers that add them."""
+def _put(rows: Tensor, embeds: Tensor, mask: Tensor) -> None:
+    """Put rows ``[rows, d]`` in place of the embeddings ``[1, S, d]`` that a mask in host memory finds."""
+    embeds[0].index_copy_(0, mask[0].nonzero().flatten().to(embeds.device), rows)
+
+
+class ReadOnce(list):
+    """A ReadOnce is a list whose items are forgotten when they have been read, as by the layers that add them."""
 
     def __getitem__(self, index: int) -> Tensor:
         item = super().__getitem__(index)
@@ -85,25 +99,60 @@ def encode_and_exchange(
     """Encode this host's share, and send every host the rows of its local tokens, and no others; collective.
 
     Args:
-        source: makes the rows of this host's share.
+        source: makes the visual rows of this host's share; those of sound come from the model's audio tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
 
     Raises:
-        ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
+        ValueError: a frame cannot be read, or a tower makes another number of rows than the prompt has
             placeholders.
         HostError: another host failed.
     """
-    visual = inputs.visual
-    if visual is None:
-        return LocalVisual()
-    size = visual.patches_per_chunk or agree_on_chunks(visual, hosts, parts.device, chunk_bytes)
-    with hosts.collective_stage("encode"), closing(source.chunks(size)) as chunks:
-        rounds = _Rounds(parts, inputs, layout, hosts, size)
+    local, tokens = LocalVisual(), inputs.input_ids[0]
+    audio, visual = inputs.audio, inputs.visual
+    if audio is not None:
+        shares = _Shares(audio, parts.is_audio(tokens), [audio.chunks(host) for host in range(hosts.size)])
+        (local.audio,) = _exchange(parts, AudioTowerRows(parts, audio, timer), shares, layout, hosts, timer)
+    if visual is not None:
+        num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
+        chunks = [visual.chunks(host, num_bytes) for host in range(hosts.size)]
+        shares = _Shares(visual, parts.is_visual(tokens), chunks, 1 + parts.num_deepstack_layers)
+        local.streams = _exchange(parts, source, shares, layout, hosts, timer)
+    return local
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """What hosts encode of a prompt's images and videos, or of its sound.
+
+    Attributes:
+        source: says which rows belong to temporal patches, or to units of sound.
+        is_row: ``[n]``, which of the prompt's tokens are rows.
+        chunks: of every host, the patches or units of its chunks.
+        num_streams: how many vectors of the model's width a row has.
+    """
+
+    source: VisualInput | AudioInput
+    is_row: Tensor
+    chunks: list[list[range]]
+    num_streams: int = 1
+
+
+def _exchange(
+    parts: ModelParts,
+    source: VisualRows,
+    shares: _Shares,
+    layout: ContextLayout,
+    hosts: HostGroup,
+    timer: StageTimer,
+) -> list[Tensor]:
+    """Encode and exchange one kind of rows; return those of this host's tokens, stream by stream ``[rows, d]``."""
+    rounds = _Rounds(parts, shares, layout, hosts)
+    with hosts.collective_stage("encode"), closing(source.chunks(shares.chunks[hosts.rank])) as chunks:
         error = rounds.run(chunks, timer)
     with hosts.local_stage("encode"):
         if error is not None:
             raise error
-    return LocalVisual(rounds.local)
+    return rounds.local
 
 
 @dataclass
@@ -121,34 +170,32 @@ class _Round:
 
 
 class _Rounds:
-    """The exchange of all hosts' rows, chunk by chunk.
-
-    Args:
-        size: the temporal patches of a chunk.
+    """The exchange of all hosts' rows of one kind, chunk by chunk.
 
     Attributes:
-        local: of this host's tokens ``[rows, d]``, and L more of these; apart, so that they can be freed apart.
+        local: of this host's tokens ``[rows, d]``, as many as there are streams; apart, so that they can be freed
+            apart.
     """
 
-    def __init__(self, parts: ModelParts, inputs: ModelInputs, layout: ContextLayout, hosts: HostGroup, size: int):
-        self._visual, self._hosts, self._size = inputs.visual, hosts, size
-        # before[t]: visual tokens before token t, so that a span of tokens maps to a run of rows.
-        before = torch.nn.functional.pad(parts.is_visual(inputs.input_ids[0]).long().cumsum(0), (1, 0))
+    def __init__(self, parts: ModelParts, shares: _Shares, layout: ContextLayout, hosts: HostGroup):
+        self._shares, self._hosts = shares, hosts
+        # before[t]: rows before token t, so that a span of tokens maps to a run of rows.
+        before = torch.nn.functional.pad(shares.is_row.long().cumsum(0), (1, 0))
         self._needed = [
             [range(int(before[span.start]), int(before[span.stop])) for span in layout.local_spans(host)]
             for host in range(hosts.size)
         ]
-        self._stays_here = self._visual.replicated or hosts.size == 1
+        self._stays_here = shares.source.replicated or hosts.size == 1
         num_rows = sum(map(len, self._needed[hosts.rank]))
-        shape = num_rows, parts.row_width // (1 + parts.num_deepstack_layers)
-        self._nothing = torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)
-        self.local = [self._nothing.new_empty(shape) for _ in range(1 + parts.num_deepstack_layers)]
+        width = parts.language_model.config.hidden_size
+        self._nothing = torch.empty(0, shares.num_streams * width, dtype=parts.dtype, device=parts.device)
+        self.local = [self._nothing.new_empty(num_rows, width) for _ in range(shares.num_streams)]
 
     def run(self, chunks: Iterator[Tensor], timer: StageTimer) -> Exception | None:
         """Encode and exchange everything, or as much as there is until a host fails; return this host's error."""
         under_way: deque[_Round] = deque()
         error, go_on = None, True
-        for number in range(self._visual.num_chunks(self._size)):
+        for number in range(max(map(len, self._shares.chunks))):
             outgoing = None
             if error is None:
                 try:
@@ -171,7 +218,9 @@ class _Rounds:
         return error
 
     def _rows_of(self, host: int, number: int) -> range:
-        return self._visual.rows_of(self._visual.chunk(host, number, self._size))
+        """Return the rows of a host's chunk; none behind its last."""
+        chunks = self._shares.chunks[host]
+        return self._shares.source.rows_of(chunks[number]) if number < len(chunks) else range(0)
 
     def _counts(self, number: int) -> list[int]:
         """Count the rows that this host sends to each host."""
@@ -181,10 +230,12 @@ class _Rounds:
     def _outgoing(self, number: int, chunks: Iterator[Tensor]) -> list[Tensor]:
         """Make the rows of this host's next chunk, and sort them by receiver."""
         made = self._rows_of(self._hosts.rank, number)
-        rows = next(chunks, self._nothing) if made else self._nothing
+        # A reduction may have left no row of a chunk, which the source makes all the same.
+        has_chunk = number < len(self._shares.chunks[self._hosts.rank])
+        rows = next(chunks, self._nothing) if has_chunk else self._nothing
         if len(rows) != len(made):
             raise ValueError(
-                f"the vision tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
+                f"the model's tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
             )
         return [
             torch.cat([rows[:0], *(rows[_shift(intersect(made, run), -made.start)] for run in runs)])

@@ -12,10 +12,11 @@ from ..input.pixels import KeptPixels
 from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
-from ..input.video import VideoInfo
+from ..input.skeleton import SampledVideo
 from .encode import agree_on_chunks
 from .forward import prefill
 from .observer import PrefillObserver
+from .reduction.early import require_reducible
 from .result import PrefillResult
 from .reuse import Prefix, Reuse, prefill_question
 
@@ -33,7 +34,7 @@ class ReadRequest:
         rendered: the prompt's text and its files.
         inputs: the model's inputs; this host's pixels, where they are needed, are still to be read.
         prefix: the stored KV of the tokens before the question; None where there is none.
-        video: the video that was asked about, as it was probed; None where there is none.
+        videos: the videos that were asked about.
         kept: the pixels, where they are kept for a draft.
     """
 
@@ -41,7 +42,7 @@ class ReadRequest:
     rendered: RenderedPrompt
     inputs: ModelInputs
     prefix: Prefix | None
-    video: VideoInfo | None = None
+    videos: tuple[SampledVideo, ...] = ()
     kept: KeptPixels | None = None
 
     def close(self) -> None:
@@ -104,24 +105,31 @@ class Prefiller:
                 )
             with timer.stage("preprocess"):
                 rendered = reader.render(request.question)
-        info = probe_once(reader.videos, rendered.video, self._hosts, timer)
+                sources = [picture.source for picture in rendered.pictures]
+        sizes = [source.file.size for source in sources if source is not None]
+        infos = probe_once(reader.videos, rendered.videos, self._hosts, timer, sizes)
         with self._hosts.local_stage("reading the prompt"):
-            inputs, piece = reader.read(request.question, rendered, info, self._hosts, timer)
+            with timer.stage("preprocess"):
+                videos = reader.sample(infos, request.question)
+            inputs, pixels = reader.read(rendered, videos, self._hosts, timer)
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
+            require_reducible(self._config.reduce, inputs)
             self._require_readable(inputs)
+        if reader.parts.hears:
+            heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
+            self._hosts.require_same("the files that are heard", repr(heard).encode())
         prefix = None if self._reuse is None else self._reuse.find_prefix(inputs, self._hosts)
         kept = None
-        if piece is not None and (self._reads_all_frames or not self._is_known(inputs, prefix)):
-            pixels = reader.pixels_of(piece, self._hosts, timer)
+        if pixels is not None and (self._reads_all_frames or not self._is_known(inputs, prefix)):
             if self._reads_all_frames:
                 kept = KeptPixels(pixels)
             chunk_bytes = self._config.video.chunk_bytes
-            size = agree_on_chunks(inputs.visual, self._hosts, reader.parts.device, chunk_bytes)
-            inputs = inputs.with_pixels(kept or pixels, size)
+            num_bytes = agree_on_chunks(self._hosts, reader.parts.device, chunk_bytes)
+            inputs = inputs.with_pixels(kept or pixels, num_bytes)
         self._require_wanted(request)
-        return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, info, kept)
+        return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
 
     def run(self, read: ReadRequest, observer: PrefillObserver | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question where the KV before it is stored.

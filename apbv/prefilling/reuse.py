@@ -1,14 +1,14 @@
 """This module stores results of one question for further questions about the same video or long text.
 
-Mode ``"exact"`` stores the vision tower's embeddings of a video: a further question decodes and encodes no frames,
-and prefills the whole prompt. Mode ``"kv"`` stores the KV of all tokens before the question: a further question
-prefills only itself. With an exact prefill method that is exact, too; otherwise the first question selected what
-the stored KV was computed from.
+Mode ``"exact"`` stores the vision tower's embeddings of videos and images: a further question decodes and encodes
+none, and prefills the whole prompt. Mode ``"kv"`` stores the KV of all tokens before the question: a further
+question prefills only itself. With an exact prefill method that is exact, too; otherwise the first question
+selected what the stored KV was computed from.
 """
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,13 +99,12 @@ class StoredRows:
     visual: VisualInput
     device: torch.device
 
-    def chunks(self, size: int) -> Iterator[Tensor]:
+    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
         """See :class:`~apbv.prefilling.encode.VisualRows`."""
-        visual, first = self.visual, self.visual.pieces[self.visual.host].start
-        for number in range(visual.num_chunks(size)):
-            rows = visual.rows_of(visual.chunk(visual.host, number, size))
-            if rows:
-                yield self.rows[rows.start - first : rows.stop - first].to(self.device)
+        first = self.visual.pieces[self.visual.host].start
+        for chunk in chunks:
+            rows = self.visual.rows_of(chunk)
+            yield self.rows[rows.start - first : rows.stop - first].to(self.device)
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,11 @@ class StoringRows:
     num_rows: int
     store: Callable[[Tensor], None]
 
-    def chunks(self, size: int) -> Iterator[Tensor]:
+    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
         """See :class:`~apbv.prefilling.encode.VisualRows`."""
         made = []
-        with closing(self.source.chunks(size)) as chunks:
-            for rows in chunks:
+        with closing(self.source.chunks(chunks)) as encoded:
+            for rows in encoded:
                 made.append(rows.cpu())
                 if sum(map(len, made)) == self.num_rows:  # before the last is given out: nobody asks for more
                     self.store(torch.cat(made))
@@ -149,7 +148,7 @@ class Reuse:
         visual = inputs.visual
         if self.mode != "exact" or visual is None:
             return False
-        return _all_hosts_have(hosts, visual.source in self._cache or not visual.pieces[hosts.rank])
+        return _all_hosts_have(hosts, visual.identity in self._cache or not visual.pieces[hosts.rank])
 
     def embeddings(self, inputs: ModelInputs, parts: ModelParts, timer: StageTimer) -> VisualRows | None:
         """Return a source of this host's visual embeddings: the store, or the vision tower, whose rows it stores.
@@ -158,12 +157,12 @@ class Reuse:
             None where embeddings are not stored.
         """
         visual = inputs.visual
-        if self.mode != "exact" or visual is None or visual.source is None:
+        if self.mode != "exact" or visual is None or visual.identity is None:
             return None
-        rows = self._cache.get(visual.source)
+        rows = self._cache.get(visual.identity)
         if rows is not None:
             return StoredRows(rows, visual, parts.device)
-        source, num_rows, put = visual.source, len(visual.pieces[visual.host]), self._cache.put
+        source, num_rows, put = visual.identity, len(visual.pieces[visual.host]), self._cache.put
         return StoringRows(TowerRows(parts, visual, timer), num_rows, lambda rows: put(source, rows, rows.nbytes))
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> Prefix | None:
@@ -214,8 +213,11 @@ def _all_hosts_have(hosts: HostGroup, has_value: bool) -> bool:
 
 def _prefix_key(inputs: ModelInputs) -> Hashable:
     """Return what the KV before the question depends on; None where that is unknown, or there is no such KV."""
-    visual = inputs.visual
-    if not inputs.query_start or (visual is not None and visual.source is None):
+    visual, audio = inputs.visual, inputs.audio
+    if not inputs.query_start or (visual is not None and visual.identity is None):
+        return None
+    if audio is not None and audio.sources is None:
         return None
     prefix = inputs.input_ids[0, : inputs.query_start].numpy().tobytes()
-    return hashlib.sha256(prefix).digest(), inputs.position_rule, visual and visual.source
+    sources = (visual and visual.identity, audio and audio.sources)
+    return hashlib.sha256(prefix).digest(), inputs.position_rule, *sources

@@ -23,7 +23,7 @@ class Order:
         ignore_eos: whether end tokens end nothing.
         min_tokens: the answer has no end token before so many.
         hands_over: whether another server continues from the prompt's KV.
-        template: as of :class:`apbv.input.request.Question`.
+        template, audio_in_video: as of :class:`apbv.input.request.Question`.
     """
 
     messages: list[dict[str, Any]]
@@ -39,6 +39,7 @@ class Order:
     min_tokens: int = 0
     hands_over: bool = False
     template: dict[str, Any] | None = None
+    audio_in_video: bool | None = None
 
     @property
     def sampling_figures(self) -> dict[str, float]:
@@ -72,7 +73,13 @@ class Order:
             }
             for message in self.messages
         ]
-        return Question(messages=messages, num_frames=self.num_frames, fps=self.fps, template=self.template)
+        return Question(
+            messages=messages,
+            num_frames=self.num_frames,
+            fps=self.fps,
+            template=self.template,
+            audio_in_video=self.audio_in_video,
+        )
 
     def request(self, hosts: HostGroup, files: Sequence[Any], stop: Callable[[Sequence[int]], bool]) -> Request:
         """Return the request as the engine takes it.

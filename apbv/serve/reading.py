@@ -13,9 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from PIL import Image
-from torch import Tensor
 
 from ..config import require_frame_rate
 from ..engine import Engine
@@ -26,12 +24,15 @@ from .order import Order
 from .private_files import PrivateFiles
 from .protocol import ApiError
 from .requests import (
+    AudioPart,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     ImagePart,
+    InputAudioPart,
     TextPart,
     TokenizeRequest,
+    VideoPart,
 )
 from .text import AnswerText
 
@@ -49,10 +50,10 @@ class RequestSettings:
         max_model_len: tokens of prompt and answer together; None: as many as the model was made for.
         temperature, top_p, fps: the default of the request's field of that name.
         max_new_tokens, num_frames: likewise; None: the engine's default.
-        max_frames: the most frames of a video, or the most images.
+        max_frames: the most frames of all videos of a request, with its images.
         max_decoded_bytes: the most bytes that the frames of one request may take as RGB, in their stored size.
-        max_image_bytes: the most bytes that the images of one request may take likewise; every host decodes and
-            scales all of them. Of an animation only the first frame is decoded.
+        max_image_bytes: the most bytes that the images of one request may take likewise. Of an animation only the
+            first frame is decoded.
         media: the limits on files.
 
     Raises:
@@ -123,7 +124,6 @@ class Reader:
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
         self._lock = threading.Lock()
         self.max_model_len = settings.max_model_len or parts.max_position_embeddings
-        self._needs_pixels = _needs_pixels(processor)
 
     def read(
         self, request: GenerationRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
@@ -223,7 +223,9 @@ class Reader:
 
         def open_file(url: str) -> Media:
             if len(media) == settings.max_frames:
-                raise ApiError(400, f"at most {settings.max_frames} images are allowed", param="messages")
+                raise ApiError(
+                    400, f"at most {settings.max_frames} videos and images are allowed", param="messages"
+                )
             if not is_wanted():
                 raise ApiError(503, "the server is stopping, or the client has gone")
             return stack.enter_context(open_media(url, settings.media, self._private_files, deadline))
@@ -244,6 +246,7 @@ class Reader:
             "num_frames": num_frames,
             "fps": settings.fps if request.fps is None else request.fps,
             "template": request.template,
+            "audio_in_video": request.audio_in_video,
         }
         return _Prompt(media, fields)
 
@@ -263,20 +266,26 @@ class Reader:
 
     def _tokenize(self, order: Order, media: list[Media]) -> list[int]:
         kinds = [part["type"] for message in order.messages for part in message["content"] if "file" in part]
-        sizes = [_image_size(file) if kind == "image" else None for file, kind in zip(media, kinds, strict=True)]
-        _require_small("images", [size for size in sizes if size], self._settings.max_image_bytes)
-        files = [
-            file.path if size is None or self._needs_pixels else _without_pixels(*size)
-            for file, size in zip(media, sizes, strict=True)
-        ]
-        question = order.question(files)
+        sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
+        _require_small("images", sizes, self._settings.max_image_bytes)
+        question = order.question([file.path for file in media])
         rendered = self._prompts.render(question)
-        info = None if rendered.video is None else self._prompts.videos.probe(rendered.video)
-        sampled = self._prompts.sample(info, question)
-        if sampled is not None:
-            info, frames = sampled
-            _require_small("frames", [(info.height, info.width)] * len(frames), self._settings.max_decoded_bytes)
-        return self._prompts.tokenize(rendered, sampled)["input_ids"][0].tolist()
+        videos = self._prompts.sample([self._prompts.videos.probe(path) for path in rendered.videos], question)
+        num_frames = len(sizes) + sum(len(video.frames) for video in videos)
+        if num_frames > self._settings.max_frames:
+            raise ApiError(
+                400,
+                f"the videos and images have {num_frames} frames, but at most {self._settings.max_frames} are "
+                "allowed; ask for fewer with num_frames, which counts for each video",
+                param="messages",
+            )
+        frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
+        _require_small("frames", frames, self._settings.max_decoded_bytes)
+        if videos or rendered.pictures or rendered.sounds:
+            batch = self._prompts.lay_out(rendered, videos).batch
+        else:
+            batch = self._prompts.tokenize(rendered)
+        return batch["input_ids"][0].tolist()
 
 
 def _read_parts(
@@ -290,15 +299,23 @@ def _read_parts(
         if isinstance(part, TextPart):
             parts.append({"type": "text", "text": part.text})
             continue
-        kind, url = ("image", part.image_url) if isinstance(part, ImagePart) else ("video", part.video_url)
+        kind, url = _file_of(part)
         try:
             parts.append({"type": kind, "file": len(media)})
-            media.append(open_file(url.url))
+            media.append(open_file(url))
         except MediaError as error:
-            raise ApiError(400, str(error), param=f"{where}.{number}.{kind}_url") from error
+            raise ApiError(400, str(error), param=f"{where}.{number}.{part.type}") from error
         except FolderError as error:
             raise ApiError(503, str(error)) from error
     return parts
+
+
+def _file_of(part: ImagePart | VideoPart | AudioPart | InputAudioPart) -> tuple[str, str]:
+    """Return what a part is for the chat template, and the URL of its file."""
+    if isinstance(part, InputAudioPart):
+        return "audio", f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
+    kind = part.type.removesuffix("_url")
+    return kind, getattr(part, part.type).url
 
 
 def _require_small(what: str, sizes: list[tuple[int, int]], most: int) -> None:
@@ -309,22 +326,6 @@ def _require_small(what: str, sizes: list[tuple[int, int]], most: int) -> None:
             f"the {what} take {num_bytes} bytes as RGB, but at most {most} are allowed; ask for fewer {what}",
             param="messages",
         )
-
-
-def _without_pixels(height: int, width: int) -> Tensor:
-    """Make a tensor with an image's shape, which is all that the prompt's length depends on."""
-    return torch.empty(3, height, width, dtype=torch.uint8, device="meta")
-
-
-def _needs_pixels(processor) -> bool:
-    """Return whether the processor needs real images, as those that work on arrays do."""
-    if not hasattr(processor, "image_processor"):
-        return False
-    try:
-        processor.image_processor(images=[_without_pixels(64, 64)], return_tensors="pt")
-        return False
-    except Exception:  # of whatever kind: then it is given images
-        return True
 
 
 def client_message(error: Exception, media: list[Media]) -> str:

@@ -165,12 +165,40 @@ class VideoPart(_Strict):
     video_url: MediaUrl
 
 
+class AudioUrl(_Strict):
+    url: str
+
+
+class AudioPart(_Strict):
+    """Sound as vLLM takes it."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
+class InputAudio(_Strict):
+    data: str
+    format: Annotated[str, Field(pattern=r"^\w{1,16}$")]
+
+
+class InputAudioPart(_Strict):
+    """Sound as OpenAI takes it: base64 of a file. What its format is, is seen from its content."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: (
         str
         | Annotated[
-            list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Field(fail_fast=True)
+            list[
+                Annotated[
+                    TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")
+                ]
+            ],
+            Field(fail_fast=True),
         ]
     )
 
@@ -276,13 +304,14 @@ class GenerationRequest(_Strict):
 
 
 class _ChatOptions(_Strict):
-    """How a chat's template is applied, and its video sampled; see :func:`apbv.input.templates.apply_template`."""
+    """How a chat's template is applied (:func:`apbv.input.templates.apply_template`), and its videos are read."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     num_frames: _Count | None = None
     fps: Annotated[float, Field(gt=0, le=MAX_FPS)] | None = None
+    audio_in_video: bool | None = None
 
     @model_validator(mode="after")
     def _check_template(self) -> "_ChatOptions":
@@ -303,7 +332,7 @@ class _ChatOptions(_Strict):
 
 
 class ChatRequest(_ChatOptions, GenerationRequest):
-    """The body of POST /v1/chat/completions; ``num_frames`` and ``fps`` are an extension."""
+    """The body of POST /v1/chat/completions; ``num_frames``, ``fps``, ``audio_in_video`` are extensions."""
 
     prompt_field = "messages"
 

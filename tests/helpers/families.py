@@ -19,7 +19,8 @@ ensure_torchvision_imports()
 
 import transformers as tf  # noqa: E402  (the guard must run before the video processors are imported)
 
-VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision")
+OMNI = "qwen2_5_omni_thinker"
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", OMNI)
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 
 SPECIAL_TOKENS = (
@@ -37,16 +38,29 @@ SPECIAL_TOKENS = (
     "</img>",
     "<IMG_CONTEXT>",
 )
+# Named as the processor asks its tokenizer for them; one added token a name.
+_OMNI_NAMED_TOKENS = {
+    "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+    "audio_token": "<|AUDIO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
+
+FIRST_SPECIAL = 256  # token ids below are bytes
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 VISION_HIDDEN, VISION_HEADS = 32, 2
 QWEN_PATCH, QWEN3_PATCH = 14, 16
+MEL_BINS, AUDIO_WINDOW = 16, 20  # a window of 40 mel frames is 0.4 s, and makes 10 tokens
 INTERNVL_SIDE, INTERNVL_TOKENS = 56, 4  # 4 x 4 patches of 14 pixels, pixel-shuffled to 2 x 2
 LLAVA_SIDE, LLAVA_TOKENS = 42, 9  # 3 x 3 patches of 14 pixels, pooled to 2 x 2 for video
 LLAVA_PINPOINTS = [[42, 42], [42, 84], [84, 42], [84, 84]]
 
-# How one image and one video stand in the prompt before the processor expands them.
+# How one image, one video and one audio stand in the prompt before the processor expands them.
 _PLACEHOLDERS = {
     "qwen2_vl": (
         "<|vision_start|><|image_pad|><|vision_end|>",
@@ -56,6 +70,11 @@ _PLACEHOLDERS = {
     "llava_onevision": ("<image>\n", "<video>\n"),
 }
 _PLACEHOLDERS["qwen2_5_vl"] = _PLACEHOLDERS["qwen3_vl"] = _PLACEHOLDERS["qwen2_vl"]
+_PLACEHOLDERS[OMNI] = (
+    "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "<|vision_bos|><|VIDEO|><|vision_eos|>",
+    "<|audio_bos|><|AUDIO|><|audio_eos|>",
+)
 
 # Attributes that InternVL's processor reads from its tokenizer; the other processors have defaults.
 _INTERNVL_NAMED_TOKENS = {
@@ -73,8 +92,9 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     backend.normalizer = normalizers.NFC()  # as Qwen2Tokenizer, which AutoTokenizer puts in for qwen2
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    named = {"extra_special_tokens": _INTERNVL_NAMED_TOKENS} if family == "internvl" else {}
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _special_tokens(family)])
+    names = {"internvl": _INTERNVL_NAMED_TOKENS, OMNI: _OMNI_NAMED_TOKENS}
+    named = {"extra_special_tokens": names[family]} if family in names else {}
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS,
@@ -85,9 +105,13 @@ def build_tokenizer(family: str) -> tf.PreTrainedTokenizerFast:
     )
 
 
+def _special_tokens(family: str) -> tuple[str, ...]:
+    return SPECIAL_TOKENS + (tuple(_OMNI_NAMED_TOKENS.values()) if family == OMNI else ())
+
+
 def _chat_template(family: str) -> str:
-    """ChatML turns; content is a string or a list of text, image and video parts."""
-    image, video = _PLACEHOLDERS.get(family, ("", ""))
+    """ChatML turns; content is a string or a list of text, image, video and audio parts."""
+    image, video, audio, *_ = (*_PLACEHOLDERS.get(family, ()), "", "", "")
     quote = {"image": image.replace("\n", "\\n"), "video": video.replace("\n", "\\n")}
     return (
         "{%- for message in messages -%}"
@@ -96,6 +120,7 @@ def _chat_template(family: str) -> str:
         "{%- for part in message.content -%}"
         "{%- if part.type == 'image' -%}{{- '" + quote["image"] + "' -}}"
         "{%- elif part.type == 'video' -%}{{- '" + quote["video"] + "' -}}"
+        "{%- elif part.type == 'audio' -%}{{- '" + audio + "' -}}"
         "{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}"
         "{%- endfor -%}{%- endif -%}"
         "{{- '<|im_end|>\\n' -}}"
@@ -110,10 +135,18 @@ def build_processor(family: str):
     if family in TEXT_FAMILIES:
         return tokenizer
     parts = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
-    if family in ("qwen2_vl", "qwen2_5_vl"):
+    if family in ("qwen2_vl", "qwen2_5_vl", OMNI):
         size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
         parts["image_processor"] = tf.Qwen2VLImageProcessor(size=size, patch_size=QWEN_PATCH)
         parts["video_processor"] = tf.Qwen2VLVideoProcessor(size=size, patch_size=QWEN_PATCH)
+        if family == OMNI:
+            # It cuts what is longer than ``chunk_length`` seconds; the checkpoints have 300.
+            parts["feature_extractor"] = tf.WhisperFeatureExtractor(
+                feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True
+            )
+            processor = tf.Qwen2_5OmniProcessor(**parts)
+            processor.videos_kwargs = {"size": size}  # of its own it makes 128 tokens of a frame at least
+            return processor
         classes = {"qwen2_vl": tf.Qwen2VLProcessor, "qwen2_5_vl": tf.Qwen2_5_VLProcessor}
         return classes[family](**parts)
     if family == "qwen3_vl":
@@ -150,7 +183,7 @@ def build_config(
 ) -> tf.PreTrainedConfig:
     """The family's configuration, tiny, with token ids that match ``build_tokenizer``."""
     tokenizer = build_tokenizer(family)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _special_tokens(family)}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -176,6 +209,28 @@ def build_config(
         if family == "qwen3_vl":
             section = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text["rope_parameters"].update(section)
+        if family == OMNI:
+            return tf.Qwen2_5OmniThinkerConfig(
+                text_config=text,
+                vision_config=_qwen_vision_config("qwen2_5_vl"),
+                audio_config={
+                    "num_mel_bins": MEL_BINS,
+                    "encoder_layers": 2,
+                    "encoder_attention_heads": VISION_HEADS,
+                    "encoder_ffn_dim": 2 * VISION_HIDDEN,
+                    "d_model": VISION_HIDDEN,
+                    "n_window": AUDIO_WINDOW,
+                    "output_dim": HIDDEN,
+                },
+                image_token_id=ids["<|IMAGE|>"],
+                video_token_id=ids["<|VIDEO|>"],
+                audio_token_id=ids["<|AUDIO|>"],
+                vision_start_token_id=ids["<|vision_bos|>"],
+                vision_end_token_id=ids["<|vision_eos|>"],
+                audio_start_token_id=ids["<|audio_bos|>"],
+                audio_end_token_id=ids["<|audio_eos|>"],
+                tie_word_embeddings=False,
+            )
         common |= {
             "vision_config": _qwen_vision_config(family),
             "image_token_id": ids["<|image_pad|>"],
@@ -272,11 +327,11 @@ def _randomise(model: nn.Module) -> None:
         for name, weight in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding):
                 weight.normal_(std=0.5)
-            elif isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)) and name == "weight":
+            elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and name == "weight":
                 weight.normal_(std=1.7 / weight[0].numel() ** 0.5)
             else:  # biases, norms, layer scales, class tokens, newline embeddings
                 weight.add_(torch.randn_like(weight), alpha=0.2)
-    model.get_output_embeddings().weight[-len(SPECIAL_TOKENS) :] *= 0.1
+    model.get_output_embeddings().weight[FIRST_SPECIAL:] *= 0.1
 
 
 def save_checkpoint(family: str, directory: str | Path, **kwargs) -> Path:
@@ -304,58 +359,12 @@ def synthetic_image(height: int = 84, width: int = 112, *, seed: int = 0):
     return Image.fromarray(synthetic_video(1, height, width, seed=seed)[0].permute(1, 2, 0).numpy())
 
 
-def _self_check() -> None:
-    """Video, image and text through every family, and a save and load round trip."""
-    import tempfile
-    import time
+def timed(processor, batch: dict, metadata: list) -> dict:
+    """A processor's batch at the rates that its videos' frames really have, as ``VideoMetadata`` says.
 
-    from transformers.video_utils import VideoMetadata
-
-    for family in VIDEO_FAMILIES + TEXT_FAMILIES:
-        start = time.perf_counter()
-        model, processor = build_model(family), build_processor(family)
-        parameters = sum(p.numel() for p in model.parameters())
-        built = time.perf_counter() - start
-
-        def prompt(*kinds, processor=processor):
-            content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": "What happens here? é日"}]
-            turns = [{"role": "user", "content": content}]
-            return processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-
-        cases = {"text": processor(text=[prompt()], return_tensors="pt")}
-        if family in VIDEO_FAMILIES:
-            meta = VideoMetadata(total_num_frames=40, fps=8.0, frames_indices=list(range(0, 40, 4)))
-            cases["video"] = processor(
-                text=[prompt("video")],
-                videos=[synthetic_video()],
-                video_metadata=[meta],
-                do_sample_frames=False,
-                return_tensors="pt",
-            )
-            cases["image"] = processor(text=[prompt("image")], images=[synthetic_image()], return_tensors="pt")
-        summary = []
-        for name, inputs in cases.items():
-            length = inputs["input_ids"].shape[1]
-            tokens = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)[0, length:].tolist()
-            assert len(set(tokens)) > 2 and max(tokens) < 256, (family, name, tokens)
-            with torch.no_grad():
-                spread = model(**inputs).logits.std().item()
-            summary.append(f"{name} {length} tokens, {len(set(tokens))} distinct, logit std {spread:.2f}")
-
-        with tempfile.TemporaryDirectory() as directory:
-            save_checkpoint(family, directory)
-            auto = tf.AutoModelForImageTextToText if family in VIDEO_FAMILIES else tf.AutoModelForCausalLM
-            loaded = auto.from_pretrained(directory).eval()
-            again = (tf.AutoProcessor if family in VIDEO_FAMILIES else tf.AutoTokenizer).from_pretrained(directory)
-            inputs = list(cases.values())[-1]
-            with torch.no_grad():
-                assert torch.equal(model(**inputs).logits, loaded(**inputs).logits), family
-            assert family in TEXT_FAMILIES or type(again) is type(processor), family
-            assert prompt(processor=again) == prompt()
-            text = cases["text"]["input_ids"]
-            assert torch.equal(again(text=[prompt()], return_tensors="pt")["input_ids"], text), family
-        print(f"{family}: {parameters} parameters, built in {built:.2f} s; " + "; ".join(summary))
-
-
-if __name__ == "__main__":
-    _self_check()
+    Qwen2.5-Omni's processor does not ask the metadata: it is told one rate for all videos.
+    """
+    if not isinstance(processor, tf.Qwen2_5OmniProcessor) or not metadata:
+        return batch
+    seconds = [each.total_num_frames / each.fps / len(each.frames_indices) for each in metadata]
+    return {**batch, "video_second_per_grid": 2 * torch.tensor(seconds)}

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from read_prompts import read_video
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
-from apbv.input.frames import VideoPixels, preprocess_frames
-from apbv.input.video import VideoInfo, probe, read_frames, sample_uniform
+from apbv.input import readers
+from apbv.input.readers import preprocess_frames
+from apbv.input.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.layout import split_evenly
 from apbv.model.parts import inspect_model
@@ -61,13 +63,14 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
         duration=info.duration,
         frames_indices=[round(info.timestamps[i] * info.fps) for i in picked],
     )
-    return processor(
+    batch = processor(
         text=[render(processor, "video")],
         videos=[pixels.permute(0, 3, 1, 2)],
         video_metadata=[metadata],
         do_sample_frames=False,
         return_tensors="pt",
     )
+    return families.timed(processor, batch, [metadata])
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
@@ -82,16 +85,13 @@ def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tm
     info = write_clip(tmp_path / "clip.mp4", clip)
     picked = sample_uniform(info, frames)
 
-    pieces, read = [], []
+    pieces = []
     for rank in range(num_hosts):
         hosts = OneOf(rank, num_hosts)
-        text = render(processor, "video")
-        inputs, piece = ModelInputs.from_video(parts, processor, text, info, picked, hosts)
-        pieces.append(inputs.with_pixels(VideoPixels(piece, processor)) if piece.frames else inputs)
-        read.append(torch.from_numpy(read_frames(info, piece.frames)))
+        inputs, pixels = read_video(parts, processor, QUESTION, info, picked, hosts)
+        pieces.append(inputs.with_pixels(pixels))
 
-    assert [i for p in read for i in p.shape[:1]] == [len(p) for p in read]
-    whole = whole_batch(processor, info, picked, torch.cat(read))
+    whole = whole_batch(processor, info, picked, torch.from_numpy(read_frames(info, picked)))
     reference = ModelInputs.from_processor(parts, whole, HostGroup.single("cpu"))
     expected = pixels_of(reference, 99)
     for chunk_size in (1, 2, 99):
@@ -113,8 +113,10 @@ def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tm
 def pixels_of(inputs: ModelInputs, chunk_size: int) -> torch.Tensor:
     """All pixels of a host, read in chunks of some temporal patches."""
     flat = []
-    for chunk in inputs.visual.pixels.chunks(chunk_size):
-        assert chunk.num_temporal_patches <= chunk_size
+    mine = inputs.visual.patches[inputs.visual.host]
+    chunks = [mine[start : start + chunk_size] for start in range(0, len(mine), chunk_size)]
+    for chunk, patches in zip(inputs.visual.pixels.chunks(chunks), chunks, strict=True):
+        assert chunk.patches == patches
         pixels = chunk.values.get("pixel_values_videos", chunk.values.get("pixel_values"))
         flat.append(pixels.flatten(0, 1) if pixels.dim() == 5 else pixels)
     return torch.cat(flat)
@@ -160,7 +162,7 @@ def test_a_long_video_is_resized_as_a_whole():
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
-def test_images_are_encoded_by_host_0_as_the_model_would(family, count):
+def test_images_are_shared_out_and_encoded_as_by_the_model(family, count):
     processor = families.build_processor(family)
     model = families.build_model(family)
     parts = inspect_model(model)
@@ -175,10 +177,8 @@ def test_images_are_encoded_by_host_0_as_the_model_would(family, count):
     )
     with torch.no_grad():
         model(**batch)
-    if family == "internvl":  # its tiles are independent, so they are shared out
-        assert all(len(host_rows) for host_rows in rows)
-    else:
-        assert len(rows[1]) == 0
+    # InternVL's tiles cannot be told from a video's frames, and are shared out by themselves.
+    assert (len(rows[1]) > 0) == (count > 1 or family == "internvl")
     assert_encoded_alike([host_rows[:, : seen[0].shape[-1]] for host_rows in rows], seen[0][0, visual])
 
 
@@ -215,34 +215,49 @@ def test_what_cannot_be_prefilled_is_refused(batch, message):
         ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"))
 
 
-def test_two_videos_and_mixed_sources_are_refused():
+def test_pixels_of_other_items_than_the_prompts_are_refused():
     processor = families.build_processor("qwen2_vl")
     parts = inspect_model(families.build_model("qwen2_vl"))
     video = families.synthetic_video(4, 56, 56)
     metadata = VideoMetadata(total_num_frames=4, fps=4.0, frames_indices=list(range(4)))
-    two = processor(
-        text=[render(processor, "video", 2)],
-        videos=[video, video],
-        video_metadata=[metadata, metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
+    one, two = (
+        processor(
+            text=[render(processor, "video", count)],
+            videos=[video] * count,
+            video_metadata=[metadata] * count,
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+        for count in (1, 2)
     )
-    with pytest.raises(PromptError, match="one video, not 2"):
-        ModelInputs.from_processor(parts, two, HostGroup.single("cpu"))
-    mixed = dict(two) | {"pixel_values": torch.zeros(1, 3, 4, 4)}
-    with pytest.raises(PromptError, match="images or one video"):
-        ModelInputs.from_processor(parts, mixed, HostGroup.single("cpu"))
+    image = processor(text=[render(processor, "image")], images=[families.synthetic_image()], return_tensors="pt")
+    pixels = ("pixel_values_videos", "video_grid_thw")
+    for batch, message in [
+        (dict(two) | {name: one[name] for name in pixels}, "are of no video at token 8"),
+        (
+            dict(one) | {name: two[name] for name in pixels},
+            "another video at token 0|more images or videos",
+        ),
+        (dict(one) | {name: image[name] for name in ("pixel_values", "image_grid_thw")}, "more images or videos"),
+        ({name: one[name] for name in one if name not in pixels}, "no pixels were given"),
+    ]:
+        with pytest.raises(PromptError, match=message):
+            ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"))
 
 
-def test_each_host_decodes_only_its_own_frames(tmp_path):
+def test_each_host_decodes_only_its_own_frames(tmp_path, monkeypatch):
     clip = families.synthetic_video(20, 64, 64).permute(0, 2, 3, 1)
     info = write_clip(tmp_path / "clip.mp4", clip)
     processor = families.build_processor("qwen2_5_vl")
     parts = inspect_model(families.build_model("qwen2_5_vl"))
-    text = render(processor, "video")
-    frames = [
-        ModelInputs.from_video(parts, processor, text, info, range(20), OneOf(rank, 3))[1].frames
-        for rank in range(3)
-    ]
-    assert [len(f) for f in frames] == [8, 6, 6]  # 10 temporal patches: 4, 3, 3
-    assert np.concatenate(frames).tolist() == list(range(20))
+    decoded = []
+    monkeypatch.setattr(
+        readers,
+        "iter_frames",
+        lambda video, frames, *rest: decoded.append(frames) or iter_frames(video, frames, *rest),
+    )
+    for rank in range(3):
+        inputs, pixels = read_video(parts, processor, QUESTION, info, range(20), OneOf(rank, 3))
+        assert list(pixels.chunks(inputs.visual.chunks(rank, 2**30)))
+    assert [len(frames) for frames in decoded] == [8, 6, 6]  # 10 temporal patches: 4, 3, 3
+    assert np.concatenate(decoded).tolist() == list(range(20))

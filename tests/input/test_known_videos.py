@@ -48,10 +48,11 @@ def test_a_missing_file_is_an_error(tmp_path):
 def share_job(hosts: HostGroup, paths: list[str | None]):
     """What each host learns, or how it fails."""
     try:
-        info = probe_once(KnownVideos(), paths[hosts.rank], hosts, StageTimer(hosts))
+        paths = [paths[hosts.rank]] if paths[hosts.rank] else []
+        infos = probe_once(KnownVideos(), paths, hosts, StageTimer(hosts))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None if info is None else (info.path, info.to_bytes())
+    return [(info.path, info.to_bytes()) for info in infos]
 
 
 def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
@@ -59,7 +60,7 @@ def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
     good, bad = Path(encode(tmp_path / "good.mp4", n=20)), tmp_path / "bad.mp4"
     bad.write_bytes(os.urandom(good.stat().st_size))
     expected = probe(good)
-    (path, data), (other, told) = pool.run(2, share_job, [str(good), str(bad)])
+    [(path, data)], [(other, told)] = pool.run(2, share_job, [str(good), str(bad)])
     assert (path, other) == (str(good), str(bad))
     with pytest.raises(VideoError):
         probe(bad)
@@ -67,7 +68,7 @@ def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
         found = type(expected).from_bytes(found)
         assert np.array_equal(found.timestamps, expected.timestamps)
         assert np.array_equal(found.packets.pos, expected.packets.pos)
-    assert pool.run(2, share_job, [None, None]) == [None, None]
+    assert pool.run(2, share_job, [None, None]) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
     [
         ("missing", "HostError: host 1 failed in reading the video: .*gone.mp4: no such file", "VideoError: "),
         ("another", "HostError: host 1 failed in reading the video: .*bytes long here", "VideoError: "),
-        ("none", "HostError: whether there is a video", "HostError: whether there is a video"),
+        ("none", "HostError: the number of videos", "HostError: the number of videos"),
         ("broken", "VideoError: .*cannot be read", "HostError: host 0 failed in reading the video"),
     ],
 )

@@ -97,7 +97,7 @@ def test_where_a_chats_question_begins():
     question = Question(messages=chat)
     prompt = reader.render(question)
     assert prompt.text[prompt.query_char :] == "q\nq>"  # the last one, though the template has trimmed it
-    inputs, _ = reader.read(question, prompt, None, HOSTS, StageTimer(HOSTS))
+    inputs, _ = reader.read(prompt, [], HOSTS, StageTimer(HOSTS))
     assert reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :]) == "q\nq>"
     altered = reader.render(replace(question, messages=[*chat[:2], turn("user", "q", "lost")]))
     assert altered.query_char is not None
@@ -105,7 +105,7 @@ def test_where_a_chats_question_begins():
     question = Question(messages=[*chat[:2], turn("user", "is lost here")])
     prompt = lossy.render(question)
     assert prompt.query_char is None
-    assert lossy.read(question, prompt, None, HOSTS, StageTimer(HOSTS))[0].query_start == len(prompt.text) - 3
+    assert lossy.read(prompt, [], HOSTS, StageTimer(HOSTS))[0].query_start == len(prompt.text) - 3
 
 
 @pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
@@ -128,7 +128,7 @@ def test_a_chat_about_an_earlier_picture_has_the_templates_tokens(family):
     )["input_ids"]
     said[1]["content"][1] = {"type": "image", "image": picture}
     question, reader = Question(messages=said), PromptReader(parts, processor, 8)
-    inputs, _ = reader.read(question, reader.render(question), None, HOSTS, StageTimer(HOSTS))
+    inputs, _ = reader.read(reader.render(question), [], HOSTS, StageTimer(HOSTS))
     assert torch.equal(inputs.input_ids, expected)
     asked = reader.tokenizer.decode(inputs.input_ids[0, inputs.query_start :])
     assert "after" in asked and "and?" in asked and "before" not in asked
@@ -139,7 +139,7 @@ def test_token_ids_are_read_as_they_are(family):
     reader = reader_of(family, query_len=5)
     token_ids = reader.tokenizer("some <|im_start|> text of some length")["input_ids"]
     question = Question(token_ids=token_ids)
-    inputs, piece = reader.read(question, reader.render(question), None, HOSTS, StageTimer(HOSTS))
+    inputs, piece = reader.read(reader.render(question), [], HOSTS, StageTimer(HOSTS))
     assert inputs.input_ids.tolist() == [token_ids] and piece is None and inputs.visual is None
     assert inputs.query_start == len(token_ids) - 5
     assert inputs.position_ids.flatten()[-1] == len(token_ids) - 1
@@ -166,3 +166,46 @@ def test_a_context_whose_question_is_altered_is_refused():
     reader = reader_of("qwen3", STRING.replace("trim", "upper"))
     with pytest.raises(PromptError, match="alters the question"):
         render_prompt(reader.parts, reader.processor, "why?", context="because")
+
+
+def test_one_image_need_not_be_a_list(tmp_path):
+    picture, reader = families.synthetic_image(84, 112), reader_of("qwen2_5_vl")
+    picture.save(tmp_path / "a.png")
+    for image in (picture, tmp_path / "a.png", str(tmp_path / "a.png"), torch.zeros(3, 84, 112)):
+        (found,) = reader.render(Question("what?", images=image)).pictures
+        assert (found.height, found.width) == (84, 112)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"images": [torch.zeros(84, 112, 3)]}, r"must be \[3, H, W\], not \[84, 112, 3\]"),
+        ({"images": [torch.zeros(1, 3, 84, 112)]}, r"not \[1, 3, 84, 112\]"),
+        ({"images": [torch.zeros(84, 112).numpy()]}, "not of type ndarray"),
+        ({"images": [None]}, "not of type NoneType"),
+        ({"video": torch.zeros(4, 3, 84, 112)}, "a video must be a file, not of type Tensor"),
+        ({"video": [["a.png", "b.png"]]}, "a video must be a file, not of type list"),
+    ],
+    ids=str,
+)
+def test_a_source_of_another_kind_is_named(asked, message):
+    with pytest.raises(PromptError, match=message):
+        reader_of("qwen2_5_vl").render(Question("what?", **asked))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "a text or a list of parts, got None"),
+        ({"type": "text", "text": "a"}, "a text or a list of parts"),
+        (["a"], "a content part must be a dictionary with a type, got 'a'"),
+        ([{"type": "text"}], "a text part must have a text"),
+        ([{"type": "text", "text": None}], "a text part must have a text"),
+        ([{"text": "a"}], "must be text, image, video or audio, not None"),
+        ([{"type": "image"}], "image parts must name a local file"),
+    ],
+    ids=str,
+)
+def test_a_chat_of_another_shape_is_refused(content, message):
+    with pytest.raises(PromptError, match=message):
+        reader_of("qwen2_5_vl").render(Question(messages=[{"role": "user", "content": content}]))

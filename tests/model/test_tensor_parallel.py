@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig
+from apbv.config.names import LATE_REDUCER_NAMES
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
 
@@ -108,6 +109,30 @@ def test_compressed_it_is_what_whole_hosts_compute(pool, checkpoints, clip, fami
     whole, _ = pool.run(2, prefill_job, 1, path, settings, request)
     assert whole["stats"]["method"] == method
     compare(pool.run(4, prefill_job, 2, path, settings, request), whole, 2)
+
+
+def reduced_job(processes: HostGroup, size: int, path: str, clip: Path, methods: list[str], settings: dict):
+    """Logits, an answer's tokens and the figures of prompts of which visual tokens are left out."""
+    hosts, found = joined(processes, size) if size > 1 else processes, []
+    for method in methods:
+        reduce = ReduceConfig(method=method, ratio=0.3, layer=1 if method in LATE_REDUCER_NAMES else None)
+        engine = Engine.from_pretrained(path, prefill=PrefillConfig(reduce=reduce, **settings), hosts=hosts)
+        state = engine.prefill(QUESTION, video=clip, num_frames=21)
+        answer = engine.decode(state, max_new_tokens=5)
+        found.append((state.logits.clone(), answer.token_ids, answer.stats["reduction"]))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [{"method": "zigzag_ring", "kv": "sharded"}, {"passing_len": 999}], ids=str)
+def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip, settings):
+    """Each process has the attention of its own heads, and all have to choose alike."""
+    path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", *LATE_REDUCER_NAMES]
+    (whole,) = pool.run(1, reduced_job, 1, path, clip, methods, {})
+    for shares in pool.run(4, reduced_job, 2, path, clip, methods, settings):
+        for (logits, tokens, reduction), (their_logits, *theirs) in zip(shares, whole, strict=True):
+            torch.testing.assert_close(logits, their_logits, **CLOSE)
+            assert [tokens, reduction] == theirs
 
 
 def chunked_job(processes: HostGroup, size: int, path: str, request: dict) -> dict:

@@ -12,10 +12,10 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
-from apbv.input.frames import FramePiece, VideoPixels
-from apbv.input.pixels import KeptPixels, PixelChunk, ahead
+from apbv.input.pixels import KeptPixels, PixelChunk, SourcePixels, ahead
+from apbv.input.readers import VideoReader
 from apbv.input.video import VideoError, probe, sample_uniform
-from apbv.input.visual import VisualInput
+from apbv.input.visual import VisualInput, VisualItem
 from apbv.layout import split_evenly
 
 import families
@@ -48,6 +48,7 @@ def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
     picked = sample_uniform(info, FRAMES)
     frames = np.stack(video_files.decode_all(clip))[picked]
     content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    metadata = VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked)
     batch = processor(
         text=[
             processor.apply_chat_template(
@@ -55,11 +56,11 @@ def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
             )
         ],
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
-        video_metadata=[VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked)],
+        video_metadata=[metadata],
         do_sample_frames=False,
         return_tensors="pt",
     )
-    return model(**batch).logits[:, -1]
+    return model(**families.timed(processor, batch, [metadata])).logits[:, -1]
 
 
 @pytest.mark.parametrize("frame_parallel", [True, False])
@@ -151,20 +152,24 @@ def test_both_towers_read_the_same_chunks(clip):
     assert draft_in_a_thread_job(hosts, str(clip), 1) == expected == expected[:1] * 4
 
 
-def pixels_of(clip: Path, family: str = "qwen2_vl") -> tuple[VideoPixels, int]:
-    info = probe(clip)
-    piece = FramePiece(info, tuple(range(12)), 2, torch.tensor([[6, 4, 6]]))
-    return VideoPixels(piece, families.build_processor(family)), 6
+def single(num_patches: int) -> list[range]:
+    return [range(patch, patch + 1) for patch in range(num_patches)]
+
+
+def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
+    frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
+    reader = VideoReader(probe(clip), frames, 2, grid, families.build_processor("qwen2_vl"))
+    return SourcePixels(((range(num_patches), reader),)), single(num_patches)
 
 
 def test_kept_pixels_serve_two_towers_at_once(clip):
-    pixels, num_patches = pixels_of(clip)
-    expected = [chunk.values["pixel_values_videos"] for chunk in pixels.chunks(1)]
-    assert len(expected) == num_patches
+    pixels, chunks = pixels_of(clip)
+    expected = [chunk.values["pixel_values_videos"] for chunk in pixels.chunks(chunks)]
+    assert len(expected) == len(chunks)
     kept, seen = KeptPixels(pixels), [[], []]
 
     def look(found: list[PixelChunk]) -> None:
-        found.extend(kept.chunks(1))
+        found.extend(kept.chunks(chunks))
 
     threads = [threading.Thread(target=look, args=(found,)) for found in seen]
     for thread in threads:
@@ -177,18 +182,18 @@ def test_kept_pixels_serve_two_towers_at_once(clip):
 
 
 def test_kept_pixels_fail_for_everybody(tmp_path):
-    info = probe(late_damage(tmp_path)[0])
-    piece = FramePiece(info, tuple(range(20, 30)), 2, torch.tensor([[5, 4, 6]]))
-    kept = KeptPixels(VideoPixels(piece, families.build_processor("qwen2_vl")))
+    pixels, chunks = pixels_of(late_damage(tmp_path)[0], first=20, num_patches=5)
+    kept = KeptPixels(pixels)
     for _ in range(2):
         with pytest.raises(VideoError, match="cannot be decoded"):
-            list(kept.chunks(1))
+            list(kept.chunks(chunks))
 
 
 def test_closing_kept_pixels_ends_their_threads_whoever_holds_them(clip):
     before = set(threading.enumerate())
-    kept = KeptPixels(pixels_of(clip)[0])
-    chunks = kept.chunks(1)
+    pixels, single_patches = pixels_of(clip)
+    kept = KeptPixels(pixels)
+    chunks = kept.chunks(single_patches)
     next(chunks)
     assert set(threading.enumerate()) > before
     kept.close()
@@ -256,7 +261,8 @@ def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
 
 def visual(num_patches: int, num_hosts: int, num_bytes: int) -> VisualInput:
     patches = tuple(split_evenly(range(num_patches), num_hosts))
-    return VisualInput("video", patches, 0, 4 * num_patches + 1, 4, num_bytes)
+    row_starts = (*range(0, 4 * num_patches, 4), 4 * num_patches + 1)
+    return VisualInput((VisualItem("video", num_patches, 1, num_bytes),), patches, 0, row_starts)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +277,8 @@ def visual(num_patches: int, num_hosts: int, num_bytes: int) -> VisualInput:
 )
 def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
     video = visual(patches, 1, patch_bytes)
-    assert min(video.chunk_size(budget), 1000) == size
-    size = video.chunk_size(budget)
-    chunks = [video.chunk(0, number, size) for number in range(video.num_chunks(size))]
+    chunks = video.chunks(0, budget)
+    assert len(chunks[0]) == min(size, patches)
     assert [patch for chunk in chunks for patch in chunk] == list(range(patches))
     rows = [row for chunk in chunks for row in video.rows_of(chunk)]
     assert rows == list(range(video.num_rows)), "the row behind the last frame is the last chunk's"
@@ -282,22 +287,20 @@ def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
 ENCODE = """
 import sys
 from dataclasses import replace
-from apbv import HostGroup, ModelInputs
-from apbv.input.frames import VideoPixels
+from apbv import HostGroup
 from apbv.input.video import probe
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.stats import peak_memory_bytes
 import families
+from read_prompts import read_video
 
 hosts = HostGroup.single("cpu")
 processor = families.build_processor("qwen2_5_vl")
 processor.video_processor.size = {"shortest_edge": 28 * 28, "longest_edge": 10**9}
 parts = inspect_model(families.build_model("qwen2_5_vl"))
-text = processor.apply_chat_template([{"role": "user", "content": [{"type": "video"}]}], tokenize=False)
-inputs, piece = ModelInputs.from_video(parts, processor, text, probe(sys.argv[1]), range(int(sys.argv[2])), hosts)
-inputs = inputs.with_pixels(VideoPixels(piece, processor))
-visual = replace(inputs.visual, patches_per_chunk=4)
+inputs, pixels = read_video(parts, processor, "Why?", probe(sys.argv[1]), range(int(sys.argv[2])), hosts)
+visual = inputs.visual.with_pixels(pixels, chunk_bytes=4 * inputs.visual.patch_bytes[0])
 print(len(encode_visual(parts, visual)), peak_memory_bytes(hosts.device))
 """
 

@@ -75,6 +75,15 @@ def test_the_kv_is_that_of_full_attention_at_vllms_positions(prefiller, engine, 
     wait_for(lambda: waiting_kv(prefiller) == (0, 0))
 
 
+def test_a_first_token_that_ends_the_answer_is_said_to_end_it(prefiller, engine):
+    first = engine.generate("x", max_new_tokens=1)
+    assert first.token_ids[0] in engine.parts.eos_token_ids and first.finish_reason == "stop"
+    reply = handed_over(prefiller, "x")
+    assert reply.choices[0].finish_reason == "stop"
+    drop(Ticket.from_params(reply.model_extra["kv_transfer_params"]))
+    wait_for(lambda: waiting_kv(prefiller) == (0, 0))
+
+
 def test_kv_that_waits_keeps_others_waiting_at_the_limit(prefiller):
     video = [part("video", "clip.mp4"), text(QUESTION)]
     tickets = [ticket_for(prefiller, video) for _ in range(3)]

@@ -91,6 +91,28 @@ def test_images_chats_and_samples_are_those_of_the_engine(server, media, engine)
     assert slow.usage.prompt_tokens < 60
 
 
+def test_several_videos_and_images_are_those_of_the_engine(server, media, engine):
+    """In any order, in several turns, by path and inline."""
+    clip, picture = media / "clips" / "a clip.mp4", media / "picture.png"
+    first = [part("video", clip), text("before"), part("image", data_url(picture)), part("video", data_url(clip))]
+    last = [text("and "), part("image", picture), text("describe the clip shot by shot")]
+    chat = [("user", first), ("assistant", [text("yes")]), ("user", last)]
+    files = {"video_url": {"type": "video", "video": clip}, "image_url": {"type": "image", "image": picture}}
+    said = [
+        {"role": role, "content": [files.get(each["type"], each) for each in content]} for role, content in chat
+    ]
+    expected = engine.generate(messages=said, num_frames=8, max_new_tokens=12)
+    answer = server.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": role, "content": content} for role, content in chat],
+        max_tokens=12,
+        extra_body={"num_frames": 8},
+    )
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.stats["num_input_tokens"]
+    assert [len(video.frames) for video in expected.videos] == [8, 8]
+
+
 def test_a_stop_string_cuts_the_answer_wherever_tokens_end(server):
     content = [part("video", "clips/a clip.mp4"), text("describe the clip shot by shot")]
     whole = server.ask(content, max_tokens=60).choices[0].message.content

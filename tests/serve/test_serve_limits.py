@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
-from apbv import Engine, HostGroup
+from apbv import Engine, HostGroup, demo
+from apbv.input.reading import PromptReader
 from apbv.serve.log import OncePerPeriod
 from apbv.serve.media import MediaSettings
 from apbv.serve.private_files import PrivateFiles
@@ -81,6 +82,21 @@ def test_images_are_counted_together_before_any_is_decoded(app):
     assert reply.status_code == 400 and "cannot read the image the inline data" in reply.json()["error"]["message"]
 
 
+def test_frames_of_all_videos_are_counted_with_the_images(app):
+    clip = part("video", "data:video/mp4;base64," + base64.b64encode(demo.video_path().read_bytes()).decode())
+    content = [clip, part("image", encoded(picture(60, 60))), clip, text("x")]
+    request = ChatRequest.parse(asking(messages=[{"role": "user", "content": content}], num_frames=8))
+    assert read(app.engine, request, max_frames=17).order.files == [None] * 3
+    with pytest.raises(ApiError, match="have 17 frames, but at most 16 are allowed"):
+        read(app.engine, request, max_frames=16)
+    with pytest.raises(ApiError, match="at most 2 videos and images"):
+        read(app.engine, request, max_frames=2)
+    pixels = 2 * 8 * 56 * 56 * 3
+    assert read(app.engine, request, max_decoded_bytes=pixels)
+    with pytest.raises(ApiError, match=f"the frames take {pixels} bytes as RGB"):
+        read(app.engine, request, max_decoded_bytes=pixels - 1)
+
+
 @pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
 def test_a_prompt_is_as_long_without_pixels_as_with_them(family, monkeypatch):
     engine = Engine(families.build_model(family), families.build_processor(family), HostGroup.single("cpu"))
@@ -91,7 +107,7 @@ def test_a_prompt_is_as_long_without_pixels_as_with_them(family, monkeypatch):
     monkeypatch.setattr(Image.Image, "convert", lambda *args, **kw: decoded.append(1) or convert(*args, **kw))
     rooms = [read(engine, about(pictures), **limits).order.max_new_tokens]
     assert not decoded
-    monkeypatch.setattr("apbv.serve.reading._needs_pixels", lambda processor: True)
+    monkeypatch.setattr(PromptReader, "_needs_pixels", True)
     rooms.append(read(engine, about(pictures), **limits).order.max_new_tokens)
     assert rooms[0] == rooms[1] < 4000 and decoded
 

@@ -1,0 +1,100 @@
+"""Images as a prompt's readers hold them: their size at once, their pixels when they are asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from .files import FileIdentity
+from .visual import ImageSource, PromptError
+
+_ORIENTATION = 0x0112  # the tag by which a camera says how it was held; from 5 on height and width change places
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a prompt.
+
+    Attributes:
+        image: a file, a PIL image, or a tensor ``[3, H, W]``, which may have a shape but no pixels.
+        height, width: in pixels, as it is shown: upright.
+    """
+
+    image: Any
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, image: Any) -> "Picture":
+        """Look at an image, of which a file's header alone is read.
+
+        Raises:
+            PromptError: there is no such file, or it is no image; a tensor has another shape.
+        """
+        if isinstance(image, Tensor):
+            if image.dim() != 3 or image.shape[0] != 3:
+                raise PromptError(f"an image's tensor must be [3, H, W], not {list(image.shape)}")
+            return cls(image, *image.shape[-2:])
+        if isinstance(image, Image.Image):
+            return cls(image, *_shown_size(image))
+        if not isinstance(image, str | Path):
+            kind = type(image).__name__
+            raise PromptError(f"an image must be a file, a PIL image or a tensor [3, H, W], not of type {kind}")
+        try:
+            with Image.open(image) as opened:
+                return cls(Path(image), *_shown_size(opened))
+        except Exception as error:  # of a damaged file, Pillow's decoders raise nearly anything
+            raise _unreadable(image, error) from error
+
+    @property
+    def source(self) -> ImageSource | None:
+        """What identifies the image's content; None where it came as pixels."""
+        return ImageSource(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
+
+    def load(self) -> Image.Image | Tensor:
+        """Return the image in RGB, upright.
+
+        Raises:
+            PromptError: the file cannot be decoded, or is another than it was.
+        """
+        if isinstance(self.image, Tensor):
+            return self.image
+        if isinstance(self.image, Image.Image):
+            return _upright(self.image)
+        try:
+            with Image.open(self.image) as opened:
+                shown = _upright(opened)
+        except Exception as error:
+            raise _unreadable(self.image, error) from error
+        if (shown.height, shown.width) != (self.height, self.width):
+            raise PromptError(f"the image {self.image} was changed after it was looked at")
+        return shown
+
+    def without_pixels(self) -> Tensor:
+        """Return a tensor of the image's shape, which is all that a prompt's length depends on."""
+        return torch.empty(3, self.height, self.width, dtype=torch.uint8, device="meta")
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation that stands before an image's pixels, 1 for an upright one."""
+    if image.format == "TIFF":  # which Pillow itself shows upright
+        return 1
+    # A PNG's own method would decode all of it, in case that the tag stands behind the pixels.
+    return Image.Image.getexif(image).get(_ORIENTATION, 1)
+
+
+def _shown_size(image: Image.Image) -> tuple[int, int]:
+    """Return the height and width of an image when it is upright."""
+    return (image.width, image.height) if _orientation(image) in range(5, 9) else (image.height, image.width)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return an image in RGB as it is shown, which is what transformers makes of a file."""
+    return (image if _orientation(image) == 1 else ImageOps.exif_transpose(image)).convert("RGB")
+
+
+def _unreadable(image: Any, error: Exception) -> PromptError:
+    return PromptError(f"cannot read the image {image}: {error}")

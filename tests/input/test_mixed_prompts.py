@@ -1,0 +1,344 @@
+"""Prompts of several videos and images between texts, against transformers on the whole prompt."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.video_utils import VideoMetadata
+
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, VideoConfig, load, prefill
+from apbv.input.reading import PromptReader
+from apbv.input.video import probe, sample_uniform
+
+import families
+import video_files
+from engines import write_clip
+from families import VIDEO_FAMILIES
+
+QUESTION = "What differs?"
+FRAMES = 6
+# Which videos and images a prompt shows, with the texts between them; videos by their number, images likewise.
+MIXES = {
+    "two videos": ["first ", "v0", " and then ", "v1"],
+    "images around a video": ["i0", "see ", "v0", " or ", "i1"],
+    "everything": ["v0", "i0", "i1", "some text in between", "v1", "i2", "v0"],
+    "images": ["i0", "i2", "one", "i1", "two", "i0"],
+}
+
+
+@dataclass
+class Files:
+    """Clips and images of different sizes; the last clip has fewer frames than are asked for."""
+
+    videos: list[str]
+    images: list[str]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    folder, videos, images = tmp_path_factory.mktemp("mixed"), [], []
+    for number, (frames, height, width) in enumerate([(20, 84, 112), (9, 112, 56), (3, 56, 84)]):
+        videos.append(folder / f"{number}.mp4")
+        write_clip(videos[-1], families.synthetic_video(frames, height, width, seed=number))
+    for number, (height, width) in enumerate([(84, 112), (56, 140), (168, 56)]):
+        images.append(folder / f"{number}.png")
+        families.synthetic_image(height, width, seed=number).save(images[-1])
+    return Files([str(path) for path in videos], [str(path) for path in images])
+
+
+def chat(mix: str, files: Files) -> list[dict]:
+    """The chat, whose question is its last text."""
+    parts = []
+    for part in [*MIXES[mix], QUESTION]:
+        if part[0] == "v" and part[1:].isdigit():
+            parts.append({"type": "video", "video": files.videos[int(part[1:])]})
+        elif part[0] == "i" and part[1:].isdigit():
+            parts.append({"type": "image", "image": files.images[int(part[1:])]})
+        else:
+            parts.append({"type": "text", "text": part})
+    return [{"role": "user", "content": parts}]
+
+
+def decoded(messages: list[dict]) -> tuple[list[torch.Tensor], list[VideoMetadata], list[Image.Image]]:
+    """The frames of a chat's videos, what they are told of, and its images."""
+    videos, metadata, images = [], [], []
+    for part in messages[0]["content"]:
+        if part["type"] == "video":
+            info = probe(part["video"])
+            picked = sample_uniform(info, FRAMES)
+            frames = np.stack(video_files.decode_all(Path(part["video"])))[picked]
+            videos.append(torch.from_numpy(frames).permute(0, 3, 1, 2))
+            metadata.append(VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=picked))
+        elif part["type"] == "image":
+            images.append(Image.open(part["image"]).convert("RGB"))
+    return videos, metadata, images
+
+
+def rendered(processor, messages: list[dict]) -> str:
+    parts = [{name: part[name] for name in ("type", "text") if name in part} for part in messages[0]["content"]]
+    chat = [{"role": "user", "content": parts}]
+    return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+
+
+def batch_of(family: str, messages: list[dict], nested: bool = False) -> dict:
+    """What a family's processor makes of all videos and images; ``nested``: the images are one sample's."""
+    processor = families.build_processor(family)
+    videos, metadata, images = decoded(messages)
+    images = [images] if nested else images
+    shown = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
+    batch = processor(text=[rendered(processor, messages)], images=images or None, return_tensors="pt", **shown)
+    return families.timed(processor, batch, metadata)
+
+
+@torch.no_grad()
+def logits_by_transformers(family: str, messages: list[dict], nested: bool = False) -> torch.Tensor:
+    """The last logits that the model computes by itself, of what its processor makes of all videos and images."""
+    model = families.build_model(family, dtype=torch.float64)
+    return model(**batch_of(family, messages, nested)).logits[:, -1]
+
+
+def logits_job(hosts: HostGroup, family: str, messages: list[dict], settings: dict):
+    """The prompt's last logits, and how many temporal patches every host encodes."""
+    model = families.build_model(family, dtype=torch.float64)
+    engine = Engine(model, families.build_processor(family), hosts, PrefillConfig(**settings))
+    state = engine.prefill(messages=messages, num_frames=FRAMES)
+    return state.logits, [len(share) for share in state.inputs.visual.patches]
+
+
+EXACT = {
+    "in a ring": {"method": "zigzag_ring"},
+    "apbv unpruned": {"method": "apbv", "anchor_len": 40, "passing_len": 10**6, "on_single_host": True},
+    "patch by patch": {"method": "full", "video": VideoConfig(chunk_bytes=1)},
+    "every host all": {"method": "ulysses", "frame_parallel": False},
+}
+
+
+@pytest.mark.parametrize("settings", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.pairwise
+def test_a_mixed_prompt_prefills_as_in_transformers(pool, files, family, mix, num_hosts, settings):
+    messages = chat(mix, files)
+    expected = logits_by_transformers(family, messages)
+    for logits, shares in pool.run(num_hosts, logits_job, family, messages, settings):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert all(shares), "every host has something to encode"
+
+
+def batch_job(hosts: HostGroup, family: str, messages: list[dict], nested: bool):
+    """The last logits of a batch that the caller's processor made, and how many hosts encode some of it."""
+    model = families.build_model(family, dtype=torch.float64)
+    config = PrefillConfig(method="zigzag_ring")
+    state = prefill(model, dict(batch_of(family, messages, nested)), hosts=hosts, config=config)
+    return state.logits, sum(map(bool, state.inputs.visual.patches))
+
+
+@pytest.mark.parametrize(
+    ("family", "mix", "nested"),
+    [
+        ("qwen2_5_vl", "everything", False),
+        ("qwen3_vl", "everything", False),
+        ("internvl", "everything", False),
+        ("llava_onevision", "everything", False),
+        ("llava_onevision", "images", True),  # several images of one sample are not cut into tiles
+    ],
+)
+def test_a_callers_batch_is_shared_out_too(pool, files, family, mix, nested):
+    messages = chat(mix, files)
+    expected = logits_by_transformers(family, messages, nested)
+    if nested:
+        tiled = logits_by_transformers(family, messages)
+        assert not torch.allclose(tiled, expected, rtol=1e-2), "the case must be one that differs"
+    for logits, num_hosts in pool.run(2, batch_job, family, messages, nested):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert num_hosts == 2
+
+
+@torch.no_grad()
+def logits_of_pieces(family: str, messages: list[dict]) -> torch.Tensor:
+    """The last logits of a prompt whose videos the processor cannot stack: each is expanded and encoded alone."""
+    model, processor = families.build_model(family, dtype=torch.float64), families.build_processor(family)
+    videos, metadata, _ = decoded(messages)
+    token = processor.video_token
+    pieces, embeds = rendered(processor, messages).split(token), []
+    text = pieces[0]
+    for video, about, behind in zip(videos, metadata, pieces[1:], strict=True):
+        batch = processor(
+            text=[token], videos=[video], video_metadata=[about], do_sample_frames=False, return_tensors="pt"
+        )
+        text += processor.tokenizer.decode(batch["input_ids"][0]) + behind
+        if family == "internvl":
+            found = model.model.get_image_features(batch["pixel_values"], return_dict=True).pooler_output
+        else:
+            found = model.model.get_video_features(batch["pixel_values_videos"], return_dict=True).pooler_output
+        embeds.append(found.flatten(0, 1))
+    ids = processor.tokenizer(text, return_tensors="pt")["input_ids"]
+    inputs_embeds = model.get_input_embeddings()(ids)
+    token_id = model.config.image_token_id if family == "internvl" else model.config.video_token_id
+    inputs_embeds[ids == token_id] = torch.cat(embeds).to(inputs_embeds)
+    return model(inputs_embeds=inputs_embeds).logits[:, -1]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 3])
+@pytest.mark.parametrize("family", ["internvl", "llava_onevision"])
+def test_videos_may_have_different_numbers_of_frames(pool, files, family, num_hosts):
+    """These families' processors take only videos that can be stacked; the others' are among the mixes."""
+    messages = chat("two videos", replace(files, videos=[files.videos[2], files.videos[0]]))
+    expected = logits_of_pieces(family, messages)
+    for logits, shares in pool.run(num_hosts, logits_job, family, messages, {"method": "zigzag_ring"}):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert sum(shares) == 3 + FRAMES
+
+
+def answers_job(hosts: HostGroup, family: str, messages: list[dict], ways: list[SpeculativeConfig | None]):
+    """What is answered in each way; the draft is another model than the target."""
+    models = [families.build_model(family, dtype=torch.float64, seed=seed) for seed in (0, 1)]
+    answers = []
+    for way in ways:
+        engine = Engine(models[0], families.build_processor(family), hosts, speculate=way, draft=way and models[1])
+        answer = engine.generate(messages=messages, num_frames=FRAMES, max_new_tokens=8)
+        answers.append((answer.token_ids, answer.kept, [len(video.frames) for video in answer.videos]))
+    return answers
+
+
+CHOICES = ["hippo", "attention_per_frame", "uniform_frames", "specvlm"]
+
+
+ALSO = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("family", "num_hosts"),
+    [
+        ("qwen2_5_vl", 3),
+        ("internvl", 1),
+        pytest.param("llava_onevision", 3, marks=ALSO),
+        pytest.param("qwen2_vl", 2, marks=ALSO),
+        pytest.param("qwen3_vl", 1, marks=ALSO),
+    ],
+)
+def test_drafts_read_mixed_prompts(pool, files, family, num_hosts):
+    """No choice of visual tokens changes an answer, where frames have different numbers of them."""
+    ways = [SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.4) for keep in CHOICES]
+    ways.append(SpeculativeConfig(strategy="tabed", ensemble="MTP"))
+    (plain, *others), *_ = pool.run(num_hosts, answers_job, family, chat("everything", files), [None, *ways])
+    assert plain[2] == [FRAMES] * 3 and len(plain[0]) == 8
+    for tokens, kept, _ in others:
+        assert tokens == plain[0] and kept is None
+
+
+def reuse_job(hosts: HostGroup, files: Files, mode: str):
+    """What was reused by questions about two videos and an image, of which the image is another at last."""
+    model = families.build_model("qwen2_5_vl")
+    engine = Engine(model, families.build_processor("qwen2_5_vl"), hosts, reuse=ReuseConfig(mode=mode))
+    asked = {"video": files.videos[:2], "num_frames": FRAMES}
+    states = [
+        engine.prefill(question, images=[image], **asked)
+        for question, image in [("a?", files.images[0]), ("b?", files.images[0]), ("b?", files.images[1])]
+    ]
+    unaided = Engine(model, families.build_processor("qwen2_5_vl"), hosts).prefill(
+        "b?", images=[files.images[0]], **asked
+    )
+    return [state.reused for state in states], states[1].logits, unaided.logits
+
+
+@pytest.mark.parametrize(("num_hosts", "mode", "reused"), [(2, "exact", "embeddings"), (1, "kv", "kv")])
+def test_what_is_reused_is_that_of_the_same_files(pool, files, num_hosts, mode, reused):
+    for found, logits, expected in pool.run(num_hosts, reuse_job, files, mode):
+        assert found == [None, reused, None]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def save_job(hosts: HostGroup, messages: list[dict], folder: str):
+    """The logits of a prompt, and of its KV from the disk, with what the disk says of it."""
+    engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
+    state = engine.prefill(messages=messages, num_frames=FRAMES)
+    state.save(folder)
+    loaded = load(folder, engine.model, hosts=hosts)
+    visual = loaded.inputs.visual
+    return state.logits, loaded.logits, visual.kind, visual.num_rows - state.inputs.visual.num_rows
+
+
+def test_kv_of_a_mixed_prompt_is_saved(pool, files, tmp_path):
+    for logits, loaded, kind, missing in pool.run(2, save_job, chat("everything", files), str(tmp_path / "kv")):
+        assert torch.equal(logits, loaded) and (kind, missing) == ("mixed", 0)
+
+
+def failing_job(hosts: HostGroup, messages: list[dict]):
+    """How a request fails, and whether the group answers the next."""
+    engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
+    try:
+        engine.prefill(messages=messages, num_frames=FRAMES)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    return failure, engine.prefill("still there?").num_tokens
+
+
+def different_files_job(hosts: HostGroup, images: list[str]):
+    """How a request fails whose image is another file on every host."""
+    engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
+    try:
+        engine.prefill("a?", images=[images[hosts.rank]])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_images_that_differ_between_hosts_are_refused(pool, tmp_path):
+    """Of the same height and width, so that the prompt is the same."""
+    paths = [str(tmp_path / name) for name in ("a.png", "b.png")]
+    Image.new("RGB", (60, 60)).save(paths[0])
+    families.synthetic_image(60, 60).save(paths[1])
+    for failure in pool.run(2, different_files_job, paths):
+        assert failure.startswith("HostError: the number of videos, or an image file")
+
+
+def vanishing_job(hosts: HostGroup, images: list[str]):
+    """How a request fails whose image is removed from the last host as soon as it has been looked at."""
+    engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
+    render = PromptReader.render
+
+    def render_and_remove(reader, question):
+        rendered = render(reader, question)
+        if hosts.rank == hosts.size - 1:
+            Path(images[hosts.rank]).unlink()
+        return rendered
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PromptReader, "render", render_and_remove)
+        try:
+            engine.prefill("a?", images=[images[hosts.rank]])
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+    return failure, engine.prefill("still there?").num_tokens
+
+
+def test_an_image_that_vanishes_is_one_error_on_every_host(pool, tmp_path):
+    paths = [str(tmp_path / f"{number}.png") for number in range(2)]
+    for path in paths:
+        families.synthetic_image(60, 60).save(path)
+    for failure, num_tokens in pool.run(2, vanishing_job, paths):
+        assert "1.png" in failure and num_tokens
+
+
+@pytest.mark.parametrize("how", ["missing", "no image", "cut short", "missing video"])
+def test_what_cannot_be_read_is_one_error_on_every_host(pool, files, tmp_path, how):
+    """Also where only one host decodes it."""
+    spoilt = tmp_path / ("spoilt.mp4" if how == "missing video" else "spoilt.png")
+    if how == "no image":
+        spoilt.write_bytes(b"no image" * 99)
+    elif how == "cut short":
+        data = Path(files.images[1]).read_bytes()
+        spoilt.write_bytes(data[: len(data) // 2])
+    kind = "video" if how == "missing video" else "image"
+    messages = chat("everything", files)
+    places = [place for place, part in enumerate(messages[0]["content"]) if part["type"] == kind]
+    messages[0]["content"][places[-1]] = {"type": kind, kind: str(spoilt)}
+    results = pool.run(3, failing_job, messages)
+    assert all(spoilt.name in failure and num_tokens for failure, num_tokens in results), results
+    own = "VideoError" if kind == "video" else "PromptError"
+    assert sum(failure.startswith(own) for failure, _ in results) >= 1
+    assert all(failure.startswith((own, "HostError: host ")) for failure, _ in results)

@@ -1,0 +1,310 @@
+"""Prompts with sound against Qwen2.5-Omni's own processor and forward pass on the whole of them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import audio_files
+import pytest
+import torch
+from audio_files import RATE
+from omni_prompts import ASKED, FPS, FRAMES, omni_batch, plain
+from read_prompts import read_question
+
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load, prefill
+from apbv.hosts import HostError
+from apbv.input.audio_file import AudioError
+from apbv.input.request import Question
+from apbv.input.visual import PromptError
+from apbv.model.parts import inspect_model
+
+import families
+from families import OMNI
+from oracle import as_double, oracle_of, run_oracle
+from prompts import relative_error
+from video_files import encode
+
+UNCOMPRESSED = 10**6
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Videos with a track of the model's own rate, which nothing resamples; and a sound."""
+    folder = tmp_path_factory.mktemp("sound")
+
+    def video(name: str, seconds: float, sound: Sequence[tuple[float, float]]) -> str:
+        path = folder / name
+        return audio_files.write(path, sound, "flac", RATE, video=(0, seconds), size=(56, 84), fps=FPS)
+
+    return {
+        "as long": video("a.mkv", 4, [(0, 4)]),
+        "shorter": video("b.mkv", 4, [(0, 2.7)]),
+        "longer": video("c.mkv", 3, [(0, 4.5)]),
+        "sound": audio_files.write(folder / "d.flac", [(0, 2.3)], "flac", RATE),
+        "long sound": audio_files.write(folder / "e.flac", [(0, 9.1)], "flac", RATE),
+        "silent": audio_files.write(folder / "f.mkv", [], "flac", RATE, video=(0, 3), size=(56, 84), fps=FPS),
+    }
+
+
+PROMPTS = {
+    "as long": {"videos": ["as long"]},
+    "shorter": {"videos": ["shorter"]},
+    "longer": {"videos": ["longer"]},
+    "not heard": {"videos": ["as long"], "heard": False},
+    "sound": {"sounds": ["sound"]},
+    "sounds": {"sounds": ["long sound", "sound"]},
+    "both": {"videos": ["shorter"], "sounds": ["sound"]},
+}
+
+
+def asked_like(
+    files: dict, videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bool = True
+) -> Question:
+    return Question(
+        ASKED,
+        video=[files[name] for name in videos] or None,
+        audio=[files[name] for name in sounds] or None,
+        num_frames=FRAMES,
+        audio_in_video=None if heard else False,
+    )
+
+
+def batch_like(files: dict, videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bool = True) -> dict:
+    return omni_batch([files[name] for name in videos], [files[name] for name in sounds], heard)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
+    """Tokens, spectrograms, and the positions by which sound and frames lie at their times."""
+    parts, processor = inspect_model(families.build_model(OMNI)), families.build_processor(OMNI)
+    hosts = HostGroup.single("cpu")
+    inputs, _ = read_question(parts, processor, asked_like(files, **PROMPTS[name]), hosts)
+    batch = batch_like(files, **PROMPTS[name])
+    assert inputs.input_ids.tolist() == batch["input_ids"].tolist()
+    masks = batch.get("feature_attention_mask", torch.zeros(0, 0))
+    expected, _ = parts.model.model.get_rope_index(
+        batch["input_ids"],
+        video_grid_thw=batch.get("video_grid_thw"),
+        attention_mask=batch["attention_mask"],
+        use_audio_in_video="videos" in PROMPTS[name] and PROMPTS[name].get("heard", True),
+        audio_seqlens=masks.sum(-1),
+        second_per_grids=batch.get("video_second_per_grid"),
+    )
+    assert inputs.position_ids.tolist() == expected.tolist()
+    assert inputs.num_audio_tokens == int((batch["input_ids"] == parts.audio_token_id).sum())
+    heard = [] if inputs.audio is None else inputs.audio.spectrograms
+    assert len(heard) == len(masks)
+    for ours, theirs, mask in zip(heard, batch.get("input_features", ()), masks, strict=True):
+        torch.testing.assert_close(ours, theirs[:, mask.bool()], rtol=0, atol=1e-5)
+
+
+def file_job(hosts: HostGroup, question: Question, config: PrefillConfig):
+    """Logits, and on host 0 the gathered KV, of a prompt read from files."""
+    engine = Engine(families.build_model(OMNI), families.build_processor(OMNI), hosts, config)
+    state = engine.prefill(
+        question.prompt,
+        video=question.video,
+        audio=question.audio,
+        num_frames=question.num_frames,
+        audio_in_video=question.audio_in_video,
+    )
+    cache = state.to_dynamic_cache()
+    return state.logits, cache and [(layer.keys, layer.values) for layer in cache.layers], state.method
+
+
+EXACT = [
+    ("as long", "apbv", 2),
+    ("sounds", "ulysses", 3),
+    ("both", "apbv", 4),
+    ("as long", "full", 1),
+    ("shorter", "zigzag_ring", 2),
+    ("longer", "apbv", 3),
+    ("sounds", "ulysses", 4),
+    ("sound", "apbv", 2),
+    ("not heard", "full", 2),
+]
+USUAL = 3
+
+
+@pytest.mark.filterwarnings("ignore:a prompt of")
+@pytest.mark.parametrize(
+    ("name", "method", "num_hosts"),
+    [*EXACT[:USUAL], *(pytest.param(*case, marks=pytest.mark.thorough) for case in EXACT[USUAL:])],
+)
+def test_exact_prefill_equals_transformers(pool, files, name, method, num_hosts):
+    """Every method, and APB-V where nothing is compressed; frames and windows of sound are shared by all hosts."""
+    expected, cache = plain(batch_like(files, **PROMPTS[name]), PROMPTS[name].get("heard", True))
+    config = PrefillConfig(method=method, passing_len=UNCOMPRESSED)
+    results = pool.run(num_hosts, file_job, asked_like(files, **PROMPTS[name]), config)
+    for logits, _, used in results:
+        assert used == (method if num_hosts > 1 else "full")
+        assert relative_error(logits, expected) < 1e-4
+    for (keys, values), layer in zip(results[0][1], cache.layers, strict=True):
+        assert relative_error(keys, layer.keys) < 1e-4 and relative_error(values, layer.values) < 1e-4
+
+
+def batch_job(hosts: HostGroup, batch: dict, config: PrefillConfig):
+    model = families.build_model(OMNI, dtype=torch.float64)
+    state = prefill(model, batch, hosts=hosts, config=config)
+    return state.logits, state.inputs.context_start, state.inputs.query_start
+
+
+@pytest.mark.parametrize("num_hosts", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_sound_is_context_where_prefill_is_approximate(pool, files, num_hosts):
+    """Audio tokens are passed on and left out as visual ones are: against the dense mask."""
+    settings = {"anchor_len": 24, "passing_len": 6}
+    batch = as_double(batch_like(files, videos=["as long"]))
+    results = pool.run(num_hosts, batch_job, batch, PrefillConfig(**settings))
+    logits, start, stop = results[0]
+    ids = batch["input_ids"][0]
+    (sounds,) = torch.where(ids == families.build_config(OMNI).audio_token_id)
+    assert start < sounds[0] and sounds[-1] + 2 == stop, "what ends the sound is context, too"
+    model = families.build_model(OMNI, dtype=torch.float64)
+    oracle = oracle_of(settings, num_hosts, stop, start)
+    expected = run_oracle(model, batch | {"use_audio_in_video": True}, oracle)
+    assert relative_error(logits, expected) < 1e-9
+    for other, *_ in results[1:]:
+        assert relative_error(other, logits) < 1e-12
+
+
+# ---- answers ----
+
+
+def answer_job(hosts: HostGroup, path: str, settings: dict, folder: str):
+    """An answer, one from the saved KV, and one to a further question about what is known."""
+    config = PrefillConfig(passing_len=UNCOMPRESSED, **settings)
+    model = families.build_model(OMNI, dtype=torch.float64)
+    engine = Engine(model, families.build_processor(OMNI), hosts, config, reuse=ReuseConfig(mode="kv"))
+    about = {"video": path, "num_frames": FRAMES}
+    tokens = engine.generate(ASKED, max_new_tokens=STEPS, **about).token_ids
+    state = engine.prefill("And before?", **about)
+    assert state.reused == "kv"
+    state.save(folder)
+    loaded = load(folder, engine.model, hosts=hosts, kv=config.kv)
+    return tokens, engine.decode(loaded, max_new_tokens=STEPS).token_ids
+
+
+STEPS = 8
+
+
+@pytest.mark.parametrize("kv", [pytest.param("gathered", marks=pytest.mark.thorough), "sharded"])
+def test_answers_are_those_of_transformers(pool, files, tmp_path, kv):
+    """Also a further one about the same video, from KV that was stored, and saved."""
+    batch, expected = as_double(omni_batch([files["longer"]])), []
+    processor, hosts = families.build_processor(OMNI), HostGroup.single("cpu")
+    for question in (ASKED, "And before?"):
+        model = families.build_model(OMNI, dtype=torch.float64)
+        asked = replace(asked_like(files, videos=["longer"]), prompt=question)
+        inputs, _ = read_question(inspect_model(model), processor, asked, hosts)
+        assert inputs.next_position == int(inputs.position_ids.max()) + 1, "where generate() goes on"
+        batch |= {"input_ids": inputs.input_ids, "attention_mask": torch.ones_like(inputs.input_ids)}
+        generated = model.generate(**batch, use_audio_in_video=True, max_new_tokens=STEPS, do_sample=False)
+        expected.append(generated[0, inputs.num_tokens :].tolist())
+    for found in pool.run(2, answer_job, files["longer"], {"kv": kv}, str(tmp_path / "kv")):
+        assert list(found) == expected
+
+
+def test_other_sound_of_the_same_length_is_heard_anew(files, tmp_path):
+    """Stored KV belongs to its files, not to the tokens that stand for them."""
+    other = audio_files.write(tmp_path / "other.flac", [(1, 3.3)], "flac", RATE)
+    engine = Engine(
+        families.build_model(OMNI),
+        families.build_processor(OMNI),
+        HostGroup.single("cpu"),
+        reuse=ReuseConfig(mode="kv"),
+    )
+    states = [engine.prefill(ASKED, audio=path) for path in (files["sound"], other, files["sound"])]
+    assert len({state.num_tokens for state in states}) == 1
+    assert [state.reused for state in states] == [None, None, "kv"]
+    assert torch.equal(states[0].logits.argmax(), states[2].logits.argmax())
+
+
+# ---- what cannot be heard ----
+
+
+def refused_job(hosts: HostGroup, question: Question) -> str:
+    engine = Engine(families.build_model(OMNI), families.build_processor(OMNI), hosts)
+    asked = {"video": question.video, "audio": question.audio, "audio_in_video": question.audio_in_video}
+    try:
+        engine.generate(question.prompt, num_frames=4, max_new_tokens=1, **asked)
+    except (ValueError, HostError) as error:
+        refusal = f"{type(error).__name__}: {error}"
+    else:
+        return "nothing"
+    engine.generate("still there?", max_new_tokens=1)
+    return refusal
+
+
+def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
+    """And the hosts answer the next request."""
+    broken, mute = tmp_path / "broken.wav", encode(tmp_path / "mute.mp4", n=10, size=(56, 84))
+    broken.write_bytes(b"RIFF")
+    for question, reason in (
+        (Question(ASKED, video=mute, audio_in_video=True), "AudioError: .*mute.mp4: has no audio track"),
+        (Question(ASKED, video=files["silent"]), "AudioError: .*f.mkv: its audio track is empty"),
+        (Question(ASKED, audio=str(broken)), "AudioError: .*broken.wav: the audio cannot be decoded"),
+        (Question(ASKED, audio=str(tmp_path / "no.wav")), "AudioError: .*no.wav: no such file"),
+        (Question(ASKED, video=[files["as long"], mute]), "PromptError: .*mute.mp4: is not heard, but another"),
+    ):
+        for refusal in pool.run(2, refused_job, question):
+            assert re.search(reason, refusal), refusal
+
+
+def test_a_video_without_a_track_is_seen_only(tmp_path):
+    mute = encode(tmp_path / "mute.mp4", n=10, size=(56, 84))
+    parts, processor = inspect_model(families.build_model(OMNI)), families.build_processor(OMNI)
+    heard, seen = (
+        read_question(
+            parts, processor, Question(ASKED, video=mute, audio_in_video=choice), HostGroup.single("cpu")
+        )
+        for choice in (None, False)
+    )
+    assert heard[0].audio is None and torch.equal(heard[0].input_ids, seen[0].input_ids)
+
+
+def test_only_models_that_hear_are_asked_to(files):
+    parts, processor = inspect_model(families.build_model("qwen2_5_vl")), families.build_processor("qwen2_5_vl")
+    for asked in ({"audio": files["sound"]}, {"video": files["as long"], "audio_in_video": True}):
+        with pytest.raises(PromptError, match="qwen2_5_vl models do not hear"):
+            read_question(parts, processor, Question(ASKED, **asked), HostGroup.single("cpu"))
+
+
+def test_no_more_is_heard_than_the_model_has_positions_for(files):
+    model = families.build_model(OMNI)
+    model.config.text_config.max_position_embeddings = 50
+    with pytest.raises(AudioError, match="more audio than the 2 seconds"):
+        read_question(
+            inspect_model(model),
+            families.build_processor(OMNI),
+            Question(ASKED, audio=files["sound"]),
+            HostGroup.single("cpu"),
+        )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"audio": ["sound", "sound"]}, {"video": ["shorter"], "audio": ["sound"]}, {"video": ["shorter", "shorter"]}],
+    ids=str,
+)
+def test_several_sounds_share_the_models_positions(files, asked):
+    """What is too much together is not decoded: a small file can hold hours, and a prompt many of them."""
+    model = families.build_model(OMNI)
+    model.config.text_config.max_position_embeddings = 110  # of 0.04 s
+    question = Question(ASKED, **{name: [files[each] for each in names] for name, names in asked.items()})
+    with pytest.raises(AudioError, match="has more audio than the 2 seconds that the prompt has room for"):
+        read_question(inspect_model(model), families.build_processor(OMNI), question, HostGroup.single("cpu"))
+
+
+@pytest.mark.parametrize("tail", [0, 1, 159, 160, 399])
+def test_a_short_sound_is_not_padded_to_the_longest(files, tmp_path, tail):
+    """Neither to the extractor's nor to another's of the prompt; it has the spectrogram of the padded one."""
+    path = audio_files.write(tmp_path / "short.flac", [(0, 0.5 + tail / RATE)], "flac", RATE)
+    parts, processor = inspect_model(families.build_model(OMNI)), families.build_processor(OMNI)
+    question = Question(ASKED, audio=[path, files["sound"]])
+    inputs, _ = read_question(parts, processor, question, HostGroup.single("cpu"))
+    expected = omni_batch(sounds=[path, files["sound"]])
+    for ours, padded, mask in zip(
+        inputs.audio.spectrograms, expected["input_features"], expected["feature_attention_mask"], strict=True
+    ):
+        torch.testing.assert_close(ours, padded[:, mask.bool()], rtol=0, atol=1e-5)
+        assert ours.untyped_storage().nbytes() < 1.1 * ours.nbytes, "nothing of the padding is kept"
