@@ -16,8 +16,11 @@ from triton.runtime.jit import JITFunction
 
 from apbv.kernels import (
     BufferTable,
+    ListedBlocks,
     triton_attention,
     triton_batch_attention,
+    triton_block_scores,
+    triton_block_sparse,
     triton_importance,
     triton_merging,
     triton_visual_scores,
@@ -113,6 +116,29 @@ def batch(dim: int, num_sequences: int = 16) -> None:
     triton_batch_attention.batch_decode_attention(*(x.transpose(1, 2) for x in projected), table, dim**-0.5)
 
 
+def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
+    """Attend from 8,001 tokens to the blocks that each head lists."""
+    q, k, v = (torch.empty(1, 8001, heads, dim, dtype=_HALF) for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS))
+    numbers = [triton.cdiv(q.shape[1], rows) for rows in (query_block, key_block)]
+    listed = ListedBlocks.of(torch.ones(1, _QUERY_HEADS, *numbers, dtype=torch.bool), query_block, key_block)
+    operands = (states.transpose(1, 2) for states in (q, k, v))
+    triton_block_sparse.block_sparse_attention(
+        *operands, listed, dim**-0.5, out=torch.empty_like(q).transpose(1, 2)
+    )
+
+
+def antidiagonals(stride: int) -> None:
+    """Score blocks of 8,001 tokens by antidiagonals."""
+    q, k = (torch.empty(1, 8001, heads, 128, dtype=_HALF).transpose(1, 2) for heads in (_QUERY_HEADS, _KV_HEADS))
+    triton_block_scores.antidiagonal_scores(q, k, 128**-0.5, stride, 128)
+
+
+def block_means() -> None:
+    """Compute the means of blocks of 8,001 keys."""
+    k = torch.empty(1, 8001, _KV_HEADS, 128, dtype=_HALF).transpose(1, 2)
+    triton_block_scores.block_means(k, 64, center=torch.empty(1, _KV_HEADS, 128))
+
+
 def merge() -> None:
     """Merge eight results that lie behind one another."""
     outs = torch.empty(8, 1, _QUERY_HEADS, 64, 128, dtype=_HALF)
@@ -168,6 +194,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "tokens in a row": partial(verify, 128, 8),
     "tree, kept keys": partial(verify, 128, 26, tree=True, kept=True),
     "tokens of a batch": partial(batch, 128),
+    "listed blocks": partial(block_sparse, 128),
+    "antidiagonals": partial(antidiagonals, 16),
+    "means of blocks": block_means,
     "merge": merge,
     "merge in a block's place": merge_separate,
     "importance, peak": partial(importance, "peak"),

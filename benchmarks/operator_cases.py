@@ -5,6 +5,7 @@ from dataclasses import replace
 from operator_attention_cases import block, block_with_anchor, causal, query, verify
 from operator_case import Case, Sizes
 from operator_selection_cases import importance, merge, merge_into_place, similarity, spatial, temporal, topk
+from operator_sparse_cases import antidiagonals, listed_blocks, means
 
 
 def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
@@ -17,4 +18,6 @@ def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
         found += [verify(s, 4, kept=True), verify(s, 16, tree=True)]
         found += [importance(s, reduce) for reduce in ("peak", "softmax", "dot")]
         found += [topk(s), merge_into_place(s)]
+        found += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
+        found += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
     return [*found, merge(sizes), temporal(sizes), spatial(sizes), similarity(sizes)]

@@ -14,18 +14,24 @@ installed and imported as ``apbv.kernels``. Each family of operators has four pa
 from .attention import segmented_attention, verify_attention
 from .backends import BackendError
 from .batch_attention import batch_decode_attention
+from .block_scores import antidiagonal_scores, block_means
+from .block_sparse import block_sparse_attention
 from .importance import kv_importance, select_topk
 from .merging import merge_states
-from .runs import BufferTable, PackedSequences, SequenceBuffers
+from .runs import BufferTable, ListedBlocks, PackedSequences, SequenceBuffers
 from .varlen_attention import varlen_attention
 from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 __all__ = [
     "BackendError",
     "BufferTable",
+    "ListedBlocks",
     "PackedSequences",
     "SequenceBuffers",
+    "antidiagonal_scores",
     "batch_decode_attention",
+    "block_means",
+    "block_sparse_attention",
     "kv_importance",
     "merge_states",
     "segmented_attention",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .runs import PackedSequences, Segment, SequenceBuffers
+from .runs import ListedBlocks, PackedSequences, Segment, SequenceBuffers
 
 
 def segmented_attention(
@@ -73,6 +73,47 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences
     parts = (states.transpose(0, 1)[None].split(sequences.lengths, dim=2) for states in (q, k, v))
     outs = [segmented_attention(q, [(k, v)], scale, False)[0] for q, k, v in zip(*parts, strict=True)]
     return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend under the mask of what every query sees of the listed blocks and of its own."""
+    tokens = torch.arange(q.shape[2], device=q.device)
+    rows, columns = tokens // blocks.query_block, tokens // blocks.key_block
+    own = rows[:, None] == rows
+    visible = (blocks.kept[:, :, rows][..., columns] | own) & (tokens <= tokens[:, None])
+    result, lse = _attend(q, k, v, scale, visible)
+    return out.copy_(result), lse
+
+
+def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
+    """Sum up the antidiagonals of every square of all scores, and the shares of every square of groups."""
+    pad = -q.shape[2] % stride
+    q, k = (functional.pad(states.double(), (0, 0, 0, pad)) for states in (q, k))
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * scale / stride
+    squares = scores.unflatten(3, (-1, stride)).unflatten(2, (-1, stride))  # [B, Hq, n, stride, n, stride]
+    sums = squares.flip(3).diagonal(dim1=3, dim2=5).sum(dim=-1)
+    later = torch.ones_like(sums[0, 0], dtype=torch.bool).triu(1)
+    shares = sums.masked_fill(later, float("-inf")).softmax(dim=-1)
+    cuts = range(0, shares.shape[2], block // stride)
+    rows = [shares[:, :, cut : cut + block // stride].mean(dim=2) for cut in cuts]
+    columns = [
+        torch.stack([row[..., cut : cut + block // stride].sum(dim=-1) for cut in cuts], -1) for row in rows
+    ]
+    return torch.stack(columns, dim=2).float()
+
+
+def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute the mean of every block, and that of the cosines of all pairs of its rows."""
+    states = states.double()
+    if center is not None:
+        states = states - center.double()[:, :, None]
+    blocks = states.split(block, dim=2)
+    units = [functional.normalize(rows, dim=-1) for rows in blocks]
+    means = torch.stack([rows.mean(dim=2) for rows in blocks], dim=2)
+    similarities = torch.stack([(unit @ unit.transpose(-1, -2)).mean(dim=(-2, -1)) for unit in units], dim=2)
+    return means.float(), similarities.float()
 
 
 def merge_states(

@@ -176,3 +176,65 @@ def in_rows(states: Tensor) -> Tensor:
 def alignment(element_size: int, strides: Iterable[int]) -> int:
     """Count the elements to which all rows are known to be aligned, at most as many as a load of 16 bytes has."""
     return gcd(16 // element_size, *strides)
+
+
+@dataclass(frozen=True, eq=False)
+class ListedBlocks:
+    """ListedBlocks say which keys each query of one causal sequence attends to, block by block, for every head.
+
+    The queries are cut into blocks of ``query_block`` rows, and the keys into blocks of ``key_block``, from the
+    first token on; the last block may be shorter. A query sees its own block of rows up to itself, whatever is
+    listed, and of the keys before that the blocks that are listed.
+
+    Attributes:
+        counts: int32 ``[B, Hq, nq]``, how many blocks are listed for each block of queries.
+        indices: int32 ``[B, Hq, nq, nk]``, ascending; those behind the counted ones mean nothing.
+        query_block: rows of a block of queries, a multiple of ``key_block``.
+        key_block: rows of a block of keys.
+    """
+
+    counts: Tensor
+    indices: Tensor
+    query_block: int
+    key_block: int
+
+    @classmethod
+    def of(cls, kept: Tensor, query_block: int, key_block: int) -> "ListedBlocks":
+        """List the blocks of a mask, without waiting for the device.
+
+        Args:
+            kept: bool ``[B, Hq, nq, nk]``. What it says of blocks that are not wholly before the queries is not
+                looked at.
+            query_block, key_block: see the class.
+
+        Raises:
+            ValueError: the blocks' rows are not powers of two of at least 16, or blocks of keys are longer.
+        """
+        # A kernel's tiles are powers of two: then a block is one tile, or several whole ones.
+        if any(rows < 16 or rows & (rows - 1) for rows in (query_block, key_block)) or key_block > query_block:
+            raise ValueError(
+                f"{query_block} queries and {key_block} keys are no blocks: not 16, 32, 64, …, or more keys"
+            )
+        rows, columns = (torch.arange(n, device=kept.device) for n in kept.shape[2:])
+        kept = kept & (columns < rows[:, None] * (query_block // key_block))
+        places = kept.cumsum(dim=-1, dtype=torch.int32)
+        # Blocks that are not kept are written to one more place, which is then cut off.
+        targets = torch.where(kept, places - 1, len(columns)).long()
+        indices = places.new_zeros(*kept.shape[:3], len(columns) + 1)
+        indices.scatter_(3, targets, columns.int().expand_as(targets))
+        return cls(kept.sum(dim=-1, dtype=torch.int32), indices[..., :-1].contiguous(), query_block, key_block)
+
+    @property
+    def kept(self) -> Tensor:
+        """The mask of the listed blocks, bool ``[B, Hq, nq, nk]``; none is on the diagonal or behind it."""
+        is_listed = torch.arange(self.indices.shape[3], device=self.indices.device) < self.counts[..., None]
+        kept = torch.zeros_like(is_listed)
+        # Of equal places the listed one must win: what is not listed is added as nothing.
+        return kept.int().scatter_add_(3, self.indices.long(), is_listed.int()).bool()
+
+    def num_scores(self, num_tokens: int) -> Tensor:
+        """Count the scores of queries and keys that are computed for so many tokens, in fp64 on the device."""
+        last = torch.arange(self.counts.shape[2], device=self.counts.device) == self.counts.shape[2] - 1
+        short = num_tokens - self.query_block * (self.counts.shape[2] - 1)
+        rows = torch.where(last, short, self.query_block).double()
+        return (self.counts * self.key_block * rows + rows * (rows + 1) / 2).sum()

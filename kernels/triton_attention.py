@@ -35,7 +35,7 @@ class Blocks:
     num_stages: int
 
 
-def _blocks(rows: int, dim: int, element_size: int, device: torch.device) -> Blocks:
+def long_blocks(rows: int, dim: int, element_size: int, device: torch.device) -> Blocks:
     """Choose tiles for long queries, as large as registers and shared memory allow; see docs/kernels.md."""
     dim = max(16, triton.next_power_of_2(dim))
     generation, shared = _generation(device)
@@ -104,7 +104,7 @@ def segmented_attention(
     last = Run.of(*segments[-1]) if has_last else Run.of(q[:, :, :0], q[:, :, :0])
     num_past = sum(run.num_rows for run in runs)
 
-    block = _blocks(queries * group, dim, q.element_size(), q.device)
+    block = long_blocks(queries * group, dim, q.element_size(), q.device)
     tiles = sum(triton.cdiv(rows * group, block.rows) for rows in (rows_alone, queries - rows_alone))
     splits, keys_per_split = _splits(tiles * batch * kv_heads, num_past + last.num_rows, block.keys, q.device)
     out = empty_output(q) if out is None else out

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from .. import kernels
 from ..hosts import HostGroup
-from ..kernels import BackendError, PackedSequences, SequenceBuffers, reference, torch_varlen_attention
+from ..kernels import (
+    BackendError,
+    ListedBlocks,
+    PackedSequences,
+    SequenceBuffers,
+    reference,
+    torch_varlen_attention,
+)
 from .backends import BACKENDS, DTYPES, dtype_name, obstacle
 from .checks import Check, CheckFailed, CheckSkipped, Finding
 
@@ -222,6 +229,33 @@ def _varlen(draw: Draw) -> list[Problem]:
     return [Problem("varlen_attention", "windows", (q, k, v, sequences, _TOWER_HEAD_DIM**-0.5), units=(None,))]
 
 
+def _block_sparse(draw: Draw) -> list[Problem]:
+    """Make tokens whose heads list other blocks; the last block is a short one."""
+    q, (k, v) = draw.queries(333), draw.keys_and_values(333)
+    kept = draw(1, _HEADS, 3, 6, dtype=torch.float32) > 0
+    operands = q, k, v, ListedBlocks.of(kept, 128, 64), _SCALE
+    units = (None, _IN_FP32 if draw.dtype == torch.float32 else 8 * _IN_FP32)
+    # The definition fills what it is given.
+    given = {"out": draw.queries(333).fill_(torch.nan)}
+    return [Problem("block_sparse_attention", "listed blocks", operands, given, units)]
+
+
+def _antidiagonals(draw: Draw) -> list[Problem]:
+    q, (k, _) = draw.queries(333), draw.keys_and_values(333)
+    return [
+        Problem("antidiagonal_scores", f"a stride of {stride}", (q, k, _SCALE, stride, 128)) for stride in (8, 16)
+    ]
+
+
+def _block_means(draw: Draw) -> list[Problem]:
+    k, _ = draw.keys_and_values(333)
+    center = k.float().mean(dim=2)
+    return [
+        Problem("block_means", "blocks", (k, 64), {"center": each}, (_IN_FP32, _IN_FP32))
+        for each in (None, center)
+    ]
+
+
 def _merge(draw: Draw) -> list[Problem]:
     """Make partial results of several hosts, of which one saw nothing."""
     outs, lses = draw(5, 1, _HEADS, 33, _HEAD_DIM), draw(5, 1, _HEADS, 33, dtype=torch.float32)
@@ -264,6 +298,9 @@ PROBLEMS: dict[str, Callable[[Draw], list[Problem]]] = {
     "verify_attention": _verify,
     "batch_decode_attention": _batch,
     "varlen_attention": _varlen,
+    "block_sparse_attention": _block_sparse,
+    "antidiagonal_scores": _antidiagonals,
+    "block_means": _block_means,
     "merge_states": _merge,
     "kv_importance": _importance,
     "select_topk": _select,

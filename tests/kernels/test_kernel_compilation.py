@@ -34,7 +34,7 @@ def of_case(kernels, *words):
     found = [
         kernel
         for kernel in kernels
-        if kernel["kernel"] in ("segments_kernel", "verify_kernel")
+        if kernel["kernel"] in ("segments_kernel", "verify_kernel", "block_sparse_kernel")
         and all(word in kernel["case"] for word in words)
     ]
     assert found
@@ -84,6 +84,6 @@ def test_rows_are_loaded_by_16_bytes(kernels):
 def test_attention_is_pipelined_on_tensor_cores(kernels):
     for kernel in of_case(kernels):
         assert kernel["cp_async"], kernel
-    for kernel in of_case(kernels, "prefill, D="):
+    for kernel in [*of_case(kernels, "prefill, D="), *of_case(kernels, "listed blocks")]:
         assert kernel["wgmma"] == (kernel["capability"] == 90), kernel
         assert kernel["tcgen05"] == (kernel["capability"] == 100), kernel

@@ -1,16 +1,34 @@
 """This package holds the prefill methods, each a layout and an attention that is called in every layer."""
 
+from ...config import PrefillConfig
 from .apb import ApbMethod
 from .apbv import ApbvMethod
 from .base import PrefillMethod
 from .full import FullMethod
+from .sparse import SpargeAttnMethod, XAttentionMethod
 from .star import StarMethod
 from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod
 
 METHODS: dict[str, type[PrefillMethod]] = {
     method.name: method
-    for method in (FullMethod, ZigzagRingMethod, UlyssesMethod, StarMethod, ApbMethod, ApbvMethod)
+    for method in (
+        FullMethod,
+        XAttentionMethod,
+        SpargeAttnMethod,
+        ZigzagRingMethod,
+        UlyssesMethod,
+        StarMethod,
+        ApbMethod,
+        ApbvMethod,
+    )
 }
 
-__all__ = ["METHODS", "PrefillMethod"]
+
+def method_alone(config: PrefillConfig) -> type[PrefillMethod]:
+    """Return the method by which host 0 computes a prompt alone; with sparse attention the one of its name."""
+    sparse = config.sparse_attention
+    return METHODS["full" if sparse is None else sparse.method]
+
+
+__all__ = ["METHODS", "PrefillMethod", "method_alone"]

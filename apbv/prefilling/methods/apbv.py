@@ -1,7 +1,8 @@
 """This module computes APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
 
 Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h holds
-[A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag.
+[A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag. With ``anchor_query`` A is a copy of prefix, question
+and start of the context, as in APB, which is dropped after the prefill.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ...hosts import Exchange, HostGroup
 from ...kernels import select_topk
 from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
-from ...layout import ContextLayout, offsets_within, plan_layout
+from ...layout import ContextLayout, places_of, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
 from .base import PrefillMethod, State
 from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
@@ -31,10 +32,10 @@ class ApbvMethod(PrefillMethod):
         super().__init__(layout, hosts, config)
         self.separate_query = not config.fused_query
         self._importance = IMPORTANCE[config.importance]
-        anchor, *blocks, query = offsets_within(layout.local_spans(hosts.rank), layout.local_spans(hosts.rank))
-        self._anchor = anchor
-        self._blocks = dict(zip(layout.virtual_hosts(hosts.rank), blocks, strict=True))
-        self._query = query
+        blocks = layout.virtual_hosts(hosts.rank)
+        self._anchor = range(layout.anchor_len)
+        *places, self._query = places_of(layout.local_spans(hosts.rank))[-1 - len(blocks) :]
+        self._blocks = dict(zip(blocks, places, strict=True))
         # The lse that ranks a block's keys is that of the query's attention to it, which is wanted anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
@@ -42,15 +43,18 @@ class ApbvMethod(PrefillMethod):
     def plan(
         num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
     ) -> ContextLayout:
-        return plan_layout(
+        layout = plan_layout(
             num_hosts=num_hosts,
             num_tokens=num_tokens,
             context_start=context_start,
             query_start=query_start,
-            anchor_len=config.anchor_len,
+            anchor_len=0 if config.anchor_query else config.anchor_len,
             passing_len=config.passing_len,
             zigzag=config.zigzag,
         )
+        if not config.anchor_query:
+            return layout
+        return with_question_in_anchor(layout, context_start, config.anchor_len)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
         states, out = _States(q, k, v, scale), empty_output(q)
@@ -58,23 +62,51 @@ class ApbvMethod(PrefillMethod):
         seen: dict[int, State] = {}
         sent = [self._start_passing(block, states, seen) for block in self._blocks]
         finish_query = self._start_query(states, seen, _rows(out, self._query))
-        first, *others = self._blocks
-        self._attend_first(first, states, sent, out)
-        for block in others:
-            rows = self._blocks[block]
-            segments = [states.pair(self._anchor), *self._passing_segments(block, sent), states.pair(rows)]
-            self.attend(_rows(q, rows), segments, scale, causal_last=True, out=_rows(out, rows))
+        if self.blocks is None:
+            self._attend_densely(states, sent, out)
+        else:
+            self._attend_sparsely(states, sent, out)
         for exchange in filter(None, sent):
             exchange.wait()  # also for what nobody here needs: its buffers must not be freed while it is written
         finish_query()
         return out
 
+    def _attend_densely(self, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
+        """Attend to the anchor, and from every block to the anchor, the passing block and itself."""
+        first, *others = self._blocks
+        self._attend_first(first, states, sent, out)
+        for block in others:
+            rows = self._blocks[block]
+            segments = [states.pair(self._anchor), *self._passing_segments(block, sent), states.pair(rows)]
+            self.attend(_rows(states.q, rows), segments, states.scale, causal_last=True, out=_rows(out, rows))
+
+    def _attend_sparsely(self, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
+        """Attend as densely to the anchor and the passing blocks, but to chosen parts of each block itself."""
+        q_anchor, target = (_rows(x, self._anchor) for x in (states.q, out))
+        self.attend(q_anchor, [states.pair(self._anchor)], states.scale, causal_last=True, out=target)
+        for block, rows in self._blocks.items():
+            if not len(rows):  # with Star Attention host 0's block is the anchor
+                continue
+            q = _rows(states.q, rows)
+            # What is chosen is computed while the passing block travels.
+            own = self.attend_within(q, states.pair(rows), states.scale)
+            sees_anchor = block > 0 or not self.layout.anchor_copy  # which no block that begins the prompt sees
+            segments = [states.pair(self._anchor if sees_anchor else range(0))]
+            segments += self._passing_segments(block, sent)
+            others = self.attend(q, segments, states.scale, causal_last=False)
+            self.merge([own, others], _rows(out, rows))
+
     def _attend_first(self, block: int, states: "_States", sent: list[Exchange | None], out: Tensor) -> None:
         """Attend to this host's first block, and to the anchor, whose rows come right before it: one triangle.
 
         The triangle is computed while the passing block travels, whether or not that has arrived by then: what is
-        computed must not depend on how fast it travels.
+        computed must not depend on how fast it travels. A block that begins the prompt sees no copy of its start.
         """
+        if block == 0 and self.layout.anchor_copy:
+            for rows in (self._anchor, self._blocks[block]):
+                q, own = _rows(states.q, rows), [states.pair(rows)]
+                self.attend(q, own, states.scale, causal_last=True, out=_rows(out, rows))
+            return
         rows = range(self._anchor.start, self._anchor.stop + len(self._blocks[block]))
         q, own, target = _rows(states.q, rows), states.pair(rows), _rows(out, rows)
         if block > 0 and self.layout.max_passed > 0 and self.config.overlap:

@@ -11,6 +11,7 @@ from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
 from ...kernels.runs import Segment
 from ...layout import ContextLayout
+from .block_attention import BlockAttention
 
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
 
@@ -20,7 +21,9 @@ class PrefillMethod(ABC):
 
     Attributes:
         name: its name in the config and on the command line.
-        is_exact: whether it computes full attention.
+        is_exact: whether it computes full attention, where no blocks of attention are left out.
+        splits: whether hosts share a prompt; else host 0 computes it.
+        blocks: computes chosen blocks of attention, as the config says; None where attention is dense.
         separate_query: whether the query runs in a second forward pass, after the context's.
         passes_on: whether context blocks pass KV pairs on to other hosts.
         on_passed: called in every layer for each of this host's blocks, with the block's number and the rows that
@@ -30,6 +33,7 @@ class PrefillMethod(ABC):
 
     name: ClassVar[str]
     is_exact: ClassVar[bool] = False
+    splits: ClassVar[bool] = True
     passes_on: ClassVar[bool] = False
     separate_query: bool = False
     on_passed: Callable[[int, Tensor], None] | None = None
@@ -38,12 +42,16 @@ class PrefillMethod(ABC):
         self.layout = layout
         self.hosts = hosts
         self.config = config
+        sparse = config.sparse_attention
+        is_dense = sparse is None or sparse.computes_all
+        self.blocks = None if is_dense else BlockAttention(sparse, config.backend)
 
     @property
     def gives_exact_kv(self) -> bool:
-        """Whether this prompt's KV is that of full attention."""
+        """Whether this prompt's KV is that of full attention, which a copy in front of blocks changes."""
         blocks = max(map(len, self.layout.blocks), default=0)
-        return self.is_exact or (self.passes_on and self.layout.passing_len >= blocks)
+        passes_all = self.passes_on and self.layout.passing_len >= blocks
+        return self.blocks is None and (self.is_exact or (passes_all and not self.layout.anchor_copy))
 
     def attend(
         self,
@@ -58,6 +66,12 @@ class PrefillMethod(ABC):
         """Call :func:`apbv.kernels.segmented_attention` with the configured back end."""
         options = {"rows_alone": rows_alone, "out": out, "backend": self.config.backend}
         return segmented_attention(q, segments, scale, causal_last, **options)
+
+    def attend_within(self, q: Tensor, own: Segment, scale: float, out: Tensor | None = None) -> State:
+        """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
+        if self.blocks is None:
+            return self.attend(q, [own], scale, causal_last=True, out=out)
+        return self.blocks(q, *own, scale, out=out)
 
     def merge(self, states: Sequence[State], out: Tensor) -> State:
         """Call :func:`apbv.kernels.merge_states` with the configured back end."""

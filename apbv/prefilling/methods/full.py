@@ -11,6 +11,7 @@ class FullMethod(PrefillMethod):
     """In full attention host 0 computes the whole prompt."""
 
     name = "full"
+    splits = False
     is_exact = True
 
     @staticmethod
@@ -20,4 +21,4 @@ class FullMethod(PrefillMethod):
         return single_host_layout(num_hosts, num_tokens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
-        return self.attend(q, [(k, v)], scale, causal_last=True)[0]
+        return self.attend_within(q, (k, v), scale)[0]

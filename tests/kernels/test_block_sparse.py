@@ -1,0 +1,242 @@
+"""Block-sparse attention and the scores of blocks: every back end against plain loops in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from apbv.kernels import ListedBlocks, antidiagonal_scores, block_means, block_sparse_attention, reference
+
+from attention_cases import (
+    LSE_TOLERANCE,
+    OUT_TOLERANCE,
+    assert_lse_close,
+    assert_out_close,
+    sliced_rows,
+    transposed,
+)
+from device import DEVICE, TRITON_DTYPES
+
+backends = pytest.mark.parametrize("backend", ["torch", "triton"])
+dtypes = pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+HEADS, KV_HEADS = 4, 2
+
+
+def states(tokens, dim, dtype=torch.float64, seed=0):
+    """q, k and v as projections leave them."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, tokens, dim) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [transposed(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+
+
+def masked(tokens, query_block, key_block, density, seed=0):
+    """Any blocks, those on and behind the diagonal included, of which nothing must depend."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, HEADS, -(-tokens // query_block), -(-tokens // key_block))
+    return (torch.rand(shape, generator=generator) < density).to(DEVICE)
+
+
+def token_by_token(q, k, v, kept, scale, query_block, key_block):
+    """Attention of each query to the keys that it sees, one after the other."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
+    for head in range(q.shape[1]):
+        of_kv = head // (q.shape[1] // k.shape[1])
+        for i in range(q.shape[2]):
+            block = i // query_block
+            seen = [
+                j for j in range(i + 1) if j // query_block == block or kept[0, head, block, j // key_block].item()
+            ]
+            scores = k[0, of_kv, seen] @ q[0, head, i] * scale
+            lse[0, head, i] = scores.logsumexp(dim=0)
+            out[0, head, i] = scores.softmax(dim=0) @ v[0, of_kv, seen]
+    return out.to(DEVICE), lse.to(DEVICE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("tokens", "blocks"), [(1, (32, 32)), (63, (32, 16)), (96, (32, 32)), (150, (64, 32))], ids=str
+)
+def test_each_query_sees_its_block_and_the_listed_ones(backend, tokens, blocks):
+    q, k, v = states(tokens, 16, torch.float32)
+    kept = masked(tokens, *blocks, 0.4)
+    exact_out, exact_lse = token_by_token(q, k, v, kept, 0.3, *blocks)
+    out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(kept, *blocks), 0.3, backend=backend)
+    assert out.dtype == lse.dtype == torch.float32
+    assert_out_close(out, exact_out, OUT_TOLERANCE[torch.float32])
+    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[torch.float32])
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("tokens", [129, 256, 300])
+@pytest.mark.parametrize("blocks", [(128, 128), (128, 64), (64, 16), (256, 32)], ids=str)
+@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
+@pytest.mark.pairwise
+def test_block_sparse_attention(backend, dtype, dim, tokens, blocks, density):
+    q, k, v = (sliced_rows(x) for x in states(tokens, dim, dtype))
+    listed = ListedBlocks.of(masked(tokens, *blocks, density), *blocks)
+    exact, exact_lse = reference.block_sparse_attention(
+        *(x.double() for x in (q, k, v)), listed, dim**-0.5, out=torch.empty_like(q, dtype=torch.float64)
+    )
+    given = transposed(torch.full_like(q, math.nan))
+    for out in (None, given):
+        result, lse = block_sparse_attention(q, k, v, listed, dim**-0.5, out=out, backend=backend)
+        assert out is None or result.data_ptr() == out.data_ptr()
+        assert_out_close(result, exact, OUT_TOLERANCE[dtype])
+        assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
+
+
+@backends
+def test_heads_of_several_sequences_have_lists_of_their_own(backend):
+    parts = [states(70, 16, torch.float32, seed) for seed in range(2)]
+    kept = [masked(70, 32, 16, 0.4, seed) for seed in range(2)]
+    q, k, v = (torch.cat(each) for each in zip(*parts, strict=True))
+    together = block_sparse_attention(q, k, v, ListedBlocks.of(torch.cat(kept), 32, 16), 0.3, backend=backend)
+    for i, part in enumerate(parts):
+        alone = block_sparse_attention(*part, ListedBlocks.of(kept[i], 32, 16), 0.3, backend=backend)
+        for ours, its in zip(together, alone, strict=True):
+            torch.testing.assert_close(ours[i : i + 1], its)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@backends
+def test_what_is_not_listed_is_not_read(backend):
+    """Nothing but its own queries sees the second block, so that others stay free of what it holds."""
+    q, k, v = states(160, 16, torch.float32)
+    k[:, :, 32:64], v[:, :, 32:64] = math.nan, math.nan
+    kept = torch.ones(1, HEADS, 5, 5, dtype=torch.bool, device=DEVICE)
+    kept[..., 1] = False
+    out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(kept, 32, 32), 0.3, backend=backend)
+    for result in (out, lse):
+        others = torch.cat([result[:, :, :32], result[:, :, 64:]], dim=2)
+        assert others.isfinite().all() and result[:, :, 32:64].isnan().all()
+
+
+def test_lists_hold_what_a_mask_keeps_before_the_diagonal():
+    kept = masked(300, 64, 32, 0.5)
+    listed = ListedBlocks.of(kept, 64, 32)
+    for head in range(HEADS):
+        for row in range(5):
+            places = [c for c in range(10) if kept[0, head, row, c] and c < 2 * row]
+            count = listed.counts[0, head, row].item()
+            assert listed.indices[0, head, row, :count].tolist() == places
+            assert listed.kept[0, head, row].nonzero().flatten().tolist() == places
+    # 300 tokens are four blocks of 64 queries, and one of 44.
+    earlier = listed.kept.repeat_interleave(64, dim=2).repeat_interleave(32, dim=3)[:, :, :300, :300].sum()
+    own = HEADS * (4 * 64 * 65 // 2 + 44 * 45 // 2)
+    assert listed.num_scores(300) == earlier + own
+
+
+def antidiagonals_by_hand(q, k, scale, stride, block):
+    """XAttention's Algorithm 1, a pair of tokens at a time."""
+    q, k = q.double().cpu(), k.double().cpu()
+    tokens = q.shape[2]
+    groups, of_block = -(-tokens // stride), block // stride
+    blocks = -(-tokens // block)
+    result = torch.zeros(1, q.shape[1], blocks, blocks, dtype=torch.float64)
+    for head in range(q.shape[1]):
+        keys = k[0, head // (q.shape[1] // k.shape[1])]
+        for i in range(groups):
+            sums = torch.zeros(i + 1, dtype=torch.float64)
+            for j in range(i + 1):
+                for step in range(stride):
+                    query, key = (i + 1) * stride - 1 - step, j * stride + step
+                    if query < tokens and key < tokens:
+                        sums[j] += q[0, head, query] @ keys[key]
+            of_its_block = min(of_block, groups - i // of_block * of_block)
+            for j, share in enumerate((sums * scale / stride).softmax(dim=0)):
+                result[0, head, i // of_block, j // of_block] += share / of_its_block
+    return result.to(DEVICE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize(
+    ("tokens", "stride", "block"), [(1, 4, 8), (32, 8, 16), (37, 4, 8), (41, 3, 12), (29, 1, 8)]
+)
+def test_antidiagonals_are_those_of_the_paper(backend, tokens, stride, block):
+    q, k, _ = states(tokens, 16, torch.float32)
+    scores = antidiagonal_scores(q, k, 0.5, stride, block, backend=backend)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(
+        scores.double(), antidiagonals_by_hand(q, k, 0.5, stride, block), rtol=1e-5, atol=1e-6
+    )
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize(
+    ("tokens", "stride", "block"), [(500, 8, 128), (515, 16, 64), (150, 1, 128), (420, 4, 32)]
+)
+@pytest.mark.pairwise
+def test_antidiagonal_scores(backend, dtype, dim, tokens, stride, block):
+    q, k = (sliced_rows(x) for x in states(tokens, dim, dtype)[:2])
+    exact = reference.antidiagonal_scores(q, k, 3 * dim**-0.5, stride, block)
+    scores = antidiagonal_scores(q, k, 3 * dim**-0.5, stride, block, backend=backend)
+    torch.testing.assert_close(scores, exact, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(scores.sum(dim=-1), torch.ones_like(scores[..., 0]), rtol=1e-5, atol=0)
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("is_centered", [False, True])
+@pytest.mark.parametrize(("tokens", "dim", "block"), [(1, 16, 64), (64, 80, 64), (200, 128, 64), (301, 33, 128)])
+@pytest.mark.pairwise
+def test_block_means(backend, dtype, is_centered, tokens, dim, block):
+    rows = states(tokens, dim, dtype)[1] + torch.randn(dim, device=DEVICE).to(dtype)
+    rows[:, :, tokens // 2] = 0
+    rows = sliced_rows(rows)
+    center = rows.float().mean(dim=2) if is_centered else None
+    means, similarities = block_means(rows, block, center=center, backend=backend)
+    exact = reference.block_means(rows, block, center=center)
+    for ours, its in zip((means, similarities), exact, strict=True):
+        torch.testing.assert_close(ours, its, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+def test_similarity_is_the_mean_cosine_of_all_pairs(backend):
+    rows = states(70, 16, torch.float32)[1]
+    rows[:, :, 5] = 0  # similar to nothing, not even to itself
+    center = torch.full((1, KV_HEADS, 16), 0.1, device=DEVICE)
+    means, similarities = block_means(rows, 32, center=center, backend=backend)
+    for head in range(KV_HEADS):
+        for block, first in enumerate(range(0, 70, 32)):
+            moved = (rows[0, head, first : first + 32] - center[0, head]).double()
+            cosines = [torch.nn.functional.cosine_similarity(a, b, dim=0) for a in moved for b in moved]
+            torch.testing.assert_close(means[0, head, block].double(), moved.mean(dim=0), rtol=1e-5, atol=1e-6)
+            expected = torch.stack(cosines).mean()
+            torch.testing.assert_close(similarities[0, head, block].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k, b: block_sparse_attention(q, k[:, :, 1:], k[:, :, 1:], b, 1.0), "of the same tokens"),
+        (lambda q, k, b: block_sparse_attention(q[:, :3], k, k, b, 1.0), "3 query heads are not a multiple of 2"),
+        (
+            lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, out=q[:, :2]),
+            r"out is of shape \[1, 2, 40, 16\]",
+        ),
+        (lambda q, k, b: block_sparse_attention(q[:, :2], k, k, b, 1.0), r"lists of shape \[1, 2, 2, 3\], not"),
+        (lambda q, k, b: ListedBlocks.of(b.kept, 16, 32), "16 queries and 32 keys are no blocks"),
+        (lambda q, k, b: ListedBlocks.of(b.kept, 48, 16), "48 queries and 16 keys are no blocks"),
+        (lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32), "a stride of 3 does not divide a block of 32"),
+        (lambda q, k, b: antidiagonal_scores(q, k[:, :, 1:], 1.0, 4, 32), "not of the same tokens"),
+        (lambda q, k, b: block_means(k, 0), "at least one row, not 0"),
+        (lambda q, k, b: block_means(k, 8, center=k[:, :, :1]), r"center \[1, 2, 1, 16\] does not fit"),
+    ],
+)
+def test_shapes_must_fit(call, message):
+    q, k, _ = states(40, 16)
+    with pytest.raises(ValueError, match=message):
+        call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
+
+
+def test_no_tokens():
+    q, k, v = states(0, 16)
+    out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(masked(0, 32, 32, 1), 32, 32), 1.0)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert antidiagonal_scores(q, k, 1.0, 4, 32).shape == (1, HEADS, 0, 0)
+    assert [x.shape for x in block_means(k, 32)] == [(1, KV_HEADS, 0, 16), (1, KV_HEADS, 0)]
