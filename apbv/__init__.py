@@ -4,7 +4,16 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig, VideoConfig
+from .config import (
+    DecodeConfig,
+    PrefillConfig,
+    ReduceConfig,
+    ReuseConfig,
+    SamplingConfig,
+    SparseConfig,
+    SpeculativeConfig,
+    VideoConfig,
+)
 from .torchvision_guard import ensure_torchvision_imports
 
 if TYPE_CHECKING:
@@ -31,9 +40,11 @@ __all__ = [
     "Plan",
     "PrefillConfig",
     "PrefillResult",
+    "ReduceConfig",
     "RequestCancelled",
     "ReuseConfig",
     "SamplingConfig",
+    "SparseConfig",
     "SpeculativeConfig",
     "StorageError",
     "VideoConfig",

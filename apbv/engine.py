@@ -23,6 +23,8 @@ from .model.defaults import default_max_new_tokens, default_num_frames
 from .model.loading import load_model, read_config
 from .model.parts import ModelParts, require_supported
 from .prefilling.prefiller import Prefiller
+from .prefilling.reduction.early import require_usable
+from .prefilling.reduction.late import require_layers
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .speculate import Autoregressive, Captioner, Drafting
@@ -80,6 +82,7 @@ class Engine:
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
         models = drafting.inspect_models(model, draft, config, decode)
+        require_usable(config.reduce, models.reading.family, reuse)
         if reuse is not None and reuse.mode == "kv" and drafting.watches_prefill(models):
             raise ValueError(
                 f"{speculate.strategy} watches the prefill of the whole prompt: it works with reuse='exact' only"
@@ -141,7 +144,9 @@ class Engine:
         drafting = Drafting(speculate, hosts, captioner)
         with hosts.local_stage("reading the settings"):  # refuse what can be refused before weights are loaded
             draft_model = drafting.find_model(config, is_demo)
-            require_supported(read_config(path))
+            described = read_config(path)
+            require_usable(config.reduce, require_supported(described), reuse)
+            require_layers(config.reduce, described.get_text_config().num_hidden_layers)
             require_backend(config.video.backend)
         # Members of a host exchange data while transformers loads the model's shares.
         stage = hosts.collective_stage if hosts.tensor_parallel_size > 1 else hosts.local_stage
@@ -183,25 +188,31 @@ class Engine:
         self,
         prompt: str | None = None,
         *,
-        video: str | Path | None = None,
-        images: Sequence[Any] | None = None,
+        video: str | Path | Sequence[str | Path] | None = None,
+        images: Any | Sequence[Any] | None = None,
         context: str | None = None,
         messages: Sequence[dict] | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
+        audio: str | Path | Sequence[str | Path] | None = None,
+        audio_in_video: bool | None = None,
         positions: str = "transformers",
     ) -> PrefillResult:
-        """Prefill a question about at most one source.
+        """Prefill a question about videos, images and sounds, or about a text.
 
         Args:
             prompt: the question.
-            video: a video file; each host decodes and encodes only its share of the sampled frames.
-            images: image files or PIL images.
+            video: a video file, or several, in the prompt in this order; each host decodes and encodes only its
+                share of the sampled frames and images.
+            images: an image file or a PIL image, or several; behind the videos.
             context: a long text; it is split over the hosts, the question is the query block.
-            messages: a chat in transformers' format, instead of all these.
-            num_frames: how many frames are sampled, evenly; with ``fps`` the largest number. By default
-                :attr:`num_frames`.
+            messages: a chat in transformers' format, instead of all these; with videos and images in any order.
+            num_frames: how many frames of each video are sampled, evenly; with ``fps`` the largest number. By
+                default :attr:`num_frames`.
             fps: sample at this rate instead.
+            audio: an audio file, or several, for models that hear; behind the images.
+            audio_in_video: whether videos are heard, too, their sound among their frames; None: where the model
+                hears and they have any.
             positions: ``"vllm"`` where vLLM is to continue (see :meth:`apbv.ModelInputs.at_vllm_positions`).
 
         Raises:
@@ -210,7 +221,8 @@ class Engine:
         """
         if self.model is None:
             raise ValueError("a draft host does not prefill; call this on the target's hosts")
-        question = Question(prompt, video, images, context, messages, num_frames, fps)
+        sound = {"audio": audio, "audio_in_video": audio_in_video}
+        question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(question, StageTimer(self.hosts), positions)
         with closing(self._prefiller.read(request)) as read:
             return self._prefiller.run(read)
@@ -219,12 +231,14 @@ class Engine:
         self,
         prompt: str | None = None,
         *,
-        video: str | Path | None = None,
-        images: Sequence[Any] | None = None,
+        video: str | Path | Sequence[str | Path] | None = None,
+        images: Any | Sequence[Any] | None = None,
         context: str | None = None,
         messages: Sequence[dict] | None = None,
         num_frames: int | None = None,
         fps: float | None = None,
+        audio: str | Path | Sequence[str | Path] | None = None,
+        audio_in_video: bool | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -235,7 +249,7 @@ class Engine:
         stop: Callable[[Sequence[int]], bool] | None = None,
         timeline: bool = False,
     ) -> GenerateResult:
-        """Answer a question; the arguments up to ``fps`` are those of :meth:`prefill`.
+        """Answer a question; the arguments up to ``audio_in_video`` are those of :meth:`prefill`.
 
         Args:
             max_new_tokens: the largest number of tokens, the end token included. By default
@@ -249,8 +263,8 @@ class Engine:
             on_stage: called on every host as a stage begins, with its name in :data:`apbv.stats.STAGES`; a stage
                 may come again.
             on_progress: called on every host with a stage, how much of it is done there, and of how much:
-                ``"decode_video"`` counts frames, ``"encode"`` temporal patches. Neither this nor ``on_stage`` is
-                always called in the caller's thread, but never while the other is.
+                ``"decode_video"`` counts frames and images, ``"encode"`` temporal patches. Neither this nor
+                ``on_stage`` is always called in the caller's thread, but never while the other is.
             stop: called on host 0 after each token with all tokens so far; true ends the answer there. Also called
                 before and after the prompt is read, with no tokens; true then cancels the request. Give it on
                 every host, or on none.
@@ -265,7 +279,8 @@ class Engine:
         """
         with self.hosts.local_stage("reading the settings"):
             sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
-        question = Question(prompt, video, images, context, messages, num_frames, fps)
+        sound = {"audio": audio, "audio_in_video": audio_in_video}
+        question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(
             question,
             StageTimer(self.hosts, on_stage, on_progress),
@@ -289,7 +304,7 @@ class Engine:
                 return self._reporter.drafted(read, session.answer(None))
             state = self._prefiller.run(read, session.observer)
             answered = session.answer(state)
-        return self._reporter.answered(read.request, state, answered, timeline, read.video)
+        return self._reporter.answered(read.request, state, answered, timeline, read.videos)
 
     def decode(
         self,
@@ -337,7 +352,13 @@ class Engine:
 
         It is for KV that goes elsewhere: it has no draft, and does not reuse KV, which a former question may have
         shaped, but embeddings it does.
+
+        Raises:
+            ValueError: visual tokens are left out of prompts, which a consumer would read whole.
         """
+        if self.prefill_config.reduce is not None:
+            method = self.prefill_config.reduce.method
+            raise ValueError(f"the KV of prompts that {method} has shortened cannot be handed over")
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
         engine._prefiller = self._prefiller.without_draft(engine.prefill_config)

@@ -7,8 +7,8 @@ import torch
 
 from .decode.answer import finish_reason
 from .hosts import HostGroup
-from .input.model_inputs import ModelInputs
 from .input.request import Request
+from .input.skeleton import SampledVideo
 from .input.video import VideoInfo
 from .model.parts import ModelParts
 from .prefilling.prefiller import ReadRequest
@@ -29,10 +29,9 @@ class GenerateResult:
         token_ids: the generated tokens, the end token included.
         finish_reason: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``.
         stats: the request's figures; the fields of ``launch/infer.py --json``.
-        frames: the numbers of the sampled frames of a video, ascending; else None.
-        kept: which of a video's tokens the draft saw, bool ``[T, h, w]`` with T frames as the model merges them;
-            None where that is not known.
-        video: the video that was asked about, as it was probed; None where there is none.
+        videos: the videos that were asked about, as they were probed, with the numbers of their sampled frames.
+        kept: which tokens of a prompt's only video the draft saw, bool ``[T, h, w]`` with T frames as the model
+            merges them; None where that is not known.
         timeline: if asked for, spans by host name, for :func:`apbv.timeline.write_timeline`; only host 0 has those
             of a draft host.
     """
@@ -41,10 +40,19 @@ class GenerateResult:
     token_ids: list[int]
     stats: dict[str, Any]
     finish_reason: str
-    frames: tuple[int, ...] | None = None
+    videos: tuple[SampledVideo, ...] = ()
     kept: torch.Tensor | None = None
-    video: VideoInfo | None = None
     timeline: dict[str, list[Span]] | None = None
+
+    @property
+    def video(self) -> VideoInfo | None:
+        """The only video that was asked about; None where there is none, or another one."""
+        return self.videos[0].info if len(self.videos) == 1 else None
+
+    @property
+    def frames(self) -> tuple[int, ...] | None:
+        """The numbers of the sampled frames of the only video, ascending; None as of :attr:`video`."""
+        return self.videos[0].frames if len(self.videos) == 1 else None
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
@@ -71,21 +79,21 @@ class Reporter:
         state: PrefillResult,
         answered: Answered,
         timeline: bool = False,
-        video: VideoInfo | None = None,
+        videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
         """Return the result of a request that was prefilled and decoded here."""
         spans = self._timeline(state.timer, answered) if timeline else None
         text = self._text(answered)
         record = self._record(request, state, answered, text)
-        reason, frames = self._finish_reason(request, answered), _sampled_frames(state.inputs)
-        return GenerateResult(text, answered.tokens, record, reason, frames, answered.kept, video, spans)
+        reason = self._finish_reason(request, answered)
+        return GenerateResult(text, answered.tokens, record, reason, videos, answered.kept, spans)
 
     def drafted(self, read: ReadRequest, answered: Answered) -> GenerateResult:
         """Return the result of a request for which this host drafted; the figures are the draft host's own."""
         text, tokens = self._text(answered), answered.tokens
         record = {"token_ids": tokens, "text": text, **answered.figures, **read.request.timer.summary(len(tokens))}
-        reason, frames = self._finish_reason(read.request, answered), _sampled_frames(read.inputs)
-        return GenerateResult(text, tokens, record, reason, frames, answered.kept, read.video)
+        reason = self._finish_reason(read.request, answered)
+        return GenerateResult(text, tokens, record, reason, read.videos, answered.kept)
 
     def _text(self, answered: Answered) -> str:
         return self._tokenizer.decode(answered.tokens, skip_special_tokens=True)
@@ -107,10 +115,13 @@ class Reporter:
             "model": self._name,
             "num_input_tokens": state.num_tokens,
             "num_video_tokens": state.inputs.num_visual_tokens,
-            "anchor_len": len(state.layout.anchor),
+            "num_audio_tokens": int(self._parts.is_audio(state.inputs.input_ids).sum()),
+            "anchor_len": state.layout.anchor_len,
             "passing_len": state.layout.passing_len,
             "kv": self._placement,
             "reused": state.reused,
+            "reduction": None if state.reduction is None else state.reduction.figures,
+            "attention_density": state.density,
             "token_ids": answered.tokens,
             "text": text,
             **figures,
@@ -123,8 +134,3 @@ class Reporter:
             "dtype": str(self._parts.dtype).removeprefix("torch."),
             **provenance(),
         }
-
-
-def _sampled_frames(inputs: ModelInputs) -> tuple[int, ...] | None:
-    source = None if inputs.visual is None else inputs.visual.source
-    return None if source is None else source.frames

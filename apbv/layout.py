@@ -5,8 +5,8 @@ A run of consecutive token positions is a ``range`` with step 1.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 
 class LayoutError(ValueError):
@@ -40,6 +40,9 @@ class ContextLayout:
         blocks: token positions of the context block of every virtual host.
         query: token positions of the query block, replicated on every host; ends at n.
         passing_len: l_p, the largest number of KV pairs that a block passes on, per layer and KV head.
+        anchor_copy: prompt tokens that every host computes once more, in front of its own, as the anchor of all
+            blocks but the first: the prefix, the question, and the start of the context. Nothing of it is kept.
+            Empty where ``anchor`` is the anchor, which else is empty.
     """
 
     num_hosts: int
@@ -47,6 +50,7 @@ class ContextLayout:
     blocks: tuple[range, ...]
     query: range
     passing_len: int
+    anchor_copy: tuple[range, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -89,15 +93,24 @@ class ContextLayout:
         """The rows of an exchange buffer: the largest k_v of all virtual hosts."""
         return min(self.passing_len, max(map(len, self.blocks), default=0))
 
+    @property
+    def anchor_len(self) -> int:
+        """l_a, the anchor tokens that every host computes."""
+        return sum(map(len, self._anchor_spans))
+
+    @property
+    def _anchor_spans(self) -> tuple[range, ...]:
+        return self.anchor_copy or (self.anchor,)
+
     def anchor_slice(self, host: int) -> range:
         """Return the slice of the anchor that a host shows to the query (Appendix B.2) and caches."""
         return split_evenly(self.anchor, self.num_hosts)[host]
 
     def local_spans(self, host: int) -> tuple[range, ...]:
-        """Return the tokens that a host computes, in token order: anchor, its blocks, query."""
+        """Return the tokens that a host computes: anchor, its blocks, query; in token order, but for a copy."""
         if not self.is_split:
             return (self.query,) if host == 0 else ()
-        return (self.anchor, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
+        return (*self._anchor_spans, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
 
     def cache_spans(self, host: int) -> tuple[range, ...]:
         """Return the tokens whose KV a host keeps, in token order; over all hosts each token occurs once."""
@@ -155,7 +168,7 @@ def plan_layout(
             "come before the query"
         )
     if anchor_len is None:
-        anchor_len = min(max(128, -(-num_tokens // 64)), num_tokens // 4)
+        anchor_len = default_anchor_len(num_tokens)
     if passing_len is None:
         passing_len = max(128, -(-num_tokens // (128 if zigzag else 64)))
     anchor = range(0, max(context_start, anchor_len) if anchor_len else 0)
@@ -169,6 +182,29 @@ def plan_layout(
         query=range(query_start, num_tokens),
         passing_len=passing_len,
     )
+
+
+def default_anchor_len(num_tokens: int) -> int:
+    """Return l_a of a prompt of n tokens where none is asked for."""
+    return min(max(128, -(-num_tokens // 64)), num_tokens // 4)
+
+
+def with_question_in_anchor(layout: ContextLayout, context_start: int, anchor_len: int | None) -> ContextLayout:
+    """Give a layout without an anchor APB's own: a copy of the prompt's start with the question in front.
+
+    The copy is the prefix, the question, and then the start of the context. A single block needs none.
+
+    Args:
+        layout: what :func:`plan_layout` returns for ``anchor_len=0``.
+        context_start: as for :func:`plan_layout`.
+        anchor_len: l_a, the copy's tokens; at least prefix and question are copied. None: as :func:`plan_layout`.
+    """
+    if len(layout.blocks) < 2:
+        return layout
+    if anchor_len is None:
+        anchor_len = default_anchor_len(layout.num_tokens)
+    stop = min(max(context_start, anchor_len - len(layout.query)), layout.query.start)
+    return replace(layout, anchor_copy=(range(context_start), layout.query, range(context_start, stop)))
 
 
 def shared_out_layout(num_hosts: int, num_tokens: int, zigzag: bool) -> ContextLayout:
@@ -206,20 +242,25 @@ def single_host_layout(num_hosts: int, num_tokens: int) -> ContextLayout:
     return ContextLayout(num_hosts, range(0), (), range(num_tokens), passing_len=0)
 
 
+def places_of(spans: Iterable[range]) -> list[range]:
+    """Return the place of each span in the concatenation of all."""
+    stops = list(accumulate(map(len, spans), initial=0))
+    return [range(a, b) for a, b in pairwise(stops)]
+
+
 def offsets_within(spans: Iterable[range], wanted: Iterable[range]) -> list[range]:
     """Return where the wanted runs lie in the concatenation of the spans.
 
-    Each wanted run must lie inside one span.
+    Each wanted run must lie inside one span. Where it lies in several, as a token of an anchor's copy does, the
+    last one counts.
     """
-    starts, offset = [], 0
-    for span in spans:
-        starts.append((span, offset))
-        offset += len(span)
+    spans = list(spans)
+    starts = list(zip(spans, places_of(spans), strict=True))[::-1]
     found = []
     for run in wanted:
         if not len(run):
             found.append(range(0))
             continue
-        span, start = next((s, o) for s, o in starts if run.start in s and run.stop <= s.stop)
+        span, start = next((s, o.start) for s, o in starts if run.start in s and run.stop <= s.stop)
         found.append(range(start + run.start - span.start, start + run.stop - span.start))
     return found

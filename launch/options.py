@@ -35,6 +35,8 @@ from apbv.config import (
     VideoConfig,
     require_frame_rate,
 )
+from apbv.launch.reduction import add_reduce_options, reduce_config
+from apbv.launch.sparse import add_sparse_options, sparse_config
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup
@@ -63,9 +65,12 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
         default=PrefillConfig().method,
         help="how to prefill (default %(default)s)",
     )
-    prefill.add_argument("--frames", type=int, help="frames sampled from a video (default: the model's, or 64)")
+    prefill.add_argument("--frames", type=int, help="frames sampled from each video (default: the model's, or 64)")
     prefill.add_argument("--fps", type=float, help="sample so many frames per second, at most --frames")
     prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
+    prefill.add_argument(
+        "--anchor-query", action="store_true", help="put the question into the anchor, as APB does (apb, apbv)"
+    )
     prefill.add_argument("--passing-len", type=int, help="KV pairs that each block passes on (default: likewise)")
     prefill.add_argument(
         "--query-len",
@@ -111,6 +116,8 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     prefill.add_argument(
         "--dtype", choices=DTYPE_NAMES, default="auto", help="the weights' type (default auto: the model's)"
     )
+    add_reduce_options(parser)
+    add_sparse_options(parser)
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -225,16 +232,19 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     return PrefillConfig(
         method=options.method,
         anchor_len=options.anchor_len,
+        anchor_query=options.anchor_query,
         passing_len=options.passing_len,
         query_len=options.query_len,
         importance=options.importance,
         kv=options.kv,
         backend=options.backend,
+        sparse=sparse_config(options),
         video=VideoConfig(
             backend=options.video_backend or VideoConfig().backend,
             threads=options.threads,
             chunk_bytes=None if options.video_chunk_mib is None else options.video_chunk_mib * 2**20,
         ),
+        reduce=reduce_config(options),
     )
 
 

@@ -47,6 +47,8 @@ def check_transfer(parser: argparse.ArgumentParser, options: argparse.Namespace)
             if getattr(options, name) is not None:
                 parser.error(f"--{name.replace('_', '-')} needs --kv-transfer")
         return
+    if options.reduce is not None:
+        parser.error("--kv-transfer hands whole prompts over: not together with --reduce")
     if options.kv_transfer != "tcp" and not Path(options.kv_transfer).is_dir():
         parser.error(f"--kv-transfer {options.kv_transfer} is no folder, and not tcp")
     last = (options.kv_port or 0) + int(os.environ.get("WORLD_SIZE", 1)) - 1

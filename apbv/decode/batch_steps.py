@@ -28,6 +28,9 @@ class OwnKV:
 
     Attributes:
         num_run: how many of the answer's tokens the model has been run over.
+        left_out: of every layer, how many rows of the prompt it has less than the first.
+        layers_differ: whether these are not all 0.
+        capacity: the number of rows that the largest buffer holds.
         place: another object whenever the buffers are others.
     """
 
@@ -35,11 +38,14 @@ class OwnKV:
         for layer in layers:
             layer.make_room(1)
         self._layers, self._prompt_rows, self._first_position = layers, layers[0].keys.shape[2], position
+        self.left_out = [self._prompt_rows - layer.keys.shape[2] for layer in layers]
+        self.layers_differ = any(self.left_out)
         self.num_run, self.place = 0, object()
+        self._measure_buffers()
 
     @property
     def num_rows(self) -> int:
-        """The number of rows: of the prompt, and of the tokens that were run."""
+        """The number of the first layer's rows: of the prompt, and of the tokens that were run."""
         return self._prompt_rows + self.num_run
 
     @property
@@ -48,23 +54,25 @@ class OwnKV:
         return self._first_position + self.num_run
 
     @property
-    def capacity(self) -> int:
-        """The number of rows that the buffers hold."""
-        return self._layers[0].buffers[0].shape[2]
-
-    @property
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of every layer, ``[1, Hkv, capacity, D]``."""
         return [layer.buffers for layer in self._layers]
 
     def make_room(self) -> None:
         """Have room for one more row; where there is none all rows are copied to larger buffers."""
-        if self.capacity > self.num_rows:
+        if self._most_rows > self.num_rows:
             return
         self.place = object()
-        for layer in self._layers:
-            layer.extend(self.num_rows - layer.keys.shape[2])
+        for layer, left_out in zip(self._layers, self.left_out, strict=True):
+            layer.extend(self.num_rows - left_out - layer.keys.shape[2])
             layer.make_room(1)
+        self._measure_buffers()
+
+    def _measure_buffers(self) -> None:
+        """Note how long the buffers are, and how long the first layer may be before one of them is full."""
+        capacities = [layer.buffers[0].shape[2] for layer in self._layers]
+        self.capacity = max(capacities)
+        self._most_rows = min(map(sum, zip(capacities, self.left_out, strict=True)))
 
 
 class BatchRunner:
@@ -82,7 +90,7 @@ class BatchRunner:
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
         self._records = self._looks_up and may_record(parts, None)
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[tuple[int, int, bool], _Step] = {}
         self._recorder: GraphRecorder | None = None
 
     @torch.no_grad()
@@ -100,26 +108,26 @@ class BatchRunner:
 
     def _run_here(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
         """Run the model with attention that is told by the host where the KV lies."""
-        parts, lengths = self._parts, [kv.num_rows for kv in kvs]
-        layers = [
-            SequenceBuffers(*zip(*of_all, strict=True), lengths)
-            for of_all in zip(*(kv.buffers for kv in kvs), strict=True)
-        ]
+        parts, num_rows = self._parts, [kv.num_rows for kv in kvs]
+        layers = []
+        for index, buffers in enumerate(zip(*(kv.buffers for kv in kvs), strict=True)):
+            lengths = [count - kv.left_out[index] for count, kv in zip(num_rows, kvs, strict=True)]
+            layers.append(SequenceBuffers(*zip(*buffers, strict=True), lengths))
         positions = to_device([kv.position for kv in kvs], parts.device)
         attention = BatchAttention(parts.backend, layers)
         return forward(parts, to_device(ids, parts.device), positions, None, attention, last_only=False)
 
     def _run_there(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
         """Run the model with attention that looks up on the device where the KV lies."""
-        most_rows = max(kv.capacity for kv in kvs)
+        most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
         if not self._records or len(kvs) > MOST_CAPTURED:
-            step = _Step(self._parts, len(kvs), most_rows)
+            step = _Step(self._parts, len(kvs), most_rows, differ)
             step.take(ids, kvs)
             return step.compute()
         size, most_rows = _rounded_up(len(kvs), most_rows)
-        step = self._steps.get((size, most_rows))
+        step = self._steps.get((size, most_rows, differ))
         if step is None:
-            step = self._steps[size, most_rows] = _Step(self._parts, size, most_rows)
+            step = self._steps[size, most_rows, differ] = _Step(self._parts, size, most_rows, differ)
         step.take(ids, kvs)
         if step.has_run and step.replay is None:
             self._recorder = self._recorder or GraphRecorder(self._parts.device)
@@ -136,16 +144,20 @@ class BatchRunner:
 class _Step:
     """A _Step is a pass over R answers at most, of so many rows at most; its inputs stay where they are.
 
+    Args:
+        layers_differ: whether layers of an answer's KV may have different numbers of rows.
+
     Attributes:
         has_run: whether it has been computed before.
         replay: computes it as a graph; None until that is recorded.
     """
 
-    def __init__(self, parts: ModelParts, size: int, most_rows: int):
+    def __init__(self, parts: ModelParts, size: int, most_rows: int, layers_differ: bool):
         self._parts, self._size, self._most_rows = parts, size, most_rows
         self._numbers = torch.zeros(3 * size, dtype=torch.int64, device=parts.device)
         self._ids, self._positions, self._lengths = self._numbers.split(size)
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
+        self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
         self.has_run, self.replay = False, None
 
@@ -163,11 +175,20 @@ class _Step:
             buffers = zip(*(kv.buffers for kv in kvs), strict=True)
             layers = [SequenceBuffers(*zip(*of_all, strict=True), ()) for of_all in buffers]
             fill(self._places, [[row + [0] * rest for row in layer.places] for layer in layers])
+            if self._left_out is not None:
+                left_out = zip(*(kv.left_out for kv in kvs), strict=True)
+                fill(self._left_out, [[*of_all, *[0] * rest] for of_all in left_out])
             self._held = held
 
     def compute(self) -> Tensor:
         """Run the model on what was taken, write the new KV into the buffers, and return the logits ``[R, V]``."""
-        tables = [BufferTable(places, self._lengths, self._most_rows) for places in self._places]
+        lengths = [self._lengths] * len(self._places)
+        if self._left_out is not None:
+            lengths = (self._lengths - self._left_out).unbind()
+        tables = [
+            BufferTable(places, of_layer, self._most_rows)
+            for places, of_layer in zip(self._places, lengths, strict=True)
+        ]
         attention = BatchAttention(self._parts.backend, tables)
         return forward(self._parts, self._ids, self._positions, None, attention, last_only=False)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..kv.growing import writing_at
+from ..kv.growing import rows_left_out, writing_at
 from ..model.attention import ChosenKV, NewTokenAttention
 from ..model.parts import ModelParts
 from ..transfer import fill
@@ -156,6 +156,9 @@ class _Step:
             numbers.split([count, count, count, 1]),
         )
         self._visible = None if num_masked is None else numbers.new_empty(count, num_masked, dtype=torch.bool)
+        left_out = rows_left_out(cache)
+        # Of a prompt from which tokens were dropped inside the model, later layers have fewer rows.
+        self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
         self.has_run, self.replay = False, None
 
     def take(self, new: NewTokens, num_rows: int) -> None:
@@ -172,10 +175,14 @@ class _Step:
 
     def compute(self) -> Tensor:
         """Run the model on what was taken, write the new KV into the cache's buffers, and return the logits."""
-        attention = NewTokenAttention(
-            self._parts.backend, self._visible, prompt=self._prompt, num_keys=self._num_keys.int()
-        )
-        with writing_at(self._cache, self._places):
+        if self._left_out is None:
+            num_layers = len(self._cache.layers)
+            places, num_keys = [self._places] * num_layers, [self._num_keys.int()] * num_layers
+        else:
+            places = (self._places - self._left_out[:, None]).unbind()
+            num_keys = (self._num_keys - self._left_out).int().split(1)
+        attention = NewTokenAttention(self._parts.backend, self._visible, prompt=self._prompt, num_keys=num_keys)
+        with writing_at(self._cache, places):
             return forward(
                 self._parts, self._ids, self._positions, self._cache, attention, last_only=self._last_only
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ..hosts import HostGroup
+from ..hosts import Exchange, HostGroup
 from ..layout import ContextLayout, intersect, offsets_within
 from .growing import GrowingLayer, growing_cache
 
@@ -86,23 +86,38 @@ class ShardedLayer(GrowingLayer):
 class ShardedCache(Cache):
     """A ShardedCache is a transformers cache that holds this host's share of a prompt's KV.
 
+    Where tokens are dropped inside the model, later layers hold fewer tokens, in a layout of their own, which
+    counts those that are left; answers are appended to all layers alike.
+
     Args:
-        num_layers: decoder layers.
+        num_layers: decoder layers; more may follow by :meth:`add_layers`.
         layout: which tokens each host owns.
         host: this host's index.
         keep_query: False where the query runs in a later forward pass, which then appends its KV.
+
+    Attributes:
+        layouts: of every layer.
     """
 
     def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True):
-        self.layout = layout
         self.host = host
-        owned = [span for span in layout.cache_spans(host) if keep_query or span != layout.query]
+        self.layouts: list[ContextLayout] = []
+        super().__init__(layers=[])
+        self.add_layers(num_layers, layout, keep_query)
+
+    def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
+        """Add layers behind the others; the arguments are those of the class."""
+        owned = [span for span in layout.cache_spans(self.host) if keep_query or span != layout.query]
         num_tokens = layout.num_tokens if keep_query else layout.query.start
-        rows = offsets_within(layout.local_spans(host), owned)
-        fixed = layout.query.start
-        super().__init__(
-            layers=[ShardedLayer(rows, num_tokens, fixed, appends=host == 0) for _ in range(num_layers)]
-        )
+        rows = offsets_within(layout.local_spans(self.host), owned)
+        fixed, appends = layout.query.start, self.host == 0
+        self.layers += [ShardedLayer(rows, num_tokens, fixed, appends) for _ in range(count)]
+        self.layouts += [layout] * count
+
+    @property
+    def layout(self) -> ContextLayout:
+        """The layout of the first layer, which holds the whole prompt."""
+        return self.layouts[0]
 
     @classmethod
     def of_shares(
@@ -120,16 +135,17 @@ class ShardedCache(Cache):
         return cache
 
     def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:
-        """Store no rows, on a host that takes no part in the prefill."""
+        """Store no rows in the layers that have none yet, on a host that computes nothing in them."""
         empty = torch.empty(1, num_kv_heads, 0, head_dim, dtype=dtype, device=device)
         for layer in self.layers:
-            layer.hold(empty, empty)
+            if not layer.is_initialized:
+                layer.hold(empty, empty)
 
-    def owned_spans(self, host: int) -> list[range]:
-        """Return the token positions whose KV a host holds now, generated tokens included, in row order."""
-        length = self.get_seq_length()
-        spans = [intersect(span, range(length)) for span in self.layout.cache_spans(host)]
-        return [*spans, range(self.layout.num_tokens, length)] if host == 0 else spans
+    def owned_spans(self, host: int, index: int = 0) -> list[range]:
+        """Return which of a layer's tokens a host holds now, generated tokens included, in row order."""
+        layout, length = self.layouts[index], self.layers[index].num_tokens
+        spans = [intersect(span, range(length)) for span in layout.cache_spans(host)]
+        return [*spans, range(layout.num_tokens, length)] if host == 0 else spans
 
     def nbytes(self) -> int:
         """Return the bytes of keys and values on this host."""
@@ -139,7 +155,8 @@ class ShardedCache(Cache):
         """Collect the whole KV on one host, in position order; collective.
 
         Returns:
-            A transformers cache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere.
+            A transformers cache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere; n is the
+            layer's own number of tokens.
 
         Raises:
             HostError: a host failed meanwhile.
@@ -161,28 +178,29 @@ class ShardedCache(Cache):
         return growing_cache(layers)
 
     def _gather(self, hosts: HostGroup, to_host: int, releases: bool) -> DynamicCache | None:
-        spans = [self.owned_spans(host) for host in range(hosts.size)]
-        counts = [sum(map(len, owned)) for owned in spans]
-        exchange = self._start_gather(0, hosts, to_host, counts)
+        exchange, spans = self._start_gather(0, hosts, to_host)
         gathered = []
         for index, share in enumerate(self.layers):
-            shares = exchange.wait()
+            shares, owned = exchange.wait(), spans
             if releases:
                 share.release()
             if index + 1 < len(self.layers):
-                exchange = self._start_gather(index + 1, hosts, to_host, counts)
+                exchange, spans = self._start_gather(index + 1, hosts, to_host)
             if hosts.rank == to_host:
-                gathered.append(_in_position_order(shares, spans))
+                gathered.append(_in_position_order(shares, owned))
         return growing_cache(gathered) if hosts.rank == to_host else None
 
-    def _start_gather(self, index: int, hosts: HostGroup, to_host: int, counts: list[int]):
-        layer = self.layers[index]
+    def _start_gather(self, index: int, hosts: HostGroup, to_host: int) -> tuple[Exchange, list[list[range]]]:
+        """Start gathering a layer; return with it which of its tokens each host sends."""
+        layer, spans = self.layers[index], [self.owned_spans(host, index) for host in range(hosts.size)]
+        counts = [sum(map(len, owned)) for owned in spans]
         share = torch.stack([layer.keys, layer.values])
         _, batch, heads, _, dim = share.shape
         nothing = share.new_empty(0)
         sent = [share if host == to_host else nothing for host in range(hosts.size)]
         here = hosts.rank == to_host
-        return hosts.all_to_all(sent, [(2, batch, heads, count, dim) if here else (0,) for count in counts])
+        shapes = [(2, batch, heads, count, dim) if here else (0,) for count in counts]
+        return hosts.all_to_all(sent, shapes), spans
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:

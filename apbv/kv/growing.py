@@ -106,17 +106,17 @@ def empty_cache(like: Iterable[Tensor]) -> DynamicCache:
 
 
 @contextmanager
-def writing_at(cache: DynamicCache, places: Tensor) -> Iterator[None]:
+def writing_at(cache: DynamicCache, places: Sequence[Tensor]) -> Iterator[None]:
     """Let a cache write at places that only the device knows, until the end of the block.
 
     Its layers, which have room there, return their whole buffers to attention. The rows count once
     :meth:`GrowingLayer.extend` is called. So addresses and shapes are the same from one forward pass to the next.
 
     Args:
-        places: int64 ``[S]``, one for each new token.
+        places: of every layer int64 ``[S]``, one for each new token.
     """
-    for layer in cache.layers:
-        layer.places = places
+    for layer, rows in zip(cache.layers, places, strict=True):
+        layer.places = rows
     try:
         yield
     finally:
@@ -135,13 +135,27 @@ def appending_in_place(cache: DynamicCache) -> DynamicCache:
 
 
 def first_tokens(cache: DynamicCache, num_tokens: int, view: DynamicCache) -> DynamicCache:
-    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and return it."""
+    """Put the first tokens of a cache into the empty cache ``view``, which shares the memory, and return it.
+
+    What is left out are the last tokens, which all layers have, also where later ones lack some before them.
+
+    Args:
+        num_tokens: how many the first layer keeps.
+    """
+    num_left_out = cache.layers[0].keys.shape[2] - num_tokens
     for index, layer in enumerate(cache.layers):
         empty = layer.keys[:, :, :0]
         view.update(empty, empty, index)
-        view.layers[index].keys = layer.keys[:, :, :num_tokens]
-        view.layers[index].values = layer.values[:, :, :num_tokens]
+        num_rows = layer.keys.shape[2] - num_left_out
+        view.layers[index].keys = layer.keys[:, :, :num_rows]
+        view.layers[index].values = layer.values[:, :, :num_rows]
     return view
+
+
+def rows_left_out(cache: Cache) -> list[int]:
+    """Count for every layer how many rows it has less than the first."""
+    num_rows = [layer.keys.shape[2] for layer in cache.layers]
+    return [num_rows[0] - count for count in num_rows]
 
 
 def last_rows(cache: Cache, count: int) -> list[tuple[Tensor, Tensor]]:

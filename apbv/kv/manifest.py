@@ -85,12 +85,13 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class VisualIdentity:
-    """A VisualIdentity says which video or images a prompt is about.
+    """A VisualIdentity says which videos and images a prompt is about.
 
     Attributes:
-        kind: ``"video"`` or ``"image"``.
-        num_tokens: visual placeholder tokens, all images together.
-        sha256: digest of the video file; None where the caller prepared the pixels.
+        kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
+        num_tokens: visual placeholder tokens, of all of them together.
+        sha256: digest of the file, or of the digests (in hex) of several, in prompt order; None where the caller
+            prepared the pixels.
     """
 
     kind: str

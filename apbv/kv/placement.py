@@ -30,6 +30,8 @@ class PlacedKV(ABC):
         cache: the KV that this host holds; None where it holds none.
         num_tokens: n, the tokens of the prompt.
         attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
+        is_whole: whether every layer holds every token of the prompt; not where tokens were dropped inside the
+            model. Then an answer can follow, but no part of the KV can be taken out or handed over.
     """
 
     placement: ClassVar[str]
@@ -37,6 +39,7 @@ class PlacedKV(ABC):
     cache: DynamicCache | ShardedCache | None
     num_tokens: int
     attending: HostGroup | None
+    is_whole: bool
 
     def continued(self) -> DynamicCache | ShardedCache | None:
         """Drop the tokens of an earlier answer, and return the cache to which a new answer's are appended."""
@@ -48,7 +51,7 @@ class PlacedKV(ABC):
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
 
-        The cache may share memory with this KV.
+        The cache may share memory with this KV. Where it is not :attr:`is_whole`, layers have different lengths.
 
         Raises:
             ValueError: the KV cannot be given to that host.
@@ -100,14 +103,15 @@ class GatheredKV(PlacedKV):
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on host 0, None elsewhere. An answer is appended to it.
         num_tokens: n.
+        is_whole: see :class:`PlacedKV`; the same on every host.
     """
 
     placement = "gathered"
     attending = None
 
-    def __init__(self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup):
+    def __init__(self, cache: DynamicCache | None, num_tokens: int, hosts: HostGroup, is_whole: bool = True):
         self.cache = None if cache is None else appending_in_place(cache)
-        self.hosts, self.num_tokens = hosts, num_tokens
+        self.hosts, self.num_tokens, self.is_whole = hosts, num_tokens, is_whole
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         if host != 0:
@@ -148,10 +152,11 @@ class ShardedKV(PlacedKV):
     def __init__(self, cache: ShardedCache, hosts: HostGroup):
         self.cache, self.hosts, self.attending = cache, hosts, hosts
         self.num_tokens = cache.layout.num_tokens
+        self.is_whole = all(layout.num_tokens == self.num_tokens for layout in cache.layouts)
 
     def gathered(self) -> GatheredKV:
         """Send all of the KV to host 0, and free the shares; collective. This KV must not be used afterwards."""
-        return GatheredKV(self.cache.release_to(self.hosts), self.num_tokens, self.hosts)
+        return GatheredKV(self.cache.release_to(self.hosts), self.num_tokens, self.hosts, self.is_whole)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)

@@ -1,9 +1,8 @@
 """This module prefills: one sequence-parallel forward pass of an unmodified language model."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from functools import partial
-from threading import get_ident
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
-from ..layout import offsets_within
-from ..model.attention import LayerAttention, NewTokenAttention, apbv_attention
+from ..layout import LayoutError
+from ..model.attention import apbv_attention
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
 from ..model.tensor_parallel import require_same_sharding
@@ -24,10 +23,15 @@ from ..warn import warn_caller
 from .encode import TowerRows, VisualRows
 from .exchange import LocalVisual, encode_and_exchange
 from .identity import identify
-from .methods import METHODS, PrefillMethod
-from .observer import ObservedAttention, PrefillObserver, hidden_hooks
+from .methods import METHODS, PrefillMethod, method_alone
+from .observer import ObserverWatch, PrefillObserver
+from .reduction import make_late_reducer
+from .reduction.early import reduce_prompt, reduces_first, require_reducible
+from .reduction.late import LateReducer
+from .reduction.steps import run_and_reduce
 from .result import PrefillResult
 from .room import Room
+from .stages import Stage, embed, run_stage
 
 
 @torch.no_grad()
@@ -79,45 +83,40 @@ def prefill(
                 parts, model_inputs, hosts, config.frame_parallel, query_len=config.query_len
             )
         model_inputs.require_room(parts.max_position_embeddings)
-        method_type = resolve_method(config, hosts.size)
-        layout = method_type.plan(
-            hosts.size,
-            model_inputs.num_tokens,
-            model_inputs.context_start,
-            model_inputs.query_start,
-            config,
-        )
-        if not layout.is_split and method_type.name != "full":
-            if hosts.is_leader:
-                warn_caller(
-                    f"a prompt of {model_inputs.num_tokens} tokens, {model_inputs.query_start} of them before "
-                    f"the question, is too short to be split over {hosts.size} hosts: host 0 computes it alone, "
-                    "exactly"
-                )
-            method_type = METHODS["full"]
-        method = method_type(layout, hosts, config)
-        if observer is not None:
-            if layout.is_split and not len(layout.query):
-                raise ValueError(
-                    f"the attention of the question cannot be observed with {method.name}: "
-                    "the question is split over the hosts, too"
-                )
-            observer.begin(model_inputs, layout, hosts)
-            if observer.wants_passed:
-                method.on_passed = observer.observe_passed
+        require_reducible(config.reduce, model_inputs)
+        reducer = make_late_reducer(config, parts, model_inputs)
+        if reducer is not None and observer is not None:
+            raise ValueError(f"{reducer.name} drops tokens between layers: a prefill with it cannot be observed")
+        is_reduced_first = reduces_first(config)
+        method = None if is_reduced_first else _plan(model_inputs, hosts, config, observer)
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
+    if encoded is None:
+        encoded = TowerRows(parts, model_inputs.visual, timer)
+    reduction = None
+    if is_reduced_first:
+        reduced = reduce_prompt(parts, model_inputs, encoded, hosts, config, timer)
+        model_inputs, encoded, reduction = reduced.inputs, reduced.rows, reduced.reduction
+        del reduced
+        with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
+            try:
+                method = _plan(model_inputs, hosts, config, observer)
+            except LayoutError as error:  # which counts what is left
+                left = f"{reduction.method} left {reduction.num_after} of {reduction.num_before} visual tokens"
+                raise LayoutError(f"{error}; {left}") from error
+    layout = method.layout
     room = Room.of(parts, layout, hosts, config.kv)
     room.require()
 
-    if encoded is None:
-        encoded = TowerRows(parts, model_inputs.visual, timer)
     chunk_bytes = config.video.chunk_bytes
     with room.explained("encoding"):
         visual = encode_and_exchange(parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes)
+    del encoded  # which has the rows of a reduced prompt
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, shards = _forward(parts, model_inputs, visual, method, observer)
+        logits, last_stage, shards = _forward(parts, model_inputs, visual, method, observer, reducer)
 
+    if reducer is not None:
+        reduction = reducer.reduction(last_stage.tokens, shards.layouts)
     kv = ShardedKV(shards, hosts)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
@@ -127,19 +126,53 @@ def prefill(
         logits=logits,
         layout=layout,
         method=method.name,
-        exact=method.gives_exact_kv,
+        exact=method.gives_exact_kv and reduction is None,
+        density=None if method.blocks is None else method.blocks.density(hosts),
         inputs=model_inputs.without_pixels(),
         timer=timer,
         kv=kv,
         model=partial(identify, parts),
+        reduction=reduction,
     )
+
+
+def _plan(
+    inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, observer: PrefillObserver | None
+) -> PrefillMethod:
+    """Choose the method and its layout for a prompt, and let an observer get ready.
+
+    Raises:
+        ValueError: a length does not fit the prompt, or the observer does not see the question with this method.
+    """
+    method_type = resolve_method(config, hosts.size)
+    layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
+    if not layout.is_split and method_type.splits:
+        if hosts.is_leader:
+            warn_caller(
+                f"a prompt of {inputs.num_tokens} tokens, {inputs.query_start} of them before the question, is "
+                f"too short to be split over {hosts.size} hosts: host 0 computes it alone"
+                + (", exactly" if config.sparse is None else "")
+            )
+        method_type = method_alone(config)
+    method = method_type(layout, hosts, config)
+    if observer is not None:
+        if layout.is_split and not len(layout.query):
+            raise ValueError(
+                f"the attention of the question cannot be observed with {method.name}: "
+                "the question is split over the hosts, too"
+            )
+        observer.begin(inputs, layout, hosts)
+        if observer.wants_passed:
+            method.on_passed = observer.observe_passed
+    return method
 
 
 def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
     """Return the method that a config means on so many hosts: on a single one ``full``, unless asked otherwise."""
-    if num_hosts == 1 and not config.on_single_host:
-        return METHODS["full"]
-    return METHODS[config.method]
+    method = METHODS[config.method]
+    if not method.splits or (num_hosts == 1 and not config.on_single_host):
+        return method_alone(config)
+    return method
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
@@ -153,77 +186,24 @@ def _forward(
     visual: LocalVisual,
     method: PrefillMethod,
     observer: PrefillObserver | None,
-) -> tuple[Tensor, ShardedCache]:
-    """Run the language model on this host's tokens; return logits ``[1, V]`` and this host's KV."""
-    layout, hosts = method.layout, method.hosts
-    spans = layout.local_spans(hosts.rank)
-    cache = ShardedCache(parts.num_layers, layout, hosts.rank, keep_query=not method.separate_query)
-    if spans:
-        attention: LayerAttention = method
-        hooks = ExitStack()
-        if observer is not None:
-            query, *owned = offsets_within(
-                spans, [range(inputs.query_start, inputs.num_tokens), *layout.cache_spans(hosts.rank)]
-            )
-            if not method.separate_query:
-                attention = ObservedAttention(method, observer, query, owned)
-            hooks = hidden_hooks(parts, observer, None if method.separate_query else query, owned)
-        with apbv_attention(parts.language_model), rows_in_chunks(parts):
-            with hooks:
-                hidden = _run(parts, inputs, visual, spans, cache, apbv=attention)
-            if method.separate_query:
-                attention = NewTokenAttention(parts.backend, hosts=hosts)
-                if observer is not None:  # only now does the query see all of the context
-                    query = range(len(layout.query))
-                    owned = offsets_within(layout.cache_spans(hosts.rank), layout.cache_spans(hosts.rank))
-                    attention = ObservedAttention(attention, observer, query, owned)
-                    hooks = hidden_hooks(parts, observer, query, None)
-                with hooks:
-                    hidden = _run(parts, inputs, LocalVisual(), (layout.query,), cache, apbv=attention)
-    else:  # host 0 computes the prompt alone
-        if observer is not None:
-            observer.observe_nothing()
-        cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
-    source = layout.last_token_host
+    reducer: LateReducer | None,
+) -> tuple[Tensor, Stage, ShardedCache]:
+    """Run the language model on this host's tokens; return logits ``[1, V]``, the last stage, and the KV here."""
+    hosts = method.hosts
+    ends = (*(() if reducer is None else reducer.layers), parts.num_layers)
+    first, *others = (range(*run) for run in pairwise((0, *ends)))
+    cache = ShardedCache(0, method.layout, hosts.rank)
+    stage = Stage(first, method, inputs.query_start)
+    rows = embed(stage, parts, inputs, visual)
+    with apbv_attention(parts.language_model), rows_in_chunks(parts):
+        for layers in others:
+            stage, rows = run_and_reduce(stage, layers, rows, cache, reducer)
+        watch = ObserverWatch(observer, parts, inputs, method.layout, hosts.rank)
+        rows = run_stage(stage, parts, inputs, rows, cache, watch)
+    source = stage.layout.last_token_host
     if source in (None, hosts.rank):
+        hidden = rows.local if rows.query is None else rows.query
         logits = parts.logits(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
-    return (logits if source is None else hosts.broadcast(logits, source)), cache
-
-
-def _run(parts: ModelParts, inputs: ModelInputs, visual: LocalVisual, spans, cache, **kwargs) -> Tensor:
-    """Run the language model on some tokens; return the last layer's hidden states ``[1, S, d]``."""
-    tokens = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-    embeds, extra = visual.merge_into(parts, inputs.input_ids[:, tokens])
-    with _handed_to_first_layer(parts, embeds) as stand_in:
-        del embeds
-        return parts.language_model(
-            inputs_embeds=stand_in,
-            position_ids=inputs.position_ids[..., tokens].to(parts.device),
-            past_key_values=cache,
-            use_cache=True,
-            **extra,
-            **kwargs,
-        ).last_hidden_state
-
-
-@contextmanager
-def _handed_to_first_layer(parts: ModelParts, embeds: Tensor) -> Iterator[Tensor]:
-    """Let the first layer take the embeddings, so that they are freed behind it.
-
-    The language model itself would hold what it was given until its last layer has run. It gets, and this yields,
-    a tensor of the same shape that takes no memory. Another thread, which may decode with the same model then,
-    is handed nothing.
-    """
-    held, stand_in, thread = [embeds], embeds.new_empty(()).expand(embeds.shape), get_ident()
-    del embeds
-
-    def hand_over(layer, args: tuple) -> tuple:
-        return (held.pop(), *args[1:]) if get_ident() == thread else args
-
-    hook = parts.language_model.layers[0].register_forward_pre_hook(hand_over, prepend=True)
-    try:
-        yield stand_in
-    finally:
-        hook.remove()
+    return (logits if source is None else hosts.broadcast(logits, source)), stage, cache

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..config import KV_PLACEMENTS
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualInput
+from ..input.visual import VisualInput, VisualItem
 from ..kv.cache import ShardedCache
 from ..kv.manifest import Manifest, StorageError
 from ..kv.placement import GatheredKV, ShardedKV
@@ -112,7 +112,8 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
     visual = None
     if manifest.visual is not None:
         patches = tuple(split_evenly(range(1), hosts.size))
-        visual = VisualInput(manifest.visual.kind, patches, hosts.rank, manifest.visual.num_tokens)
+        items = (VisualItem(manifest.visual.kind),)
+        visual = VisualInput(items, patches, hosts.rank, (0, manifest.visual.num_tokens))
     return ModelInputs(
         input_ids=torch.tensor([manifest.token_ids]),
         position_ids=position_ids[:, None] if position_ids.dim() == 2 else position_ids[None],

@@ -1,16 +1,17 @@
 """This module lets an observer watch the attention and the hidden states of a prefill."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from torch import Tensor
 
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..layout import ContextLayout
+from ..layout import ContextLayout, offsets_within
 from ..model.attention import LayerAttention
 from ..model.parts import ModelParts
+from .methods import PrefillMethod
 
 
 class PrefillObserver(Protocol):
@@ -93,3 +94,54 @@ def hidden_hooks(
         hook = parts.language_model.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
         hooks.callback(hook.remove)
     return hooks
+
+
+class ObserverWatch:
+    """An ObserverWatch lets an observer watch all layers of a prefill; see :class:`~apbv.prefilling.stages.Watch`.
+
+    Args:
+        observer: the observer; None: nobody watches.
+        layout, host: the prompt's layout, and this host.
+    """
+
+    def __init__(
+        self,
+        observer: PrefillObserver | None,
+        parts: ModelParts,
+        inputs: ModelInputs,
+        layout: ContextLayout,
+        host: int,
+    ):
+        self._observer, self._parts = observer, parts
+        self._question = range(inputs.query_start, inputs.num_tokens)
+        self._local, self._owned = layout.local_spans(host), layout.cache_spans(host)
+
+    @contextmanager
+    def context_pass(self, attention: PrefillMethod) -> Iterator[LayerAttention]:
+        """Watch the pass of the context, with which the question is computed, too, unless it has its own pass."""
+        if self._observer is None:
+            yield attention
+            return
+        query, *owned = offsets_within(self._local, [self._question, *self._owned])
+        if attention.separate_query:
+            query = None
+        else:
+            attention = ObservedAttention(attention, self._observer, query, owned)
+        with hidden_hooks(self._parts, self._observer, query, owned):
+            yield attention
+
+    @contextmanager
+    def query_pass(self, attention: LayerAttention) -> Iterator[LayerAttention]:
+        """Watch the pass of the question alone."""
+        if self._observer is None:
+            yield attention
+            return
+        query, owned = range(len(self._question)), offsets_within(self._owned, self._owned)
+        attention = ObservedAttention(attention, self._observer, query, owned)
+        with hidden_hooks(self._parts, self._observer, query, None):
+            yield attention
+
+    def no_pass(self) -> None:
+        """Let the observer take part in exchanges."""
+        if self._observer is not None:
+            self._observer.observe_nothing()

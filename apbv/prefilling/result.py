@@ -1,6 +1,7 @@
 """This module defines the result of a prefill, which can be decoded, handed to transformers, or saved."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from ..decode.decoder import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
+from ..input.visual import VisualItem
 from ..kv.cache import ShardedCache
 from ..kv.growing import first_tokens
 from ..kv.manifest import Manifest, ModelIdentity, Shard, VisualIdentity
@@ -28,6 +30,7 @@ from ..kv.writer import Writer, lock_for_saving
 from ..layout import ContextLayout, split_evenly
 from ..model.parts import ModelParts
 from ..stats import StageTimer
+from .reduction.kept import Reduction
 
 
 class HandoffCache(DynamicCache):
@@ -69,8 +72,11 @@ class PrefillResult:
         logits: ``[1, V]`` of the last prompt token, on every host.
         layout: which host computed and keeps which tokens.
         method: the method that really ran (``"full"`` where the prompt or the group did not allow another).
-        exact: whether the KV is that of full attention.
+        exact: whether the KV is that of full attention over the whole prompt.
         inputs: the prompt, without pixels.
+        reduction: which visual tokens were left out; None where none was.
+        density: the share of the causal scores that was computed, of those from which blocks were chosen (see
+            :class:`apbv.SparseConfig`), on all hosts together; None where attention is dense.
         reused: what of an earlier question was reused: ``"embeddings"``, or ``"kv"`` where only the question was
             run; else None.
         timer: stage times so far; ``timer.summary()`` is collective.
@@ -89,9 +95,13 @@ class PrefillResult:
     model: Callable[[], ModelIdentity] = field(repr=False)
     video_sha256: str | None = field(repr=False, default=None)
     reused: str | None = None
+    reduction: Reduction | None = field(repr=False, default=None)
+    density: float | None = None
 
     def __repr__(self) -> str:
         reused = "" if self.reused is None else f", reused={self.reused!r}"
+        if self.reduction is not None:
+            reused += f", reduced by {self.reduction.method!r}"
         what = f"{self.num_tokens} tokens, method={self.method!r}, exact={self.exact}, kv={self.kv.placement!r}"
         return f"PrefillResult({what}{reused}, {self.kv.hosts})"
 
@@ -138,6 +148,7 @@ class PrefillResult:
         cache: ask for these arguments anew for every call. If you append tokens to ``input_ids``, append to the
         mask and, one position further for each, to ``position_ids`` as well.
         """
+        self._require_whole("transformers' generate takes layers for equally long")
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
             return {}
@@ -182,6 +193,7 @@ class PrefillResult:
             StorageError: a file cannot be written, another process is saving there, or the hosts do not share it.
             HostError: another host failed.
         """
+        self._require_whole("KV on disk has every token in every layer")
         path, hosts = Path(path), self.kv.hosts
         with ExitStack() as stack:
             with hosts.local_stage("saving the KV"):
@@ -204,6 +216,8 @@ class PrefillResult:
     def offer(self, offers: Offers) -> Ticket | None:
         """Offer the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
 
+        A consumer makes the prompt anew, with all its visual tokens: a reduced prompt is refused.
+
         The KV stays in the memory of the processes that hold it until the offer ends, whatever becomes of this
         result, and a consumer fetches it from there. Where the offers have a directory, it is saved there instead.
 
@@ -215,10 +229,16 @@ class PrefillResult:
             ``kv_transfer_params`` of a request to vLLM); None on the other processes.
 
         Raises:
+            ValueError: visual tokens were left out of the prompt.
             StorageError: the KV cannot be saved, or nothing can be offered any more.
             HostError: another host failed.
         """
         hosts = self.kv.hosts
+        if self.reduction is not None:
+            raise ValueError(
+                f"the KV of a prompt that {self.reduction.method} has shortened cannot be handed over: its "
+                "consumer reads the whole prompt"
+            )
         drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
         transfer, token = hosts.broadcast_bytes(drawn).decode().split()
         try:
@@ -240,6 +260,15 @@ class PrefillResult:
         except BaseException:
             offers.drop(transfer)
             raise
+
+    def _require_whole(self, reason: str) -> None:
+        """Refuse KV whose layers hold different tokens.
+
+        Raises:
+            ValueError: tokens were dropped inside the model.
+        """
+        if not self.kv.is_whole:
+            raise ValueError(f"{self.reduction.method} has dropped tokens inside the model: {reason}")
 
     def _held_for(self, offers: Offers, transfer: str) -> Share | OfferedFolder | None:
         """Return what this process has to offer of a transfer's KV; None where it has nothing."""
@@ -309,7 +338,7 @@ class PrefillResult:
             and VisualIdentity(
                 visual.kind,
                 inputs.num_visual_tokens,
-                visual.source.file.sha256() if visual.source else self.video_sha256,
+                _digest_of_files(visual.items) or self.video_sha256,
             ),
             method=self.method,
             exact=self.exact,
@@ -318,6 +347,14 @@ class PrefillResult:
             prompt=writer.write_prompt(self.logits, positions),
             shards=tuple(shards),
         )
+
+
+def _digest_of_files(items: Sequence[VisualItem]) -> str | None:
+    """Return the SHA-256 of a prompt's only file, or of the digests of several; None where that is not known."""
+    if any(item.source is None for item in items):
+        return None
+    digests = [item.source.file.sha256() for item in items]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:

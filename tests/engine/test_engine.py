@@ -38,7 +38,7 @@ def test_every_family_answers_about_a_file_as_one_process_would(pool, checkpoint
     expected = engine.generate(QUESTION, max_new_tokens=6, **request)
     assert expected.stats["method"] == "full"
     for hosts, kv in ((2, "gathered"), (3, "sharded")):
-        for tokens, text, stats in pool.run(hosts, answers_job, path, {"kv": kv}, request):
+        for tokens, text, stats in pool.run(hosts, answers_job, path, {"kv": kv, "passing_len": 10**6}, request):
             assert (tokens, text) == (expected.token_ids, expected.text)
             assert (stats["method"], stats["hosts"]) == ("apbv", hosts)
 
@@ -250,7 +250,8 @@ def test_a_missing_directory_is_called_that(name):
         ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, PromptError, "instead of"),
         ({"messages": []}, PromptError, "chat is empty"),
         ({"messages": [{"content": "b"}]}, PromptError, "role and a content"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, PromptError, "not 'audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, PromptError, "not 'smell'"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, PromptError, "must name a local file"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video", "video": "http://a/b.mp4"}]}]},
             PromptError,

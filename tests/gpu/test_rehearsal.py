@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apbv import HostGroup
+from apbv import HostGroup, ReduceConfig, SparseConfig
 
 import families
 from answers import decoder_behind
@@ -29,12 +29,14 @@ def drafting(strategy: str, **options) -> Case:
 QUICK = [
     (1, Case("internvl")),
     (1, Case("qwen2_vl", request=SAMPLED)),
+    (2, Case("qwen3_vl", prefill={"reduce": ReduceConfig(method="fastv", ratio=0.3, layer=1), **SHORT})),
     (1, Case("qwen3_vl", reuse="kv")),
     (2, Case("qwen2_5_vl", prefill=SHORT)),
     (2, Case("llava_onevision", prefill={"method": "star", "kv": "sharded", **SHORT})),
     (2, Case("qwen3_vl", prefill={"method": "ulysses"})),
     (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
     (3, Case("internvl", prefill={"method": "zigzag_ring"})),
+    (1, Case("internvl", prefill={"sparse": SparseConfig(block_size=32)})),
     (1, drafting("vanilla", draft_host=True)),
     (1, drafting("hippo", family="qwen2_vl", prune="kv")),
     (1, drafting("tabed", family="llava_onevision")),
@@ -45,6 +47,15 @@ QUICK = [
 ]
 THOROUGH = [
     (2, Case("internvl", prefill={"method": "full"})),
+    (
+        2,
+        Case(
+            "qwen2_5_vl", prefill={"reduce": ReduceConfig(method="sparsevlm", layer=1), "kv": "sharded", **SHORT}
+        ),
+    ),
+    (3, Case("internvl", prefill={"reduce": ReduceConfig(method="pdrop", layer=1), "method": "ulysses"})),
+    (1, Case("llava_onevision", prefill={"reduce": ReduceConfig(method="uv_prune", ratio=0.3)})),
+    (2, Case("internvl", prefill={"sparse": SparseConfig(method="spargeattn", block_size=32), **SHORT})),
     (2, Case("qwen2_5_vl", prefill={"importance": "dot", "overlap": False, **SHORT}, request=SAMPLED)),
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
     (3, Case("llava_onevision", prefill={"zigzag": False, "kv": "sharded", **SHORT})),

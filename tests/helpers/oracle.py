@@ -4,10 +4,15 @@ Nothing here is shared with the implementation: the blocks are cut anew, scores 
 the mask is applied to plain softmax attention over the whole sequence.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from transformers import AttentionInterface, DynamicCache
+
+from apbv import SparseConfig
+
+from sparse_oracle import chosen_pairs
 
 
 @dataclass
@@ -20,6 +25,7 @@ class DenseOracle:
         passing_len: l_p.
         importance: ``peak``, ``softmax``, ``dot`` or ``received``.
         separate_query: the query sees only the anchor and itself here, and runs again afterwards.
+        sparse: which parts of a block's attention to itself are computed; None: all.
         keys, values: what each layer saw, ``[1, Hkv, n, D]``.
     """
 
@@ -29,6 +35,7 @@ class DenseOracle:
     passing_len: int
     importance: str = "peak"
     separate_query: bool = False
+    sparse: SparseConfig | None = None
     keys: list = field(default_factory=list)
     values: list = field(default_factory=list)
 
@@ -62,11 +69,9 @@ class DenseOracle:
                 total[: i + 1] += torch.softmax(keys[: i + 1] @ q[0, h, block[i]] * scale, dim=0)
         return total
 
-    def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+    def visible(self, query, key, scale):
+        """Which keys each token would see if later ones were not hidden, bool ``[Hkv, n, n]``."""
         n, group = key.shape[2], query.shape[1] // key.shape[1]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        self.keys.append(key)
-        self.values.append(value)
         visible = torch.zeros(key.shape[1], n, n, dtype=torch.bool)
         visible[:, : self.anchor_len, : self.anchor_len] = True
         passed = torch.zeros(key.shape[1], n, dtype=torch.bool)
@@ -81,11 +86,35 @@ class DenseOracle:
         visible[:, self.query_start :] = True
         if self.separate_query:
             visible[:, self.query_start :, self.anchor_len : self.query_start] = False
-        visible &= torch.ones(n, n, dtype=torch.bool).tril()
+        return visible
+
+    def attend(self, module, query, key, value, attention_mask, scaling=None, **kwargs):
+        n, group = key.shape[2], query.shape[1] // key.shape[1]
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self.keys.append(key)
+        self.values.append(value)
+        visible = self.visible(query, key, scale) & torch.ones(n, n, dtype=torch.bool).tril()
         visible = visible.repeat_interleave(group, dim=0)[None]
+        if self.sparse is not None:
+            for block in map(torch.tensor, filter(None, self.blocks())):
+                chosen = chosen_pairs(query[0, :, block], key[0, :, block], scale, self.sparse)
+                visible[0, :, block[:, None], block] &= chosen
         k, v = (states.repeat_interleave(group, dim=1) for states in (key, value))
         weights = (query @ k.transpose(-1, -2) * scale).masked_fill(~visible, float("-inf")).softmax(dim=-1)
         return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def with_attention(model, oracle: DenseOracle):
+    """Give the language model the oracle's attention."""
+    AttentionInterface.register("dense_oracle", oracle.attend)
+    config = model.get_decoder().config
+    before = config._attn_implementation
+    model.get_decoder().set_attn_implementation("dense_oracle")
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 @torch.no_grad()
@@ -95,14 +124,8 @@ def run_oracle(model, batch, oracle: DenseOracle):
     With a separate query pass (text models only) the query runs a second time, with the model's own
     attention, over the context's keys and values of the first.
     """
-    AttentionInterface.register("dense_oracle", oracle.attend)
-    config = model.get_decoder().config
-    before = config._attn_implementation
-    model.get_decoder().set_attn_implementation("dense_oracle")
-    try:
+    with with_attention(model, oracle):
         logits = model(**batch, use_cache=False).logits[:, -1]
-    finally:
-        config._attn_implementation = before
     if not oracle.separate_query:
         return logits
     cache = DynamicCache()
@@ -118,7 +141,8 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
     method = settings.get("method", "apbv")
     if method == "star":
         first_block = -(-query_start // num_hosts)
-        return DenseOracle(first_block, query_start, num_hosts - 1, passing_len=0, separate_query=True)
+        blocks = num_hosts - 1
+        return DenseOracle(first_block, query_start, blocks, 0, separate_query=True, sparse=settings.get("sparse"))
     anchor_len = settings["anchor_len"]
     one_block_a_host = method == "apb" or settings.get("zigzag") is False
     return DenseOracle(
@@ -128,6 +152,7 @@ def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> 
         passing_len=settings["passing_len"],
         importance=settings.get("importance", "peak"),
         separate_query=method == "apb" or settings.get("fused_query") is False,
+        sparse=settings.get("sparse"),
     )
 
 

@@ -22,6 +22,8 @@ import families
 from pool import exit_statuses
 from scripts import INFER, run_script, started_hosts
 
+KEPT = ["--speculate", "specvlm", "--save-kept", "kept.png"]
+
 
 @pytest.fixture(scope="module")
 def weightless(tmp_path_factory) -> Path:
@@ -130,9 +132,17 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
         (["--frames", "8"], "--frames needs a --video"),
         (["--fps", "8"], "--fps needs a --video"),
         (["--speculate", "specvlm", "--save-kept", "kept.png"], "--save-kept needs a --video"),
+        ([*KEPT, "--video", "clip.mp4", "--video", "clip.mp4"], "--save-kept draws the frames of one video"),
+        ([*KEPT, "--video", "clip.mp4", "--image", "a.png"], "--save-kept draws the frames of one video"),
         (["--save-kept", "kept.png", "--video", "clip.mp4"], "--save-kept needs --speculate"),
         (["--vision-first"], "--vision-first needs --speculate"),
         (["--draft-host"], "--draft-host needs --speculate"),
+        (["--sparse-threshold", "0.5"], "--sparse-threshold needs --sparse"),
+        (["--sparse", "spargeattn", "--sparse-stride", "8"], "--sparse-stride needs --sparse xattention"),
+        (["--method", "xattention", "--sparse-similarity", "0"], "--sparse-similarity needs --sparse spargeattn"),
+        (["--method", "ulysses", "--sparse", "xattention"], "sparse attention is for full, apbv, apb and star"),
+        (["--method", "xattention", "--sparse", "spargeattn"], "the method xattention cannot choose blocks as"),
+        (["--method", "xattention", "--sparse-threshold", "2"], "the threshold of sparse attention must lie in"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -165,6 +175,16 @@ def test_the_table_says_what_there_is(infer):
     assert said["video"] == "100 of 128 frames, 32.0 s"
     assert said["decoding"].endswith(" tokens/s")
     assert not {"drafting", "accepted", "anchor / passing", "communication", "draft"} & set(said)
+
+
+def test_the_table_has_a_line_for_each_video(infer, tmp_path):
+    families.synthetic_image(56, 56).save(tmp_path / "a.png")
+    shown = ["--video", "demo", "--image", tmp_path / "a.png", "--video", demo.video_path()]
+    status, lines = infer(*ASKED, *shown, "--frames", 8)
+    assert status == 0
+    said = rows(lines)
+    assert said["video 1"] == said["video 2"] == "8 of 128 frames, 32.0 s" and "video" not in said
+    assert "of them visual" in said["prompt"]
 
 
 def test_a_single_token_has_no_rate(infer):

@@ -9,12 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from apbv import Engine, HostGroup, PrefillConfig, demo, prefill
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, demo, prefill
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, forward
 from apbv.prefilling.memory import HostMemory, Share, host_memory
+from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
 from families import VIDEO_FAMILIES
@@ -103,7 +104,7 @@ def test_of_the_embeddings_only_the_hidden_states_are_left(family, method):
         assert num_hidden == 1 and others == []
 
 
-def embeddings_job(hosts: HostGroup, family: str, method: str) -> tuple[int, list]:
+def embeddings_job(hosts: HostGroup, family: str, method: str, reduce: str | None = None) -> tuple[int, list]:
     """As the fourth layer begins, how many tensors like the hidden states are in memory, and others as wide."""
     parts, batch = inspect_model(share_weights(families.build_model(family, layers=4))), video_batch(family)
     live, found = LiveTensors(), []
@@ -113,10 +114,19 @@ def embeddings_job(hosts: HostGroup, family: str, method: str) -> tuple[int, lis
         found.append((tuple(args[0].shape), [shape for shape in wide if prod(shape) > 8 * families.HIDDEN]))
 
     parts.language_model.layers[3].register_forward_pre_hook(look)
+    config = PrefillConfig(
+        method=method, anchor_len=8, reduce=None if reduce is None else ReduceConfig(method=reduce, ratio=0.8)
+    )
     with live:
-        prefill(parts, batch, hosts=hosts, config=PrefillConfig(method=method, anchor_len=8))
+        prefill(parts, batch, hosts=hosts, config=config)
     given, shapes = found[0]
     return shapes.count(given), [shape for shape in shapes if shape != given]
+
+
+@pytest.mark.parametrize("method", EARLY_REDUCERS)
+def test_what_a_reduction_has_left_is_freed_when_it_is_embedded(method):
+    _, others = embeddings_job(HostGroup.single("cpu"), "qwen2_5_vl", "full", method)
+    assert not others
 
 
 def test_neither_frames_nor_pixels_are_kept_for_the_layers():

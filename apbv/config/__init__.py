@@ -1,0 +1,62 @@
+"""This package defines the settings of prefill, reduction, decoding, reuse, sampling and speculation.
+
+They are validated once. Nothing here imports torch or transformers, so that a command line can check its options
+before these are loaded.
+"""
+
+from .answering import DecodeConfig, ReuseConfig, SamplingConfig
+from .names import (
+    BACKEND_NAMES,
+    CUDA_GRAPH_MODES,
+    DEFAULT_QUERY_LEN,
+    DTYPE_NAMES,
+    EARLY_REDUCER_NAMES,
+    HIPPO_TERMS,
+    IMPORTANCE_NAMES,
+    KEEP_POLICIES,
+    KV_PLACEMENTS,
+    LATE_REDUCER_NAMES,
+    MAX_FPS,
+    METHOD_NAMES,
+    PRUNINGS,
+    REDUCER_NAMES,
+    REUSE_MODES,
+    SPARSE_NAMES,
+    STRATEGY_NAMES,
+    VIDEO_BACKEND_NAMES,
+)
+from .prefill import PrefillConfig, VideoConfig, require_frame_rate
+from .reduction import ReduceConfig
+from .sparse import SparseConfig
+from .speculative import SpeculativeConfig, longest_window
+
+__all__ = [
+    "BACKEND_NAMES",
+    "CUDA_GRAPH_MODES",
+    "DEFAULT_QUERY_LEN",
+    "DTYPE_NAMES",
+    "EARLY_REDUCER_NAMES",
+    "HIPPO_TERMS",
+    "IMPORTANCE_NAMES",
+    "KEEP_POLICIES",
+    "KV_PLACEMENTS",
+    "LATE_REDUCER_NAMES",
+    "MAX_FPS",
+    "METHOD_NAMES",
+    "PRUNINGS",
+    "REDUCER_NAMES",
+    "REUSE_MODES",
+    "SPARSE_NAMES",
+    "STRATEGY_NAMES",
+    "VIDEO_BACKEND_NAMES",
+    "DecodeConfig",
+    "PrefillConfig",
+    "ReduceConfig",
+    "ReuseConfig",
+    "SamplingConfig",
+    "SparseConfig",
+    "SpeculativeConfig",
+    "VideoConfig",
+    "longest_window",
+    "require_frame_rate",
+]

@@ -1,0 +1,53 @@
+"""This module lists the names of the registries and other constants, without importing torch."""
+
+MOST_AUTO_DRAFT_TOKENS = 16
+KV_PLACEMENTS = ("gathered", "sharded")
+REUSE_MODES = ("exact", "kv")
+CUDA_GRAPH_MODES = ("auto", "off")
+HIPPO_TERMS = ("attention", "time", "space")
+PRUNINGS = ("kv", "prompt")
+KEEP_POLICIES = (
+    "specvlm",
+    "attention",
+    "attention_per_frame",
+    "attention_variation",
+    "draft_guided",
+    "uv_prune",
+    "similarity",
+    "hippo",
+    "dycoke",
+    "fastvid",
+    "even",
+    "uniform_frames",
+    "random",
+    "full",
+)
+DEFAULT_KEEP_RATIO = 0.1
+CONTEXTS = "MTCP"
+DEFAULT_QUERY_LEN = 128
+# Frames per second: more than any camera's, and small enough for times of years to be counted exactly.
+MAX_FPS = 1e9
+# The names in the registries, which need torch: a command line lists them without importing it.
+SPARSE_NAMES = ("xattention", "spargeattn")
+METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
+IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
+BACKEND_NAMES = ("auto", "torch", "triton", "reference", "cudnn", "flash_attn", "flashinfer")
+EARLY_REDUCER_NAMES = ("slowfast", "fastvid", "dycoke", "hippo")
+LATE_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm", "uv_prune")
+REDUCER_NAMES = (*EARLY_REDUCER_NAMES, *LATE_REDUCER_NAMES)
+VIDEO_BACKEND_NAMES = ("auto", "pyav", "torchcodec")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+STRATEGY_NAMES = (
+    "vanilla",
+    "sd_tree",
+    "specvlm",
+    "hippo",
+    "parallelvlm",
+    "text_only",
+    "tabed",
+    "std",
+    "std_apbv",
+    "streaming",
+    "layerskip",
+    "ngram",
+)

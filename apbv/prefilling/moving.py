@@ -1,0 +1,50 @@
+"""This module moves rows of tokens from the hosts that have them to the hosts that want them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..hosts import HostGroup
+
+
+def move_rows(
+    rows: Tensor, held: Sequence[Tensor], sender: Tensor, wanted: Sequence[Tensor], hosts: HostGroup
+) -> Tensor:
+    """Bring every host the rows of the tokens that it wants; collective, and free of cost where all have them.
+
+    A host that has a token's row, as all have an anchor's, takes its own.
+
+    Args:
+        rows: ``[T, ...]`` of this host.
+        held: for every host the tokens whose rows it has, in their order; int64.
+        sender: the host that sends each token to those without it, int64 ``[n]``.
+        wanted: for every host the tokens that it wants, in the order that it wants them in.
+
+    Returns:
+        ``[tokens wanted here, ...]``.
+    """
+    here = hosts.rank
+    missing = []  # for every host a mask of the wanted tokens that it has not
+    for own, asked in zip(held, wanted, strict=True):
+        has = torch.zeros(len(sender), dtype=torch.bool)
+        has[own] = True
+        missing.append(~has[asked])
+    place = torch.zeros(len(sender), dtype=torch.long)
+    place[held[here]] = torch.arange(len(held[here]))
+    if not any(mask.any() for mask in missing):
+        return rows[place[wanted[here]].to(rows.device)]
+    asked, mask = wanted[here], missing[here]
+    result = rows.new_empty(len(asked), *rows.shape[1:])
+    kept = (~mask).nonzero().flatten()
+    result[kept.to(rows.device)] = rows[place[asked[kept]].to(rows.device)]
+    outgoing = []
+    for theirs, lacking in zip(wanted, missing, strict=True):
+        tokens = theirs[lacking]
+        outgoing.append(rows[place[tokens[sender[tokens] == here]].to(rows.device)])
+    coming = [(mask & (sender[asked] == host)).nonzero().flatten() for host in range(hosts.size)]
+    received = hosts.all_to_all(outgoing, [(len(places), *rows.shape[1:]) for places in coming]).wait()
+    for places, arrived in zip(coming, received, strict=True):
+        if len(places):
+            result[places.to(rows.device)] = arrived
+    return result

@@ -1,0 +1,43 @@
+"""This package leaves visual tokens out of a prompt.
+
+A reduction before the language model is one function, an :data:`.kept.EarlyReducer`: it chooses among the
+embeddings of a video's frames, which lie on several hosts. One inside the language model is a class, a
+:class:`.late.LateReducer`: it chooses between layers, by what the layers before have computed.
+"""
+
+from ...config import PrefillConfig
+from ...input.model_inputs import ModelInputs
+from ...model.parts import ModelParts
+from .dycoke import keep_by_dycoke
+from .fastv import FastV
+from .fastvid import keep_by_fastvid
+from .hippo import keep_by_hippo
+from .kept import EarlyReducer
+from .late import LateReducer
+from .pdrop import PyramidDrop
+from .slowfast import keep_slow_and_fast
+from .sparsevlm import SparseVLM
+from .uv_prune import UvPrune
+
+EARLY_REDUCERS: dict[str, EarlyReducer] = {
+    "slowfast": keep_slow_and_fast,
+    "fastvid": keep_by_fastvid,
+    "dycoke": keep_by_dycoke,
+    "hippo": keep_by_hippo,
+}
+
+LATE_REDUCERS: dict[str, type[LateReducer]] = {
+    reducer.name: reducer for reducer in (FastV, PyramidDrop, SparseVLM, UvPrune)
+}
+
+
+def make_late_reducer(config: PrefillConfig, parts: ModelParts, inputs: ModelInputs) -> LateReducer | None:
+    """Make the reducer that drops a prompt's tokens inside the language model; None where nothing is dropped so.
+
+    Raises:
+        ValueError: the model has too few layers.
+    """
+    reduce = config.reduce
+    if reduce is None or reduce.leaves_all or not reduce.is_late or inputs.visual is None:
+        return None
+    return LATE_REDUCERS[reduce.method](config, parts, inputs)

@@ -1,0 +1,244 @@
+"""This module reduces a prompt before the language model: the frames are encoded, and then some tokens left out.
+
+What is left is a shorter prompt, and the embeddings of its visual tokens where they lie. It is prefilled as any
+other, by any method.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...config import PrefillConfig, ReduceConfig, ReuseConfig
+from ...hosts import HostGroup
+from ...input.model_inputs import ModelInputs
+from ...input.visual import PromptError, VisualInput
+from ...layout import intersect
+from ...model.parts import VIDEO_FAMILIES, ModelParts
+from ...stats import StageTimer
+from ..encode import VisualRows, agree_on_chunks
+from ..reuse import StoredRows
+from . import EARLY_REDUCERS
+from .frames import SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
+from .kept import EarlyReducer, KeptRows, Reduction
+
+
+@dataclass(frozen=True)
+class ReducedPrompt:
+    """A ReducedPrompt is a prompt with fewer visual tokens, and their embeddings.
+
+    Attributes:
+        inputs: the prompt, without pixels.
+        rows: the source of this host's share of the embeddings.
+        reduction: what was left out.
+    """
+
+    inputs: ModelInputs
+    rows: VisualRows
+    reduction: Reduction
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A Choice says which rows of a prompt are kept.
+
+    Attributes:
+        kept: ``[K]``, ascending, the numbers of the kept rows, the same on every host.
+        patches: for every host, the temporal patches whose kept rows it has.
+        values: ``[k, (1 + L) * d]``, the kept rows of this host's patches.
+    """
+
+    kept: Tensor
+    patches: tuple[range, ...]
+    values: Tensor
+
+
+def reduces_first(config: PrefillConfig) -> bool:
+    """Return whether visual tokens are left out before the language model runs."""
+    return config.reduce is not None and not config.reduce.leaves_all and not config.reduce.is_late
+
+
+def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
+    """Refuse a reduction that does not go together with the model, or with what is kept for further questions.
+
+    Args:
+        family: the model's.
+
+    Raises:
+        ValueError: the model reads text only, or KV is kept.
+    """
+    if config is None:
+        return
+    if family not in VIDEO_FAMILIES:
+        raise ValueError(f"{config.method} leaves visual tokens out, and {family} models read text only")
+    if reuse is not None and reuse.mode == "kv":
+        raise ValueError(
+            f"{config.method} chooses visual tokens anew for every prompt: it works with reuse='exact' only"
+        )
+
+
+def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
+    """Refuse a prompt of which nothing can be left out.
+
+    Raises:
+        PromptError: frames are to be reduced, and the prompt has no video.
+    """
+    if config is None or config.leaves_all or config.is_late:
+        return
+    if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
+        has = "no video" if inputs.visual is None else "images only"
+        raise PromptError(
+            f"reduce={config.method!r} leaves out what a video's frames repeat: the prompt has {has}"
+        )
+
+
+def reduce_prompt(
+    parts: ModelParts,
+    inputs: ModelInputs,
+    source: VisualRows,
+    hosts: HostGroup,
+    config: PrefillConfig,
+    timer: StageTimer,
+) -> ReducedPrompt:
+    """Encode this host's share of a prompt's frames, and leave out visual tokens; collective.
+
+    Args:
+        inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
+        source: makes the embeddings of this host's share.
+        config: with a reduction before the language model.
+
+    Raises:
+        ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
+            placeholders.
+        HostError: another host failed.
+    """
+    settings, visual = config.reduce, inputs.visual
+    num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
+    with hosts.local_stage("encode"):
+        rows = _all_rows(parts, visual, source, num_bytes)
+    with hosts.collective_stage("reduction"), timer.stage("exchange"):
+        count = max(1, round(settings.ratio * num_in_frames(parts, inputs)))
+        choice = choose_rows(parts, inputs, rows, hosts, EARLY_REDUCERS[settings.method], count)
+        shorter = _with_rows(parts, inputs, choice)
+    shorter = replace(shorter, visual=replace(shorter.visual, chunk_bytes=num_bytes))
+    reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(choice.kept), choice.kept)
+    return ReducedPrompt(shorter, StoredRows(choice.values, shorter.visual, parts.device), reduction)
+
+
+def choose_rows(
+    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, reducer: EarlyReducer, count: int
+) -> Choice:
+    """Choose some of the tokens of a prompt's frames; collective.
+
+    All visual tokens that belong to no frame of a video are kept.
+
+    Args:
+        rows: ``[rows of this host's share, (1 + L) * d]``.
+        count: how many tokens of frames are kept, over all videos; each keeps the same share, as far as that comes
+            out even.
+    """
+    visual, videos = inputs.visual, videos_of(parts, inputs)
+    kept = torch.ones(visual.num_rows, dtype=torch.bool)
+    first = visual.pieces[hosts.rank].start  # of this host's rows
+    total, before, done = num_in_frames(parts, inputs), 0, 0
+    owned: list[list[range]] = [[] for _ in range(hosts.size)]
+    values = []
+
+    def keep_all(patches: range) -> None:
+        for host, share in enumerate(visual.patches):
+            owned[host].append(intersect(share, patches))
+        here = visual.rows_of(owned[hosts.rank][-1])
+        values.append(rows[here.start - first : here.stop - first])
+
+    for video in videos:
+        keep_all(range(done, video.patches.start))
+        done, place = video.patches.stop, video.in_frames
+        share = (before + len(place)) * count // total - before * count // total
+        before += len(place)
+        shared = shared_video(parts, inputs, video, rows, hosts)
+        found = reducer(shared, share) if share else KeptRows.chosen(shared, torch.empty(0, dtype=torch.long))
+        kept[place.start : place.stop] = _agreed_mask(found, shared)
+        for host, frames in enumerate(_frames_of_hosts(found, shared)):
+            owned[host].append(range(video.patches.start + frames.start, video.patches.start + frames.stop))
+        values += [found.values, _ending_rows(visual, video, rows, owned, hosts)]
+    keep_all(range(done, visual.num_temporal_patches))
+    return Choice(kept.nonzero().flatten(), _joined(owned), torch.cat(values))
+
+
+def _all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
+    """Make the rows of this host's share, ``[rows, (1 + L) * d]``."""
+    made = [torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)]
+    with closing(source.chunks(visual.chunks(visual.host, num_bytes))) as chunks:
+        made += chunks
+    rows, expected = torch.cat(made), len(visual.pieces[visual.host])
+    if len(rows) != expected:
+        raise ValueError(
+            f"the vision tower made {len(rows)} embeddings where the prompt has {expected} placeholders"
+        )
+    return rows
+
+
+def _agreed_mask(found: KeptRows, video: SharedVideo) -> Tensor:
+    """Return which tokens of a video are kept on any host: bool ``[T * h * w]``; collective."""
+    mask = torch.zeros(video.num_frames * video.frame_size, dtype=torch.uint8)
+    mask[found.places] = 1
+    if video.replicated:
+        video.hosts.require_same("the choice of visual tokens", mask.numpy().tobytes())
+        return mask.bool()
+    return video.hosts.all_gather(mask.to(video.rows.device)).wait().any(dim=0).cpu()
+
+
+def _frames_of_hosts(found: KeptRows, video: SharedVideo) -> list[range]:
+    """Return for every host the frames whose kept tokens it has; collective."""
+    if video.replicated:
+        return [found.frames] * video.hosts.size
+    ends = video.hosts.gather_floats([found.frames.start, found.frames.stop])[:: video.hosts.tensor_parallel_size]
+    return [range(int(start), int(stop)) for start, stop in ends]
+
+
+def _ending_rows(
+    visual: VisualInput, video: VideoPlace, rows: Tensor, owned: list[list[range]], hosts: HostGroup
+) -> Tensor:
+    """Bring the rows behind a video's last frame to the host that has that frame now; collective."""
+    count, last = video.num_ending_rows, video.patches[-1]
+    nothing = rows[:0]
+    if not count:
+        return nothing
+    had = next(host for host, share in enumerate(visual.patches) if last in share)
+    first = visual.pieces[hosts.rank].start
+    if hosts.rank == had or visual.replicated:
+        ending = rows[video.in_frames.stop - first : video.rows.stop - first].clone()
+    else:
+        ending = rows.new_empty(count, rows.shape[1])
+    if not visual.replicated:
+        ending = hosts.broadcast(ending, had)
+    return ending if last in owned[hosts.rank][-1] else nothing
+
+
+def _joined(owned: list[list[range]]) -> tuple[range, ...]:
+    """Join every host's adjacent runs of temporal patches to one."""
+    joined: list[range] = []
+    for runs in owned:
+        runs = [run for run in runs if run]
+        end = joined[-1].stop if joined else 0
+        joined.append(range(runs[0].start, runs[-1].stop) if runs else range(end, end))
+    return tuple(joined)
+
+
+def _with_rows(parts: ModelParts, inputs: ModelInputs, choice: Choice) -> ModelInputs:
+    """Return the prompt without the visual tokens that are not kept; the others stay at their positions."""
+    visual = inputs.visual
+    kept = torch.zeros(visual.num_rows, dtype=torch.bool)
+    kept[choice.kept] = True
+    stays = ~parts.is_visual(inputs.input_ids[0])
+    stays[~stays] = kept
+    starts = torch.nn.functional.pad(kept.long().cumsum(0), (1, 0))[list(visual.row_starts)]
+    return replace(
+        inputs,
+        input_ids=inputs.input_ids[:, stays],
+        position_ids=inputs.position_ids[..., stays],
+        context_start=int(stays[: inputs.context_start].sum()),
+        query_start=int(stays[: inputs.query_start].sum()),
+        visual=replace(visual, patches=choice.patches, row_starts=tuple(starts.tolist()), pixels=None),
+    )

@@ -1,0 +1,172 @@
+"""This module lays the visual embeddings of a prompt's video out as frames, which lie on several hosts.
+
+A *frame* is a temporal patch here: what the model makes of one frame, or of several that it merges.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...hosts import HostGroup
+from ...input.model_inputs import ModelInputs
+from ...model.parts import ModelParts
+
+
+@dataclass(frozen=True)
+class SharedVideo:
+    """A SharedVideo is a video whose frames' embeddings lie on the hosts that encoded them.
+
+    Attributes:
+        rows: ``[F, h * w, (1 + L) * d]`` of this host's F frames, with the L vectors of deepstack.
+        shares: for every host the numbers of the frames that it has, ascending with the host.
+        height, width: h and w of every frame, in tokens.
+        hidden_size: d.
+        hosts: the hosts.
+        replicated: whether every host has all frames, and nothing needs to be exchanged.
+    """
+
+    rows: Tensor = field(repr=False)
+    shares: tuple[range, ...]
+    height: int
+    width: int
+    hidden_size: int
+    hosts: HostGroup
+    replicated: bool = False
+
+    @property
+    def mine(self) -> range:
+        """The numbers of this host's frames."""
+        return self.shares[self.hosts.rank]
+
+    @property
+    def num_frames(self) -> int:
+        """T, the frames of the whole video."""
+        return max(share.stop for share in self.shares)
+
+    @property
+    def frame_size(self) -> int:
+        """h * w, the visual tokens of a frame."""
+        return self.height * self.width
+
+    @property
+    def embeddings(self) -> Tensor:
+        """The rows without deepstack, ``[F, h * w, d]``."""
+        return self.rows[..., : self.hidden_size]
+
+    def fetch(self, wanted: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
+        """Give every host the frames that it wants; collective.
+
+        Args:
+            wanted: for every host, the numbers of frames, ascending; every host knows all of them.
+            rows: ``[F, h * w, x]`` of this host's frames, x as on every host.
+
+        Returns:
+            ``[frames that this host wants, h * w, x]``.
+        """
+        rank, first = self.hosts.rank, self.mine.start
+
+        def taken(frames: Sequence[int]) -> Tensor:
+            return rows[torch.tensor([frame - first for frame in frames], dtype=torch.long, device=rows.device)]
+
+        if self.replicated:
+            return taken(wanted[rank])
+        outgoing = [taken([frame for frame in frames if frame in self.mine]) for frames in wanted]
+        counts = [sum(frame in share for frame in wanted[rank]) for share in self.shares]
+        return torch.cat(self.hosts.all_to_all(outgoing, [(count, *rows.shape[1:]) for count in counts]).wait())
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Give every host what each computed of its frames; collective.
+
+        Args:
+            local: ``[F, ...]`` of this host's frames.
+
+        Returns:
+            ``[T, ...]``, the same on every host, in host memory.
+        """
+        if self.replicated:
+            local = self.hosts.broadcast(local.contiguous())  # so that all of them choose by the same numbers
+            return local.cpu()
+        padded = local.new_zeros(max(map(len, self.shares)), *local.shape[1:])
+        padded[: len(local)] = local
+        gathered = self.hosts.all_gather(padded).wait().cpu()
+        return torch.cat([rows[: len(share)] for rows, share in zip(gathered, self.shares, strict=True)])
+
+
+@dataclass(frozen=True)
+class VideoPlace:
+    """A VideoPlace says where a video lies among a prompt's temporal patches and rows.
+
+    Attributes:
+        patches: its temporal patches.
+        rows: its rows, those that belong to no frame included, which come last.
+        num_ending_rows: how many these are.
+        height, width: of its frames, in tokens.
+    """
+
+    patches: range
+    rows: range
+    num_ending_rows: int
+    height: int
+    width: int
+
+    @property
+    def in_frames(self) -> range:
+        """The rows that belong to frames."""
+        return range(self.rows.start, self.rows.stop - self.num_ending_rows)
+
+
+def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
+    """Find the videos of a prompt; none in a prompt of text or of images only."""
+    visual = inputs.visual
+    if visual is None:
+        return []
+    places = []
+    for item, patches in zip(visual.items, visual.item_patches, strict=True):
+        if item.kind == "video":
+            shape = frame_shape(parts, inputs, patches.start)
+            places.append(VideoPlace(patches, visual.rows_of(patches), item.num_ending_rows, *shape))
+    return places
+
+
+def num_in_frames(parts: ModelParts, inputs: ModelInputs) -> int:
+    """Count the visual tokens of a prompt that belong to frames of videos."""
+    return sum(len(video.in_frames) for video in videos_of(parts, inputs))
+
+
+def frame_shape(parts: ModelParts, inputs: ModelInputs, patch: int = 0) -> tuple[int, int]:
+    """Return the rows and columns of visual tokens in a frame of one of the prompt's videos.
+
+    Args:
+        patch: the frame's number among the prompt's temporal patches.
+    """
+    rows = inputs.visual.frames[patch]
+    if not parts.uses_mrope:
+        side = round(len(rows) ** 0.5)
+        return side, len(rows) // side
+    tokens = parts.is_visual(inputs.input_ids[0]).nonzero().flatten()[rows.start : rows.stop]
+    height = len(inputs.position_ids[1, 0, tokens].unique())
+    return height, len(rows) // height
+
+
+def shared_video(
+    parts: ModelParts, inputs: ModelInputs, video: VideoPlace, rows: Tensor, hosts: HostGroup
+) -> SharedVideo:
+    """Lay a video's rows out as frames.
+
+    Args:
+        rows: ``[rows of this host's share, (1 + L) * d]`` of the whole prompt.
+    """
+    visual, patches = inputs.visual, video.patches
+
+    def within(patch: int) -> int:
+        return min(max(patch, patches.start), patches.stop) - patches.start
+
+    shares = tuple(range(within(share.start), within(share.stop)) for share in visual.patches)
+    mine, size = shares[hosts.rank], video.height * video.width
+    begin = video.rows.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
+    frames = rows[begin : begin + len(mine) * size].view(len(mine), size, rows.shape[1])
+    replicated = visual.replicated or hosts.size == 1
+    hidden_size = parts.language_model.config.hidden_size
+    return SharedVideo(frames, shares, video.height, video.width, hidden_size, hosts, replicated)

@@ -1,0 +1,149 @@
+"""This module defines SparseVLM, which asks only the words that matter, and merges some of what it drops."""
+
+import torch
+from torch import Tensor
+
+from ..moving import move_rows
+from ..stages import Stage
+from .choosing import keep_best
+from .late import Choice, LateReducer, OwnedRows
+
+# Behind so many of 32 layers the paper drops tokens.
+_STEPS, _DEPTH = (2, 6, 15), 32
+_RECYCLED = 0.3  # of the dropped tokens, the best are merged (τ)
+_TOKENS_PER_CLUSTER = 10  # into so many fewer (1 / θ)
+_MOST_DISTANCES = 2**26  # that are in memory at a time
+
+
+class SparseVLM(LateReducer):
+    """SparseVLM drops visual tokens in three steps, by the attention of those words that fit them best.
+
+    Zhang et al. (2024), "SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference":
+
+    - *Raters* are the question's tokens whose embeddings fit those of the visual tokens no less than on average:
+      softmax over the question's tokens of the products, mean over the visual tokens (Section 3.2).
+    - Of V visual tokens a step drops λ (V − rank P), those with the least attention, where P is the raters'
+      attention to them, mean over heads (Eq. 7).
+    - The best 30 % of the dropped tokens are clustered by density peaks, and each cluster becomes one token, the
+      mean of its members, in the place of its centre (Section 3.3).
+
+    ``ratio`` is the share that λ alone would leave behind the last step: a step's λ is one minus its third root.
+    The rank and the merged tokens leave somewhat more. What differs: merged tokens stay at their centres'
+    positions instead of behind all others, and where a model adds visual features behind its first layers
+    (Qwen3-VL), a merged token gets its centre's.
+
+    ``layer`` is where the first step is; the others lie as far behind it as in the paper, for the model's depth.
+    """
+
+    name = "sparsevlm"
+
+    def choose_layers(self, num_layers: int) -> tuple[int, ...]:
+        first = self.settings.layer or max(1, round(_STEPS[0] * num_layers / _DEPTH))
+        depth = (num_layers - first) / (_DEPTH - _STEPS[0])
+        steps = {first + round((step - _STEPS[0]) * depth) for step in _STEPS}
+        return tuple(sorted(layer for layer in steps if layer < num_layers))
+
+    def enter(self, stage: Stage, rows: OwnedRows) -> None:
+        if stage.layers.start == 0:
+            self._raters = _find_raters(stage, rows)
+
+    def raters(self, stage: Stage) -> Tensor:
+        return torch.eye(len(stage.question))[self._raters]
+
+    def choose(self, stage: Stage, rows: OwnedRows, attention: Tensor) -> Choice:
+        num_visual = attention.shape[1]
+        strength = 1 - self.settings.ratio ** (1 / len(self.layers))
+        # Of a matrix in fp32, as in the paper's program: singular values within its rounding count as 0. Of what
+        # is not finite there would be an error, which would break the group of hosts.
+        mine = [int(torch.linalg.matrix_rank(attention.nan_to_num()))] if stage.hosts.is_leader else None
+        (rank,) = stage.hosts.broadcast_ints(mine, 1)
+        num_dropped = round(strength * (num_visual - rank))
+        scores = attention.mean(dim=0)
+        kept = keep_best(scores, max(1, num_visual - num_dropped))
+        dropped = torch.ones(num_visual, dtype=torch.bool)
+        dropped[kept] = False
+        dropped = dropped.nonzero().flatten()
+        if not len(dropped):
+            return Choice(kept)
+        recycled = dropped[keep_best(scores[dropped], int(_RECYCLED * len(dropped)) + 1)]
+        centres, values = _merge(stage, rows, recycled)
+        return Choice(torch.cat([kept, centres]).sort().values, centres, values)
+
+
+def _find_raters(stage: Stage, rows: OwnedRows) -> Tensor:
+    """Return the places of the raters among the question's tokens, the same on every host; collective."""
+    hosts = stage.hosts
+    question = torch.arange(stage.question.start, stage.question.stop)
+    states = move_rows(rows.question(), rows.question_tokens, stage.owner, [question] * hosts.size, hosts)
+    fits = (rows.visual().float() @ states.float().T).softmax(dim=1).sum(dim=0)
+    fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
+    return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown
+
+
+def _merge(stage: Stage, rows: OwnedRows, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge some visual tokens to fewer; return the tokens that stand for them, ascending, and their states.
+
+    Collective. Host 0 clusters, so that all hosts have the same clusters.
+
+    Args:
+        chosen: numbers among the stage's visual tokens, ascending.
+    """
+    hosts, tokens = stage.hosts, rows.is_visual.nonzero().flatten()[chosen]
+    wanted = [tokens] + [tokens[:0]] * (hosts.size - 1)
+    states = move_rows(rows.visual(), rows.visual_tokens, stage.owner, wanted, hosts)
+    count = len(chosen) // _TOKENS_PER_CLUSTER + 1
+    found = None
+    if hosts.is_leader:
+        centres, cluster = cluster_by_density(states, count)
+        found = [*centres.tolist(), *cluster.tolist()]
+    centres, cluster = torch.tensor(hosts.broadcast_ints(found, count + len(chosen))).split([count, len(chosen)])
+    if hosts.rank == 0:
+        values = _means(states, cluster, count)
+    else:
+        values = states.new_empty(count, states.shape[1])
+    return chosen[centres], hosts.broadcast(values)
+
+
+def _means(states: Tensor, cluster: Tensor, count: int) -> Tensor:
+    """Return the mean of each cluster's members, ``[count, d]``."""
+    dtype, cluster = torch.promote_types(states.dtype, torch.float32), cluster.to(states.device)
+    sums = torch.zeros(count, states.shape[1], dtype=dtype, device=states.device)
+    sums.index_add_(0, cluster, states.to(dtype))
+    return (sums / cluster.bincount(minlength=count)[:, None]).to(states.dtype)
+
+
+def cluster_by_density(states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Cluster rows by density peaks with k nearest neighbours, as SparseVLM's program does.
+
+    A row's density is exp(−mean of the squared distances to its k = ``count`` nearest rows, itself among them),
+    with distances divided by √d. Centres are the rows with the largest product of density and distance to the
+    nearest denser row; the densest row's distance is the largest of all. Of rows that are equal in this the
+    earlier one is denser, and the better centre. Every other row joins its nearest centre.
+
+    Args:
+        states: ``[m, d]``.
+        count: how many clusters, at most m.
+
+    Returns:
+        The centres, ``[count]`` ascending, and the number of each row's cluster, ``[m]``, as their place there.
+    """
+    states = states.to(torch.promote_types(states.dtype, torch.float32))
+    scale, chunks = states.shape[1] ** -0.5, states.split(max(1, _MOST_DISTANCES // len(states)))
+    nearest, longest = [], []
+    for rows in chunks:
+        distances = torch.cdist(rows, states) * scale
+        nearest.append(distances.topk(count, largest=False).values.square().mean(dim=1))
+        longest.append(distances.max())
+    density = torch.cat(nearest).neg().exp()
+    rank = torch.empty(len(states), dtype=torch.long, device=states.device)
+    rank[density.argsort(descending=True, stable=True)] = torch.arange(len(states), device=states.device)
+    to_denser = []
+    for rows, of_rows in zip(chunks, rank.split(len(chunks[0])), strict=True):
+        distances = torch.cdist(rows, states) * scale
+        distances = distances.masked_fill(rank[None] >= of_rows[:, None], float("inf"))
+        to_denser.append(distances.min(dim=1).values)
+    to_denser = torch.cat(to_denser).clamp(max=torch.stack(longest).max())
+    centres = keep_best(to_denser * density, count)
+    cluster = torch.cat([torch.cdist(rows, states[centres]).argmin(dim=1) for rows in chunks])
+    cluster[centres] = torch.arange(count, device=states.device)
+    return centres, cluster

@@ -1,0 +1,196 @@
+"""APB's own anchor, with the question in it, against a dense mask over the copy and the prompt."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
+from apbv.layout import plan_layout, with_question_in_anchor
+
+from oracle import DenseOracle, as_double, with_attention
+from prompts import as_inputs, build, relative_error, reset_rope, text_batch, video_batch
+
+ANCHOR_LEN = 27
+
+
+@dataclass
+class CopiedAnchorOracle(DenseOracle):
+    """The copy's tokens come first, and ``anchor_len`` is their number; then the whole prompt, cut into blocks."""
+
+    def visible(self, query, key, scale):
+        """As the parent's, but the first block sees no copy, nor does the question that sees all of the prompt."""
+        visible = super().visible(query, key, scale)
+        visible[:, self.blocks()[0], : self.anchor_len] = False
+        if not self.separate_query:
+            visible[:, self.query_start :, : self.anchor_len] = False
+        return visible
+
+
+def copied_tokens(prefix: int, query_start: int, num_tokens: int) -> list[int]:
+    num_of_context = max(0, ANCHOR_LEN - prefix - (num_tokens - query_start))
+    context = range(prefix, prefix + num_of_context)
+    return [*range(prefix), *range(query_start, num_tokens), *context]
+
+
+@torch.no_grad()
+def by_definition(family: str, batch: dict, query_start: int, prefix: int, settings: dict, num_blocks: int):
+    """Logits, and the KV of the prompt's tokens, of the model run on the copy and the prompt together."""
+    model = build(family, torch.float64)
+    reset_rope(model)
+    ids, num_tokens = batch["input_ids"], batch["input_ids"].shape[1]
+    copy = copied_tokens(prefix, query_start, num_tokens)
+    seen = {}
+    decoder = model.get_decoder()
+    hook = decoder.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model(**as_double(batch), use_cache=False)
+    hook.remove()
+    embeds = seen["inputs_embeds"] if seen.get("inputs_embeds") is not None else decoder.embed_tokens(ids)
+    if family == "qwen2_5_vl":  # where a prompt that has the question first would have its tokens
+        first = [*range(prefix), *range(query_start, num_tokens), *range(prefix, query_start)]
+        as_if = {name: batch[name][:, first] for name in ("mm_token_type_ids",)}
+        grids = {name: batch[name] for name in ("video_grid_thw", "second_per_grid_ts")}
+        of_copy = model.model.get_rope_index(ids[:, first], **as_if, **grids)[0][..., : len(copy)]
+        kinds = {"mm_token_type_ids": batch["mm_token_type_ids"]}
+        of_prompt = model.model.get_rope_index(ids, **kinds, **grids)[0]
+    else:
+        of_copy, of_prompt = torch.arange(len(copy))[None], torch.arange(num_tokens)[None]
+    start = len(copy)
+    oracle = CopiedAnchorOracle(
+        anchor_len=start,
+        query_start=start + query_start,
+        num_blocks=num_blocks,
+        passing_len=settings["passing_len"],
+        separate_query=settings.get("method") == "apb",
+        sparse=settings.get("sparse"),
+    )
+    with with_attention(model, oracle):
+        hidden = decoder(
+            inputs_embeds=torch.cat([embeds[:, copy], embeds], dim=1),
+            position_ids=torch.cat([of_copy, of_prompt], dim=-1),
+            use_cache=False,
+        ).last_hidden_state
+    keys, values = ([x[:, :, start:] for x in states] for states in (oracle.keys, oracle.values))
+    if not oracle.separate_query:
+        return model.lm_head(hidden[:, -1]), keys, values
+    cache = DynamicCache()
+    for layer, states in enumerate(zip(keys, values, strict=True)):
+        cache.update(*(x[:, :, :query_start] for x in states), layer)
+    hidden = decoder(
+        input_ids=ids[:, query_start:], position_ids=of_prompt[..., query_start:], past_key_values=cache
+    ).last_hidden_state
+    keys, values = ([getattr(layer, name) for layer in cache.layers] for name in ("keys", "values"))
+    return model.lm_head(hidden[:, -1]), keys, values
+
+
+def anchor_job(hosts: HostGroup, family: str, batch: dict, query_start: int | None, settings: dict):
+    model = build(family, torch.float64)
+    inputs = as_inputs(family, batch, query_start, hosts, torch.float64)
+    config = PrefillConfig(anchor_query=True, anchor_len=ANCHOR_LEN, on_single_host=True, **settings)
+    state = prefill(model, inputs, hosts=hosts, config=config)
+    gathered = state.to_dynamic_cache()
+    kv = None if gathered is None else [(layer.keys, layer.values) for layer in gathered.layers]
+    return state.logits, kv, state.exact, (inputs.context_start, inputs.query_start)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
+@pytest.mark.parametrize("settings", [{}, {"zigzag": False}, {"method": "apb"}], ids=["apbv", "no zigzag", "apb"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+@pytest.mark.pairwise
+def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_hosts):
+    settings = {"passing_len": 3, **settings}
+    batch, asked = (text_batch(130), 120) if family == "qwen2" else (video_batch(family), None)
+    results = on_hosts(num_hosts, anchor_job, family, batch, asked, settings)
+    (logits, kv, exact, (prefix, query_start)), *_ = results
+    num_blocks = num_hosts if len(settings) > 1 else 2 * num_hosts
+    expected, keys, values = by_definition(family, batch, query_start, prefix, settings, num_blocks)
+    assert relative_error(logits, expected) < 1e-9
+    assert all(relative_error(result[0], logits) < 1e-9 for result in results)
+    for (ours_k, ours_v), theirs_k, theirs_v in zip(kv, keys, values, strict=True):
+        assert relative_error(ours_k, theirs_k) < 1e-9
+        assert relative_error(ours_v, theirs_v) < 1e-9
+    assert not exact
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_blocks_behind_a_copied_anchor_attend_sparsely_to_themselves(pool, num_hosts):
+    sparse = SparseConfig(block_size=32, stride=8, threshold=0.3)
+    length = 120 * 2 * num_hosts + 10
+    batch, settings = text_batch(length), {"passing_len": 3, "sparse": sparse}
+    ((logits, kv, *_), *_) = pool.run(num_hosts, anchor_job, "qwen2", batch, length - 10, settings)
+    dense, *_ = by_definition("qwen2", batch, length - 10, 0, {"passing_len": 3}, 2 * num_hosts)
+    expected, keys, values = by_definition("qwen2", batch, length - 10, 0, settings, 2 * num_hosts)
+    assert relative_error(expected, dense) > 1e-4
+    assert relative_error(logits, expected) < 1e-9
+    for (ours_k, ours_v), theirs_k, theirs_v in zip(kv, keys, values, strict=True):
+        assert relative_error(ours_k, theirs_k) < 1e-9 and relative_error(ours_v, theirs_v) < 1e-9
+
+
+def test_the_question_changes_what_blocks_see(on_hosts):
+    """Without it the same lengths give something else: the switch is not idle."""
+    batch, settings = text_batch(130), {"passing_len": 3, "anchor_len": ANCHOR_LEN}
+    for method in ("apb", "apbv"):
+        plain, asked = on_hosts(2, both_job, batch, {**settings, "method": method})[0]
+        assert relative_error(asked, plain) > 1e-4
+
+
+def both_job(hosts: HostGroup, batch: dict, settings: dict):
+    model = build("qwen2", torch.float64)
+    inputs = as_inputs("qwen2", batch, 120, hosts, torch.float64)
+    configs = [PrefillConfig(anchor_query=asked, **settings) for asked in (False, True)]
+    return [prefill(model, inputs, hosts=hosts, config=config).logits for config in configs]
+
+
+@given(
+    num_hosts=st.integers(1, 6),
+    lengths=st.tuples(st.integers(0, 12), st.integers(1, 200), st.integers(1, 20)),
+    anchor_len=st.one_of(st.none(), st.integers(1, 300)),
+    zigzag=st.booleans(),
+)
+def test_the_copy_is_prefix_question_and_start(num_hosts, lengths, anchor_len, zigzag):
+    prefix, context, question = lengths
+    query_start, num_tokens = prefix + context, prefix + context + question
+    layout = with_question_in_anchor(
+        plan_layout(
+            num_hosts=num_hosts,
+            num_tokens=num_tokens,
+            context_start=prefix,
+            query_start=query_start,
+            anchor_len=0,
+            passing_len=1,
+            zigzag=zigzag,
+        ),
+        prefix,
+        anchor_len,
+    )
+    if len(layout.blocks) < 2:
+        assert layout.anchor_copy == ()
+        return
+    wanted = anchor_len if anchor_len is not None else min(128, num_tokens // 4)
+    for host in range(num_hosts):
+        spans = [token for span in layout.local_spans(host) for token in span]
+        copy, own = spans[: layout.anchor_len], spans[layout.anchor_len :]
+        assert copy[:prefix] == list(range(prefix))
+        assert copy[prefix : prefix + question] == list(range(query_start, num_tokens))
+        rest = copy[prefix + question :]
+        assert rest == list(range(prefix, prefix + len(rest)))
+        assert len(rest) == min(max(0, wanted - prefix - question), context)
+        assert sorted(own) == own and len(set(own)) == len(own)
+        kept = [token for span in layout.cache_spans(host) for token in span]
+        assert set(kept) <= set(own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"method": "star"}, "not method star"),
+        ({"method": "full"}, "not method full"),
+        ({"anchor_len": 0}, "not without an anchor"),
+    ],
+)
+def test_no_anchor_to_put_the_question_into(settings, reason):
+    with pytest.raises(ValueError, match=f"anchor_query puts the question .*: {reason}$"):
+        PrefillConfig(anchor_query=True, **settings)

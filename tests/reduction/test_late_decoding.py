@@ -1,0 +1,212 @@
+"""What follows a prompt whose layers hold different numbers of tokens: batches, graphs, drafts, and refusals."""
+
+import json
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from apbv import Engine, HostGroup, PrefillConfig, SamplingConfig, SpeculativeConfig, demo, prefill
+from apbv.config import ReduceConfig, ReuseConfig, SparseConfig
+from apbv.config.names import LATE_REDUCER_NAMES
+from apbv.decode.batch import Batch
+from apbv.input.request import Question, Request
+from apbv.kv import growing
+from apbv.model.parts import inspect_model
+from apbv.prefilling.methods.block_attention import BlockAttention
+from apbv.speculate import STRATEGIES
+from apbv.stats import StageTimer
+
+import families
+from answers import plain_tokens
+from engines import QUESTION
+from prompts import as_inputs, build, video_batch
+from recorded import recorded_on_a_cpu
+
+FAMILY, STEPS = "qwen2_5_vl", 9
+GREEDY = SamplingConfig(max_new_tokens=STEPS, ignore_eos=True)
+FASTV = ReduceConfig(method="fastv", ratio=0.3, layer=1)
+
+
+def prefilled(reduce: ReduceConfig | None, frames: int = 29, **settings):
+    hosts = HostGroup.single("cpu")
+    inputs = as_inputs(FAMILY, video_batch(FAMILY, frames), None, hosts)
+    return prefill(
+        build(FAMILY, torch.float32), inputs, hosts=hosts, config=PrefillConfig(reduce=reduce, **settings)
+    )
+
+
+@pytest.mark.parametrize("way", ["plain", "recorded"])
+def test_answers_in_a_batch_say_what_each_says_alone(way, monkeypatch):
+    """Of members whose layers are short in different ways, one of them in none."""
+    monkeypatch.setattr(growing, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
+    parts = inspect_model(build(FAMILY, torch.float32))
+    asked = [(FASTV, 29), (None, 9), (ReduceConfig(method="pdrop", ratio=0.2, layer=1), 17)]
+    expected = [plain_tokens(prefilled(*each), parts, GREEDY) for each in asked]
+    with ExitStack() as stack:
+        repeated = stack.enter_context(recorded_on_a_cpu()) if way == "recorded" else None
+        batch, members = Batch(replace(parts, backend="triton" if way == "recorded" else "auto")), []
+        for each in asked:
+            state = prefilled(*each)
+            request = Request(Question(), StageTimer(state.kv.hosts), sampling=GREEDY)
+            members.append(batch.join(state, request))
+            batch.step()
+        while len(batch):
+            batch.step()
+    assert way == "plain" or len(repeated) > 5
+    assert [member.tokens for member in members] == expected
+
+
+def test_all_layers_attend_sparsely_where_the_method_does(monkeypatch):
+    sizes, attend = [], BlockAttention.__call__
+
+    def counting(self, q, *args, **kwargs):
+        sizes.append(q.shape[2])
+        return attend(self, q, *args, **kwargs)
+
+    monkeypatch.setattr(BlockAttention, "__call__", counting)
+    state = prefilled(FASTV, method="xattention", sparse=SparseConfig(method="xattention", threshold=0.5))
+    assert sizes == [layer.keys.shape[2] for layer in state.kv.cache.layers]
+
+
+DRAFTS = {
+    "ngram": {},
+    "vanilla": {},
+    "sd_tree": {"num_tree_nodes": 6},
+    "specvlm": {"keep": "even"},
+    "text_only": {},
+}
+
+
+def drafting_job(hosts: HostGroup, clip, reduce: ReduceConfig, kv: str, drafts: list[str]):
+    """The answer of the reduced model, and those with drafts."""
+    answers = []
+    for strategy in (None, *drafts):
+        speculate = None if strategy is None else SpeculativeConfig(strategy=strategy, **DRAFTS[strategy])
+        draft = None
+        if speculate and STRATEGIES[strategy].needs_draft_model:
+            draft = families.build_model(FAMILY, dtype=torch.float64, seed=1)
+        model, processor = families.build_model(FAMILY, dtype=torch.float64), families.build_processor(FAMILY)
+        prefill_config = PrefillConfig(kv=kv, reduce=reduce)
+        engine = Engine(model, processor, hosts, prefill_config, speculate=speculate, draft=draft)
+        out = engine.generate(QUESTION, video=clip, num_frames=16, max_new_tokens=12)
+        answers.append(out.token_ids)
+    return answers
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+@pytest.mark.parametrize("name", ["fastv", "sparsevlm"])
+@pytest.mark.pairwise
+def test_drafts_change_nothing_in_the_reduced_models_answers(pool, clip, name, kv, num_hosts):
+    reduce = ReduceConfig(method=name, ratio=0.3, layer=1)
+    plain, *drafted = pool.run(num_hosts, drafting_job, clip, reduce, kv, list(DRAFTS))[0]
+    assert len(plain) > 2
+    assert drafted == [plain] * len(DRAFTS)
+
+
+def draft_host_job(hosts: HostGroup, clip, reduce: ReduceConfig):
+    is_draft, speculate = hosts.rank == hosts.size - 1, SpeculativeConfig(strategy="specvlm", keep="even")
+    engine = Engine(
+        None if is_draft else families.build_model(FAMILY, dtype=torch.float64),
+        families.build_processor(FAMILY),
+        hosts,
+        PrefillConfig(reduce=reduce),
+        speculate=replace(speculate, draft_host=True, keep_losing_draft=True),
+        draft=families.build_model(FAMILY, dtype=torch.float64, seed=1) if is_draft else None,
+    )
+    return engine.generate(QUESTION, video=clip, num_frames=16, max_new_tokens=12).token_ids
+
+
+def test_a_draft_host_changes_nothing_in_the_reduced_models_answers(pool, clip):
+    expected = pool.run(1, drafting_job, clip, FASTV, "gathered", [])[0][0]
+    assert pool.run(3, draft_host_job, clip, FASTV) == [expected] * 3
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+def test_what_needs_all_tokens_in_all_layers_is_refused(tmp_path, kv):
+    state = prefilled(FASTV, kv=kv)
+    assert len({layer.keys.shape[2] for layer in state.to_dynamic_cache().layers}) == 2
+    with pytest.raises(ValueError, match="fastv has dropped tokens inside the model"):
+        state.generate_inputs()
+    with pytest.raises(ValueError, match="fastv has dropped tokens inside the model"):
+        state.save(tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(
+    ("speculate", "message"),
+    [
+        ({"strategy": "std"}, "std drafts on the target's KV"),
+        ({"strategy": "layerskip"}, "layerskip drafts on the target's KV"),
+        ({"strategy": "streaming"}, "streaming drafts on the target's KV"),
+        ({"strategy": "hippo"}, "keep='hippo' goes by what the target's prefill sees"),
+        ({"strategy": "parallelvlm"}, "keep='uv_prune' goes by what the target's prefill sees"),
+    ],
+)
+def test_drafts_that_need_the_targets_whole_kv_are_refused_before_anything_is_loaded(speculate, message):
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(
+            "demo", prefill=PrefillConfig(reduce=FASTV), speculate=SpeculativeConfig(**speculate)
+        )
+
+
+def test_a_model_needs_a_layer_behind_the_drop():
+    for name in ("fastv", "pdrop", "sparsevlm", "uv_prune"):
+        with pytest.raises(ValueError, match=f"{name} cannot leave tokens out behind 3 layers: the model has 3"):
+            prefilled(ReduceConfig(method=name, layer=3))
+
+
+def test_a_model_with_too_few_layers_is_refused_before_its_weights_are_loaded(tmp_path):
+    shutil.copy(demo.model_path() / "config.json", tmp_path)  # and no weights
+    for name, layer, num_layers in (("pdrop", 4, 4), ("fastv", None, 1), ("sparsevlm", None, 1)):
+        config = json.loads((tmp_path / "config.json").read_text())
+        text = config["text_config"]
+        text |= {"num_hidden_layers": num_layers, "layer_types": text["layer_types"][:num_layers]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        reduce = ReduceConfig(method=name, layer=layer)
+        with pytest.raises(ValueError, match=f"{name} cannot leave tokens out .*the model has {num_layers}"):
+            Engine.from_pretrained(tmp_path, prefill=PrefillConfig(reduce=reduce), hosts=HostGroup.single("cpu"))
+
+
+@pytest.mark.parametrize("name", LATE_REDUCER_NAMES)
+@pytest.mark.parametrize("part", ["mlp.up_proj", "input_layernorm"])
+def test_numbers_that_overflow_end_no_more_than_the_answer(name, part):
+    """They come out as NaN, which decoding refuses; an error in between would end the group of hosts."""
+    model = families.build_model(FAMILY)
+    with torch.no_grad():
+        model.get_decoder().layers[0].get_submodule(part).weight.fill_(float("inf"))
+        if part == "input_layernorm":
+            model.get_input_embeddings().weight.fill_(float("inf"))
+    hosts = HostGroup.single("cpu")
+    config = PrefillConfig(reduce=ReduceConfig(method=name, ratio=0.3, layer=1))
+    state = prefill(model, as_inputs(FAMILY, video_batch(FAMILY), None, hosts), hosts=hosts, config=config)
+    assert state.logits.isnan().all()
+    assert 0 < state.reduction.num_after < state.reduction.num_before
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="not together with fastv"):
+        PrefillConfig(anchor_query=True, reduce=FASTV)
+    engine = Engine(
+        families.build_model(FAMILY),
+        families.build_processor(FAMILY),
+        HostGroup.single("cpu"),
+        PrefillConfig(reduce=FASTV),
+    )
+    with pytest.raises(ValueError, match="fastv"):
+        engine.handing_over()
+    with pytest.raises(ValueError, match="fastv"):
+        Engine(engine.model, engine.processor, engine.hosts, engine.prefill_config, reuse=ReuseConfig(mode="kv"))
+
+
+def test_the_result_says_what_is_left():
+    state = prefilled(ReduceConfig(method="pdrop", ratio=0.25, layer=1))
+    before = state.inputs.num_visual_tokens
+    left = [layer.keys.shape[2] - state.num_tokens + before for layer in state.kv.cache.layers]
+    assert state.reduction.num_before == left[0] == before
+    assert state.reduction.num_after == left[-1] == round(before / 4)
+    assert state.reduction.figures["num_video_tokens_by_layer"] == left
+    assert len(state.reduction.kept) == left[-1]

@@ -1,0 +1,165 @@
+"""Visual tokens dropped inside the model, against a dense definition layer by layer, by real gloo processes."""
+
+from functools import cache
+
+import pytest
+import torch
+from late_oracle import run_reduced
+
+from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv.config import ReduceConfig
+from apbv.prefilling.reduction import question_attention, sparsevlm
+
+from answers import plain_tokens
+from families import VIDEO_FAMILIES, build_processor, synthetic_video
+from oracle import oracle_of
+from prompts import UNCOMPRESSED, as_inputs, build, relative_error, video_batch
+
+NUM_NEW = 6
+# Behind so many of the tiny model's three layers: (--reduce-layer, where tokens are dropped).
+STEPS = {"fastv": (1, [1]), "pdrop": (1, [1, 2]), "sparsevlm": (1, [1, 2]), "uv_prune": (2, [2])}
+
+
+@cache
+def prompt_of(family: str, is_mixed: bool = False) -> dict:
+    """A video, or two videos and an image with text between them."""
+    if not is_mixed:
+        return video_batch(family)
+    kinds = ["video", "image", "video"]
+    content = [part for kind in kinds for part in ({"type": kind}, {"type": "text", "text": f"a {kind}, "})]
+    processor = build_processor(family)
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    videos = [synthetic_video(frames, 56, 70) for frames in (12, 20)]
+    image = synthetic_video(1, 84, 56)[0]
+    return dict(processor(text=[text], images=[image], videos=videos, do_sample_frames=False, return_tensors="pt"))
+
+
+@cache
+def expected(family: str, name: str, ratio: float, drops: tuple[int, ...], is_mixed: bool = False):
+    reduced = run_reduced(family, prompt_of(family, is_mixed), name, ratio, list(drops))
+    states = [(layer.keys.clone(), layer.values.clone()) for layer in reduced.cache.layers]
+    return reduced.logits, states, reduced.continuation(NUM_NEW)
+
+
+def reduced_job(hosts: HostGroup, family: str, reduce: dict, settings: dict, is_mixed: bool = False):
+    model = build(family, torch.float64)
+    inputs = as_inputs(family, prompt_of(family, is_mixed), None, hosts, torch.float64)
+    config = PrefillConfig(on_single_host=True, reduce=ReduceConfig(**reduce), **settings)
+    state = prefill(model, inputs, hosts=hosts, config=config)
+    gathered = state.to_dynamic_cache()
+    kv = None if gathered is None else [(layer.keys.clone(), layer.values.clone()) for layer in gathered.layers]
+    tokens = plain_tokens(state, model, SamplingConfig(max_new_tokens=NUM_NEW, ignore_eos=True))
+    return state.logits, kv, tokens, state.exact
+
+
+def check(results, logits, states, tokens=None):
+    for got, kv, answer, exact in results:
+        assert relative_error(got, logits) < 1e-9
+        assert not exact and (tokens is None or answer == tokens)
+        assert (kv is None) == (got is not results[0][0])
+        for (keys, values), (their_keys, their_values) in zip(kv or (), states, strict=kv is not None):
+            assert keys.shape == their_keys.shape
+            assert relative_error(keys, their_keys) < 1e-9 and relative_error(values, their_values) < 1e-9
+
+
+@pytest.mark.parametrize("kv", ["gathered", "sharded"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+@pytest.mark.parametrize("method", ["full", "zigzag_ring", "ulysses", "apb", "apbv"])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.pairwise
+def test_every_method_equals_the_dense_definition(pool, name, method, num_hosts, kv):
+    layer, drops = STEPS[name]
+    reduce = {"method": name, "ratio": 0.4, "layer": layer}
+    settings = {"method": method, "kv": kv, "passing_len": UNCOMPRESSED}
+    results = pool.run(num_hosts, reduced_job, "qwen2_5_vl", reduce, settings)
+    check(results, *expected("qwen2_5_vl", name, 0.4, tuple(drops)))
+
+
+@pytest.mark.parametrize("name", ["fastv", "sparsevlm"])
+def test_attention_is_the_same_however_few_scores_are_in_memory(monkeypatch, name):
+    monkeypatch.setattr(question_attention, "_MOST_SCORES", 300)
+    monkeypatch.setattr(sparsevlm, "_MOST_DISTANCES", 20)
+    layer, drops = STEPS[name]
+    reduce = {"method": name, "ratio": 0.4, "layer": layer}
+    result = reduced_job(HostGroup.single("cpu"), "qwen2_5_vl", reduce, {"passing_len": UNCOMPRESSED})
+    check([result], *expected("qwen2_5_vl", name, 0.4, tuple(drops)))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 3])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.each_choice
+def test_every_family_equals_the_dense_definition(pool, family, name, num_hosts):
+    layer, drops = STEPS[name]
+    reduce = {"method": name, "ratio": 0.3, "layer": layer}
+    results = pool.run(num_hosts, reduced_job, family, reduce, {"passing_len": UNCOMPRESSED, "anchor_len": 20})
+    check(results, *expected(family, name, 0.3, tuple(drops)))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 3])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.each_choice
+def test_text_between_videos_and_images_stays(pool, name, num_hosts):
+    layer, drops = STEPS[name]
+    reduce = {"method": name, "ratio": 0.4, "layer": layer}
+    results = pool.run(num_hosts, reduced_job, "qwen2_5_vl", reduce, {"passing_len": UNCOMPRESSED}, True)
+    check(results, *expected("qwen2_5_vl", name, 0.4, tuple(drops), is_mixed=True))
+
+
+COMPRESSED = {
+    "apbv": {"passing_len": 4, "anchor_len": 21},
+    "no anchor": {"passing_len": 4, "anchor_len": 0},
+    "an anchor longer than what is left": {"passing_len": 1, "anchor_len": 55},
+    "separate query": {"passing_len": 4, "anchor_len": 21, "fused_query": False},
+    "apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
+    "star": {"method": "star"},
+}
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("variant", COMPRESSED)
+@pytest.mark.each_choice
+def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, num_hosts):
+    family, settings = "qwen2_5_vl", COMPRESSED[variant]
+    inputs = as_inputs(family, video_batch(family), None, HostGroup.single("cpu"), torch.float64)
+
+    def attend_before(query_start):
+        lengths = dict(settings)
+        if lengths.get("anchor_len", 0) >= query_start:  # the default
+            lengths["anchor_len"] = (query_start + inputs.num_tokens - inputs.query_start) // 4
+        oracle = oracle_of(lengths, num_hosts, query_start, inputs.context_start)
+        return lambda q, k, v, scale: oracle.attend(None, q, k, v, None, scaling=scale)[0]
+
+    layer, drops = STEPS[name]
+    two_passes = settings.get("method") in ("apb", "star") or not settings.get("fused_query", True)
+    reduced = run_reduced(family, video_batch(family), name, 0.4, drops, attend_before, two_passes)
+    exact = expected(family, name, 0.4, tuple(drops))[0]
+    # Star Attention's only block but the anchor sees all before it on two hosts.
+    assert (relative_error(reduced.logits, exact) > 1e-4) == (variant != "star" or num_hosts > 2)
+    results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": 0.4, "layer": layer}, settings)
+    check(results, reduced.logits, [(layer.keys, layer.values) for layer in reduced.cache.layers])
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.each_choice
+def test_a_ratio_of_one_leaves_everything(pool, name, num_hosts):
+    settings = {"passing_len": 4, "anchor_len": 21}
+    whole = pool.run(num_hosts, whole_job, settings, None)
+    reduced = pool.run(num_hosts, whole_job, settings, {"method": name, "ratio": 1.0})
+    for (logits, kv, exact), (their_logits, their_kv, their_exact) in zip(reduced, whole, strict=True):
+        assert torch.equal(logits, their_logits) and exact == their_exact
+        for layer, theirs in zip(kv or (), their_kv or (), strict=True):
+            assert torch.equal(layer, theirs)
+
+
+def whole_job(hosts: HostGroup, settings: dict, reduce: dict | None):
+    family = "qwen2_5_vl"
+    inputs = as_inputs(family, video_batch(family), None, hosts, torch.float64)
+    config = PrefillConfig(reduce=reduce and ReduceConfig(**reduce), **settings)
+    state = prefill(build(family, torch.float64), inputs, hosts=hosts, config=config)
+    gathered = state.to_dynamic_cache()
+    return state.logits, gathered and [layer.keys for layer in gathered.layers], state.exact

@@ -1,0 +1,63 @@
+"""The settings of a reduction, in Python and on the command line."""
+
+import pytest
+
+from apbv import ReduceConfig
+from apbv.config import EARLY_REDUCER_NAMES, LATE_REDUCER_NAMES, REDUCER_NAMES
+from apbv.launch import infer, serve
+from apbv.launch.options import prefill_config
+from apbv.prefilling.reduction import EARLY_REDUCERS, LATE_REDUCERS
+
+INFER = ["--model", "demo"]
+SERVE = ["--model", "demo", "--reduce", "hippo"]
+
+
+def test_every_name_has_a_reducer():
+    assert tuple(EARLY_REDUCERS) == EARLY_REDUCER_NAMES and tuple(LATE_REDUCERS) == LATE_REDUCER_NAMES
+    assert REDUCER_NAMES == EARLY_REDUCER_NAMES + LATE_REDUCER_NAMES
+
+
+def test_options_become_a_config():
+    assert prefill_config(infer.parse_arguments(INFER)).reduce is None
+    options = infer.parse_arguments([*INFER, "--reduce", "dycoke"])
+    assert prefill_config(options).reduce == ReduceConfig(method="dycoke", ratio=0.5)
+    options = infer.parse_arguments([*INFER, "--reduce", "fastv", "--reduce-ratio", "0.25", "--reduce-layer", "2"])
+    assert prefill_config(options).reduce == ReduceConfig(method="fastv", ratio=0.25, layer=2)
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.5, 1.01, float("nan"), float("inf"), True, "0.5", None])
+def test_a_ratio_out_of_range(ratio):
+    with pytest.raises(ValueError, match="must lie in 0 < ratio <= 1"):
+        ReduceConfig(method="hippo", ratio=ratio)
+
+
+@pytest.mark.parametrize("layer", [0, -1, 1.5, True])
+def test_a_layer_that_is_none(layer):
+    with pytest.raises(ValueError, match="must be an integer of at least 1"):
+        ReduceConfig(method="fastv", layer=layer)
+
+
+@pytest.mark.parametrize("method", EARLY_REDUCER_NAMES)
+def test_a_layer_for_a_method_that_has_none(method):
+    with pytest.raises(ValueError, match=f"{method} leaves tokens out before the language model"):
+        ReduceConfig(method=method, layer=2)
+
+
+@pytest.mark.parametrize(
+    ("main", "options", "says"),
+    [
+        (infer, [*INFER, "--reduce-ratio", "0.5"], "--reduce-ratio needs --reduce"),
+        (infer, [*INFER, "--reduce-layer", "2"], "--reduce-layer needs --reduce"),
+        (infer, [*INFER, "--reduce", "hippo", "--reduce-layer", "2"], "hippo leaves tokens out before"),
+        (infer, [*INFER, "--reduce", "hippo", "--reduce-ratio", "0"], "0 < ratio <= 1, not 0.0"),
+        (infer, [*INFER, "--reduce", "nothing"], "invalid choice: 'nothing'"),
+        (serve, [*SERVE, "--kv-transfer", "tcp"], "--kv-transfer hands whole prompts over"),
+        (serve, [*SERVE, "--reuse", "kv"], "it works with --reuse exact only"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_options_that_are_wrong_are_one_line(main, options, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.parse_arguments(options)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and says in said and said.startswith("error: ") and said.count("\n") == 1

@@ -1,0 +1,170 @@
+"""Answers to prompts that are reduced before the language model: every way to prefill, to keep KV and to draft."""
+
+from contextlib import closing
+
+import pytest
+
+import apbv
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, ReuseConfig, SpeculativeConfig, demo
+from apbv.config import EARLY_REDUCER_NAMES, METHOD_NAMES
+from apbv.kv.offers import Offers
+from apbv.prefilling.methods import METHODS
+
+from families import build_model, build_processor
+
+QUESTION = "name the letters in order"
+NUM_TEXT = 15  # tokens of the prompt around the video
+RATIO = 0.4
+
+
+def engine_of(hosts: HostGroup, reducer: str, speculate: SpeculativeConfig | None = None, **settings) -> Engine:
+    reuse = settings.pop("reuse", None)
+    prefill = PrefillConfig(reduce=ReduceConfig(method=reducer, ratio=RATIO), **settings)
+    return Engine.from_pretrained("demo", prefill=prefill, hosts=hosts, speculate=speculate, reuse=reuse)
+
+
+def ask(engine: Engine, question: str = QUESTION):
+    return engine.generate(question, video=demo.video_path(), max_new_tokens=16)
+
+
+def answer_job(hosts: HostGroup, reducer: str, settings: dict):
+    answer = ask(engine_of(hosts, reducer, **settings))
+    return answer.token_ids, answer.stats
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_every_way_to_prefill_answers_a_reduced_prompt(pool, method):
+    """The exact ones as one host does."""
+    number = METHOD_NAMES.index(method)
+    reducer, kv = EARLY_REDUCER_NAMES[number % 4], ("gathered", "sharded")[number // 4 % 2]
+    expected = ask(engine_of(HostGroup.single("cpu"), reducer)).token_ids
+    settings = {"method": method, "kv": kv, "anchor_len": 20, "passing_len": 24}
+    for tokens, stats in pool.run(2, answer_job, reducer, settings):
+        assert stats["method"] == method
+        figures = stats["reduction"]
+        assert (figures["method"], figures["ratio"]) == (reducer, RATIO)
+        assert figures["num_video_tokens_before"] == 256
+        assert 96 <= figures["num_video_tokens_after"] == stats["num_video_tokens"] <= 102
+        assert stats["num_input_tokens"] == NUM_TEXT + stats["num_video_tokens"]
+        if METHODS[method].gives_exact_kv:
+            assert tokens == expected
+
+
+def kept_kv_job(hosts: HostGroup, folder: str):
+    engine = engine_of(hosts, "fastvid", method="zigzag_ring", kv="sharded")
+    state = engine.prefill(QUESTION, video=demo.video_path())
+    expected = ask(engine).token_ids
+    assert engine.decode(state, max_new_tokens=16).token_ids == expected
+    arguments = state.generate_inputs()
+    if arguments:
+        generated = engine.model.generate(**arguments, max_new_tokens=16, do_sample=False)
+        assert generated[0, state.num_tokens :].tolist() == expected
+    state.save(folder)
+    loaded = apbv.load(folder, engine.model, hosts=hosts)
+    assert engine.decode(loaded, max_new_tokens=16).token_ids == expected
+    assert not state.exact and not loaded.exact
+    return state.num_tokens, loaded.num_tokens
+
+
+def test_the_kv_of_a_reduced_prompt_is_decoded_generated_from_saved_and_loaded(pool, tmp_path):
+    ((before, after),) = set(pool.run(2, kept_kv_job, str(tmp_path / "kv")))
+    assert before == after == NUM_TEXT + round(RATIO * 256)
+
+
+def refusals_job(hosts: HostGroup) -> list[str]:
+    engine, said = engine_of(hosts, "dycoke"), []
+    state = engine.prefill(QUESTION, video=demo.video_path())
+    with closing(Offers(hosts)) as offers:
+        for refused in (lambda: state.offer(offers), engine.handing_over):
+            with pytest.raises(ValueError, match="shortened cannot be handed over") as error:
+                refused()
+            said.append(str(error.value))
+    return said
+
+
+def test_what_reads_whole_prompts_is_not_handed_a_reduced_one(pool):
+    assert [len(said) for said in pool.run(2, refusals_job)] == [2, 2]
+
+
+def test_settings_that_do_not_go_together_are_refused_before_anything_is_loaded(checkpoints):
+    hosts = HostGroup.single("cpu")
+    with pytest.raises(ValueError, match="chooses visual tokens anew for every prompt"):
+        engine_of(hosts, "hippo", reuse=ReuseConfig(mode="kv"))
+    reduce = PrefillConfig(reduce=ReduceConfig(method="hippo"))
+    with pytest.raises(ValueError, match="llama models read text only"):
+        Engine.from_pretrained(checkpoints("llama"), prefill=reduce, hosts=hosts)
+    with pytest.raises(ValueError, match="llama models read text only"):
+        Engine(build_model("llama"), build_processor("llama"), hosts, reduce)
+    with pytest.raises(ValueError, match="does not know what hippo leaves"):
+        apbv.plan("demo", frames=16, prefill=reduce)
+
+
+def reuse_job(hosts: HostGroup):
+    engine = engine_of(hosts, "fastvid", reuse=ReuseConfig(mode="exact"), method="ulysses")
+    first, second = ask(engine), ask(engine, "how many letters are shown")
+    alone = ask(engine_of(hosts, "fastvid", method="ulysses"), "how many letters are shown")
+    return [first.stats["reused"], second.stats["reused"]], second.token_ids, alone.token_ids
+
+
+def test_embeddings_are_kept_whole_and_reduced_for_every_question(pool):
+    for reused, tokens, expected in pool.run(2, reuse_job):
+        assert reused == [None, "embeddings"] and tokens == expected
+
+
+# ---- with a draft ----
+
+DRAFTS = {
+    "vanilla": {},
+    "sd_tree": {},
+    "specvlm": {},
+    "hippo": {"prune": "kv"},
+    "parallelvlm": {"keep_ratio": 0.5},
+    "text_only": {},
+    "tabed": {"keep": "attention"},
+    "std": {},
+    "std_apbv": {},
+    "streaming": {"keep_tokens": 40},
+    "layerskip": {},
+    "ngram": {},
+}
+
+
+def draft_job(hosts: HostGroup, reducer: str, config: SpeculativeConfig):
+    settings = {"anchor_len": 20, "passing_len": 24}
+    plain = ask(engine_of(hosts, reducer, **settings)).token_ids
+    answer = ask(engine_of(hosts, reducer, config, **settings))
+    return answer.token_ids, plain, answer.stats["speculation"], answer.kept
+
+
+@pytest.mark.parametrize("strategy", DRAFTS)
+def test_a_draft_does_not_change_what_the_reduced_model_says(pool, strategy):
+    """A draft model reads the whole prompt; the target's own drafts see what the target sees."""
+    config = SpeculativeConfig(strategy=strategy, keep_losing_draft=True, **DRAFTS[strategy])
+    reducer = EARLY_REDUCER_NAMES[list(DRAFTS).index(strategy) % 4]
+    for tokens, plain, figures, kept in pool.run(2, draft_job, reducer, config):
+        assert tokens == plain
+        assert figures["num_accepted"] > 0 or strategy in ("ngram", "text_only", "streaming")
+        if kept is not None:
+            assert kept.sum() == figures["num_visual_tokens_drafted_from"] and kept.numel() == 256
+
+
+@pytest.mark.parametrize("keep", ["dycoke", "fastvid", "similarity"])
+def test_a_draft_sees_what_a_reduction_would_keep(pool, keep):
+    config = SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.3, keep_losing_draft=True)
+    for tokens, plain, figures, kept in pool.run(2, draft_job, "slowfast", config):
+        assert tokens == plain and kept.sum() == round(0.3 * 256)
+        assert figures["num_visual_tokens_drafted_from"] == round(0.3 * 256) and figures["num_accepted"] > 0
+
+
+def draft_host_job(hosts: HostGroup):
+    refused = SpeculativeConfig(strategy="hippo", draft_host=True)
+    with pytest.raises(ValueError, match="leaves some of that out: on a draft host choose another"):
+        engine_of(hosts, "hippo", refused)
+    config = SpeculativeConfig(strategy="hippo", keep="dycoke", draft_host=True, keep_losing_draft=True)
+    engine = engine_of(hosts, "hippo", config)
+    return ask(engine).token_ids
+
+
+def test_a_draft_host_drafts_for_a_reduced_model(pool):
+    expected = ask(engine_of(HostGroup.single("cpu"), "hippo")).token_ids
+    assert pool.run(2, draft_host_job) == [expected] * 2

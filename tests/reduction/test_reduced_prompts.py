@@ -1,0 +1,233 @@
+"""Prompts that are reduced before the language model, against transformers' own model on what is left of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from early_oracle import reduced_logits
+
+from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, VideoConfig, prefill
+from apbv.hosts import HostError
+from apbv.input.visual import PromptError
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import TowerRows
+from apbv.prefilling.reduction import EARLY_REDUCERS
+
+import families
+from families import VIDEO_FAMILIES
+from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
+
+DOUBLE = torch.float64
+WAYS = {
+    "full": {"method": "full"},
+    "ring": {"method": "zigzag_ring", "kv": "sharded"},
+    "apbv": {"method": "apbv", "passing_len": UNCOMPRESSED, "anchor_len": 0, "on_single_host": True},
+    "every host all": {"method": "ulysses", "frame_parallel": False},
+}
+
+
+def reduced(method: str, ratio: float, way: str = "full") -> PrefillConfig:
+    return PrefillConfig(reduce=ReduceConfig(method=method, ratio=ratio), **WAYS[way])
+
+
+def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
+    """Frames, height and width in tokens of a prompt's videos, from what the processor returned."""
+    if family.startswith("qwen"):
+        return [(t, h // 2, w // 2) for t, h, w in batch["video_grid_thw"].tolist()]
+    pixels = batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
+    frames = pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+    return [(frames, 2, 2)] * (pixels.shape[0] if pixels.dim() == 5 else 1)
+
+
+def prefill_job(hosts: HostGroup, family: str, batch: dict, config: PrefillConfig):
+    inputs = as_inputs(family, batch, None, hosts, DOUBLE, config.frame_parallel)
+    state = prefill(build(family, DOUBLE), inputs, hosts=hosts, config=config)
+    figures = None if state.reduction is None else state.reduction.figures
+    return state.logits, state.num_tokens, figures, state.exact, state.inputs.position_ids
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+@pytest.mark.parametrize("ratio", [0.5, 0.2, 0.001])
+@pytest.mark.parametrize("method", EARLY_REDUCERS)
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.pairwise
+def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, family, method, ratio, num_hosts, way):
+    """With deepstack, a row behind the video, and frames that hosts have to exchange."""
+    batch, model = video_batch(family), build(family, DOUBLE)
+    reset_rope(model)
+    videos = whole_videos(family, batch)
+    expected, length = reduced_logits(model, batch, videos, method, ratio)
+    reset_rope(model)
+    for logits, num_tokens, figures, exact, _ in pool.run(
+        num_hosts, prefill_job, family, batch, reduced(method, ratio, way)
+    ):
+        assert num_tokens == length < batch["input_ids"].shape[1] and not exact
+        assert figures["num_video_tokens_before"] - figures["num_video_tokens_after"] == (
+            batch["input_ids"].shape[1] - length
+        )
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def mixed_batch(family: str) -> dict:
+    """What the processor makes of two videos of different sizes with an image between them."""
+    from transformers.video_utils import VideoMetadata
+
+    processor = families.build_processor(family)
+    content = [{"type": kind} for kind in ("video", "image", "video")] + [{"type": "text", "text": "Which?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    shapes = [(14, 56, 84), (20, 84, 56)]
+    given = [
+        VideoMetadata(total_num_frames=frames, fps=8.0, frames_indices=list(range(frames)))
+        for frames, *_ in shapes
+    ]
+    return dict(
+        processor(
+            text=[text],
+            videos=[families.synthetic_video(*shape, seed=number) for number, shape in enumerate(shapes)],
+            images=[families.synthetic_image(84, 56)],
+            video_metadata=given,
+            do_sample_frames=False,
+            return_tensors="pt",
+        )
+    )
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+@pytest.mark.parametrize("ratio", [0.4, 0.1])
+@pytest.mark.parametrize("method", EARLY_REDUCERS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.pairwise
+def test_every_video_of_a_prompt_is_reduced_and_no_image(pool, family, method, ratio, num_hosts):
+    batch, model = mixed_batch(family), build(family, DOUBLE)
+    reset_rope(model)
+    expected, length = reduced_logits(model, batch, whole_videos(family, batch), method, ratio)
+    reset_rope(model)
+    for logits, num_tokens, *_ in pool.run(num_hosts, prefill_job, family, batch, reduced(method, ratio, "ring")):
+        assert num_tokens == length
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_with_all_tokens_left_it_is_the_whole_prompt(pool, family):
+    batch = video_batch(family)
+    plain = pool.run(2, prefill_job, family, batch, PrefillConfig(**WAYS["ring"]))
+    for method in EARLY_REDUCERS:
+        whole = pool.run(2, prefill_job, family, batch, reduced(method, 1.0, "ring"))
+        for (logits, length, figures, exact, positions), expected in zip(whole, plain, strict=True):
+            assert (length, figures, exact) == (expected[1], None, True)
+            assert torch.equal(logits, expected[0]) and torch.equal(positions, expected[4])
+
+
+def test_tokens_that_are_left_stay_at_their_positions(pool):
+    batch = video_batch("qwen2_5_vl")
+    whole = prefill_job(HostGroup.single(), "qwen2_5_vl", batch, PrefillConfig())[4][:, 0].T.tolist()
+    left = prefill_job(HostGroup.single(), "qwen2_5_vl", batch, reduced("hippo", 0.3))[4][:, 0].T.tolist()
+    remaining = iter(whole)
+    assert len(left) < len(whole) and all(position in remaining for position in left), "a subsequence"
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_chunks_of_which_nothing_is_left(pool, num_hosts):
+    """Frames are encoded and exchanged one by one, and most of them keep no token."""
+    config = reduced("hippo", 0.05, "ring")
+    expected = pool.run(1, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), config)[0][0]
+    one_by_one = replace(config, video=VideoConfig(chunk_bytes=1))
+    for logits, *_ in pool.run(num_hosts, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), one_by_one):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- what cannot be reduced, and hosts that fail ----
+
+
+def refusal_job(hosts: HostGroup, batch: dict, method: str):
+    family = "qwen2_5_vl"
+    try:
+        prefill(build(family, DOUBLE), batch, hosts=hosts, config=reduced(method, 0.5))
+    except PromptError as error:
+        return str(error)
+
+
+def image_batch() -> dict:
+    processor = families.build_processor("qwen2_5_vl")
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return dict(processor(text=[text], images=[families.synthetic_image(84, 112)], return_tensors="pt"))
+
+
+@pytest.mark.parametrize("method", EARLY_REDUCERS)
+def test_a_prompt_without_a_video_is_refused_on_every_host(pool, method):
+    for batch, says in (
+        (image_batch(), "the prompt has images only"),
+        (text_batch(30), "the prompt has no video"),
+    ):
+        assert all(error.endswith(says) for error in pool.run(2, refusal_job, batch, method))
+
+
+def anchor_job(hosts: HostGroup):
+    family, config = "qwen2_5_vl", reduced("hippo", 0.1, "apbv")
+    batch, said = video_batch(family), []
+    for reduce in (None, config.reduce):
+        try:
+            settings = replace(config, anchor_len=30, reduce=reduce)
+            said.append(prefill(build(family, DOUBLE), batch, hosts=hosts, config=settings).num_tokens)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_anchor_that_is_longer_than_what_is_left_is_refused_with_the_reason(pool):
+    for num_tokens, error in pool.run(2, anchor_job):
+        assert num_tokens > 30
+        assert error.startswith("anchor_len=30 leaves no context")
+        assert error.endswith("hippo left 6 of 60 visual tokens")
+
+
+class FailingRows:
+    """A vision tower that fails after its first chunk."""
+
+    def __init__(self, rows: TowerRows):
+        self._rows = rows
+
+    def chunks(self, chunks):
+        yield next(self._rows.chunks(chunks))
+        raise OSError("a frame cannot be read")
+
+
+def failing_job(hosts: HostGroup, failing: int):
+    family, batch = "qwen2_5_vl", video_batch("qwen2_5_vl")
+    model, config = build(family, DOUBLE), reduced("fastvid", 0.3, "ring")
+    parts = inspect_model(model)
+    inputs = ModelInputs.from_processor(parts, batch, hosts)
+    rows = TowerRows(parts, inputs.visual)
+    try:
+        prefill(
+            parts, inputs, hosts=hosts, config=config, encoded=FailingRows(rows) if failing == hosts.rank else rows
+        )
+    except (OSError, HostError) as error:
+        failure = type(error), str(error)
+    again = prefill(parts, ModelInputs.from_processor(parts, batch, hosts), hosts=hosts, config=config)
+    return failure, again.logits
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_host_that_fails_ends_the_request_on_all_and_the_next_one_follows(pool, failing):
+    results = pool.run(2, failing_job, failing)
+    for host, ((kind, text), logits) in enumerate(results):
+        assert kind is (OSError if host == failing else HostError) and "a frame cannot be read" in text
+        torch.testing.assert_close(logits, results[0][1])
+
+
+def unlike_job(hosts: HostGroup):
+    ratio = 0.5 if hosts.rank else 0.25
+    try:
+        prefill_job(hosts, "qwen2_5_vl", video_batch("qwen2_5_vl"), reduced("hippo", ratio))
+    except HostError as error:
+        return str(error)
+
+
+def test_hosts_with_different_reductions_are_told_apart(pool):
+    for error in pool.run(2, unlike_job):
+        assert "the prefill configuration or the model of host 1 differs" in error

@@ -1,0 +1,105 @@
+"""Reductions before the language model against their definitions, on videos whose frames lie on several hosts."""
+
+import pytest
+import torch
+from early_oracle import DEFINITIONS
+
+from apbv import HostGroup
+from apbv.layout import split_evenly
+from apbv.prefilling.reduction import EARLY_REDUCERS
+from apbv.prefilling.reduction.dycoke import plan_windows
+from apbv.prefilling.reduction.fastvid import density_peaks
+from apbv.prefilling.reduction.frames import SharedVideo
+
+WIDTH, DEEPSTACK = 12, 2
+ALIKE = 0.97  # how much of a frame is the one before it
+
+
+def movie(num_frames: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Rows ``[T, h * w, 3 d]`` of frames that resemble one another, and of cuts where they do not."""
+    generator = torch.Generator().manual_seed(seed)
+    frames = []
+    for number in range(num_frames):
+        fresh = torch.randn(height * width, WIDTH * (1 + DEEPSTACK), generator=generator)
+        is_cut = not frames or number % 11 == 7
+        frames.append(fresh if is_cut else ALIKE * frames[-1] + (1 - ALIKE**2) ** 0.5 * fresh)
+    return torch.stack(frames)
+
+
+def reduce_job(hosts: HostGroup, method: str, shape: tuple, count: int, replicated: bool = False):
+    frames = movie(*shape)
+    every = range(shape[0])
+    parts = tuple([every] * hosts.size if replicated else split_evenly(every, hosts.size))
+    mine = parts[hosts.rank]
+    alone = replicated or hosts.size == 1
+    video = SharedVideo(frames[mine.start : mine.stop], parts, shape[1], shape[2], WIDTH, hosts, alone)
+    return EARLY_REDUCERS[method](video, count)
+
+
+def merged(results: list, size: int) -> dict:
+    """What all hosts kept; every frame is answered for by one of them, in their order."""
+    frames = [frame for result in results for frame in result.frames]
+    assert frames == list(range(len(frames)))
+    kept = {}
+    for result in results:
+        assert result.places.tolist() == sorted(set(result.places.tolist()))
+        for place, value in zip(result.places.tolist(), result.values, strict=True):
+            assert place // size in result.frames
+            kept[divmod(place, size)] = value
+    return kept
+
+
+CASES = [  # frames, height, width, and how many tokens are kept
+    ((24, 2, 3), 60),
+    ((24, 2, 3), 137),
+    ((21, 3, 6), 95),
+    ((21, 3, 6), 30),
+    ((30, 1, 4), 13),
+    ((5, 6, 5), 74),
+    ((1, 3, 3), 4),
+    ((3, 2, 2), 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "count"), CASES, ids=str)
+@pytest.mark.parametrize("method", EARLY_REDUCERS)
+def test_a_reducer_keeps_what_its_definition_says(pool, method, shape, count):
+    expected = DEFINITIONS[method](movie(*shape).double(), shape[1], shape[2], count, WIDTH)
+    assert len(expected) == count or (method == "slowfast" and 0 < len(expected) <= count)
+    for num_hosts in (1, 4):
+        found = merged(pool.run(num_hosts, reduce_job, method, shape, count), shape[1] * shape[2])
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key].double(), value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", EARLY_REDUCERS)
+def test_hosts_that_all_have_the_whole_video_keep_the_same(pool, method):
+    expected = merged(pool.run(1, reduce_job, method, (21, 3, 6), 95), 18)
+    for result in pool.run(2, reduce_job, method, (21, 3, 6), 95, True):
+        found = merged([result], 18)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value)
+
+
+def test_of_equal_tokens_the_earlier_is_kept():
+    """A still picture, on which every score is the same."""
+    still = torch.ones(9, WIDTH * 3)
+    for method, expected in (("hippo", [0, 1, 2, 3, 4]), ("dycoke", [*range(9), 9, 10, 18, 27])):
+        video = SharedVideo(still.expand(4, -1, -1), (range(4),), 3, 3, WIDTH, HostGroup.single(), True)
+        assert EARLY_REDUCERS[method](video, len(expected)).places.tolist() == expected
+
+
+def test_of_equally_dense_tokens_the_earlier_is_the_denser_one():
+    pairs = torch.tensor([[0.0], [0.0], [1.0], [1.0]])
+    assert (density_peaks(pairs) > 0).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("count", range(4, 21 * 4 + 1))
+def test_windows_share_out_every_token(count):
+    """From one frame's to all, no frame keeps more than it has, and the sum is what was asked for."""
+    whole, compared = plan_windows(21, 4, count)
+    assert len(whole) * 4 + sum(frame.count for frame in compared.values()) == count
+    assert all(0 <= frame.count <= 4 for frame in compared.values())
+    assert all(frame.reference < number for number, frame in compared.items())
