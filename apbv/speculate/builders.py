@@ -1,23 +1,29 @@
 """This module builds the draft of every strategy from a prefilled prompt."""
 
-import copy
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache
 
 from ..kernels.backends import choose
 from ..kv.growing import empty_cache
 from ..model.attention import ChosenKV
+from ..model.some_layers import some_layers
 from ..prefilling.encode import encode_visual
+from ..prefilling.reduction import EARLY_REDUCERS
+from ..prefilling.reduction.choosing import keep_best, keep_even, standardised
+from ..prefilling.reduction.early import choose_rows
+from ..prefilling.reduction.frames import num_in_frames, videos_of
+from ..prefilling.reduction.hippo import local_semantics
 from . import preserve
 from .draft import Draft, DraftTask, Successor
-from .draft_kv import prefill_draft, run_prompt
+from .draft_kv import prefill_draft, prefill_observed, run_prompt
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, make_weights, read_contexts
-from .scores import standardised
+from .observers import AttentionScores
 
 
 def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
@@ -29,41 +35,48 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     keep, count, total = task.keep, task.num_kept, task.num_visual
     if not total or keep == "full":
         return torch.arange(total)
-    if keep in ("attention", "uv_prune"):
-        return preserve.keep_best(task.observer.result(), count)
+    if keep in EARLY_REDUCERS and keep != "hippo":
+        count -= total - num_in_frames(task.draft, task.inputs)  # what belongs to no frame is always kept
+        return choose_rows(task.draft, task.inputs, rows, task.hosts, EARLY_REDUCERS[keep], max(0, count)).kept
+    if keep in ("attention", "attention_variation", "draft_guided", "uv_prune", "similarity"):
+        return keep_best(task.observer.result(), count)
     if keep == "specvlm":
         return preserve.keep_specvlm(task.observer.result(), count)
     if keep == "attention_per_frame":
-        return preserve.keep_best_per_frame(
-            task.observer.result(), task.inputs.visual.rows_per_temporal_patch, count
-        )
+        return preserve.keep_best_per_frame(task.observer.result(), task.inputs.visual.frames, count)
     if keep == "even":
-        return preserve.keep_even(total, count)
+        return keep_even(total, count)
     if keep == "random":
         return preserve.keep_random(total, count, task.sampling.seed)
     if keep == "uniform_frames":
-        return preserve.keep_uniform_frames(total, task.inputs.visual.rows_per_temporal_patch, count)
-    return preserve.keep_best(_hippo_scores(task, rows, task.config.hippo_terms), count)
+        return preserve.keep_uniform_frames(task.inputs.visual.frames, count)
+    return keep_best(_hippo_scores(task, rows, task.config.hippo_terms), count)
 
 
 def _hippo_scores(task: DraftTask, rows: Tensor, terms: Collection[str]) -> Tensor:
     """Score visual tokens by HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame."""
-    scores = preserve.local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
+    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
     if "attention" not in terms:
         return scores
-    per_frame = task.inputs.visual.rows_per_temporal_patch
     attention = task.observer.result()
-    in_frames = len(attention) // per_frame * per_frame
-    relevance = standardised(attention[:in_frames].view(-1, per_frame)).flatten()
-    # Rows after the last frame have no neighbours in time or space.
-    return torch.cat([relevance, attention.new_zeros(len(attention) - in_frames)]) + scores
+    relevance = torch.zeros_like(attention)  # rows outside of videos have no neighbours in time or space
+    for video in videos_of(task.draft, task.inputs):
+        place = video.in_frames
+        of_frames = attention[place.start : place.stop].view(-1, video.height * video.width)
+        relevance[place.start : place.stop] = standardised(of_frames).flatten()
+    return relevance + scores
 
 
 def draft_by_model(task: DraftTask) -> Draft:
-    """Draft with the draft model, on all text and the visual tokens that ``task.keep`` chooses."""
+    """Draft with the draft model, on all text and sound, and the visual tokens that ``task.keep`` chooses."""
     rows = encode_visual(task.draft, task.inputs.visual)
     if not task.num_visual or task.keep == "full":
         return _draft_on_tokens(task, rows, torch.arange(task.num_visual))
+    if task.keep == "draft_guided":
+        task, cache = _watching_itself(task, rows)
+        if task.config.prune == "prompt":
+            return _draft_on_kept_tokens(task, rows)
+        return _prune_kv(task, rows, Draft(task.drafter(task.draft, cache), task.num_visual))
     # A draft host gets the scores of the target's prefill only later.
     scores_come_later = task.leave_last and task.observer is not None
     if task.config.prune == "kv":
@@ -71,13 +84,24 @@ def draft_by_model(task: DraftTask) -> Draft:
         rest = partial(_prune_kv, task, rows, first)
     elif scores_come_later and task.config.vision_first:
         terms = set(task.config.hippo_terms) - {"attention"}
-        first = _draft_on_tokens(task, rows, preserve.keep_best(_hippo_scores(task, rows, terms), task.num_kept))
+        first = _draft_on_tokens(task, rows, keep_best(_hippo_scores(task, rows, terms), task.num_kept))
         rest = partial(_draft_on_kept_tokens, task, rows)
     else:
         return _draft_on_kept_tokens(task, rows)
     if not scores_come_later:
         return rest()
     return replace(first, successor=Successor(task.observer.have_come, task.observer.wait, rest))
+
+
+def _watching_itself(task: DraftTask, rows: Tensor) -> tuple[DraftTask, DynamicCache | None]:
+    """Let the draft read the whole prompt, scored by its own attention in place of the target's; collective.
+
+    Returns:
+        The task with these scores, and the KV of the whole prompt on the leader.
+    """
+    observer = AttentionScores(task.draft)
+    cache = prefill_observed(task.draft, task.inputs, task.hosts, rows, observer)
+    return replace(task, observer=observer), cache
 
 
 def _draft_on_kept_tokens(task: DraftTask, rows: Tensor) -> Draft:
@@ -101,17 +125,17 @@ def _prune_kv(task: DraftTask, rows: Tensor, draft: Draft) -> Draft:
 
 
 def draft_text_only(task: DraftTask) -> Draft:
-    """Draft with the draft model, on the prompt's text alone."""
+    """Draft with the draft model, on the prompt's text alone, and on its sound where the draft hears."""
     nothing = torch.empty(0, dtype=torch.long)
     if task.draft.is_video_model or not task.target.is_video_model:
         cache = prefill_draft(task.draft, task.inputs, nothing, task.hosts, None)
         return Draft(task.drafter(task.draft, cache), 0, nothing)
     # A text-only model knows neither placeholders nor the target's positions: it reads the text as a whole prompt.
-    text = task.inputs.input_ids[:, ~task.is_visual]
+    text = task.text_ids[None]
     text = text.where(text < task.draft.vocab_size, 0)  # as ModelDrafter reads what it has no token for
     count, cache = text.shape[1], None
     if task.hosts.is_leader:
-        cache = run_prompt(task.draft, text, torch.arange(count)[None], None)
+        cache = run_prompt(task.draft, text, torch.arange(count)[None])
     return Draft(task.drafter(task.draft, cache, next_position=count), 0, nothing)
 
 
@@ -123,6 +147,8 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
     rows, kept = None, torch.empty(0, dtype=torch.long)
     if set(ensemble) & set("MP"):  # the others are text
         rows = encode_visual(task.draft, task.inputs.visual)
+        if task.keep == "draft_guided":
+            task, _ = _watching_itself(task, rows)
         kept = kept_visual_tokens(task, rows)
     contexts = read_contexts(
         ensemble.rstrip("*"),
@@ -208,20 +234,12 @@ def _kv_in_place(task: DraftTask, selected: list[Tensor]) -> ChosenKV | None:
 def draft_by_first_layers(task: DraftTask) -> Draft:
     """Draft with the target's first layers and its head, on the KV that these layers already have (LayerSkip)."""
     num_layers = max(1, round(task.config.layer_ratio * task.target.num_layers))
-    shallow = replace(task.target, language_model=first_layers(task.target.language_model, num_layers))
+    shallow = replace(task.target, language_model=some_layers(task.target.language_model, range(num_layers)))
     cache = task.state.kv.first_layers(num_layers)
     return Draft(task.drafter(shallow, cache), task.num_visual)
 
 
-def first_layers(language_model: nn.Module, count: int) -> nn.Module:
-    """Return a decoder of another one's first layers, which shares its weights and norm."""
-    shallow = copy.copy(language_model)
-    shallow._modules = dict(language_model._modules)
-    shallow.layers = nn.ModuleList(list(language_model.layers)[:count])
-    return shallow
-
-
 def draft_by_ngrams(task: DraftTask) -> Draft:
     """Draft without a model, by looking up n-grams of the prompt's text."""
-    text = task.inputs.input_ids[0, ~task.is_visual].tolist()
+    text = task.text_ids.tolist()
     return Draft(NgramDrafter(text) if task.hosts.is_leader else None, 0)

@@ -57,6 +57,12 @@ class DraftTask:
         return self.target.is_visual(self.inputs.input_ids[0])
 
     @property
+    def text_ids(self) -> Tensor:
+        """The prompt's tokens of text ``[t]``, without those that stand for what is seen or heard."""
+        prompt = self.inputs.input_ids[0]
+        return prompt[~self.target.is_placeholder(prompt)]
+
+    @property
     def num_visual(self) -> int:
         """The number of visual tokens in the prompt."""
         return int(self.is_visual.sum())

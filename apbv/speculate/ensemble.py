@@ -22,10 +22,10 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.attention import own_attention
 from ..model.parts import ModelParts
+from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
 from .draft_kv import prefill_draft, run_prompt
 from .drafters import ModelDrafter
-from .preserve import frame_shape
 
 GRID_STEPS = 10  # n of Appendix B.2
 LINE_BREAK = "\n"
@@ -144,10 +144,10 @@ def read_contexts(
         prompt = inputs.input_ids[0]
         others = tokenize(LINE_BREAK)
         first = others if instead == LINE_BREAK else tokenize(instead)
-        ids = torch.tensor([as_text(prompt.tolist(), parts.is_visual(prompt).tolist(), first, others)])
+        ids = torch.tensor([as_text(prompt.tolist(), parts.is_placeholder(prompt).tolist(), first, others)])
         positions = torch.arange(ids.shape[1])[None]
         positions = positions.expand(3, 1, -1) if parts.uses_mrope else positions
-        return Context(run_prompt(parts, ids, positions, None), ids.shape[1])
+        return Context(run_prompt(parts, ids, positions), ids.shape[1])
 
     readers = {
         "M": lambda: multimodal(kept_visual, rows),
@@ -159,15 +159,17 @@ def read_contexts(
     return contexts if hosts.is_leader else None
 
 
-def as_text(input_ids: Sequence[int], is_visual: Sequence[bool], first: list[int], others: list[int]) -> list[int]:
-    """Replace the first run of visual tokens in a prompt by ``first``, and every further run by ``others``.
+def as_text(
+    input_ids: Sequence[int], is_placeholder: Sequence[bool], first: list[int], others: list[int]
+) -> list[int]:
+    """Replace the first run of placeholders in a prompt by ``first``, and every further run by ``others``.
 
     The paper's prompts have one placeholder per image, which becomes one "\\n" (Appendix I.2); here it is the run
     of placeholders into which the processor has expanded that one.
     """
     text, replacement = [], first
-    for visual, run in groupby(zip(input_ids, is_visual, strict=True), key=lambda pair: pair[1]):
-        if visual:
+    for stands_in, run in groupby(zip(input_ids, is_placeholder, strict=True), key=lambda pair: pair[1]):
+        if stands_in:
             text += replacement
             replacement = others
         else:
@@ -178,32 +180,23 @@ def as_text(input_ids: Sequence[int], is_visual: Sequence[bool], first: list[int
 def pooling_cells(parts: ModelParts, inputs: ModelInputs) -> Tensor:
     """Return for each visual token the number of the top left one of its 2 x 2 cell, within its frame or image.
 
-    A token outside any grid, such as a separator at the video's end, is a cell by itself; so are the tokens of
+    A token outside any grid, such as a separator at a video's end, is a cell by itself; so are the tokens of
     LLaVA-OneVision's images, which are laid out in tiles of varying sizes.
     """
-    total = inputs.num_visual_tokens
-    if inputs.visual.kind == "video":
-        height, width = frame_shape(parts, inputs)
-        grids = [(height, width)] * (total // (height * width))
-    elif parts.uses_mrope:
-        grids = _image_grids(parts, inputs)
-    else:
-        grids = []
-    cells, start = [], 0
-    for height, width in grids:
+    visual, cells = inputs.visual, torch.arange(inputs.num_visual_tokens)
+    for item, patches in zip(visual.items, visual.item_patches, strict=True):
+        if item.kind == "video" or parts.uses_mrope:
+            height, width = frame_shape(parts, inputs, patches.start)
+        elif parts.rows_per_tile is not None:
+            height = width = round(parts.rows_per_tile**0.5)
+        else:
+            continue
         row, column = torch.arange(height)[:, None] // 2 * 2, torch.arange(width) // 2 * 2
-        cells.append(start + (row * width + column).flatten())
-        start += height * width
-    return torch.cat([*cells, torch.arange(start, total)])
-
-
-def _image_grids(parts: ModelParts, inputs: ModelInputs) -> list[tuple[int, int]]:
-    """Return (rows, columns) of every image of a prompt with M-RoPE; each image is one run of placeholders."""
-    is_visual = parts.is_visual(inputs.input_ids[0])
-    lengths = [sum(1 for _ in run) for visual, run in groupby(is_visual.tolist()) if visual]
-    heights = inputs.position_ids[1, 0, is_visual].split(lengths)
-    grids = [(len(height.unique()), len(height)) for height in heights]
-    return [(height, length // height) for height, length in grids]
+        frame = (row * width + column).flatten()
+        rows = visual.rows_of(patches)
+        for start in range(rows.start, rows.stop - item.num_ending_rows, len(frame)):
+            cells[start : start + len(frame)] = start + frame
+    return cells
 
 
 def pool_rows(rows: Tensor, cells: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from ..input.model_inputs import ModelInputs
 from ..kernels import similarity_to
 from ..layout import ContextLayout
 from ..model.parts import ModelParts
+from ..prefilling.observer import PrefillObserver
+from ..prefilling.reduction.choosing import gather_scores
+from ..prefilling.reduction.kept import Reduction
 from .scores import mean_probability, scores_of_keys
 
 
@@ -68,6 +71,12 @@ class VisualObserver:
         spans = [torch.arange(span.start, span.stop) for span in self._layout.cache_spans(host)]
         return torch.cat([*spans, torch.empty(0, dtype=torch.long)])
 
+    def _attention_to_visual(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
+        """Return one layer's attention to this host's visual tokens, ``[T]``; collective."""
+        visual = torch.cat(list(keys), dim=2)[:, :, self._visual_rows.to(q_query.device)]
+        scores = scores_of_keys(q_query, visual, scale)
+        return mean_probability(scores, self._over_hosts(scores.logsumexp(dim=-1)))
+
     def _over_hosts(self, lse: Tensor) -> Tensor:
         """Merge a log-sum-exp over each host's keys into that over all of them."""
         return self._hosts.all_gather(lse).wait().logsumexp(dim=0) if self._layout.is_split else lse
@@ -85,14 +94,42 @@ class AttentionScores(VisualObserver):
         self._num_layers = 0
 
     def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
-        visual = torch.cat(list(keys), dim=2)[:, :, self._visual_rows.to(q_query.device)]
-        scores = scores_of_keys(q_query, visual, scale)
-        self._total = self._total + mean_probability(scores, self._over_hosts(scores.logsumexp(dim=-1)))
+        self._total = self._total + self._attention_to_visual(q_query, keys, scale)
         self._num_layers += 1
 
     def result(self) -> Tensor:
         """Return scores ``[visual tokens]`` on every host; collective, after the prefill."""
         local = (self._total / self._num_layers).float() if self._num_layers else None
+        return self._hosts.mean_over_members(gather_scores(local, self._owned, self._hosts))
+
+
+class AttentionChange(VisualObserver):
+    """An AttentionChange computes how much more of the question's attention visual tokens get in a later layer.
+
+    It is ParallelVLM's Eq. 3 with attention in place of cosines, one of its ablations (Figures 7, 9): the sum of
+    differences telescopes to ΔA_i = A_i^L − A_i^0, where A^l is layer l's part of what :class:`AttentionScores`
+    averages. What draws attention by its place alone does so in both layers.
+
+    Args:
+        last_layer: L, the decoder layer whose attention counts, from 0; 20 in the paper.
+    """
+
+    def __init__(self, parts: ModelParts, last_layer: int):
+        super().__init__(parts)
+        self._ends, self._layer = (0, last_layer), 0
+        self._in_layer: dict[int, Tensor] = {}
+
+    def observe(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
+        if self._layer in self._ends:
+            self._in_layer[self._layer] = self._attention_to_visual(q_query, keys, scale)
+        self._layer += 1
+
+    def result(self) -> Tensor:
+        """Return scores ``[visual tokens]`` on every host; collective, after the prefill."""
+        local = None
+        if self._in_layer:
+            first, last = (self._in_layer[layer] for layer in self._ends)
+            local = (last - first).float()
         return self._hosts.mean_over_members(gather_scores(local, self._owned, self._hosts))
 
 
@@ -174,15 +211,17 @@ class SimilarityChange(VisualObserver):
         vectors
     of visual tokens v and of the question's tokens x.
 
-    So no layer after L is needed (Section 4.2, Stage I).
+    So no layer after L is needed (Section 4.2, Stage I). Without a first layer the scores are the similarities in
+    layer L themselves, the paper's criterion "similarity" in its Fig. 9.
 
     Args:
         last_layer: L; 20 in the paper.
+        since: the layer since which the change counts; None: the similarities themselves.
     """
 
-    def __init__(self, parts: ModelParts, last_layer: int):
+    def __init__(self, parts: ModelParts, last_layer: int, since: int | None = 0):
         super().__init__(parts)
-        self._ends = self.hidden_layers = (0, last_layer)
+        self._ends = self.hidden_layers = (last_layer,) if since is None else (since, last_layer)
         self._offer: Callable[[Tensor], bool] | None = None
         self._scores: Tensor | None = None
         self._text: dict[int, Tensor] = {}  # the sum of the question's unit vectors
@@ -193,7 +232,8 @@ class SimilarityChange(VisualObserver):
 
     def request_early(self, offer: Callable[[Tensor], bool]) -> None:
         """Ask for the scores as soon as they are known, which is before the last layer."""
-        self._offer, self.hidden_layers = offer, (0, *range(self._ends[1], self._parts.num_layers))
+        *since, last = self._ends
+        self._offer, self.hidden_layers = offer, (*since, *range(last, self._parts.num_layers))
 
     def observe_nothing(self) -> None:
         """Take part in the exchange of the scores, if it happens during the prefill."""
@@ -225,30 +265,27 @@ class SimilarityChange(VisualObserver):
         if self._scores is None:
             local = None
             if self._similar:
-                first, last = (self._similar[layer] for layer in self._ends)
-                local = last - first
+                *first, last = (self._similar[layer] for layer in self._ends)
+                local = last - first[0] if first else last
             self._scores = gather_scores(local, self._owned, self._hosts)
         return self._scores
 
 
-def gather_scores(
-    local: Tensor | None, owned: Sequence[Tensor], hosts: HostGroup, lead: Sequence[int] = ()
-) -> Tensor:
-    """Gather every host's share of lists of scores; collective.
+class _OverWholePrompt:
+    """The scores of an observer that saw a prompt without some of its visual tokens, as scores of all of them."""
 
-    Args:
-        local: this host's scores, ``[*lead, T]`` in fp32; None where it has none.
-        owned: for every host, the places of its scores in the lists.
-        lead: the shape of the lists.
+    def __init__(self, observer: VisualObserver, reduction: Reduction):
+        self._observer, self._reduction = observer, reduction
 
-    Returns:
-        All scores, ``[*lead, all places]``, on the CPU of every host.
+    def result(self) -> Tensor:
+        """Return scores ``[visual tokens]`` of the whole prompt on every host; collective."""
+        scores = self._observer.result()
+        return self._reduction.spread(scores, missing=min(0.0, float(scores.min())))
+
+
+def over_whole_prompt(observer: PrefillObserver | None, reduction: Reduction | None):
+    """Return an observer of the target's prefill whose scores are of the prompt that the draft reads.
+
+    Where the target read fewer visual tokens, none that it has not seen scores higher than one that it has.
     """
-    padded = torch.zeros(*lead, max(map(len, owned)), device=hosts.device)
-    if local is not None:
-        padded[..., : local.shape[-1]] = local
-    gathered = hosts.all_gather(padded).wait().cpu()
-    scores = torch.empty(*lead, sum(map(len, owned)))
-    for places, values in zip(owned, gathered, strict=True):
-        scores[..., places] = values[..., : len(places)]
-    return scores
+    return observer if observer is None or reduction is None else _OverWholePrompt(observer, reduction)

@@ -1,35 +1,22 @@
-"""This module chooses the visual tokens that a draft sees, by scores of the prefill or of the frames themselves.
+"""This module chooses the visual tokens that a draft sees, by scores of the prefill.
 
 Kept tokens stay at their positions.
 """
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..kernels import spatial_variety, temporal_change
 from ..model.parts import ModelParts
-from .observers import gather_scores
-from .scores import standardised
-
-
-def frame_shape(parts: ModelParts, inputs: ModelInputs) -> tuple[int, int]:
-    """Return the rows and columns of visual tokens in one frame of the prompt's video."""
-    count = inputs.visual.rows_per_temporal_patch
-    if not parts.uses_mrope:
-        side = round(count**0.5)
-        return side, count // side
-    first = inputs.position_ids[:, 0, parts.is_visual(inputs.input_ids[0])][:, :count]
-    height = len(first[1].unique())
-    return height, count // height
+from ..prefilling.reduction.choosing import keep_even
+from ..prefilling.reduction.frames import frame_shape
 
 
 def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
-    """Return kept visual tokens as bool ``[frames, h, w]``; None where they are not known, or not of a video."""
-    if kept is None or inputs.visual is None or inputs.visual.kind != "video":
+    """Return kept visual tokens as bool ``[frames, h, w]``; None where they are not known, or not of one video."""
+    if kept is None or inputs.visual is None or [item.kind for item in inputs.visual.items] != ["video"]:
         return None
     height, width = frame_shape(parts, inputs)
     mask = torch.zeros(inputs.num_visual_tokens, dtype=torch.bool)
@@ -37,61 +24,27 @@ def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -
     return mask[: len(mask) // (height * width) * height * width].view(-1, height, width)
 
 
-def local_semantics(
-    parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, terms: Collection[str]
-) -> Tensor:
-    """Add HIPPO's s_temp and s_spa, each z-scored within a frame; ``[visual tokens]`` on every host. Collective.
+def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> Tensor:
+    """Return the places of every frame's highest scores, the same share of each frame, up to a difference of one.
 
-    Every host scores the frames that it encoded, for which it needs one frame of either neighbouring host.
+    With fewer places than frames, evenly spaced frames keep one each. Places of no frame are kept first; of equal
+    scores the earlier place is kept.
 
     Args:
-        rows: ``[rows of this host's piece, d]``, the vision tower's output.
-        terms: ``"time"`` for s_temp, ``"space"`` for s_spa.
+        scores: ``[visual tokens]``.
+        frames: the places of each frame, ascending; images are frames, too.
     """
-    height, width = frame_shape(parts, inputs)
-    visual, size = inputs.visual, inputs.visual.rows_per_temporal_patch
-    hidden = parts.language_model.config.hidden_size
-    frames = rows[: len(rows) // size * size, :hidden].reshape(-1, size, hidden)
-    ends = frames[[0, -1]] if len(frames) else frames.new_zeros(2, size, hidden)
-    ends_of_hosts = hosts.all_gather(ends).wait()
-    before = after = None
-    if not visual.replicated and len(frames):
-        with_frames = [host for host in range(hosts.size) if len(visual.pieces[host]) >= size]
-        place = with_frames.index(hosts.rank)
-        before = ends_of_hosts[with_frames[place - 1], 1] if place else None
-        after = ends_of_hosts[with_frames[place + 1], 0] if place + 1 < len(with_frames) else None
-    scores = torch.zeros(frames.shape[:2], device=frames.device)
-    if "time" in terms:
-        scores = scores + standardised(temporal_change(frames, before, after), unit=1.0)
-    if "space" in terms:
-        scores = scores + standardised(spatial_variety(frames, height, width), unit=1.0)
-    # A row that belongs to no frame (a separator at the video's end) is never pruned.
-    scores = torch.cat([scores.flatten(), scores.new_full((len(rows) - scores.numel(),), float("inf"))])
-    pieces = [
-        piece if host == 0 or not visual.replicated else range(0) for host, piece in enumerate(visual.pieces)
-    ]
-    owned = [torch.arange(piece.start, piece.stop) for piece in pieces]
-    return gather_scores(scores[: len(pieces[hosts.rank])], owned, hosts)
-
-
-def keep_best(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the highest scores, ascending; of equal scores the earlier place."""
-    return scores.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def keep_best_per_frame(scores: Tensor, per_frame: int, count: int) -> Tensor:
-    """Return the places of every frame's highest scores, as many of each frame, up to a difference of one.
-
-    With fewer places than frames, evenly spaced frames keep one each. Rows after the last frame are kept first.
-    """
-    num_frames = len(scores) // per_frame
-    in_frames = num_frames * per_frame
-    behind = torch.arange(in_frames, len(scores))[:count]
-    ends = torch.arange(num_frames + 1) * (count - len(behind)) // num_frames
-    order = scores[:in_frames].view(num_frames, per_frame).argsort(dim=1, descending=True, stable=True)
-    chosen = torch.arange(per_frame) < ends.diff()[:, None]
-    places = order + torch.arange(num_frames)[:, None] * per_frame
-    return torch.cat([places[chosen].sort().values, behind])
+    frame_of = torch.full((len(scores),), len(frames))
+    lengths = torch.tensor([len(frame) for frame in frames])
+    places = torch.cat([torch.arange(frame.start, frame.stop) for frame in frames])
+    frame_of[places] = torch.arange(len(frames)).repeat_interleave(lengths)
+    outside = (frame_of == len(frames)).nonzero().flatten()[:count]
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    quotas = (ends * (count - len(outside)) // ends[-1]).diff()
+    best = places[scores[places].argsort(descending=True, stable=True)]
+    best = best[frame_of[best].argsort(stable=True)]  # of the first frame, from its highest score, and so on
+    rank = torch.arange(len(best)) - ends[:-1].repeat_interleave(lengths)
+    return torch.cat([best[rank < quotas.repeat_interleave(lengths)], outside]).sort().values
 
 
 def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
@@ -113,18 +66,20 @@ def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
     return torch.cat([attended, spaced]).sort().values
 
 
-def keep_even(num_tokens: int, count: int) -> Tensor:
-    """Return evenly spaced places, the first and the last among them."""
-    return torch.arange(count) * (num_tokens - 1) // max(1, count - 1)
+def keep_uniform_frames(frames: Sequence[range], count: int) -> Tensor:
+    """Return the places of evenly spaced whole frames, as many as ``count`` allows, or of a part of one frame.
 
-
-def keep_uniform_frames(num_tokens: int, per_frame: int, count: int) -> Tensor:
-    """Return the places of evenly spaced whole frames, as many as ``count`` allows, or of a part of one frame."""
-    num_frames = -(-num_tokens // per_frame)
-    chosen = max(1, count // per_frame)
-    frames = torch.linspace(0, num_frames - 1, chosen).round().long()
-    places = (frames[:, None] * per_frame + torch.arange(per_frame)).flatten()
-    return places[places < num_tokens].unique()[: max(count, 1)]
+    Args:
+        frames: the places of each frame, ascending; images are frames, too.
+    """
+    lengths = torch.tensor([len(frame) for frame in frames])
+    chosen = min(len(frames), max(1, count // int(lengths.min())))
+    picked = torch.linspace(0, len(frames) - 1, chosen).round().long()
+    while chosen > 1 and lengths[picked].sum() > count:
+        chosen -= 1
+        picked = torch.linspace(0, len(frames) - 1, chosen).round().long()
+    places = torch.cat([torch.arange(frames[frame].start, frames[frame].stop) for frame in picked.tolist()])
+    return places[: max(count, 1)]
 
 
 def keep_random(num_tokens: int, count: int, seed: int) -> Tensor:

@@ -25,19 +25,3 @@ def mean_probability(scores: Tensor, lse: Tensor) -> Tensor:
         ``[T]``
     """
     return (scores - lse[..., None]).exp().mean(dim=(0, 1))
-
-
-def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
-    """Return z-scores (HIPPO, before its Eq. 7): zero mean and unit deviation within a frame, the last dimension.
-
-    Equal scores give 0. Deviations of a millionth of ``unit`` count as rounding errors, and are damped.
-
-    Args:
-        unit: 1 for scores that consist of cosines, whose rounding errors do not shrink with the scores. None: the
-            frame's mean score, so that a multiple of the scores gives the same: attention shrinks with the number
-            of tokens that share it.
-    """
-    mean = scores.mean(dim=-1, keepdim=True)
-    rounding = 1e-6 * (mean.abs() if unit is None else torch.full_like(mean, unit))
-    spread = scores.std(dim=-1, correction=0, keepdim=True)
-    return (scores - mean) / (spread + rounding).clamp(min=torch.finfo(scores.dtype).tiny)

@@ -8,7 +8,7 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.parts import ModelParts
 from ..prefilling.forward import passes_blocks_on
-from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy, prunes
+from .strategies import STRATEGIES, Strategy, draft_tree, keep_policy, prunes, ranks_by_prefill
 
 
 def strategy_of(config: SpeculativeConfig) -> Strategy:
@@ -58,8 +58,35 @@ def require_consistent(
             f"{name} drafts on KV that a prefill passes on between hosts; this one passes nothing on: it needs "
             "method apbv or apb, 2 hosts at least, and a passing_len"
         )
+    _require_fitting_reduction(config, prefill)
+    if config.draft_host and prefill.reduce is not None and ranks_by_prefill(config):
+        raise ValueError(
+            f"keep={keep_policy(config)!r} goes by what the target's prefill sees, and {prefill.reduce.method} "
+            "leaves some of that out: on a draft host choose another, such as keep='even'"
+        )
     if config.needs_caption and not has_captioner:
         raise ValueError(f"the ensemble {config.ensemble} drafts from a caption: it needs a captioner")
+
+
+def _require_fitting_reduction(config: SpeculativeConfig, prefill: PrefillConfig) -> None:
+    """Refuse drafts that need all of the target's layers to have read the same tokens.
+
+    Raises:
+        ValueError: the draft does, and tokens are left out between layers.
+    """
+    reduce = prefill.reduce
+    if reduce is None or not reduce.is_late or reduce.leaves_all:
+        return
+    if strategy_of(config).runs_target:
+        raise ValueError(
+            f"{config.strategy} drafts on the target's KV, which has other tokens in every layer where "
+            f"{reduce.method} leaves some out between layers"
+        )
+    if ranks_by_prefill(config):
+        raise ValueError(
+            f"keep={keep_policy(config)!r} goes by what the target's prefill sees in all layers, and "
+            f"{reduce.method} leaves tokens out between layers: choose another, such as keep='even'"
+        )
 
 
 def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
@@ -125,15 +152,17 @@ def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
     """Refuse a prompt from which the strategy cannot choose.
 
     Raises:
-        ValueError: the strategy chooses among frames, and the prompt has no video.
+        ValueError: the strategy compares frames, and the prompt has images only.
     """
     keep, visual = keep_policy(config), inputs.visual
-    by_frame = keep in ("hippo", "uniform_frames", "attention_per_frame")
-    if by_frame and visual is not None and visual.kind != "video":
+    by_frame = keep in ("hippo", "dycoke", "fastvid", "uniform_frames", "attention_per_frame")
+    if by_frame and visual is not None and visual.kind == "image":
         raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
 
 
 def reads(parts: ModelParts) -> str:
     """Describe the prompts that a model reads."""
     placeholders = f"{parts.video_token_id} (video) and {parts.image_token_id} (image)"
+    if parts.hears:
+        placeholders += f" and {parts.audio_token_id} (audio)"
     return f"{parts.family} prompts with placeholders {placeholders}"

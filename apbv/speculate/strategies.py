@@ -11,6 +11,9 @@ from . import builders, observers
 from .draft import Draft, DraftTask
 from .tree import Tree
 
+# The policies by which a draft sees what scores of the target's prefill are highest for.
+_BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "attention_variation", "uv_prune", "similarity")
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -63,13 +66,21 @@ def prunes(config: SpeculativeConfig) -> bool:
     return STRATEGIES[config.strategy].prunes_kv or keep_policy(config) not in (None, "full")
 
 
-def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
+def ranks_by_prefill(config: SpeculativeConfig) -> bool:
+    """Return whether the visual tokens that the draft sees are chosen by scores of the target's prefill."""
     keep = keep_policy(config)
-    if keep == "uv_prune":
-        return observers.SimilarityChange(parts, min(config.uv_layer, parts.num_layers - 1))
-    by_attention = ("specvlm", "attention", "attention_per_frame")
-    needs_attention = keep in by_attention or (keep == "hippo" and "attention" in config.hippo_terms)
-    return observers.AttentionScores(parts) if needs_attention else None
+    return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
+
+
+def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
+    if not ranks_by_prefill(config):
+        return None
+    keep, layer = keep_policy(config), min(config.uv_layer, parts.num_layers - 1)
+    if keep in ("uv_prune", "similarity"):
+        return observers.SimilarityChange(parts, layer, since=0 if keep == "uv_prune" else None)
+    if keep == "attention_variation":
+        return observers.AttentionChange(parts, layer)
+    return observers.AttentionScores(parts)
 
 
 def _for_heads(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver:

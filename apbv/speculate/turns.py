@@ -19,6 +19,7 @@ from ..prefilling.observer import PrefillObserver
 from ..prefilling.prefiller import ReadRequest
 from ..prefilling.result import PrefillResult
 from .draft import Draft, DraftTask
+from .observers import over_whole_prompt
 from .pace import Pace
 from .preserve import kept_by_frame
 from .serial import generate_speculatively
@@ -75,13 +76,14 @@ class TakingTurns:
     ) -> Answered:
         config, request = self._config, read.request
         caption = self._wait_for_caption(captioning, request) if self._needs_caption(read.inputs) else None
+        runs_target = STRATEGIES[config.strategy].runs_target
         with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
             task = DraftTask(
                 target=self._target,
                 draft=self._draft,
-                inputs=read.inputs,
+                inputs=state.inputs if runs_target else read.inputs,
                 state=state,
-                observer=observer,
+                observer=observer if runs_target else over_whole_prompt(observer, state.reduction),
                 hosts=self.hosts,
                 config=config,
                 keep=keep_policy(config),
@@ -100,7 +102,10 @@ class TakingTurns:
             "num_tree_nodes": self._tree and self._tree.num_drafted,
             "num_visual_tokens_drafted_from": draft.num_visual,
         }
-        kept = kept_by_frame(self._target, read.inputs, draft.kept)
+        kept = draft.kept
+        if runs_target and kept is not None and state.inputs.num_tokens < read.inputs.num_tokens:
+            kept = state.reduction.kept[kept]  # numbered among the tokens that are left of a reduced prompt
+        kept = kept_by_frame(self._target, read.inputs, kept)
         return Answered(tokens, figures, kept, tuple(stats.record.spans))
 
     def _decode(self, draft: Draft, state: PrefillResult, request: Request):

@@ -22,7 +22,16 @@ from pathlib import Path
 
 import torch
 import triton
-from kernel_launches import CALLS, SHARED_MEMORY, compile_launches, importance, prefill, verify
+from kernel_launches import (
+    CALLS,
+    SHARED_MEMORY,
+    antidiagonals,
+    block_sparse,
+    compile_launches,
+    importance,
+    prefill,
+    verify,
+)
 from kernel_listing import disassemble, loops, read, used_memory
 
 
@@ -57,11 +66,17 @@ def cases() -> dict[int, dict[str, Callable]]:
         **{f"prefill, D={dim}": partial(prefill, dim) for dim in (128, 256)},
         "tree, kept keys, D=128": partial(verify, 128, 26, tree=True, kept=True),
         "tokens of a batch, D=128": CALLS["tokens of a batch"],
+        **{f"listed blocks, D={dim}": partial(block_sparse, dim) for dim in (128, 256)},
+        "antidiagonals": CALLS["antidiagonals"],
+        "means of blocks": CALLS["means of blocks"],
     }
     hopper = {
         **attention,
         **{f"prefill, D={dim}": partial(prefill, dim) for dim in (64, 80)},
         "many prompts, D=128": partial(many_prompts, 128),
+        **{f"listed blocks, D={dim}": partial(block_sparse, dim, 128, 128) for dim in (64, 80)},
+        "listed blocks of 256 and 32, D=128": partial(block_sparse, 128, 256, 32),
+        "antidiagonals, stride 8": partial(antidiagonals, 8),
         "prefill in fp32, D=64": partial(prefill, 64, torch.float32),
         "one token, D=128": partial(verify, 128, 1),
         "tokens in a row, D=128": partial(verify, 128, 8),
@@ -80,6 +95,7 @@ def cases() -> dict[int, dict[str, Callable]]:
     # The largest tiles of a GPU that is newer than Hopper, and has less than half of its shared memory.
     small = {
         "prefill, D=256": partial(prefill, 256),
+        "listed blocks, D=256": partial(block_sparse, 256),
         "tokens in a row, D=128": partial(verify, 128, 8),
         "tree, kept keys, D=256": partial(verify, 256, 26, tree=True, kept=True),
     }

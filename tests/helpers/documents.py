@@ -4,6 +4,7 @@ A code block's info string says how it is tested. Behind the language stands one
 
 ``quickstart``  ``.ci/run`` and tests/test_readme.py run the commands as they stand
 ``run``         the commands, or the script, are run; a block ``output`` behind it is what they print to stdout
+``ask``         clips are rendered, and asked about, as the commands say
 ``parse``       the scripts parse the options, for what needs GPUs, several machines or hours
 ``install``     the extra that pip installs exists
 ``serve``       a server is started as the first line says, and asked as the rest says
@@ -35,7 +36,7 @@ from scripts import ROOT
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKS = {
-    "bash": ("quickstart", "run", "parse", "install", "serve", "vllm", "router", "deploy"),
+    "bash": ("quickstart", "run", "ask", "parse", "install", "serve", "vllm", "router", "deploy"),
     "python": ("run", "client", "compile"),
     "text": ("quickstart", "output", "layout"),
 }
@@ -169,10 +170,10 @@ def read_command(command: str) -> Job | None:
 
 
 def _module_file(module: str) -> Path:
-    """Where a module that is run should lie below the root: in launch/, or as the main one of a package."""
+    """Where a module that is run should lie below the root: in launch/, in apbv/, or as a package's main one."""
     inside = module.removeprefix("apbv.").replace(".", "/")
-    file = Path(inside).with_suffix(".py")
-    return file if (ROOT / file).is_file() else Path("apbv", inside, "__main__.py")
+    files = [Path(inside).with_suffix(".py"), Path("apbv", inside).with_suffix(".py")]
+    return next((file for file in files if (ROOT / file).is_file()), Path("apbv", inside, "__main__.py"))
 
 
 def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
@@ -186,7 +187,7 @@ def parse_command(command: str, monkeypatch) -> argparse.Namespace | None:
         return None
     folder, name = job.script.parts[0], job.name
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    modules = {"launch": f"apbv.launch.{name}", "apbv": f"apbv.{name}.__main__"}
+    modules = {"launch": f"apbv.launch.{name}", "apbv": ".".join(job.script.with_suffix("").parts)}
     return importlib.import_module(modules.get(folder, name)).parse_arguments(job.options)
 
 

@@ -45,6 +45,8 @@ class Case:
 
     def __str__(self) -> str:
         options = {**self.prefill, **(self.speculate or {}), **self.request}
+        if "reduce" in options:
+            options["reduce"] = options["reduce"].method
         words = [value if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
         return "-".join([self.family, *words, *([f"reuse={self.reuse}"] if self.reuse else [])])
 

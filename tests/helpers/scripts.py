@@ -116,11 +116,16 @@ def figures_of(name: str, path: Path, *options, hosts: int = 1) -> tuple[list[di
     path.unlink(missing_ok=True)
     result = run_benchmark(name, *options, "--json", path, hosts=hosts)
     assert result.returncode == 0, result.stderr
+    return valid_records(name, path), result.stdout
+
+
+def valid_records(name: str, path: Path) -> list[dict]:
+    """The records of a file, each checked against its benchmark's schema."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     schema = json.loads((BENCHMARKS / "schemas" / f"{name}.json").read_text())
     for record in records:
         jsonschema.validate(record, schema)
-    return records, result.stdout
+    return records
 
 
 def assert_one_line_error(name: str, options: list, message: str, capsys) -> None:

@@ -208,13 +208,18 @@ class InProcess:
 
     Args:
         offers: makes what holds KV for other servers, of the hosts and of what is to be told of an offer's end.
+        model, max_model_len: what answers, and how much it may read and write.
     """
 
-    def __init__(self, media, max_queue: int = 4, offers=lambda hosts, on_end: None):
+    def __init__(
+        self, media, max_queue: int = 4, offers=lambda hosts, on_end: None, model="demo", max_model_len: int = 48
+    ):
         self.loop = asyncio.new_event_loop()
         hosts = HostGroup.single("cpu")
-        self.engine = engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
-        limits = RequestSettings(max_model_len=48, max_new_tokens=1, num_frames=8, max_frames=16, media=media)
+        self.engine = engine = Engine.from_pretrained(model, hosts=hosts, dtype="float32")
+        limits = RequestSettings(
+            max_model_len=max_model_len, max_new_tokens=1, num_frames=8, max_frames=16, media=media
+        )
         self.private_files = PrivateFiles()
         reader = Reader(engine, limits, self.private_files)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10)

@@ -10,10 +10,10 @@ from PIL import Image
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.config import KEEP_POLICIES, SamplingConfig
 from apbv.model.parts import inspect_model
+from apbv.prefilling.reduction.choosing import keep_even
 from apbv.speculate import STRATEGIES
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter
 from apbv.speculate.picture import draw_kept
-from apbv.speculate.preserve import keep_even
 
 import families
 from answers import decoder_behind
@@ -194,6 +194,21 @@ def test_the_draft_sees_what_was_asked_for(clip):
     assert kept["even", 0.8] == set(keep_even(36, 29).tolist())
     assert kept[None, 0.8] == kept["specvlm", 0.8] not in (kept["attention", 0.8], kept["even", 0.8])
     assert kept["attention", 1 / 36] <= kept["specvlm", 0.8] & kept["attention", 0.8]
+
+
+def test_a_draft_that_guides_itself_sees_what_it_attends_to(clip):
+    """With the target as its own draft that is what the target attends to, however it is read."""
+    kept = []
+    for way in ({"keep": "attention"}, {"keep": "draft_guided"}, {"keep": "draft_guided", "prune": "kv"}):
+        speculate = SpeculativeConfig(strategy="specvlm", keep_ratio=0.3, keep_losing_draft=True, **way)
+        engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", speculate, 0)
+        answer = engine.generate(QUESTION, video=str(clip), num_frames=12, max_new_tokens=3)
+        kept.append(answer.kept)
+    assert all(torch.equal(other, kept[0]) for other in kept[1:])
+    speculate = SpeculativeConfig(strategy="tabed", keep="draft_guided", keep_ratio=0.3)
+    engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", speculate, 0)
+    answer = engine.generate(QUESTION, video=str(clip), num_frames=12, max_new_tokens=3)
+    assert torch.equal(answer.kept, kept[0])
 
 
 def test_lookup_takes_the_latest_longest_match():

@@ -17,7 +17,7 @@ from scripts import INFER
 
 def caption(prompt) -> str:
     """A captioner; it sees the source and the question."""
-    assert prompt.video is not None or prompt.images
+    assert prompt.videos or prompt.pictures
     assert QUESTION in prompt.text
     return CAPTION
 

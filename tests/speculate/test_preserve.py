@@ -1,6 +1,6 @@
 """Which visual tokens a draft sees: scores on several hosts against their definitions on one."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -10,12 +10,17 @@ from apbv.kernels import spatial_variety, temporal_change
 from apbv.kv.select import collect_kv, select_kv
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.reduction import choosing
+from apbv.prefilling.reduction.choosing import standardised
+from apbv.prefilling.reduction.frames import frame_shape
+from apbv.prefilling.reduction.hippo import local_semantics
 from apbv.speculate import observers, preserve
-from apbv.speculate.scores import standardised
+from apbv.speculate.draft_kv import prefill_observed
 from apbv.speculate.strategies import make_observer
 
 import families
-from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
+from oracle import as_double
+from prompts import UNCOMPRESSED, as_inputs, build, hugging_face, relative_error, reset_rope, video_batch
 
 DOUBLE = torch.float64
 
@@ -40,8 +45,10 @@ def watched_job(hosts: HostGroup, family: str, settings: dict):
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
     scores = []
-    for kind in (observers.AttentionScores, observers.HeadAttention):
-        observer = kind(parts)
+    makers = [observers.AttentionScores, observers.HeadAttention]
+    makers += [partial(observers.AttentionChange, last_layer=last) for last in (1, 2)]
+    for make in makers:
+        observer = make(parts)
         config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
         prefill(model, inputs, hosts=hosts, config=config, observer=observer)
         scores.append(observer.result())
@@ -59,12 +66,44 @@ def watched_job(hosts: HostGroup, family: str, settings: dict):
 def test_attention_is_scored_as_defined(pool, family, num_hosts, settings):
     weights, is_visual = attention_of_the_question(family)
     visual = weights[..., is_visual]
-    over_visual = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(0, 1, 2))
+    by_layer = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(1, 2))
+    over_visual = by_layer.mean(dim=0)
+    # ParallelVLM's Eq. 3 as printed, with attention in place of similarity.
+    changes = [sum(by_layer[i] - by_layer[i - 1] for i in range(1, last + 1)) for last in (1, 2)]
     num_kv_heads = inspect_model(build(family, DOUBLE)).num_kv_heads
     by_head = visual.mean(dim=2).unflatten(1, (num_kv_heads, -1)).sum(dim=2)
-    for attention, heads in pool.run(num_hosts, watched_job, family, settings):
+    for attention, heads, *grown in pool.run(num_hosts, watched_job, family, settings):
+        for ours, expected in zip(grown, changes, strict=True):
+            torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(attention.double(), over_visual, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(torch.stack(heads).double(), by_head, rtol=1e-4, atol=1e-7)
+
+
+def draft_guided_job(hosts: HostGroup, family: str):
+    """The scores that a draft gives by its own attention, and its KV, from the rows that the hosts encoded."""
+    parts = inspect_model(build(family, DOUBLE))
+    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
+    observer = observers.AttentionScores(parts)
+    rows = encode_visual(parts, inputs.visual)
+    cache = prefill_observed(parts, inputs, hosts, rows, observer)
+    return observer.result(), None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 3])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision"])
+@pytest.mark.pairwise
+def test_a_draft_can_be_guided_by_its_own_attention(pool, family, num_hosts):
+    """It reads the whole prompt as it would without being watched."""
+    weights, is_visual = attention_of_the_question(family)
+    visual = weights[..., is_visual]
+    expected = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(0, 1, 2))
+    _, cache = hugging_face(family, DOUBLE, as_double(video_batch(family)))
+    results = pool.run(num_hosts, draft_guided_job, family)
+    for scores, _ in results:
+        torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-7)
+    for (keys, values), layer in zip(results[0][1], cache.layers, strict=True):
+        assert relative_error(keys, layer.keys) < 1e-9 and relative_error(values, layer.values) < 1e-9
+    assert all(kv is None for _, kv in results[1:])
 
 
 def test_methods_that_share_out_the_question_cannot_be_watched():
@@ -187,8 +226,8 @@ def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, frame_parallel=frame_parallel)
     rows = encode_visual(parts, inputs.visual)
-    scores = preserve.local_semantics(parts, inputs, rows, hosts, ("time", "space"))
-    return scores, preserve.frame_shape(parts, inputs), rows
+    scores = local_semantics(parts, inputs, rows, hosts, ("time", "space"))
+    return scores, frame_shape(parts, inputs), rows
 
 
 @pytest.mark.parametrize(("num_hosts", "frame_parallel"), [(1, True), (3, True), (2, False)])
@@ -212,17 +251,18 @@ def test_hosts_score_their_own_frames_as_one_host_would(pool, family, num_hosts,
 
 def test_the_best_are_kept_in_order():
     scores = torch.tensor([1.0, 5.0, 5.0, 2.0, 9.0, 5.0])
-    assert preserve.keep_best(scores, 3).tolist() == [1, 2, 4]
+    assert choosing.keep_best(scores, 3).tolist() == [1, 2, 4]
 
 
 def test_whole_frames_are_kept_evenly():
-    assert preserve.keep_uniform_frames(20, 4, 12).tolist() == [*range(4), *range(8, 12), *range(16, 20)]
-    assert preserve.keep_uniform_frames(20, 4, 2).tolist() == [0, 1]
+    frames = [range(4 * frame, 4 * frame + 4) for frame in range(5)]
+    assert preserve.keep_uniform_frames(frames, 12).tolist() == [*range(4), *range(8, 12), *range(16, 20)]
+    assert preserve.keep_uniform_frames(frames, 2).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("total", "count"), [(9, 1), (9, 4), (9, 9), (100_003, 100_003), (100_003, 77_777)])
 def test_even_choices_are_spread_over_all(total, count):
-    kept = preserve.keep_even(total, count)
+    kept = choosing.keep_even(total, count)
     steps = kept.diff()
     assert len(kept) == count and kept[0] >= 0 and kept[-1] < total
     if count > 1:
@@ -247,20 +287,41 @@ def test_every_frame_keeps_its_share():
     """Also where there is less than a token for each: then every so many frames."""
     scores = torch.rand(6, 4, generator=torch.Generator().manual_seed(3))
     scores[2] += 10  # the best of all lie in one frame
+    frames = [range(4 * frame, 4 * frame + 4) for frame in range(6)]
     for count in range(1, 25):
-        kept = preserve.keep_best_per_frame(scores.flatten(), 4, count)
+        kept = preserve.keep_best_per_frame(scores.flatten(), frames, count)
         per_frame = torch.bincount(kept // 4, minlength=6)
         assert len(kept) == count and kept.unique().tolist() == kept.tolist()
         assert per_frame.max() - per_frame.min() <= 1
         for frame in range(6):
             best = scores[frame].topk(int(per_frame[frame])).indices.sort().values
             assert kept[kept // 4 == frame].tolist() == (best + 4 * frame).tolist()
-    assert torch.bincount(preserve.keep_best_per_frame(scores.flatten(), 4, 3) // 4, minlength=6).tolist() in (
+    assert torch.bincount(
+        preserve.keep_best_per_frame(scores.flatten(), frames, 3) // 4, minlength=6
+    ).tolist() in (
         [1, 0, 1, 0, 1, 0],
         [0, 1, 0, 1, 0, 1],
     )
     # What belongs to no frame, such as a separator at the video's end, stays.
-    assert preserve.keep_best_per_frame(torch.rand(25), 4, 7)[-1] == 24
+    assert preserve.keep_best_per_frame(torch.rand(25), frames, 7)[-1] == 24
+
+
+def test_frames_of_several_sizes_keep_their_shares():
+    """As of a video, an image and another video, with a separator behind the first."""
+    scores = torch.tensor([5.0, 1, 2, 3, 9, 1, 2, 8, 0, 1, 2, 3, 4, 5, 6, 7, 3, 1])
+    frames = [range(0, 4), range(4, 6), range(6, 8), range(9, 17), range(17, 18)]
+    assert preserve.keep_best_per_frame(scores, frames, 9).tolist() == [0, 4, 7, 8, 12, 13, 14, 15, 17]
+    for count in range(1, 19):
+        kept = preserve.keep_best_per_frame(scores, frames, count)
+        assert len(kept) == count and 8 in kept and kept.unique().tolist() == kept.tolist()
+        for frame in frames:
+            quota = sum(place in frame for place in kept.tolist())
+            assert abs(quota - (count - 1) * len(frame) / 17) < 1
+            order = sorted(frame, key=lambda place: (-scores[place], place))
+            assert set(order[:quota]) <= set(kept.tolist())
+    assert preserve.keep_uniform_frames(frames, 6).tolist() == [0, 1, 2, 3, 17]
+    assert preserve.keep_uniform_frames(frames, 8).tolist() == [0, 1, 2, 3, 6, 7, 17]
+    assert preserve.keep_uniform_frames(frames, 3).tolist() == [0, 1, 2]
 
 
 def test_random_choices_depend_on_the_seed():

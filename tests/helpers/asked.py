@@ -1,0 +1,46 @@
+"""The demo model asked by the benchmarks of questions, about clips of its kind."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import jsonschema
+from evaluation.results import read_runs
+
+from apbv.demo import clips
+
+from scripts import BENCHMARKS
+
+# The demo model knows its questions, and no letters.
+OPEN = ["--template", "{question}"]
+
+
+def answered(benchmark: ModuleType, results: Path, *options, status: int = 0) -> dict[str, dict]:
+    """The records of a run of a benchmark in this process."""
+    arguments = ["--model", "demo", "--results", results, *options]
+    assert benchmark.main([str(each) for each in arguments]) == status
+    (run,) = read_runs([results])
+    return run.records
+
+
+def summary_of(path: Path) -> dict:
+    """The only score that a run wrote."""
+    (summary,) = [json.loads(line) for line in path.read_text().splitlines()]
+    jsonschema.validate(summary, json.loads((BENCHMARKS / "evaluation" / "schema.json").read_text()))
+    return summary
+
+
+def clip_of(seed: int, needles: str, path: Path) -> clips.ClipSpec:
+    """A short clip, which is written to a file."""
+    clip = clips.make_clip(seed, 12, "test", needles=[needles])
+    clips.write_mp4(clips.render(clip), path)
+    return clip
+
+
+def wrong_answers(task: str, answer: str, number: int = 0) -> list[str]:
+    """Three further options."""
+    if task == "counting":
+        return [str(int(answer) + step) for step in (1, 2, 3)]
+    letters = [letter for letter in clips.LETTERS if letter not in answer.split()]
+    size = len(answer.split())
+    return [" ".join(letters[start : start + size]) for start in (number % 3, number % 3 + 1, number % 3 + 2)]
