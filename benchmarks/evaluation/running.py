@@ -1,0 +1,129 @@
+"""This module has an engine answer samples, on all hosts together, one answer after the other."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from apbv import Engine, GenerateResult, HostGroup
+from apbv.hosts import HostError
+
+from .answers import option_in, same_answer
+from .samples import LETTERS, Parse, Sample, file_sizes
+
+# What is kept of an answer's figures.
+_FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms", "total_ms", "reused")
+
+
+@dataclass(frozen=True)
+class Asking:
+    """An Asking says how samples are asked, and answers judged.
+
+    Attributes:
+        request: returns a sample's prompt and files as arguments of :meth:`apbv.Engine.generate`; called on every
+            host with the sample and the engine.
+        parse: reads which option an answer names; None: the prompts do not show the options, so that an answer
+            names one by its text.
+        limits: further arguments of :meth:`apbv.Engine.generate`, the same for all samples.
+        guess: chooses an option where an answer names none; None: such an answer is wrong.
+    """
+
+    request: Callable[[Sample, Engine], Mapping[str, Any]]
+    parse: Parse | None
+    limits: Mapping[str, Any]
+    guess: Callable[[Sample], int] | None = None
+
+
+def answer_all(
+    engine: Engine,
+    hosts: HostGroup,
+    asking: Asking,
+    samples: Sequence[Sample],
+    keep: Callable[[dict], None],
+    units: Mapping[str, int],
+    num_done: int = 0,
+) -> None:
+    """Answer samples, and give a record of each to the leader as soon as it is there; collective.
+
+    A question that fails leaves a record with its error, and the next one follows.
+
+    Args:
+        hosts: all hosts, a draft host included.
+        keep: called on the leader with each record.
+        units: how many samples each unit has.
+        num_done: how many were answered before, for the progress bar.
+
+    Raises:
+        HostError: the hosts can no longer work together.
+    """
+    bar = tqdm(
+        total=num_done + len(samples), initial=num_done, unit="question", disable=not hosts.is_leader or None
+    )
+    counts: Counter[str] = Counter()
+    with bar:
+        for sample in samples:
+            record = _record_of(sample, units)
+            try:
+                with hosts.local_stage("reading the question"):
+                    request = asking.request(sample, engine)
+                answer = engine.generate(**request, **asking.limits)
+            except (ValueError, HostError) as error:
+                if hosts.is_broken or engine.hosts.is_broken:
+                    raise
+                record["error"] = str(error)
+                counts["failed"] += 1
+            else:
+                record |= judged(sample, answer.text, asking) | {"figures": figures_of(answer)}
+                counts["right"] += bool(record["right"])
+            bar.update()
+            bar.set_postfix(counts)
+            if hosts.is_leader:
+                keep(record)
+
+
+def _record_of(sample: Sample, units: Mapping[str, int]) -> dict:
+    unit = sample.unit or sample.key
+    return {
+        "key": sample.key,
+        "unit": unit,
+        "unit_size": units[unit],
+        "groups": dict(sample.groups),
+        "is_choice": bool(sample.options),
+        "expected": sample.expected,
+        "file_sizes": file_sizes(sample),
+    }
+
+
+def units_of(samples: Sequence[Sample]) -> dict[str, int]:
+    """Return how many samples each unit has, or must have; a sample without a unit is one of its own."""
+    counts = Counter(sample.unit or sample.key for sample in samples)
+    return {**counts, **{sample.unit: sample.unit_size for sample in samples if sample.unit_size is not None}}
+
+
+def judged(sample: Sample, text: str, asking: Asking) -> dict:
+    """Return an answer with the letter of the option that it names, and whether it is right.
+
+    Both are None where there is nothing to say: an open question has no letters, a right answer may be unknown.
+    """
+    if not sample.options:
+        right = None if sample.answer is None else same_answer(text, sample.answer)
+        return {"text": text, "choice": None, "right": right}
+    choice = (asking.parse or option_in)(text, sample.options)
+    found = {"text": text, "choice": None if choice is None else LETTERS[choice]}
+    if choice is None and asking.guess is not None:
+        choice = asking.guess(sample)
+        found["guess"] = LETTERS[choice]
+    return found | {"right": None if sample.answer is None else choice == sample.answer}
+
+
+def figures_of(answer: GenerateResult) -> dict:
+    """Return what is kept of an answer's figures."""
+    stats = answer.stats
+    found = {name: stats[name] for name in _FIGURES if name in stats}
+    found["num_tokens"] = len(answer.token_ids)
+    found |= {name: stats[name] for name in ("reduction", "attention_density") if stats.get(name) is not None}
+    if stats.get("speculation"):
+        found["tokens_per_target_forward"] = stats["speculation"].get("tokens_per_target_forward")
+    return found

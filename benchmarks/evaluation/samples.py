@@ -1,0 +1,268 @@
+"""This module defines what a benchmark asks: samples, and how their files are found."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A Sample is one question of a benchmark, with its files and its right answer.
+
+    Attributes:
+        key: its name, which no other sample of the benchmark has.
+        question: the question, without its options.
+        answer: the number of the right option, from 0; of an open question the right text; None: not known, so
+            that the answer is recorded, and not scored.
+        options: what can be chosen from; empty where the question is open.
+        videos, images, audio: the files that are asked about.
+        groups: to what kinds of question it belongs, such as ``{"duration": "long"}``.
+        unit: samples of the same unit count as one question, which is right if all of them are.
+        unit_size: how many samples its unit must have; None: as many as there are.
+        subtitles: file of a video's subtitles.
+        extra: what a benchmark needs beyond that for its prompt.
+    """
+
+    key: str
+    question: str
+    answer: int | str | None
+    options: tuple[str, ...] = ()
+    videos: tuple[Path, ...] = ()
+    images: tuple[Path, ...] = ()
+    audio: tuple[Path, ...] = ()
+    groups: Mapping[str, str] = field(default_factory=dict)
+    unit: str | None = None
+    unit_size: int | None = None
+    subtitles: Path | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that have to be there."""
+        return (*self.sources, *([self.subtitles] if self.subtitles else []))
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The files that are asked about, which questions may share."""
+        return (*self.videos, *self.images, *self.audio)
+
+    @property
+    def expected(self) -> str | None:
+        """The right answer as text: that of an open question, or the letter of the right option."""
+        return LETTERS[self.answer] if isinstance(self.answer, int) else self.answer
+
+
+def require_distinct(samples: Sequence[Sample]) -> None:
+    """Raise ValueError where two samples have the same key, or there is none."""
+    if not samples:
+        raise ValueError("there are no questions to ask")
+    seen: set[str] = set()
+    for sample in samples:
+        if sample.key in seen:
+            raise ValueError(f"two questions are called {sample.key!r}")
+        seen.add(sample.key)
+
+
+def file_sizes(sample: Sample) -> list[int]:
+    """Return the bytes of each of a sample's files, which tell other files of the same names apart; 0: no file."""
+    return [path.stat().st_size if path.is_file() else 0 for path in sample.files]
+
+
+def missing_files(samples: Iterable[Sample]) -> list[Path]:
+    """Return the files of samples that are not there, each once."""
+    return [path for path in dict.fromkeys(p for s in samples for p in s.files) if not path.is_file()]
+
+
+def in_order_of_files(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with those about the same files side by side, so that what is encoded can be reused."""
+    places: dict[tuple, int] = {}
+    for sample in samples:
+        places.setdefault(sample.sources, len(places))
+    return sorted(samples, key=lambda sample: places[sample.sources])
+
+
+def shard(samples: Sequence[Sample], number: int, of: int) -> list[Sample]:
+    """Return one of several parts of nearly the same size; samples about the same files are in the same part.
+
+    Args:
+        samples: all, in the order of :func:`in_order_of_files`.
+        number: which part, from 1.
+        of: how many parts there are.
+    """
+    sizes: dict[tuple, int] = {}
+    for sample in samples:
+        sizes[sample.sources] = sizes.get(sample.sources, 0) + 1
+    parts, loads = {}, [0] * of
+    for files, size in sizes.items():
+        parts[files] = loads.index(min(loads))
+        loads[parts[files]] += size
+    return [sample for sample in samples if parts[sample.sources] == number - 1]
+
+
+def digest_of(samples: Iterable[Sample]) -> str:
+    """Return a digest of all that is asked: questions, options, answers and files' names."""
+    asked = [
+        [s.key, s.question, s.answer, s.options, [path.name for path in s.files], dict(s.groups), s.unit]
+        for s in samples
+    ]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; of a file whose name ends in ``.jsonl`` return a list with an entry for every line.
+
+    Raises:
+        ValueError: it cannot be read, or is not JSON; with the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if path.suffix != ".jsonl":
+        return _parsed(text, str(path))
+    lines = enumerate(text.split("\n"), start=1)  # JSON may hold other line breaks than \n
+    return [_parsed(line, f"{path}:{number}") for number, line in lines if line.strip()]
+
+
+def _parsed(text: str, place: str) -> Any:
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+class Row:
+    """A Row is one entry of a benchmark's file; its fields are read with errors that say where they stand.
+
+    Args:
+        place: the file, and which entry.
+        values: the entry, which must be a JSON object.
+    """
+
+    def __init__(self, place: str, values: Any):
+        if not isinstance(values, dict):
+            raise ValueError(f"{place}: expected an object with fields, got {values!r:.60}")
+        self.place, self.values = place, values
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def text(self, *names: str, default: str | None = None) -> str:
+        """Return the text of the first of these fields that is there; a number is written out."""
+        value = next((self.values[name] for name in names if name in self), default)
+        if _is_number(value):
+            value = str(value)
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"needs the text {' or '.join(map(repr, names))}, got {value!r:.60}")
+        return value.strip()
+
+    def number(self, name: str) -> float:
+        """Return a finite number."""
+        value = self.values.get(name)
+        if not _is_number(value):
+            raise self.error(f"needs the number {name!r}, got {value!r:.60}")
+        return float(value)
+
+    def pair(self, name: str) -> tuple[float, float | None]:
+        """Return two numbers, of which the second may be null."""
+        values = self.values.get(name)
+        if isinstance(values, list) and len(values) == 2:
+            first, second = values
+            if _is_number(first) and (second is None or _is_number(second)):
+                return first, second
+        raise self.error(f"{name!r} must hold two numbers, got {values!r:.60}")
+
+    def texts(self, *names: str) -> tuple[str, ...]:
+        """Return the texts in the first of these fields that is there, a list or a single one; or none."""
+        values = next((self.values[name] for name in names if name in self), [])
+        values = values if isinstance(values, list | tuple) else [values]
+        found = []
+        for value in values:
+            value = str(value) if _is_number(value) else value
+            if not isinstance(value, str) or not value.strip():
+                raise self.error(f"{names[0]!r} must hold texts, got {value!r:.60}")
+            found.append(value.strip())
+        return tuple(found)
+
+    def options(self, *names: str) -> tuple[str, ...]:
+        """Return the options in the first of these fields, without their own letters where all have them."""
+        options = self.texts(*names)
+        bare = [_without_letter(text, letter) for text, letter in zip(options, LETTERS, strict=False)]
+        return tuple(bare) if len(bare) == len(options) and all(bare) else options
+
+    def option(self, options: Sequence[str], answer: Any) -> int:
+        """Return which option an answer names: by its number from 0, by its text, or by its letter.
+
+        Raises:
+            ValueError: it names none, or its text, letter and number name different ones.
+        """
+        if isinstance(answer, int) and not isinstance(answer, bool):
+            by_number = [answer] if 0 <= answer < len(options) else []
+            if any(option == str(answer) and number != answer for number, option in enumerate(options)):
+                raise self.error(
+                    f"the answer {answer} is the number, from 0, of one option and the text of another; "
+                    f'"{answer}" is the text, and a letter is clear'
+                )
+            return self._only(by_number, answer, options)
+        text = str(answer).strip()
+        found = {
+            number
+            for number, option in enumerate(options)
+            if text == option or _without_letter(text, LETTERS[number]) == option
+        }
+        letter = text.rstrip(".")
+        if len(letter) == 1 and letter in LETTERS[: len(options)]:
+            found.add(LETTERS.index(letter))
+        return self._only(sorted(found), answer, options)
+
+    def letter(self, name: str, options: Sequence[str]) -> int:
+        """Return which option a field's letter names."""
+        letter = self.text(name).rstrip(".")
+        if len(letter) != 1 or letter not in LETTERS[: len(options)]:
+            raise self.error(
+                f"{name!r} must be the letter of one of the {len(options)} options, got {letter!r:.60}"
+            )
+        return LETTERS.index(letter)
+
+    def _only(self, found: list[int], answer: Any, options: Sequence[str]) -> int:
+        if len(found) != 1:
+            many = "could be several" if found else "is none"
+            raise self.error(
+                f"the answer {answer!r} {many} of the {len(options)} options; its number, from 0, is clear"
+            )
+        return found[0]
+
+    def error(self, what: str) -> ValueError:
+        """Return an error that says where it is."""
+        return ValueError(f"{self.place}: {what}")
+
+
+def _without_letter(option: str, letter: str) -> str | None:
+    """Return an option's text behind its own letter, as of "A. red" and "(A) red"; None where it has not that."""
+    for mark in (f"{letter}.", f"{letter})", f"({letter})"):
+        if option.startswith(mark):
+            return option.removeprefix(mark).strip() or None
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def rows_of(path: Path, entries: Any) -> list[Row]:
+    """Return the entries of a file that should hold a list of them."""
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: expected a list of questions")
+    return [Row(f"{path}, question {number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+Parse = Callable[[str, Sequence[str]], int | None]

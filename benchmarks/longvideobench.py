@@ -1,0 +1,141 @@
+"""Measure accuracy on LongVideoBench: multiple choice about videos whose subtitles stand between their frames.
+
+    python benchmarks/longvideobench.py --model Qwen/Qwen2.5-VL-7B-Instruct --data LongVideoBench --frames 64
+    torchrun --nproc-per-node 8 benchmarks/longvideobench.py --model ... --data LongVideoBench --subtitles none
+
+DIR is the official data set (Wu et al., *LongVideoBench*): lvb_val.json, and the folders videos and subtitles.
+As the official loader does, frames are images with the subtitles between them by their times; with
+``--subtitles none`` a prompt has the video alone. An answer that names no option counts as a random one, which the
+question's name draws.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from evaluation.answers import first_of_five
+from evaluation.command import Benchmark
+from evaluation.prompting import LETTERED, fill, request_of
+from evaluation.samples import Row, Sample, read_json, rows_of
+from evaluation.subtitles import interleaved, read_longvideobench
+from PIL import Image
+
+from apbv import Engine
+from apbv.input.video import VideoInfo, read_frames
+
+MOST_OPTIONS = 5
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--data DIR``, ``--questions FILE`` and ``--subtitles``."""
+    parser.add_argument("--data", type=Path, metavar="DIR", help="the data set: questions, videos/ and subtitles/")
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="default: DIR/lvb_val.json")
+    parser.add_argument(
+        "--subtitles",
+        choices=("interleaved", "none"),
+        default="interleaved",
+        help="where they are in the prompt (default: %(default)s with frames, as images)",
+    )
+
+
+def read(options: argparse.Namespace) -> list[Sample]:
+    """Read LongVideoBench's questions; those of the test split have no right answers, and are recorded only.
+
+    Raises:
+        ValueError: the file cannot be read, or has another form.
+    """
+    if options.data is None:
+        raise ValueError("--data is required")
+    if options.fps is not None and options.subtitles == "interleaved":
+        raise ValueError("frames between subtitles are chosen by --frames; --fps needs --subtitles none")
+    path = options.questions or options.data / "lvb_val.json"
+    return [_sample(row, options.data, options.subtitles) for row in rows_of(path, read_json(path))]
+
+
+def _sample(row: Row, folder: Path, subtitles: str) -> Sample:
+    choices = row.texts("candidates") or tuple(
+        text for number in range(MOST_OPTIONS) if (text := row.text(f"option{number}", default="N/A")) != "N/A"
+    )
+    answer = int(row.number("correct_choice")) if "correct_choice" in row else -1
+    if answer >= len(choices):
+        raise row.error(f"the answer {answer} is none of the {len(choices)} options")
+    groups = {
+        "duration": row.text("duration_group"),
+        "question": row.text("question_category"),
+        "topic": row.text("topic_category"),
+    }
+    if "level" in row:
+        groups["level"] = row.text("level")
+    lines = folder / "subtitles" / row.text("subtitle_path") if subtitles == "interleaved" else None
+    return Sample(
+        key=row.text("id"),
+        question=row.text("question"),
+        answer=None if answer < 0 else answer,
+        options=choices,
+        videos=(folder / "videos" / row.text("video_path"),),
+        groups=groups,
+        subtitles=lines,
+        extra={
+            "offset": row.number("starting_timestamp_for_subtitles") if lines else 0.0,
+            "duration": row.number("duration"),
+        },
+    )
+
+
+def request(sample: Sample, template: str, options: argparse.Namespace, engine: Engine) -> Mapping[str, Any]:
+    """Return the prompt: frames and subtitles in turn, then the question; or the video and the question."""
+    prompt = fill(template, sample)
+    if sample.subtitles is None:
+        return request_of(sample, prompt)
+    info, duration = engine.videos.probe(sample.videos[0]), sample.extra["duration"]
+    frames = sampled_frames(info, duration, options.frames or engine.num_frames)
+    lines = read_longvideobench(sample.subtitles, sample.extra["offset"], duration)
+    content = []
+    pictures = read_frames(info, frames)
+    for item in interleaved(info.timestamps[frames].tolist(), lines):
+        if isinstance(item, str):
+            content.append({"type": "text", "text": f"\n{item}\n"})
+        else:
+            content.append({"type": "image", "image": Image.fromarray(pictures[item])})
+    return {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": f"\n{prompt}"}]}]}
+
+
+def sampled_frames(info: VideoInfo, duration: float, most: int) -> list[int]:
+    """Choose frames as the official loader does: at equal steps from the first, at most one a second.
+
+    Args:
+        duration: in seconds, as the data set has it.
+        most: how many frames at most.
+    """
+    rate = info.num_frames / info.duration if info.duration else 1.0
+    valid = max(1, min(info.num_frames, int(duration * rate)))
+    number = max(1, min(most, int(duration), valid))
+    return [valid // number * index for index in range(number)]
+
+
+def guess(sample: Sample) -> int:
+    """Draw an option for an answer that names none; always the same of a question."""
+    return random.Random(sample.key).randrange(len(sample.options))
+
+
+BENCHMARK = Benchmark(
+    "longvideobench",
+    __doc__.splitlines()[0],
+    add_options,
+    read,
+    template=f"Question: {LETTERED}",
+    parse=first_of_five,
+    max_new_tokens=16,
+    request=request,
+    guess=guess,
+)
+parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

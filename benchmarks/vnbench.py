@@ -1,0 +1,94 @@
+"""Measure accuracy on VNBench: needles in videos to be retrieved, ordered or counted, each asked in four tries.
+
+    python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf --questions VNBench-main-4try.json
+    torchrun --nproc-per-node 8 benchmarks/vnbench.py --model ... --questions ... --videos ... --frames 128
+    python benchmarks/vnbench.py --table results/vnbench-*.jsonl --plot vnbench.png
+
+The file and the videos are the official ones (Zhao et al., *Needle In A Video Haystack*). A question counts as
+right if all four tries are, between which the options change places. The overall figure is the mean of retrieval,
+ordering and counting, each of which is the mean of its three types.
+"""
+
+import argparse
+import sys
+from pathlib import Path, PurePosixPath
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from evaluation.answers import first_letter_by_alphabet
+from evaluation.command import Benchmark
+from evaluation.samples import Row, Sample, read_json, rows_of
+from evaluation.scoring import Score, mean_by
+
+TRIES = 4
+TASKS = {"ret": "retrieval", "ord": "ordering", "cnt": "counting"}
+LENGTHS = (60, 120, 180)  # seconds
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--questions FILE`` and ``--videos DIR``."""
+    parser.add_argument("--questions", type=Path, metavar="FILE", help="VNBench-main-4try.json")
+    parser.add_argument("--videos", type=Path, metavar="DIR", help="the videos (default: beside the questions)")
+
+
+def read(options: argparse.Namespace) -> list[Sample]:
+    """Read VNBench's file: a list of objects with video, question, options, gt, gt_option, type and try.
+
+    Raises:
+        ValueError: the file cannot be read, or has another form.
+    """
+    if options.questions is None:
+        raise ValueError("--questions is required")
+    folder = options.videos or options.questions.parent
+    return [_sample(row, folder) for row in rows_of(options.questions, read_json(options.questions))]
+
+
+def _sample(row: Row, folder: Path) -> Sample:
+    video, kind, number = PurePosixPath(row.text("video")), row.text("type"), row.text("try")
+    task = kind.partition("_")[0]
+    if task not in TASKS:
+        raise row.error(f"the type {kind!r} begins with none of {', '.join(TASKS)}")
+    choices = row.texts("options")
+    answers = [choices.index(row.text("gt"))] if "gt" in row and row.text("gt") in choices else []
+    if "gt_option" in row:
+        answers.append(row.letter("gt_option", choices))
+    if len(set(answers)) != 1:
+        raise row.error("needs one right answer, by 'gt' or 'gt_option'")
+    groups = {"task": TASKS[task], "needle": "edit" if "edit" in kind else "insert", "type": kind}
+    if "length" in row:
+        longest = next((limit for limit in LENGTHS if row.number("length") <= limit), None)
+        groups["length"] = f"over {LENGTHS[-1]} s" if longest is None else f"to {longest:3} s"
+    places = [folder / video, folder / video.name]
+    unit = f"{video.stem} {kind}"
+    return Sample(
+        key=f"{unit} {number}",
+        question=row.text("question"),
+        answer=answers[0],
+        options=choices,
+        videos=(next((path for path in places if path.is_file()), places[-1]),),
+        groups=groups,
+        unit=unit,
+        unit_size=TRIES,
+    )
+
+
+def overall(score: Score) -> float | None:
+    """Return the mean of the tasks, each the mean of its types."""
+    types = sorted(value for dimension, value in score.groups if dimension == "type")
+    return mean_by(score, "type", {task: [kind for kind in types if kind.startswith(task)] for task in TASKS})
+
+
+BENCHMARK = Benchmark(
+    "vnbench",
+    __doc__.splitlines()[0],
+    add_options,
+    read,
+    parse=first_letter_by_alphabet,
+    max_new_tokens=16,
+    overall=overall,
+)
+parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Which option an answer names, by every usual form and by the benchmarks' official rules; open answers."""
+
+import pytest
+from evaluation.answers import (
+    choose_option,
+    first_letter_by_alphabet,
+    first_of_five,
+    first_of_four,
+    option_in,
+    same_answer,
+)
+
+COLOURS = ("red", "dark blue", "blue", "A cat")
+NUMBERS = ("1", "2", "3", "4")
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [
+        ("B", 1),
+        ("b", 1),
+        (" B.\n", 1),
+        ("(C)", 2),
+        ("(c)", 2),
+        ("B)", 1),
+        ("**D**", 3),
+        ("**(D)** because", 3),
+        ("A: red", 0),
+        ("B. dark blue", 1),
+        ("C, since it is blue", 2),
+        ("B the car", 1),
+        ("The answer is B", 1),
+        ("The correct answer is: (B).", 1),
+        ("answer: **C**", 2),
+        ("Answer: B. dark blue, not A. red", 1),
+        ("I first thought that the answer is A, but the correct option is D.", 3),
+        ("Option C is right, option D is not. So the answer is option C", 2),
+        ("<answer>B</answer>", 1),
+        ("A is wrong <answer> C </answer>", 2),
+        ("So we get \\boxed{B}.", 1),
+        ("\\boxed{\\text{D}}", 3),
+        ("dark blue", 1),
+        ("Blue.", 2),
+        ("The car is dark blue.", 1),
+        ("It is red", 0),
+        ("a cat", 3),
+        ("It must be (B), I think", 1),
+        ("It must be B, I think", 1),
+        ("Option A is correct", 0),
+        ("A is correct", 0),
+        ("I think A is right", 0),
+        ("The correct answer is option A because it is red", 0),
+        ("Answer: A since it is red", 0),
+        ("Answer: a", 0),
+        ("The answer is (c).", 2),
+        ("B. A is wrong", 1),
+        ("B\n\nA dog is not shown", 1),
+        ("答案是B。", 1),
+        ("我选择B,因为", 1),
+        ("（Ｃ）", 2),
+        ("The answer is A and B", None),
+        ("The answer is B and C", None),
+        ("The answer is B, C or D", None),
+        ("Both A and C", None),
+        ("It is not B", None),
+        ("A dog is shown", None),
+        ("It was a dog", None),
+        ("A or B", None),
+        ("A, B and C", None),
+        ("(A) or (B)", None),
+        ("red or blue", None),
+        ("E", None),
+        ("Because", None),
+        ("", None),
+        ("I don't know", None),
+    ],
+)
+def test_an_answer_names_an_option_in_any_usual_form(text, choice):
+    assert choose_option(text, COLOURS) == choice
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"), [("3", 2), ("There are 3.", 2), ("13", None), ("C", 2), ("2 or 3", None)]
+)
+def test_options_that_are_numbers(text, choice):
+    assert choose_option(text, NUMBERS) == choice
+
+
+def test_a_pronoun_is_no_letter():
+    ten = tuple("qrstuvwxyz")
+    assert choose_option("I think that it is option C", ten) == 2
+    assert choose_option("I would say B", ten) == 1
+    assert choose_option("I is right", ten) == 8
+    assert choose_option("I", ten) == 8
+
+
+def test_an_option_that_is_itself_a_letter():
+    """The letter before an option counts, unless prompts do not show letters."""
+    assert choose_option("B", ("J", "A", "B")) == 1
+    assert option_in("B", ("J", "A", "B")) == 2
+    assert choose_option("J", ("J", "A", "B")) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "vnbench", "videomme", "longvideobench"),
+    [
+        ("B", 1, 1, 1),
+        ("B. A cat", 1, 1, 1),
+        ("The best answer is C", 2, 2, 2),
+        ("Answer: B", 0, 0, 0),
+        ("Best answer: C", 1, 1, 2),
+        ("C or A", 0, 2, 2),
+        ("The answer is (D).", 3, 3, 3),
+        ("no. B", None, 1, 1),
+        ("Either B", 1, 1, 4),
+        ("E", None, None, 4),
+        ("none", None, None, None),
+        ("", None, None, None),
+    ],
+)
+def test_the_official_rules(text, vnbench, videomme, longvideobench):
+    assert first_letter_by_alphabet(text, NUMBERS) == vnbench
+    assert first_of_four(text, NUMBERS) == videomme
+    assert first_of_five(text, NUMBERS) == longvideobench
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "same"),
+    [
+        ("X J P", "X J P", True),
+        (" x  j p.", "X J P", True),
+        ("The cat", "the cat!", True),
+        ("“six”", "Six", True),
+        ("X P J", "X J P", False),
+        ("16", "6", False),
+        ("-6", "6", False),
+        ("(−6)", "-6", True),
+        ("6-", "6", True),
+        ("3.5", "3,5", False),
+        ("", "6", False),
+        ("?", "!", False),
+        ("?", "?", True),
+    ],
+)
+def test_open_answers(text, expected, same):
+    assert same_answer(text, expected) is same
