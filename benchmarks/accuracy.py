@@ -27,7 +27,8 @@ from arguments import add_clip_options, add_json_option, command_line
 from exam import Exam, clips_folder, score_on
 from summaries import percent_cell
 
-from apbv import Engine, HostGroup, PrefillConfig
+from apbv import Engine, HostGroup, PrefillConfig, SparseConfig
+from apbv.config import SPARSE_NAMES
 from apbv.demo import clips
 from apbv.hosts import run_on_hosts
 from apbv.hosts.simulated import share_weights, simulate
@@ -42,7 +43,11 @@ LONGEST = 2**30  # passing whole blocks on
 def _methods(num_tokens: int) -> dict[str, PrefillConfig]:
     """Configure all methods, with the paper's l_a and l_p as fractions of n, and APB-V also with its defaults."""
     anchor, passing = -(-num_tokens // 64), -(-num_tokens // 128)
-    named = {name: PrefillConfig(method=name) for name in METHODS if name not in ("apb", "apbv")}
+    named = {name: PrefillConfig(method=name) for name in METHODS if name not in ("apb", "apbv", *SPARSE_NAMES)}
+    # The papers' blocks of 128 tokens are a large part of such short prompts.
+    named |= {
+        name: PrefillConfig(sparse=SparseConfig(method=name, block_size=32), method=name) for name in SPARSE_NAMES
+    }
     named["apb"] = PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing)
     named["apbv"] = PrefillConfig(anchor_len=anchor, passing_len=passing)
     named["apbv, default lengths"] = PrefillConfig()
@@ -81,12 +86,21 @@ def _anchor(num_tokens: int) -> dict[str, PrefillConfig]:
     }
 
 
+def _anchor_query(num_tokens: int) -> dict[str, PrefillConfig]:
+    ways = {name: config for name, config in _methods(num_tokens).items() if name in ("full", "apb", "apbv")}
+    without_passing = {f"{name}, l_p = 0": replace(ways[name], passing_len=0) for name in ("apb", "apbv")}
+    plain = {name: config for name, config in (ways | without_passing).items() if name != "full"}
+    asked = {f"{name}, question in A": replace(config, anchor_query=True) for name, config in plain.items()}
+    return ways | without_passing | asked
+
+
 PRESETS: dict[str, Callable[[int], dict[str, PrefillConfig]]] = {
     "methods": _methods,  # Table 1, and with several numbers of hosts Table 6
     "importance": _importance,
     "table3": _parts,
     "table8": _passing,
     "table9": _anchor,
+    "anchor_query": _anchor_query,
 }
 
 
@@ -113,14 +127,13 @@ def chosen(
 
 def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Yield the records of the text tasks, in the same form."""
-    from ruler import TASKS as RULER_TASKS
-    from ruler import load_smollm2, score_ruler
+    from ruler import SMALL_TASKS, load_smollm2, score_ruler
 
     model, tokenizer = load_smollm2(torch.float32)
     model = model.to(hosts.device)
     numbers = [hosts.size] if hosts.size > 1 else options.hosts
     for num_tokens in options.tokens:
-        for task in RULER_TASKS:
+        for task in SMALL_TASKS:
             for number in numbers:
                 configs = chosen(_methods(num_tokens) | {"w/o P": PrefillConfig(passing_len=0)}, number, options)
                 models = [share_weights(model) for _ in range(number)]

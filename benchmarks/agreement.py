@@ -40,7 +40,7 @@ def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int]
     ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
     embeds = model.get_input_embeddings()(ids)
     rows = []
-    for chunk in inputs.visual.pixels.chunks(inputs.visual.num_temporal_patches):
+    for chunk in inputs.visual.pixels.chunks([range(inputs.visual.num_temporal_patches)]):
         pixels, grid = chunk.values["pixel_values_videos"], chunk.values["video_grid_thw"]
         rows += model.model.get_video_features(pixels, grid, return_dict=True).pooler_output
     visual = torch.cat(rows)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from apbv.demo import clips
+from apbv.stats import append_json_lines, provenance
 
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # by device
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,3 +36,15 @@ def command_line(script: str) -> str:
         script: the benchmark's file name.
     """
     return " ".join([f"benchmarks/{script}", *sys.argv[1:]])
+
+
+def kept(record: dict, script: str, path: Path | None) -> dict:
+    """Say in a record how it was made, append it to a file of JSON lines, if one is given, and return it.
+
+    Args:
+        script: the benchmark's file name.
+    """
+    record = {**record, "command": command_line(script), **provenance()}
+    if path is not None:
+        append_json_lines(path, [record])
+    return record

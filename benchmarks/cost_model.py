@@ -19,6 +19,7 @@ ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier"
 PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "lm_head")
 KINDS = ("embeddings", "passing", "query_merge", "ring", "all_to_all", "logits")
 METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
+_GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker")  # vision towers whose MLPs have a gate
 _SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
 # On a CPU the importance materialises its scores in fp32 three times: their product, the difference from the lse,
 # and the maximum, each of which reads what the one before wrote. (On a GPU they never leave the chip.)
@@ -66,7 +67,7 @@ class VisionShape:
         layers, deepstack = vision.num_hidden_layers, num_deepstack_layers(config)
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
         mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
-        if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker"):
             patches = vision.spatial_merge_size**2
             outer = (1 + deepstack) * patches * hidden * (patches * hidden + width)
         elif family == "internvl":
@@ -80,7 +81,7 @@ class VisionShape:
             raise ValueError(f"the cost model does not know the vision tower of {family}")
         sides = [vision.patch_size] * 2 if isinstance(vision.patch_size, int) else vision.patch_size
         outer += patches * 3 * getattr(vision, "temporal_patch_size", 1) * prod(sides) * hidden
-        weights = layers * hidden * (4 * hidden + (3 if family == "qwen2_5_vl" else 2) * mlp)
+        weights = layers * hidden * (4 * hidden + (3 if family in _GATED else 2) * mlp)
         return cls(layers, hidden, weights, patches, int(family == "internvl"), outer, deepstack)
 
 
@@ -253,9 +254,10 @@ def _scores(shape, method, layout, host, separate) -> dict[str, int]:
     if method in _SHARED_OUT:
         pairs["block_to_earlier"] = sum(rows[v] * layout.blocks[v].start for v in blocks)
     else:
-        anchor, query, last = len(layout.anchor), len(layout.query), len(layout.blocks) - 1
+        anchor, query, last = layout.anchor_len, len(layout.query), len(layout.blocks) - 1
         pairs["anchor"] = _causal(anchor)
-        pairs["block_to_anchor"] = anchor * sum(rows.values())
+        # A copy in front of the prompt's first block would repeat what the block begins with.
+        pairs["block_to_anchor"] = anchor * sum(rows[v] for v in blocks if v or not layout.anchor_copy)
         pairs["block_to_passing"] = sum(rows[v] * sum(map(layout.num_passed, range(v))) for v in blocks)
         pairs["query"] = query * (len(layout.anchor_slice(host)) + sum(rows.values()))
         pairs["query"] += _causal(query) if host == 0 else 0  # host 0 keeps the query's own KV

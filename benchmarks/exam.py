@@ -28,18 +28,17 @@ from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, 
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
 from apbv.demo import clips, model_path
 from apbv.hosts.simulated import share_weights, simulate
-from apbv.input.frames import VideoPixels
 from apbv.input.pixels import KeptPixels
-from apbv.input.rendering import render_prompt
+from apbv.input.reading import PromptReader
 from apbv.input.request import Question, Request
-from apbv.input.video import probe, sample_uniform
+from apbv.input.video import probe
 from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.encode import VisualRows, encode_visual
 from apbv.prefilling.forward import PrefillResult
 from apbv.prefilling.reuse import StoredRows
 from apbv.speculate import Autoregressive
-from apbv.stats import append_json_lines, markdown_table
+from apbv.stats import StageTimer, append_json_lines, markdown_table
 
 from transformers import PreTrainedModel, ProcessorMixin  # isort: skip
 from transformers.utils.logging import disable_progress_bar  # isort: skip
@@ -131,28 +130,31 @@ class Candidate:
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, hosts: HostGroup) -> None:
         self.model, self.processor, self.hosts = model, processor, hosts
         self.parts = inspect_model(model)
+        self._reader = PromptReader(self.parts, processor, num_frames=1)
         # Several questions are asked about the same video, on which the vision tower runs only once.
         self._video: tuple[Path, VisualInput, StoredRows] | None = None
 
     def read(self, path: Path, question: str) -> ModelInputs:
         """Read the prompt of a question about all frames of a file, of which each host reads its share."""
-        text = render_prompt(self.parts, self.processor, question, video=path).text
-        info = probe(path)
-        inputs, piece = ModelInputs.from_video(
-            self.parts, self.processor, text, info, sample_uniform(info, info.num_frames), self.hosts
-        )
+        info, timer = probe(path), StageTimer(self.hosts)
+        asked = Question(question, path, num_frames=info.num_frames)
+        rendered = self._reader.render(asked)
+        inputs, pixels = self._reader.read(rendered, self._reader.sample([info], asked), self.hosts, timer)
         if self._video is None or self._video[0] != path:
-            pixels = VideoPixels(piece, self.processor)
             visual = inputs.with_pixels(KeptPixels(pixels)).visual
             rows = StoredRows(encode_visual(self.parts, visual), visual, self.parts.device)
             self._video = (path, visual, rows)
         return replace(inputs, visual=self._video[1])
 
+    @property
+    def encoded(self) -> VisualRows:
+        """This host's embeddings of the video that was read last."""
+        return self._video[2]
+
     def answer(self, inputs: ModelInputs, config: PrefillConfig, max_new_tokens: int) -> tuple[list[int], dict]:
         """Answer greedily; return the tokens, and the method and lengths that really ran."""
-        encoded = self._video[2]
-        tokens, state = answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens, encoded)
-        run = {"method": state.method, "tokens": state.num_tokens, "anchor_len": len(state.layout.anchor)}
+        tokens, state = answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens, self.encoded)
+        run = {"method": state.method, "tokens": state.num_tokens, "anchor_len": state.layout.anchor_len}
         return tokens, {**run, "passing_len": state.layout.passing_len if state.method != "full" else None}
 
 

@@ -58,6 +58,14 @@ def legend_above(axes) -> None:
 
 
 def save(figure, path: Path) -> None:
-    """Write a figure as a PNG, with everything beside its axes, and close it."""
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    import_pyplot().close(figure)
+    """Write a figure as a PNG, with everything beside its axes, and close it.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
+    finally:
+        import_pyplot().close(figure)

@@ -12,7 +12,8 @@ import torch
 from arguments import DEFAULT_DTYPES
 from presets import Case
 from tqdm import tqdm
-from workloads import CONFIGS, build_model, text_prompt, video_prompt
+from transformers import InternVLConfig
+from workloads import CONFIGS, build_model, internvl_prompt, text_prompt, video_prompt
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
@@ -93,6 +94,8 @@ class Bench:
             return from_file
         if workload.tokens is not None:
             prompt = text_prompt(workload.tokens, options.query_len, options.seed)
+        elif isinstance(self.model.config, InternVLConfig):
+            prompt = internvl_prompt(self.model.config, workload.frames, options.query_len, options.seed)
         else:
             prompt = video_prompt(
                 workload.frames, workload.height, workload.width, options.query_len, options.seed
@@ -156,7 +159,7 @@ def figures(state) -> dict:
         "method": state.method,
         "num_input_tokens": state.num_tokens,
         "num_video_tokens": state.inputs.num_visual_tokens,
-        "anchor_len": len(layout.anchor),
+        "anchor_len": layout.anchor_len,
         "passing_len": layout.passing_len,
     }
 

@@ -120,7 +120,7 @@ def explain(
             table.append(f"  {part:<17}{tflops:>12.4f}{seconds * 1e3:>12.2f}{share:>8.1%}  {bound}")
     received = ", ".join(f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count)
     lines = [
-        f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor {len(layout.anchor)}, "
+        f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor {layout.anchor_len}, "
         f"{len(layout.blocks)} blocks, passing {layout.passing_len}, query {len(layout.query)}",
         f"  {f'on host {times.slowest}':<17}{'TFLOP':>12}{'ms':>12}{'share':>8}  bound by",
         *table,

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from apbv import PrefillConfig
+from apbv import PrefillConfig, ReduceConfig
+from apbv.config import SPARSE_NAMES
 from apbv.hosts.simulated import Link, Network
 
 FRAMES = (16, 24, 32, 40, 48, 56)
@@ -54,6 +55,16 @@ class Preset:
 def _all_methods(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
     names = ("full", *SPLIT_METHODS)
     return [Case(name, replace(base, method=name), hosts, Network(link)) for name in names]
+
+
+def _baselines(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
+    """Return the paper's baselines that save work on one GPU, too, beside all methods."""
+    one_host = {
+        **{name: replace(base, method=name) for name in SPARSE_NAMES},
+        "slowfast, 0.5": replace(base, method="full", reduce=ReduceConfig(method="slowfast", ratio=0.5)),
+    }
+    alone = [Case(name, config, 1, None) for name, config in one_host.items()]
+    return [*_all_methods(hosts, link, base), *alone]
 
 
 def _switches(hosts: int, link: Link, base: PrefillConfig) -> list[Case]:
@@ -130,6 +141,10 @@ def _fig6(device: str) -> Preset:
     return _preset(device, _all_methods)
 
 
+def _fig6_baselines(device: str) -> Preset:
+    return _preset(device, _baselines)
+
+
 def _fig7(device: str) -> Preset:
     sizes = {"cuda": ("360p", "480p", "720p", "1080p", "1440p"), "cpu": ("144p", "240p", "360p")}
     return _preset(device, _all_methods, frames=(64,) if device == "cuda" else (32,), resolutions=sizes[device])
@@ -142,5 +157,6 @@ PRESETS: dict[str, Callable[[str], Preset]] = {
     "table8": _table8,
     "table9": _table9,
     "fig6": _fig6,
+    "fig6_baselines": _fig6_baselines,
     "fig7": _fig7,
 }

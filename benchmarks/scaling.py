@@ -29,7 +29,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 from arguments import DTYPES, add_json_option, add_plot_option
-from cost_model import Shape, cost, flop_ratio
+from cost_model import METHODS, Shape, cost, flop_ratio
 from prefill_bench import Bench, Workload
 from prefill_report import network_fields
 from prefill_time import Machine, predict
@@ -42,7 +42,6 @@ from apbv import HostGroup, PrefillConfig
 from apbv.hosts.simulated import Link, Network
 from apbv.input.video_size import RESOLUTIONS
 from apbv.kernels import segmented_attention
-from apbv.prefilling.methods import METHODS
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
 
 

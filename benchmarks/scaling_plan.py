@@ -10,7 +10,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from cost_model import Shape, Video, cost, flop_ratio
 from figures import import_pyplot, legend_beside, mark_factors, mark_values, save, short
 from prefill_time import Machine, explain, predict
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from workloads import CONFIGS, MERGE, PREFIX_LEN, patch_grid
 
 from apbv import PrefillConfig
@@ -33,8 +33,17 @@ def shape_of(model: str, bytes_per_number: int) -> Shape:
     Raises:
         ValueError: there is no such model, or the cost model does not know its kind.
     """
+    return Shape.from_config(config_of(model), bytes_per_number)
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """Return a built-in configuration, or any checkpoint's.
+
+    Raises:
+        ValueError: there is no such model.
+    """
     try:
-        return Shape.from_config(CONFIGS.get(model) or AutoConfig.from_pretrained(model), bytes_per_number)
+        return CONFIGS.get(model) or AutoConfig.from_pretrained(model)
     except OSError as error:
         raise ValueError(f"cannot load the configuration of {model}: {error}") from error
 
@@ -43,9 +52,14 @@ def prompt_of(options: argparse.Namespace, num_tokens: int | None) -> tuple[int,
     """Return n, where the context starts, where the query starts, and the video if there is one."""
     if num_tokens is not None:
         return num_tokens, 0, num_tokens - options.query_len, None
-    frames, down, across = patch_grid(options.frames, *parse_resolution(options.resolution))
+    config = config_of(options.model)
+    if config.model_type == "internvl":  # which resizes all frames to one size
+        frames, tokens = options.frames, config.image_seq_length
+    else:
+        frames, down, across = patch_grid(options.frames, *parse_resolution(options.resolution))
+        tokens = down * across // MERGE**2
     start = PREFIX_LEN + 1
-    visual = range(start, start + frames * down * across // MERGE**2)
+    visual = range(start, start + frames * tokens)
     return visual.stop + 1 + options.query_len, start, visual.stop, Video(visual, frames)
 
 
@@ -87,7 +101,7 @@ def plan(options: argparse.Namespace) -> list[dict]:
                     "method": method,
                     "hosts": hosts,
                     "num_input_tokens": prompt[0],
-                    "anchor_len": len(layout.anchor),
+                    "anchor_len": layout.anchor_len,
                     "passing_len": layout.passing_len,
                     "flop_ratio": flop_ratio(alone, costs),
                     "floor_ms": times.floor_seconds * 1e3,

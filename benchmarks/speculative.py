@@ -97,8 +97,8 @@ def build_ways(options: argparse.Namespace, hosts: HostGroup) -> list[Way]:
 
     def caption(prompt: RenderedPrompt) -> str:
         """Let the draft answer a short question, because a captioner must be cheap."""
-        frames = options.frames or probe(prompt.video).num_frames
-        return drafting.generate(clips.ORDERING_QUESTION, video=prompt.video, num_frames=frames).text
+        frames = options.frames or probe(prompt.videos[0]).num_frames
+        return drafting.generate(clips.ORDERING_QUESTION, video=prompt.videos[0], num_frames=frames).text
 
     def engine(group: HostGroup | None, config: SpeculativeConfig | None) -> Engine | None:
         if group is None:

@@ -1,8 +1,15 @@
 """This module summarises samples and counts of correct answers."""
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def read_records(paths: Iterable[Path]) -> list[dict]:
+    """Read the records of files of JSON lines."""
+    return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from workloads import CONFIGS
 
 from apbv import HostGroup, PrefillConfig
+from apbv.config import SPARSE_NAMES
 from apbv.hosts import run_on_hosts
 from apbv.hosts.simulated import Link, Network
 from apbv.input.video_size import RESOLUTIONS, parse_resolution
@@ -46,7 +47,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--preset", choices=sorted(PRESETS), help="a sweep of the paper; other options override it"
     )
     parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a folder or a hub id")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="default: all")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=list(METHODS),
+        help="default: all but sparse ones, whose time depends on what is read",
+    )
     parser.add_argument("--hosts", type=int, nargs="+", help="numbers of simulated hosts (not under torchrun)")
     what = parser.add_argument_group("prompts")
     what.add_argument("--tokens", type=int, nargs="+", help="lengths of a text prompt")
@@ -114,11 +120,14 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
         cases = [
             Case(method, replace(base, method=method), number, Network(link))
             for number in numbers
-            for method in options.methods or METHODS
+            for method in options.methods or [name for name in METHODS if name not in SPARSE_NAMES]
         ]
     cases = [*_with_lengths(cases, options)]
-    full = [Case("full", replace(base, method="full"), 1, None)] if any(c.label == "full" for c in cases) else []
-    return workloads, full + [case for case in cases if case.label != "full"]
+    one_host = ("full", *SPARSE_NAMES)  # which host 0 computes alone
+    alone = [
+        Case(name, replace(base, method=name), 1, None) for name in one_host if any(c.label == name for c in cases)
+    ]
+    return workloads, alone + [case for case in cases if case.label not in one_host]
 
 
 def _with_lengths(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:

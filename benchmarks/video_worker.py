@@ -324,8 +324,9 @@ class Apbv(Model):
 
     def _pixels(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
         inputs, kept = self._read(clip, timer), []
-        size = inputs.visual.chunk_size(default_chunk_bytes(self._hosts.device))
-        with closing(inputs.visual.pixels.chunks(size)) as chunks:
+        visual = inputs.visual
+        chunks = visual.chunks(visual.host, default_chunk_bytes(self._hosts.device))
+        with closing(visual.pixels.chunks(chunks)) as chunks:
             for chunk in chunks:
                 values = chunk.on(self._hosts.device)["pixel_values_videos"]
                 if keeps:

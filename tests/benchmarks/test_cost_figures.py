@@ -6,6 +6,7 @@ import pytest
 import transformers as tf
 from cost_model import (
     ATTENTION,
+    METHODS,
     PARTS,
     HostCost,
     Shape,
@@ -22,11 +23,11 @@ from prefill_time import Machine, explain, predict
 
 from apbv import PrefillConfig
 from apbv.layout import ContextLayout, single_host_layout
-from apbv.prefilling.methods import METHODS
+from apbv.prefilling import methods
 
 
 def planned(method: str, num_hosts: int, num_tokens: int, query: int = 32, **options) -> ContextLayout:
-    return METHODS[method].plan(num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options))
+    return methods.METHODS[method].plan(num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options))
 
 
 # The small model of benchmarks/workloads.py.

@@ -269,7 +269,7 @@ def video_job(hosts: HostGroup, family: str, options: dict) -> dict:
     return {
         "tokens": range(int(where[0]), int(where[-1]) + 1),
         "num_placeholders": len(where),
-        "frames": inputs.num_visual_tokens // inputs.visual.rows_per_temporal_patch,
+        "frames": inputs.num_visual_tokens // inputs.visual.rows_per_frame,
         "config": model.config,
         "layout": state.layout,
         "vision": counter.get_total_flops(),

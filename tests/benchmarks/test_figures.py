@@ -56,3 +56,9 @@ def test_a_legend_hides_nothing_and_is_saved(figures, place, tmp_path):
     scale = 150 / figure.dpi
     assert width > (legend.x1 - min(legend.x0, inside.x0)) * scale - 2
     assert height > (legend.y1 - min(legend.y0, inside.y0)) * scale - 2
+
+
+def test_a_picture_that_cannot_be_written_is_one_clear_error(figures, tmp_path):
+    figure, _ = figures.import_pyplot().subplots()
+    with pytest.raises(ValueError, match=r"cannot write .*figure\.png: "):
+        figures.save(figure, tmp_path / "nowhere" / "figure.png")

@@ -39,7 +39,7 @@ def test_every_operator_beside_the_ceilings(tmp_path):
     records, output = figures_of("operators", tmp_path / "figures.jsonl", *options)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert len(output.strip().splitlines()) == 1 + 2 + len(records) and output.startswith("ceilings: ")
-    assert len({record["op"] for record in records}) == 8
+    assert len({record["op"] for record in records}) == 11
     for record in records:
         assert record["wrong"] is None and record["backend"] == "torch" and len(record["samples"]["ms"]) == 3
         assert record["is_default"] == (record["variant"] == "operator")
@@ -58,6 +58,11 @@ def test_every_operator_beside_the_ceilings(tmp_path):
     # The anchor's own 128 queries see 1, 2, ... keys of the last segment.
     both = by_case["passing blocks, anchor and block", "operator"]
     assert both["flops"] == 4 * 32 * 4 * (150 * 3 * 128 + sum(range(1, 279)))
+    # 600 tokens are blocks of 128, and one of 88; of half of 0, 1, 2, 3 and 4 blocks the rounded number is listed.
+    listed = by_case["50% of the blocks", "operator"]
+    assert listed["flops"] == 4 * 32 * 4 * (
+        128 * 128 * (0 + 0 + 1 + 2) + 88 * 2 * 128 + 4 * 128 * 129 // 2 + 88 * 89 // 2
+    )
     # A binary tree of 16 nodes has 1, 2, 4, 8 and 1 of them at depths 1 to 5.
     tree = by_case["16 tokens, a tree", "operator"]
     assert tree["flops"] == 4 * 32 * 4 * (16 * 584 + 1 + 4 + 12 + 32 + 5)

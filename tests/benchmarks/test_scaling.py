@@ -3,9 +3,9 @@
 import statistics
 
 import pytest
+from cost_model import METHODS
 
 from apbv import demo
-from apbv.prefilling.methods import METHODS
 
 from scripts import assert_one_line_error, figures_of
 

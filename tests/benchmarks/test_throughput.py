@@ -55,6 +55,16 @@ def test_simulated_hosts_a_file_and_a_plot(tmp_path):
         assert all(more > less for more, less in zip(some["comm_bytes"], none["comm_bytes"], strict=True))
 
 
+def test_baselines_on_one_host_beside_all_methods(tmp_path):
+    rows = measured(tmp_path, "--preset", "fig6_baselines", "--frames", 8, "--resolutions", "56x84", "--hosts", 2)
+    alone = ["full", "xattention", "spargeattn"]
+    assert [row["label"] for row in rows] == [*alone, *SPLIT_METHODS, "slowfast, 0.5"]
+    assert [row["hosts"] for row in rows] == [1] * 3 + [2] * 5 + [1]
+    whole, reduced = rows[0], rows[-1]
+    assert whole["num_video_tokens"] == 4 * 6  # four temporal patches of 2 x 3 tokens
+    assert reduced["method"] == "full" and reduced["num_video_tokens"] <= 12
+
+
 def test_taking_away_the_optimisations(tmp_path):
     rows = measured(tmp_path, "--preset", "table4", "--frames", 6, "--resolutions", "56x84", "--hosts", 2)
     assert [row["label"] for row in rows] == [
@@ -100,7 +110,7 @@ def test_presets_cover_the_papers_sweeps():
     from apbv import PrefillConfig
     from apbv.hosts.simulated import Link
 
-    assert set(PRESETS) == {"table4", "table5", "table7", "table8", "table9", "fig6", "fig7"}
+    assert set(PRESETS) == {"table4", "table5", "table7", "table8", "table9", "fig6", "fig6_baselines", "fig7"}
     for build in PRESETS.values():
         for device in ("cpu", "cuda"):
             preset = build(device)
