@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SpeculativeConfig, config
+from apbv import HostGroup, PrefillConfig, SparseConfig, SpeculativeConfig, config
 from apbv.kernels.backends import BACKENDS
 from apbv.prefilling.forward import resolve_method
 from apbv.prefilling.methods import METHODS
@@ -21,6 +21,7 @@ def test_defaults_are_the_method_of_the_paper():
     assert (settings.method, settings.importance, settings.kv) == ("apbv", "peak", "gathered")
     assert settings.anchor_len is None and settings.passing_len is None
     assert {name: getattr(settings, name) for name in SWITCHES} == {
+        "anchor_query": False,
         "overlap": True,
         "fused_query": True,
         "zigzag": True,
@@ -87,6 +88,51 @@ def test_one_host_runs_full_unless_asked_otherwise():
     hosts = HostGroup.single("cpu")
     assert resolve_method(PrefillConfig(), hosts.size).name == "full"
     assert resolve_method(PrefillConfig(on_single_host=True), hosts.size).name == "apbv"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_hosts", "name"),
+    [
+        ({"method": "xattention"}, 1, "xattention"),
+        ({"method": "spargeattn"}, 4, "spargeattn"),
+        ({"method": "full", "sparse": SparseConfig(method="spargeattn")}, 4, "spargeattn"),
+        ({"method": "apbv", "sparse": SparseConfig()}, 1, "xattention"),
+        ({"method": "apbv", "sparse": SparseConfig()}, 2, "apbv"),
+        ({"method": "apbv", "sparse": SparseConfig(), "on_single_host": True}, 1, "apbv"),
+    ],
+)
+def test_sparse_attention_of_one_host_is_the_method_of_its_name(settings, num_hosts, name):
+    assert resolve_method(PrefillConfig(**settings), num_hosts).name == name
+
+
+def test_thresholds_are_those_of_the_papers():
+    assert PrefillConfig().sparse_attention is None
+    for method, threshold, key_block in (("xattention", 0.9, 128), ("spargeattn", 0.96, 64)):
+        sparse = PrefillConfig(method=method).sparse_attention
+        assert (sparse.share, sparse.block_size, sparse.key_block) == (threshold, 128, key_block)
+        assert not sparse.computes_all and SparseConfig(method=method, threshold=1).computes_all
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "dense"}, "sparse must be one of xattention, spargeattn, not 'dense'"),
+        ({"threshold": 0}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not 0"),
+        ({"threshold": 1.1}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not 1.1"),
+        ({"threshold": "high"}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not 'high'"),
+        ({"threshold": True}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not True"),
+        ({"block_size": 16}, "the block size of sparse attention must be one of 32, 64, 128, 256, not 16"),
+        ({"block_size": 64.0}, "the block size of sparse attention must be one of 32, 64, 128, 256, not 64.0"),
+        ({"stride": 24}, "the stride 24 does not divide blocks of 128 tokens"),
+        ({"stride": 0}, "the stride 0 does not divide blocks of 128 tokens"),
+        ({"similarity": 2}, "the similarity of a block must lie in -1 .. 1, not 2"),
+        ({"similarity": None}, "the similarity of a block must lie in -1 .. 1, not None"),
+    ],
+)
+def test_sparse_settings_out_of_range(values, message):
+    with pytest.raises(ValueError) as raised:
+        SparseConfig(**values)
+    assert str(raised.value) == message
 
 
 def test_settings_are_frozen_and_named():
