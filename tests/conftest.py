@@ -15,6 +15,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from interpreting import keep_replaced
+
+    keep_replaced()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ FAMILIES = families.VIDEO_FAMILIES
 
 
 def drafting(strategy: str, **options) -> Case:
+    """A draft that is never switched off: what is drawn after that is drawn otherwise."""
+    options.setdefault("keep_losing_draft", True)
     request, prefill = options.pop("request", {}), {**SHORT, **options.pop("prefill", {})}
     family = options.pop("family", "qwen2_5_vl")
     return Case(family, prefill=prefill, speculate={"strategy": strategy, **options}, request=request)
@@ -55,7 +57,15 @@ THOROUGH = [
     ),
     (3, Case("internvl", prefill={"reduce": ReduceConfig(method="pdrop", layer=1), "method": "ulysses"})),
     (1, Case("llava_onevision", prefill={"reduce": ReduceConfig(method="uv_prune", ratio=0.3)})),
-    (2, Case("internvl", prefill={"sparse": SparseConfig(method="spargeattn", block_size=32), **SHORT})),
+    (2, Case("llava_onevision", prefill={"reduce": ReduceConfig(method="hippo_attention", layer=2), **SHORT})),
+    (1, Case("internvl", prefill={"sparse": SparseConfig(method="flexprefill", block_size=32, min_blocks=1)})),
+    (
+        2,
+        Case(
+            "internvl",
+            prefill={"sparse": SparseConfig(method="spargeattn", block_size=32, skip_margin=0.5), **SHORT},
+        ),
+    ),
     (2, Case("qwen2_5_vl", prefill={"importance": "dot", "overlap": False, **SHORT}, request=SAMPLED)),
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
     (3, Case("llava_onevision", prefill={"zigzag": False, "kv": "sharded", **SHORT})),

@@ -18,10 +18,12 @@ from apbv.speculate import STRATEGIES
 
 import families
 from engines import QUESTION
+from interpreting import keep_replaced
 from patience import GROUP_TIMEOUT
 from pretend_gpu import Events, Machine, gpu_groups, rehearsal, to_gpu
 
 FURTHER_QUESTION = "And then?"
+keep_replaced()  # also in the processes of a pool
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Case:
         options = {**self.prefill, **(self.speculate or {}), **self.request}
         if "reduce" in options:
             options["reduce"] = options["reduce"].method
+        options.pop("keep_losing_draft", None)
         words = [value if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
         return "-".join([self.family, *words, *([f"reuse={self.reuse}"] if self.reuse else [])])
 
