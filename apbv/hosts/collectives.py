@@ -1,6 +1,8 @@
 """Data exchanges over one process group."""
 
 import math
+import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from .exchange import Exchange, HostError, describe_error
 from .failure_watch import FailureWatch
+
+_DRAINING_SECONDS = 1.0
+_NAP_SECONDS = 1e-3
 
 
 class Collectives:
@@ -21,11 +26,14 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup | None, watch: FailureWatch):
         self._group, self._watch = group, watch
+        self._last_gathered: list[weakref.ref[Tensor]] = []
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one contiguous tensor of the same shape from every process, to ``[N, *shape]``."""
         result = tensor.new_empty(dist.get_world_size(self._group), *tensor.shape)
-        work = self._watch.start(lambda: gather_into(self._group, result, tensor))
+        parts = result.flatten().detach(), tensor.flatten().detach()  # new objects, which no caller keeps
+        work = self._watch.start(lambda: gather_into(self._group, *parts))
+        self._last_gathered = [weakref.ref(part) for part in parts]
 
         def finish() -> Tensor:
             self._wait(work, tensor)
@@ -56,6 +64,16 @@ class Collectives:
             return tensor
 
         return Exchange(finish, work.is_completed)
+
+    def drain(self) -> None:
+        """Wait, for a second at most, until gloo has let go of what was gathered last.
+
+        An exchange is complete a moment before gloo's thread drops its tensors, for which it needs the
+        interpreter's lock. Where the interpreter has ended by then, that aborts the process.
+        """
+        deadline = time.monotonic() + _DRAINING_SECONDS
+        while any(part() is not None for part in self._last_gathered) and time.monotonic() < deadline:
+            time.sleep(_NAP_SECONDS)
 
     def _wait(self, work: dist.Work, tensor: Tensor) -> None:
         """Wait for an exchange; on a GPU its stream does, and not this thread."""

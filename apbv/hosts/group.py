@@ -376,4 +376,6 @@ class HostGroup(Statuses):
         if self._owns_group and dist.is_initialized():
             if self._watch.heartbeat is not None:
                 self._watch.heartbeat.stop()
+            if not self._watch.is_broken:
+                self._control.drain()
             leave_world(self.timeout)

@@ -1,5 +1,7 @@
 """HostGroup's exchanges over real gloo processes: of what the group reaches, and by way of host memory."""
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import torch
 from staged import staged_job
 
 from apbv import HostGroup
+from apbv.hosts import collectives
+from apbv.hosts.collectives import gather_into
 
 from fresh_hosts import described, pattern
 from patience import wait_for
@@ -49,6 +53,31 @@ def strided_job(hosts: HostGroup):
 
 def test_all_gather_of_a_strided_tensor(exchanging):
     exchanging(2, strided_job)
+
+
+def held_tensors_job(hosts: HostGroup):
+    """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits for it."""
+    held, let_go = [], threading.Event()
+
+    def hold(group, *tensors):
+        held.extend(tensors)
+        return gather_into(group, *tensors)
+
+    def drop() -> None:
+        time.sleep(0.2)
+        let_go.set()
+        held.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "gather_into", hold)
+        hosts.barrier()
+    threading.Thread(target=drop).start()
+    hosts._control.drain()
+    assert let_go.is_set()
+
+
+def test_a_group_is_drained_of_what_gloo_still_holds(pool):
+    pool.run(2, held_tensors_job)
 
 
 def in_flight_job(hosts: HostGroup):
