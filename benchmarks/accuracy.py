@@ -13,49 +13,46 @@ hence the same answers.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from arguments import add_clip_options, add_json_option, command_line
-from exam import Exam, clips_folder, score_on
-from summaries import percent_cell
 
-from apbv import Engine, HostGroup, PrefillConfig, SparseConfig
-from apbv.config import SPARSE_NAMES
+from apbv import Engine, HostGroup, PrefillConfig
 from apbv.demo import clips
 from apbv.hosts import run_on_hosts
-from apbv.hosts.simulated import share_weights, simulate
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
-from apbv.stats import append_json_lines, markdown_table, provenance
+from apbv.stats import markdown_table
 
-TASKS = ("retrieval", "ordering", "counting")
+from support.arguments import add_clip_options, add_json_option, add_table_option
+from support.exams.candidate import score_on
+from support.exams.exam import EXACT_TASKS, Exam, clips_folder
+from support.exams.settings import paper_lengths, passing_methods, sparse_choices
+from support.on_hosts import run_on
+from support.records import keep_records, read_records
+from support.ruler.needles import SMALL_TASKS
+from support.ruler.scoring import score_ruler
+from support.ruler.smollm2 import load_smollm2
+from support.summaries import percent_cell
+
 LONGEST = 2**30  # passing whole blocks on
 
 
 def _methods(num_tokens: int) -> dict[str, PrefillConfig]:
     """Configure all methods, with the paper's l_a and l_p as fractions of n, and APB-V also with its defaults."""
-    anchor, passing = -(-num_tokens // 64), -(-num_tokens // 128)
-    named = {name: PrefillConfig(method=name) for name in METHODS if name not in ("apb", "apbv", *SPARSE_NAMES)}
-    # The papers' blocks of 128 tokens are a large part of such short prompts.
-    named |= {
-        name: PrefillConfig(sparse=SparseConfig(method=name, block_size=32), method=name) for name in SPARSE_NAMES
-    }
-    named["apb"] = PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing)
-    named["apbv"] = PrefillConfig(anchor_len=anchor, passing_len=passing)
-    named["apbv, default lengths"] = PrefillConfig()
-    return named
+    passing, sparse = passing_methods(num_tokens), sparse_choices()
+    named = {name: PrefillConfig(method=name) for name in METHODS if name not in {**passing, **sparse}}
+    named |= {name: PrefillConfig(method=name, sparse=blocks) for name, blocks in sparse.items()}
+    return {**named, **passing, "apbv, default lengths": PrefillConfig()}
 
 
 def _importance(num_tokens: int) -> dict[str, PrefillConfig]:
-    anchor = -(-num_tokens // 64)
+    anchor, _ = paper_lengths(num_tokens)
     return {
         f"{name}, l_p = {length}": PrefillConfig(importance=name, anchor_len=anchor, passing_len=length)
         for name in IMPORTANCE
@@ -64,7 +61,7 @@ def _importance(num_tokens: int) -> dict[str, PrefillConfig]:
 
 
 def _parts(num_tokens: int) -> dict[str, PrefillConfig]:
-    both = PrefillConfig(anchor_len=-(-num_tokens // 64), passing_len=-(-num_tokens // 128))
+    both = passing_methods(num_tokens)["apbv"]
     return {"full": PrefillConfig(method="full"), "apbv": both} | {
         "w/o A": replace(both, anchor_len=0),
         "w/o P": replace(both, passing_len=0),
@@ -73,13 +70,13 @@ def _parts(num_tokens: int) -> dict[str, PrefillConfig]:
 
 
 def _passing(num_tokens: int) -> dict[str, PrefillConfig]:
-    anchor = -(-num_tokens // 64)
+    anchor, _ = paper_lengths(num_tokens)
     lengths = {f"l_p = {length}": length for length in (0, 2, 4, 8, 16, 32)} | {"no compression": LONGEST}
     return {name: PrefillConfig(anchor_len=anchor, passing_len=length) for name, length in lengths.items()}
 
 
 def _anchor(num_tokens: int) -> dict[str, PrefillConfig]:
-    passing = -(-num_tokens // 128)
+    _, passing = paper_lengths(num_tokens)
     return {
         f"l_a = {length}": PrefillConfig(anchor_len=length, passing_len=passing)
         for length in (0, 4, 8, 16, 32, 64, 128)
@@ -109,7 +106,7 @@ def clip_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict
     engine = Engine.from_pretrained(options.model, hosts=hosts, dtype="float32")
     folder = clips_folder(options.folder)
     for num_shots in options.shots:
-        exam = Exam(options.grid, num_shots, options.clips, TASKS, options.split)
+        exam = Exam(options.grid, num_shots, options.clips, EXACT_TASKS, options.split)
         for number in [hosts.size] if hosts.size > 1 else options.hosts:
             configs = chosen(PRESETS[options.preset](num_shots * options.grid**2), number, options)
             for record in score_on(number, engine, exam, list(configs.values()), folder):
@@ -127,8 +124,6 @@ def chosen(
 
 def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     """Yield the records of the text tasks, in the same form."""
-    from ruler import SMALL_TASKS, load_smollm2, score_ruler
-
     model, tokenizer = load_smollm2(torch.float32)
     model = model.to(hosts.device)
     numbers = [hosts.size] if hosts.size > 1 else options.hosts
@@ -136,16 +131,13 @@ def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dic
         for task in SMALL_TASKS:
             for number in numbers:
                 configs = chosen(_methods(num_tokens) | {"w/o P": PrefillConfig(passing_len=0)}, number, options)
-                models = [share_weights(model) for _ in range(number)]
 
-                def job(host, task=task, configs=configs, num_tokens=num_tokens, models=models):
-                    twin, ways = models[host.rank], list(configs.values())
+                def sit(host, twin, task=task, configs=configs, num_tokens=num_tokens) -> list[dict]:
+                    ways = list(configs.values())
                     return score_ruler(twin, tokenizer, host, ways, task, num_tokens, options.clips, options.seed)
 
-                simulated = number > 1 and hosts.size == 1
-                records = simulate(number, job)[0] if simulated else job(hosts)
-                for label, record in zip(configs, records, strict=True):
-                    yield {"label": label, "tokens": num_tokens, **record, "simulated": simulated}
+                for label, record in zip(configs, run_on(number, hosts, model, sit), strict=True):
+                    yield {"label": label, "tokens": num_tokens, **record, "simulated": number != hosts.size}
 
 
 def markdown(records: list[dict]) -> str:
@@ -169,7 +161,7 @@ def markdown(records: list[dict]) -> str:
 def _column_order(name: str) -> tuple[int, int, str]:
     """Return the sort key of a column: tasks come first, then each task's kinds of needle."""
     task, _, needles = name.partition(", ")
-    return bool(needles), TASKS.index(task) if task in TASKS else len(TASKS), name
+    return bool(needles), EXACT_TASKS.index(task) if task in EXACT_TASKS else len(EXACT_TASKS), name
 
 
 def _cell(counts: list[int] | None) -> str:
@@ -189,7 +181,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the texts")
     add_clip_options(parser)
     add_json_option(parser)
-    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only print a table of such files")
+    add_table_option(parser)
     options = parser.parse_args(arguments)
     if min(options.hosts) < 1 or options.clips < 1:
         parser.error("--hosts and --clips must be at least 1")
@@ -199,7 +191,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.table:
-        print(markdown([json.loads(line) for path in options.table for line in path.read_text().splitlines()]))
+        print(markdown(read_records(options.table)))
         return 0
     return run_on_hosts(lambda hosts: run(options, hosts))
 
@@ -213,9 +205,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             stamp = {"benchmark": "accuracy", "preset": options.preset, "model": options.model}
             if options.preset == "ruler":
                 stamp["model"] = "SmolLM2-135M-Instruct"
-            records.append({**stamp, **record, "command": command_line("accuracy.py"), **provenance()})
-            if hosts.rank == 0 and options.json:
-                append_json_lines(options.json, records[-1:])
+            records += keep_records(
+                [{**stamp, **record}], "accuracy.py", options.json if hosts.rank == 0 else None
+            )
     except ImportError as error:
         print(f"skipped: {error}")
         return

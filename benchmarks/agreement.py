@@ -7,6 +7,7 @@ step. Kept tokens keep their positions.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,47 +15,16 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from exam import Candidate, Exam, clips_folder
-from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
-from apbv import HostGroup, ModelInputs, PrefillConfig
+from apbv import PrefillConfig
 from apbv.demo import clips, draft_path, model_path
 from apbv.stats import append_json_lines
 
-
-@torch.no_grad()
-def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int], kept: Tensor) -> list[int]:
-    """Predict each of some tokens from those before it.
-
-    Args:
-        model: a Qwen2.5-VL model on the CPU.
-        inputs: the prompt, with all pixels of its video on this host.
-        tokens: the tokens that follow the prompt.
-        kept: ascending indices of the visual tokens that the model sees, int64.
-
-    Returns:
-        The model's most likely token at the place of each.
-    """
-    ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
-    embeds = model.get_input_embeddings()(ids)
-    rows = []
-    for chunk in inputs.visual.pixels.chunks([range(inputs.visual.num_temporal_patches)]):
-        pixels, grid = chunk.values["pixel_values_videos"], chunk.values["video_grid_thw"]
-        rows += model.model.get_video_features(pixels, grid, return_dict=True).pooler_output
-    visual = torch.cat(rows)
-    is_visual = (ids == model.config.video_token_id)[0]
-    embeds[:, is_visual] = visual
-    first = int(inputs.position_ids.flatten()[-1]) + 1
-    following = torch.arange(first, first + len(tokens) - 1).expand(3, 1, -1)
-    positions = torch.cat([inputs.position_ids, following], dim=-1)
-    is_seen = ~is_visual
-    is_seen[is_visual.nonzero()[kept, 0]] = True
-    hidden = model.model.language_model(
-        inputs_embeds=embeds[:, is_seen], position_ids=positions[..., is_seen], use_cache=False
-    ).last_hidden_state
-    return model.lm_head(hidden[0, -len(tokens) :]).argmax(-1).tolist()
+from support.arguments import add_json_option
+from support.exams.candidate import Candidate, load_demo
+from support.exams.exam import Exam, clips_folder
+from support.exams.pair import predict_along
 
 
 def count_agreements(
@@ -86,7 +56,7 @@ def count_agreements(
     return right, total
 
 
-def main() -> None:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=model_path(), help="the target's checkpoint folder")
     parser.add_argument("--draft", type=Path, default=draft_path(), help="the draft's checkpoint folder")
@@ -95,15 +65,14 @@ def main() -> None:
     parser.add_argument("--keep", type=float, nargs="+", default=[1.0, 0.1], help="shares of the visual tokens")
     parser.add_argument("--clips", type=int, default=40)
     parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    parser.add_argument("--json", type=Path, help="append the figures as JSON lines")
-    options = parser.parse_args()
-    disable_progress_bar()
-    processor = AutoProcessor.from_pretrained(options.model)
-    target, draft = (
-        AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (options.model, options.draft)
-    )
-    candidate = Candidate(target, processor, HostGroup.single())
+    add_json_option(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    target, draft = load_demo(options.model), load_demo(options.draft).model
+    candidate = Candidate(target.model, target.processor, target.hosts)
     folder = clips_folder()
     for grid in options.grids:
         for num_shots in options.shots:
@@ -119,7 +88,8 @@ def main() -> None:
                 )
                 if options.json:
                     append_json_lines(options.json, [record])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

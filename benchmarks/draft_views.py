@@ -21,15 +21,8 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from agreement import predict_along
-from arguments import add_clip_options, add_json_option, add_plot_option, kept
-from draft_bench import DemoPair
-from exam import Exam, clips_folder
-from figures import import_pyplot, legend_beside, save
-from summaries import percent_cell, read_records
 from torch import Tensor
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from apbv import PrefillConfig, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
@@ -37,7 +30,13 @@ from apbv.demo import clips
 from apbv.speculate.builders import draft_by_model
 from apbv.stats import markdown_table
 
-TASKS = ("retrieval", "ordering", "counting")
+from support.arguments import add_exam_options, add_json_option, add_plot_option, add_table_option
+from support.exams.exam import EXACT_TASKS, Exam, clips_folder
+from support.exams.pair import DemoPair, predict_along
+from support.plots import import_pyplot, legend_beside, save
+from support.records import keep_records, read_records, show
+from support.summaries import percent_cell, sum_counts
+
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
 BORDER = 0.1  # HIPPO, Section 4.1
 
@@ -45,7 +44,7 @@ BORDER = 0.1  # HIPPO, Section 4.1
 def measure(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record for every clip, choice and share of tokens."""
     pair, folder = DemoPair.load(), clips_folder(options.folder)
-    exam = Exam(options.grid, options.shots, options.clips, TASKS, options.split)
+    exam = Exam(options.grid, options.shots, options.clips, EXACT_TASKS, options.split)
     ways = [
         SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=ratio)
         for keep in options.keep
@@ -57,7 +56,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
         inputs = pair.read(file, clips.DESCRIBE_QUESTION)
         described, _ = pair.target.answer(inputs, PrefillConfig(method="full"), 2 * clips.MOST_DESCRIBED)
         for config in ways:
-            right = {task: [0, 0] for task in TASKS}
+            right = {task: [0, 0] for task in EXACT_TASKS}
             inputs = pair.read(file, clips.DESCRIBE_QUESTION)
             _, made_of = pair.prefill(inputs, config, seed)
             kept = draft_by_model(made_of).kept
@@ -118,8 +117,7 @@ def summarise(records: list[dict]) -> list[dict]:
         ways.setdefault((record["keep"], record["keep_ratio"]), []).append(record)
     rows = []
     for (keep, ratio), of_way in ways.items():
-        asked = of_way[0]["right"]
-        counts = {task: [sum(r["right"][task][place] for r in of_way) for place in (0, 1)] for task in asked}
+        counts = sum_counts(record["right"] for record in of_way)
         row = {"label": keep if keep == "full" else f"{keep}, {ratio:g}", "clips": len(of_way), "right": counts}
         row["histogram"] = torch.tensor([record["histogram"] for record in of_way]).mean(dim=0).tolist()
         for name in ("at_ends", "at_border", "of_needles"):
@@ -131,7 +129,7 @@ def summarise(records: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Format the sums as a Markdown table, with 95 % intervals in brackets."""
-    header = ["the draft sees", "clips", *TASKS, "description", "of needles"]
+    header = ["the draft sees", "clips", *EXACT_TASKS, "description", "of needles"]
     header += ["first and last 4 %", "at the borders"]
     lines = []
     for row in rows:
@@ -139,7 +137,7 @@ def table(rows: list[dict]) -> str:
             "–" if row[n] is None else f"{100 * row[n]:.1f} %" for n in ("of_needles", "at_ends", "at_border")
         ]
         right, total = row["right"]["description"]  # tokens of one answer are not independent: no interval holds
-        cells = [*(percent_cell(*row["right"][task]) for task in TASKS), f"{100 * right / total:.1f}"]
+        cells = [*(percent_cell(*row["right"][task]) for task in EXACT_TASKS), f"{100 * right / total:.1f}"]
         lines.append([row["label"], row["clips"], *cells, *shares])
     return markdown_table(header, lines)
 
@@ -168,13 +166,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", nargs="+", choices=KEEP_POLICIES, default=list(KEEP_POLICIES))
     parser.add_argument("--keep-ratio", type=float, nargs="+", default=[0.1], help="of visual tokens (0.1)")
-    parser.add_argument("--clips", type=int, default=20)
-    parser.add_argument("--shots", type=int, default=64, help="length of the clips")
-    parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    add_clip_options(parser)
+    add_exam_options(parser, num_clips=20, num_shots=64)
     add_json_option(parser)
     add_plot_option(parser)
-    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="measure nothing: show such files")
+    add_table_option(parser)
     options = parser.parse_args(arguments)
     if options.clips < 1 or not all(0 < ratio <= 1 for ratio in options.keep_ratio):
         parser.error("--clips must be at least 1, and --keep-ratio lie in (0, 1]")
@@ -186,14 +181,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.table:
         records = read_records(options.table)
     else:
-        disable_progress_bar()
-        records = []
-        for record in measure(options):
-            records.append(kept(record, "draft_views.py", options.json))
-    rows = summarise(records)
-    print(table(rows))
-    if options.plot:
-        plot(rows, options.plot)
+        records = keep_records(measure(options), "draft_views.py", options.json)
+    show(options, summarise(records), table, plot)
     return 0
 
 

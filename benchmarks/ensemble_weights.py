@@ -18,13 +18,8 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from arguments import add_clip_options, add_json_option, add_plot_option, kept
-from draft_bench import DemoPair
-from exam import Exam, clips_folder
-from figures import import_pyplot, save
 from torch import Tensor
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
 from apbv import SamplingConfig, SpeculativeConfig
 from apbv.demo import clips
@@ -35,6 +30,13 @@ from apbv.speculate.ensemble import GRID_STEPS, EnsembleDrafter, GridWeights, re
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 from apbv.stats import markdown_table
+
+from support.arguments import add_exam_options, add_json_option, add_plot_option
+from support.exams.exam import Exam, clips_folder
+from support.exams.pair import DemoPair
+from support.plots import import_pyplot, save
+from support.records import keep_records, show
+from support.summaries import sum_counts
 
 CONSTANTS = {"M": 1.0, "T": 0.0, "MT": 0.5}
 
@@ -132,14 +134,9 @@ def hits(record: dict) -> dict[str, list[int]]:
 
 def table(records: list[dict]) -> str:
     """Format by task how many tokens each choice of weights would have had accepted."""
-    sums: dict[str, dict[str, list[int]]] = {}
-    for record in records:
-        of_task = sums.setdefault(record["task"], {})
-        for name, (right, total) in hits(record).items():
-            before = of_task.get(name, [0, 0])
-            of_task[name] = [before[0] + right, before[1] + total]
     lines = []
-    for task, of_task in sums.items():
+    for task in dict.fromkeys(record["task"] for record in records):
+        of_task = sum_counts(hits(record) for record in records if record["task"] == task)
         total = of_task["MT*"][1]
         shares = [f"{100 * right / total:.1f} %" if total else "–" for right, _ in of_task.values()]
         lines.append([task, total, *shares])
@@ -171,10 +168,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=clips.TASKS, default=["describe"])
     parser.add_argument("--num-draft-tokens", type=int, default=5, help="γ (5)")
     parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--clips", type=int, default=4)
-    parser.add_argument("--shots", type=int, default=32, help="length of the clips")
-    parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    add_clip_options(parser)
+    add_exam_options(parser, num_clips=4, num_shots=32)
     add_json_option(parser)
     add_plot_option(parser)
     options = parser.parse_args(arguments)
@@ -185,13 +179,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    disable_progress_bar()
-    records = []
-    for record in measure(options):
-        records.append(kept(record, "ensemble_weights.py", options.json))
-    print(table(records))
-    if options.plot:
-        plot(records, options.plot)
+    show(options, keep_records(measure(options), "ensemble_weights.py", options.json), table, plot)
     return 0
 
 

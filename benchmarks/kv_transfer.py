@@ -8,114 +8,22 @@ round by round. In an extra first round the consumer compares digests of what it
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-
-import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
-
-# isort: split
-import torch
-from arguments import add_json_option, command_line
-from kv_consumer import Consumed, digest_of
 
 from apbv import HostGroup
 from apbv.hosts import run_on_hosts
-from apbv.input.model_inputs import ModelInputs
-from apbv.kv.cache import ShardedCache
-from apbv.kv.manifest import ModelIdentity
 from apbv.kv.offers import Offers
-from apbv.kv.placement import ShardedKV
-from apbv.kv.ticket import Ticket
-from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
-from apbv.stats import StageTimer, append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import device_name, markdown_table
+
+from support.arguments import add_json_option
+from support.kv_transfer.consumer import Consumer, consumer_of, digest_of
+from support.kv_transfer.made_up import SHAPES, Shape, made_up_prefill
+from support.records import made_by, write_by_host_0
 
 WAYS = ("tcp", "directory")
-QUESTION_LEN = 32  # tokens
-WAIT = 600.0  # seconds
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The KV of a model, in bf16: decoder layers, KV heads, and numbers of a head."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int = 128
-
-
-SHAPES = {"qwen2.5-vl-3b": Shape(36, 2), "qwen2.5-vl-7b": Shape(28, 4)}
-
-
-def made_up_prefill(hosts: HostGroup, shape: Shape, num_tokens: int) -> PrefillResult:
-    """Return what a prefill on these hosts would leave, with random KV that is spread as APB-V spreads it."""
-    layout = plan_layout(
-        num_hosts=hosts.size,
-        num_tokens=num_tokens,
-        context_start=0,
-        query_start=num_tokens - QUESTION_LEN,
-        anchor_len=None,
-        passing_len=None,
-        zigzag=True,
-    )
-    num_rows = sum(map(len, layout.cache_spans(hosts.rank)))
-    random = torch.Generator().manual_seed(hosts.rank)
-    size = 2, 1, shape.num_kv_heads, num_rows, shape.head_dim
-    layers = [
-        tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind()) for _ in range(shape.num_layers)
-    ]
-    positions = torch.arange(num_tokens)[None]
-    return PrefillResult(
-        logits=torch.zeros(1, 1),
-        layout=layout,
-        method="apbv",
-        exact=False,
-        inputs=ModelInputs(torch.zeros_like(positions), positions, 0, layout.query.start),
-        timer=StageTimer(hosts),
-        kv=ShardedKV(ShardedCache.of_shares(layers, layout, hosts.rank), hosts),
-        model=lambda: ModelIdentity("made up", None, "qwen2_5_vl", "", ""),
-    )
-
-
-class Consumer:
-    """A Consumer fetches KV in a process of its own, on the leader's machine."""
-
-    def __init__(self):
-        script = Path(__file__).with_name("kv_consumer.py")
-        self._process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def fetch(self, ticket: Ticket, digests: bool = False) -> Consumed:
-        """Have it fetch everything, and return what it tells."""
-        json.dump({"params": ticket.to_params(), "digests": digests}, self._process.stdin)
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise ValueError("the consumer has ended: its error is above")
-        return Consumed(**json.loads(line))
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(WAIT)
-
-
-@contextmanager
-def consumer_of(hosts: HostGroup) -> Iterator[Consumer | None]:
-    """Run a consumer beside the leader."""
-    consumer = Consumer() if hosts.is_leader else None
-    try:
-        yield consumer
-    finally:
-        if consumer is not None:
-            consumer.close()
 
 
 def transfer(state: PrefillResult, offers: Offers, consumer: Consumer | None, digests: bool) -> dict | None:
@@ -186,15 +94,10 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                     "gigabytes_per_second": num_bytes / medians["total_ms"] / 1e6,
                     "samples": samples,
                     "device": device_name(hosts.device),
-                    "command": command_line("kv_transfer.py"),
-                    **provenance(),
+                    **made_by("kv_transfer.py"),
                 }
             )
-    with hosts.local_stage("writing the figures"):
-        if hosts.is_leader:
-            if options.json:
-                append_json_lines(options.json, records)
-            print(markdown(records))
+    write_by_host_0(hosts, options, records, markdown)
 
 
 def markdown(records: list[dict]) -> str:

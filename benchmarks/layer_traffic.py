@@ -15,7 +15,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from arguments import DTYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +22,8 @@ from apbv import HostGroup, PrefillConfig
 from apbv.hosts.simulated import simulate
 from apbv.prefilling.methods import METHODS
 from apbv.stats import markdown_table
+
+from support.arguments import DTYPES
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
 

@@ -19,15 +19,16 @@ from typing import Any
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from evaluation.answers import first_of_five
-from evaluation.command import Benchmark
-from evaluation.prompting import LETTERED, fill, request_of
-from evaluation.samples import Row, Sample, read_json, rows_of
-from evaluation.subtitles import interleaved, read_longvideobench
 from PIL import Image
 
 from apbv import Engine
 from apbv.input.video import VideoInfo, read_frames
+
+from support.evaluation.answers import first_of_five
+from support.evaluation.command import Benchmark
+from support.evaluation.prompting import LETTERED, fill, request_of
+from support.evaluation.samples import Row, Sample, read_json, rows_of
+from support.evaluation.subtitles import interleaved, read_longvideobench
 
 MOST_OPTIONS = 5
 

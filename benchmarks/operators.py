@@ -17,7 +17,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -25,33 +24,19 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option, command_line
-from figures import import_pyplot, legend_beside, save, short
-from operator_case import Case, Draw, Sizes
-from operator_cases import cases
-from operator_timing import Contender, Timer, check, contenders, measure
 from tqdm import tqdm
 
 from apbv.kernels.backends import BACKENDS
-from apbv.stats import append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import device_name, markdown_table
 
+from support.arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option
+from support.operators.case import Case, Draw
+from support.operators.cases import cases
+from support.operators.presets import PRESETS
+from support.operators.timing import Contender, Timer, check, contenders, measure
+from support.plots import import_pyplot, legend_beside, save, short
+from support.records import keep_records, show
 
-@dataclass(frozen=True)
-class Preset:
-    """The sizes of the cases, and of the copy and the square matrix product that show the ceilings."""
-
-    sizes: Sizes
-    tokens: list[int]
-    copy_bytes: int
-    matrix_side: int
-
-
-PRESETS = {
-    "quick": Preset(Sizes(600, 2, 4, 2, 32, 9, 3, 7, 11, 48), [600], 2**24, 256),
-    "cpu": Preset(Sizes(8192, 2, 8, 2, 64, 32, 16, 12, 21, 512), [8192], 2**28, 2048),
-    # The heads and the width of Qwen2.5-VL-7B, and 64 frames of 720p.
-    "h200": Preset(Sizes(131072, 8, 28, 4, 128, 64, 64, 26, 46, 3584), [8192, 32768, 131072], 2**30, 8192),
-}
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
 _PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python")
@@ -94,8 +79,6 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "device": device_name(timer.device),
         "dtype": options.dtype,
         "libraries": libraries(),
-        "command": command_line("operators.py"),
-        **provenance(),
     }
 
 
@@ -206,18 +189,12 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    rows = []
     try:
-        for row in measured(options):
-            rows.append(row)
-            if options.json:
-                append_json_lines(options.json, [row])
+        rows = keep_records(measured(options), "operators.py", options.json)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(table(rows))
-    if options.plot:
-        plot(rows, options.plot)
+    show(options, rows, table, plot)
     for row in rows:
         if row["wrong"]:
             print(f"error: {row['op']} ({row['case']}) with {row['backend']} {row['wrong']}", file=sys.stderr)

@@ -19,18 +19,22 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import numpy as np
 import torch
-from arguments import add_clip_options, add_json_option, kept
-from exam import Candidate, Exam, clips_folder, run_on
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from tqdm import tqdm
-from transformers.utils.logging import disable_progress_bar
 
-from apbv import Engine, HostGroup, PrefillConfig, prefill
+from apbv import PrefillConfig, prefill
 from apbv.config import IMPORTANCE_NAMES
 from apbv.demo import clips
 from apbv.speculate.observers import PassedOn
 from apbv.stats import markdown_table
+
+from support.arguments import add_exam_options, add_json_option
+from support.exams.candidate import Candidate, load_demo
+from support.exams.exam import Exam, clips_folder
+from support.exams.settings import paper_lengths
+from support.on_hosts import run_on
+from support.records import keep_records, show
 
 _WIDTH, _GAP, _CAPTION = 112, 6, 16  # pixels
 _MOST_FRAMES = 24  # of a picture
@@ -52,16 +56,14 @@ def intensities(candidate: Candidate, file: Path, question: str, config: Prefill
     return shares
 
 
-def measure(options: argparse.Namespace) -> Iterator[tuple[dict, np.ndarray, Tensor]]:
-    """Yield for every clip a record, one frame of each shot, and the intensities ``[shots, h, w]``."""
-    engine = Engine.from_pretrained("demo", hosts=HostGroup.single(), dtype="float32")
+def measure(options: argparse.Namespace) -> Iterator[dict]:
+    """Yield a record for every clip, of which the first is drawn."""
+    engine = load_demo()
     exam = Exam(options.grid, options.shots, options.clips, ("retrieval",), options.split)
     folder = clips_folder(options.folder)
-    visual = options.shots * options.grid**2
+    anchor, passing = paper_lengths(options.shots * options.grid**2)
     config = PrefillConfig(
-        anchor_len=-(-visual // 64),
-        passing_len=-(-visual // 128) if options.passing_len is None else options.passing_len,
-        importance=options.importance,
+        anchor_len=anchor, passing_len=options.passing_len or passing, importance=options.importance
     )
     for seed in tqdm(range(options.clips), unit="clip", disable=None):
         file, clip = exam.file(seed, folder), exam.clip(seed)
@@ -70,7 +72,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict, np.ndarray, Ten
         def look(hosts, model, file=file, question=question) -> Tensor:
             return intensities(Candidate(model, engine.processor, hosts), file, question, config)
 
-        shares = run_on(options.hosts, engine, look).view(-1, options.grid, options.grid)
+        shares = run_on(options.hosts, engine.hosts, engine.model, look).view(-1, options.grid, options.grid)
         letters = {number: shot.needle.letter for number, shot in enumerate(clip.shots) if shot.needle}
         asked = [number for number, letter in letters.items() if letter == answer]
         others = [number for number in letters if number not in asked]
@@ -91,7 +93,9 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[dict, np.ndarray, Ten
             "of_other_letters": _mean(shares[others]),
             "of_rest": _mean(shares[rest]),
         }
-        yield record, clips.render(clip)[:: clips.FRAMES_PER_SHOT], shares
+        if options.picture and not seed:
+            draw(clips.render(clip)[:: clips.FRAMES_PER_SHOT], shares, record).save(options.picture)
+        yield record
 
 
 def _mean(shares: Tensor) -> float | None:
@@ -153,10 +157,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=8, help="simulated (8)")
     parser.add_argument("--passing-len", type=int, help="l_p (default: a 128th of the visual tokens)")
     parser.add_argument("--importance", choices=IMPORTANCE_NAMES, default=PrefillConfig().importance)
-    parser.add_argument("--clips", type=int, default=20)
-    parser.add_argument("--shots", type=int, default=256, help="length of the clips")
-    parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    add_clip_options(parser)
+    add_exam_options(parser, num_clips=20, num_shots=256)
     add_json_option(parser)
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the first clip")
     options = parser.parse_args(arguments)
@@ -167,13 +168,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    disable_progress_bar()
-    records = []
-    for record, frames, shares in measure(options):
-        if options.picture and not records:
-            draw(frames, shares, record).save(options.picture)
-        records.append(kept(record, "passed_tokens.py", options.json))
-    print(table(records))
+    show(options, keep_records(measure(options), "passed_tokens.py", options.json), table)
     return 0
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from evaluation.command import Benchmark
-from evaluation.samples import LETTERS, Row, Sample, read_json, rows_of
+from support.evaluation.command import Benchmark
+from support.evaluation.samples import LETTERS, Row, Sample, read_json, rows_of
 
 FIELDS = {"id", "video", "image", "audio", "question", "options", "answer", "category", "groups"}
 

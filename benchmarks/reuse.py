@@ -16,17 +16,19 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from arguments import add_clip_options, add_json_option, command_line
-from exam import Exam, clips_folder, run_on
-from summaries import percent_cell
 from transformers.utils.logging import disable_progress_bar
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig
 from apbv.config import REUSE_MODES
 from apbv.hosts import run_on_hosts
-from apbv.stats import append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import device_name, markdown_table
 
-TASKS = ("retrieval", "ordering", "counting")
+from support.arguments import add_clip_options, add_json_option
+from support.exams.exam import EXACT_TASKS, Exam, clips_folder
+from support.on_hosts import run_on
+from support.records import made_by, write_by_host_0
+from support.summaries import percent_cell
+
 WAYS = ("none", *REUSE_MODES)
 LONGEST_ANSWER = 24  # tokens
 
@@ -51,14 +53,14 @@ def measure(engine: Engine, exam: Exam, folder: Path) -> list[dict]:
 
 
 def measure_on(num_hosts: int, engine: Engine, way: str, exam: Exam, folder: Path) -> list[dict]:
-    """Run :func:`measure` on so many hosts, which :func:`exam.run_on` chooses."""
+    """Run :func:`measure` on so many hosts, which :func:`run_on` chooses."""
     reuse = None if way == "none" else ReuseConfig(mode=way)
 
     def job(hosts: HostGroup, model) -> list[dict]:
         config = engine.prefill_config
         return measure(Engine(model, engine.processor, hosts, config, engine.name, reuse=reuse), exam, folder)
 
-    return run_on(num_hosts, engine, job)
+    return run_on(num_hosts, engine.hosts, engine.model, job)
 
 
 def figures_of(answers: list[dict], baseline: list[dict]) -> dict:
@@ -72,7 +74,7 @@ def figures_of(answers: list[dict], baseline: list[dict]) -> dict:
         "total": len(answers),
         "tasks": {
             task: [sum(a["right"] for a in answers if a["task"] == task), sum(a["task"] == task for a in answers)]
-            for task in TASKS
+            for task in EXACT_TASKS
         },
         "stages_ms": {
             name: statistics.median(answer["stages_ms"][name] for answer in answers)
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
     disable_progress_bar()
     config = PrefillConfig(method=options.method, passing_len=options.passing_len, anchor_len=options.anchor_len)
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=config)
-    exam = Exam(options.grid, options.shots, options.clips, TASKS)
+    exam = Exam(options.grid, options.shots, options.clips, EXACT_TASKS)
     folder, records = clips_folder(options.folder), []
     for num_hosts in [hosts.size] if hosts.size > 1 else options.hosts:
         answers = {way: measure_on(num_hosts, engine, way, exam, folder) for way in WAYS}
@@ -107,20 +109,15 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
                     "passing_len": answers[way][0]["passing_len"],
                     **figures_of(answers[way], answers["none"]),
                     "device": device_name(hosts.device),
-                    "command": command_line("reuse.py"),
-                    **provenance(),
+                    **made_by("reuse.py"),
                 }
             )
-    with hosts.local_stage("writing the figures"):
-        if hosts.rank == 0:
-            if options.json:
-                append_json_lines(options.json, records)
-            print(markdown(records))
+    write_by_host_0(hosts, options, records, markdown)
 
 
 def markdown(records: list[dict]) -> str:
     """Format records as a Markdown table."""
-    header = ["hosts", "method", "tokens", "kept", "TTFT (ms)", "speed-up", "same answer", *TASKS]
+    header = ["hosts", "method", "tokens", "kept", "TTFT (ms)", "speed-up", "same answer", *EXACT_TASKS]
     rows = [
         [
             record["hosts"],
@@ -130,7 +127,7 @@ def markdown(records: list[dict]) -> str:
             f"{record['ttft_ms']:.1f}",
             f"{record['speedup']:.2f}",
             f"{record['same_answer']}/{record['total']}",
-            *(_share(*record["tasks"][task]) for task in TASKS),
+            *(_share(*record["tasks"][task]) for task in EXACT_TASKS),
         ]
         for record in records
     ]

@@ -15,12 +15,13 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from operator_case import Sizes
-from operators import PRESETS
 
 from apbv.doctor.peaks import published
 from apbv.kernels.roofline import cost_of, predicted_seconds
 from apbv.stats import markdown_table
+
+from support.operators.case import Sizes
+from support.operators.presets import PRESETS
 
 GPUS = ("A100", "H100", "H200", "B200")
 

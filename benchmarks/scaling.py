@@ -14,12 +14,8 @@ check     measures how far simulated hosts are from real ones, on one thread per
 
 import argparse
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,21 +24,24 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from arguments import DTYPES, add_json_option, add_plot_option
-from cost_model import METHODS, Shape, cost, flop_ratio
-from prefill_bench import Bench, Workload
-from prefill_report import network_fields
-from prefill_time import Machine, predict
-from presets import Case
-from scaling_plan import MACHINES, layout_of, plan, prompt_of, shape_of
 from tqdm import tqdm
-from workloads import CONFIGS
 
 from apbv import HostGroup, PrefillConfig
 from apbv.hosts.simulated import Link, Network
 from apbv.input.video_size import RESOLUTIONS
 from apbv.kernels import segmented_attention
+from apbv.launch.reduction import add_reduce_options
 from apbv.stats import append_json_lines, device_name, markdown_table, provenance
+
+from support.arguments import DTYPES, add_json_option, add_plot_option
+from support.cost_model.costs import METHODS, Shape, cost, flop_ratio
+from support.cost_model.plan import MACHINES, layout_of, plan, prompt_of, shape_of
+from support.cost_model.times import Machine, predict
+from support.prefills.bench import Bench, Workload
+from support.prefills.presets import Case
+from support.prefills.report import network_fields
+from support.processes import figures_of
+from support.workloads import CONFIGS
 
 
 def calibrate(shape: Shape, num_tokens: int, dtype: torch.dtype) -> Machine:
@@ -172,7 +171,8 @@ def check(options: argparse.Namespace) -> list[dict]:
             times: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
             for _ in range(options.rounds):
                 for kind, command in kinds.items():
-                    for row in _run_one_thread([*command, *wanted]):
+                    run = [*command, *wanted]
+                    for row in figures_of(run, " ".join(run), OMP_NUM_THREADS="1"):
                         times[kind].setdefault(row["label"], []).append(row["stages_ms"]["prefill"])
             for method in options.methods:
                 real, simulated = (times[kind][method] for kind in ("real", "simulated"))
@@ -201,16 +201,6 @@ def check(options: argparse.Namespace) -> list[dict]:
     return records
 
 
-def _run_one_thread(command: list[str]) -> list[dict]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as figures:
-        command = [sys.executable, *command, "--json", figures.name]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if result.returncode:
-            raise ValueError(f"{' '.join(command)} failed:\n{result.stderr}")
-        return [json.loads(line) for line in figures]
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="kind", required=True)
@@ -235,6 +225,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     command.add_argument("--group-size", type=int, help="hosts joined by the fast link")
     command.add_argument("--group-bandwidth", type=float, default=25e9, help="bytes per second between groups")
     command.add_argument("--bytes-per-number", type=int, default=2)
+    add_reduce_options(command)
+    command.add_argument(
+        "--density",
+        type=float,
+        default=1.0,
+        help="the share of attention within blocks that sparse attention computes, as measured (default 1)",
+    )
     command.add_argument("--explain", action="store_true", help="where the time of each must go")
     add_plot_option(command)
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/serving.py --requests 64 --concurrency 1 4 16 --json serving.jsonl
     torchrun --nproc-per-node 2 benchmarks/serving.py --max-running 1 all --concurrency 16 --ignore-eos
-    python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256    (on a GPU)
+    python benchmarks/serving.py --model Qwen/Qwen2.5-VL-7B-Instruct --video clip.mp4 --frames 256  # on a GPU
 
 Every client asks the same question about the same video, over and over, and streams the answer; the first token's
 time is the client's, so it includes the queue. The engine alone answers the same question one time after another.
@@ -26,9 +26,6 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from arguments import add_json_option, command_line
-from summaries import percentiles
-
 from apbv import Engine, HostGroup, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import SamplingConfig
@@ -37,7 +34,11 @@ from apbv.input.request import Question, Request
 from apbv.serve.media import MediaSettings
 from apbv.serve.reading import RequestSettings
 from apbv.serve.server import ServerSettings, bind, serve
-from apbv.stats import StageTimer, append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import StageTimer, device_name, markdown_table
+
+from support.arguments import add_json_option
+from support.records import made_by, write_by_host_0
+from support.summaries import percentiles
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,7 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
         **{name: percentiles(values) for name, values in samples.items()},
         "samples": samples,
         "device": device_name(hosts.device),
-        "command": command_line("serving.py"),
-        **provenance(),
+        **made_by("serving.py"),
     }
 
 
@@ -283,12 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     def body(hosts: HostGroup) -> None:
         if hosts.device.type == "cpu":
             keep_freed_memory()
-        rows = run(options, hosts)
-        with hosts.local_stage("writing the figures"):
-            if hosts.is_leader:
-                print(table(rows), flush=True)
-                if options.json:
-                    append_json_lines(options.json, rows)
+        write_by_host_0(hosts, options, run(options, hosts), table)
 
     return run_on_hosts(body, options.timeout)
 

@@ -11,15 +11,14 @@ of its own. As it works while the target does, its decoding is in brackets, and 
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from apbv.stats import append_json_lines, markdown_table, provenance
+from apbv.stats import markdown_table
 
-from arguments import add_json_option, command_line  # isort: skip
+from support.arguments import add_json_option
+from support.processes import figures_of
+from support.records import made_by, write
 
 INFER = Path(__file__).parents[1] / "launch" / "infer.py"
 DEMO = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", "128"]
@@ -52,16 +51,11 @@ def measure(label: str, speculation: list[str], arguments: list[str]) -> dict:
     """Answer in a process of its own, and return its figures.
 
     Raises:
-        RuntimeError: the process failed; with what it wrote.
+        ValueError: the process failed; with what it wrote.
     """
     if not speculation:
         arguments = without_draft(arguments)
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as figures:
-        command = [sys.executable, str(INFER), *arguments, *speculation, "--json", figures.name]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(f"{label} failed:\n{result.stderr}")
-        answer = json.loads(figures.read().splitlines()[-1])
+    answer = figures_of([str(INFER), *arguments, *speculation], label)[-1]
     stages, drafting = answer["stages_ms"], answer["speculation"] or {}
     draft, overlaps = drafting.get("draft_seconds"), "--draft-host" in speculation
     return {
@@ -121,15 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for label, speculation in ways(options.keep_ratio).items():
             record = measure(label, speculation, options.infer or DEMO)
-            records.append({**record, "command": command_line("speculation_memory.py"), **provenance()})
-    except RuntimeError as error:
+            records.append({**record, **made_by("speculation_memory.py")})
+        write(options, records, table)
+    except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     first = records[0]["token_ids"]
-    print(table(records))
     print(f"\nAll answers are the same: {all(record['token_ids'] == first for record in records)}.")
-    if options.json:
-        append_json_lines(options.json, records)
     return 0
 
 

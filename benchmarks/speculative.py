@@ -7,12 +7,13 @@
     torchrun --nproc-per-node 2 benchmarks/speculative.py --kv sharded --json figures.jsonl --plot speed.png
     python benchmarks/speculative.py --model PATH --draft-model PATH --video clip.mp4 --question "…"
 
-The demo model is asked about clips of its test split; --scale repeats the target's layers without
-changing what it says (scaled_model.py), so that target and draft differ in cost as real pairs do. All ways answer
-every question in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
+The demo model is asked about clips of its test split; --scale repeats the target's layers without changing what it
+says (as scaled_model.py does), so that target and draft differ in cost as real pairs do. All ways answer every
+question in turn. Answers are greedy, and each is compared with the autoregressive one, which uses the same
 attention: a way whose answer differs anywhere is reported without a speed. With --draft-host the last host drafts
 beside the others in some ways, and takes no part in the rest; on a single host a thread does. A preset is one of
-the papers' tables (speculative_presets.py), at the first of --keep-ratio; "std1" keeps its own number of tokens.
+the papers' tables (support/speculation/presets.py), at the first of --keep-ratio; "std1" keeps its own number of
+tokens.
 """
 
 import argparse
@@ -25,11 +26,6 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from arguments import add_clip_options, add_json_option, add_plot_option
-from exam import Exam, clips_folder
-from scaled_model import scale_model
-from speculative_presets import PRESETS
-from speculative_report import Way, breakdown_table, plot, records, table
 from tqdm import tqdm
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
@@ -43,7 +39,13 @@ from apbv.launch.options import draft_tokens
 from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, prunes
 from apbv.speculate.strategies import draft_tree
-from apbv.stats import append_json_lines
+
+from support.arguments import add_clip_options, add_json_option, add_plot_option
+from support.exams.exam import Exam, clips_folder
+from support.records import write_by_host_0
+from support.speculation.presets import PRESETS
+from support.speculation.report import Way, breakdown_table, plot, records, table
+from support.speculation.scaled_model import scale_model
 
 BASELINE = "autoregressive"
 
@@ -234,15 +236,9 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
     if hosts.device.type == "cpu":
         keep_freed_memory()
     ways = measure(options, hosts)
-    if hosts.rank == 0:
-        rows = list(records(options, ways))
-        print(table(rows))
-        if options.preset == "hippo2":
-            print(breakdown_table(rows))
-        if options.json:
-            append_json_lines(options.json, rows)
-        if options.plot:
-            plot(rows, options.plot)
+    rows = list(records(options, ways)) if hosts.rank == 0 else []
+    tables = [table, breakdown_table] if options.preset == "hippo2" else [table]
+    write_by_host_0(hosts, options, rows, lambda rows: "\n".join(each(rows) for each in tables), plot)
 
 
 if __name__ == "__main__":

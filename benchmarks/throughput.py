@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/throughput.py --model llama-small --tokens 32768
     torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl --plot table5.png
-    python benchmarks/throughput.py --preset table5               (no torchrun: the hosts are simulated)
+    python benchmarks/throughput.py --preset table5  # no torchrun: the hosts are simulated
     python benchmarks/throughput.py --model demo --video clip.mp4 --frames 128 --hosts 4
 
 All methods do the same work outside attention: the same vision encoding, logits of the last token only, and the
@@ -24,12 +24,7 @@ from pathlib import Path
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from arguments import DTYPES, add_json_option, add_plot_option
-from prefill_bench import Bench, Workload, measure
-from prefill_report import plot, records, table
-from presets import PRESETS, Case
 from tqdm import tqdm
-from workloads import CONFIGS
 
 from apbv import HostGroup, PrefillConfig
 from apbv.config import SPARSE_NAMES
@@ -38,7 +33,13 @@ from apbv.hosts.simulated import Link, Network
 from apbv.input.video_size import RESOLUTIONS, parse_resolution
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
-from apbv.stats import append_json_lines
+
+from support.arguments import DTYPES, add_json_option, add_plot_option
+from support.prefills.bench import Bench, Workload, measure
+from support.prefills.presets import PRESETS, Case
+from support.prefills.report import plot, records, table
+from support.records import write_by_host_0
+from support.workloads import CONFIGS
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -158,12 +159,7 @@ def run(options: argparse.Namespace, hosts: HostGroup) -> None:
             measured = measure(bench, workload, cases, bar)
             if hosts.rank == 0:
                 rows += records(bench, measured)
-    if hosts.rank == 0:
-        print(table(rows))
-        if options.json:
-            append_json_lines(options.json, rows)
-        if options.plot:
-            plot(rows, options.plot)
+    write_by_host_0(hosts, options, rows, table, plot)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,17 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import numpy as np
 import torch
-from arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option, command_line
-from figures import import_pyplot, save
 from tqdm import tqdm
-from video_clips import READERS, ClipSpec, make_clip
-from video_worker import ROADS, Job, Measured, find_version, in_processes_of_their_own, measure
 
 from apbv.hosts import HostError, HostGroup
 from apbv.input.video_size import RESOLUTIONS, parse_resolution
-from apbv.stats import append_json_lines, device_name, markdown_table, provenance
+from apbv.stats import device_name, markdown_table
+
+from support.arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option
+from support.plots import import_pyplot, save
+from support.records import made_by, write
+from support.videos.clips import READERS, ClipSpec, make_clip
+from support.videos.worker import ROADS, Job, Measured, find_version, in_processes_of_their_own, measure
 
 STAGES = ("frames", "pixels", "embeddings", "first_token")
 WAYS = (*ROADS, *READERS)
@@ -285,15 +287,10 @@ def run(options: argparse.Namespace) -> None:
                 records += measure_case(runs, options.rounds, Path(temporary), bar)
     if not records:
         raise ValueError("none of these ways goes through these stages")
-    made_by = provenance()
-    made_by["versions"] |= versions
+    made = made_by("video.py")
+    made["versions"] |= versions
     device = device_name(HostGroup.single().device)
-    records = [r | {"device": device, "command": command_line("video.py"), **made_by} for r in records]
-    print(table(records))
-    if options.json:
-        append_json_lines(options.json, records)
-    if options.plot:
-        plot(records, options.plot)
+    write(options, [r | {"device": device, **made} for r in records], table, plot)
 
 
 def name_of(record: dict) -> str:

@@ -17,15 +17,16 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 import torch
-from arguments import DEFAULT_DTYPES, DTYPES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from workloads import build_model, patch_grid, qwen_vl_config, video_prompt
 
 from apbv.input.video_size import parse_resolution
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_vision_attention
 from apbv.stats import device_name, synchronize
+
+from support.arguments import DEFAULT_DTYPES, DTYPES
+from support.workloads import build_model, patch_grid, qwen_vl_config, video_prompt
 
 # Allowed difference, relative to the largest value: the two ways round differently in every layer.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}

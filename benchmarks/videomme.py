@@ -19,15 +19,15 @@ from urllib.parse import parse_qs, urlsplit
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from evaluation.answers import first_of_four
-from evaluation.command import Benchmark
-from evaluation.prompting import fill, request_of
-from evaluation.samples import Row, Sample, read_json, rows_of
-from evaluation.scoring import ALL, Score
-from evaluation.subtitles import read_srt, shown_at
-
 from apbv import Engine
 from apbv.input.video import sample_fps, sample_uniform
+
+from support.evaluation.answers import first_of_four
+from support.evaluation.command import Benchmark
+from support.evaluation.prompting import fill, request_of
+from support.evaluation.samples import Row, Sample, read_json, rows_of
+from support.evaluation.scoring import ALL, Score
+from support.evaluation.subtitles import read_srt, shown_at
 
 TEMPLATE = """{subtitles}Select the best answer to the following multiple-choice question based on the video. \
 Respond with only the letter (A, B, C, or D) of the correct option.

@@ -16,10 +16,10 @@ from pathlib import Path, PurePosixPath
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from evaluation.answers import first_letter_by_alphabet
-from evaluation.command import Benchmark
-from evaluation.samples import Row, Sample, read_json, rows_of
-from evaluation.scoring import Score, mean_by
+from support.evaluation.answers import first_letter_by_alphabet
+from support.evaluation.command import Benchmark
+from support.evaluation.samples import Row, Sample, read_json, rows_of
+from support.evaluation.scoring import Score, mean_by
 
 TRIES = 4
 TASKS = {"ret": "retrieval", "ord": "ordering", "cnt": "counting"}

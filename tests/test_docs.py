@@ -1,5 +1,6 @@
 """What the README and the pages of docs/ say, run or parsed; documents.py lists the marks of their code blocks."""
 
+import ast
 import json
 import re
 import runpy
@@ -19,6 +20,7 @@ from documents import (
     blocks_in,
     broken_links,
     commands_in,
+    indented_commands,
     inline_commands,
     is_there,
     layers,
@@ -37,7 +39,8 @@ from documents import (
 from scripts import ROOT, run_hosts, run_script
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-LINKED_PAGES = (*PAGES, ROOT / "apbv" / "demo" / "README.md")
+DEMO_README = ROOT / "apbv" / "demo" / "README.md"
+LINKED_PAGES = (*PAGES, DEMO_README)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,6 +92,22 @@ def test_commands_in_running_text_are_found():
 def test_other_scripts_compile(block):
     compile(block.code, str(block), "exec")
     assert not missing_imports(block.code)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.stem)
+def test_every_benchmark_says_how_it_is_run(script, monkeypatch):
+    commands = indented_commands(ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))))
+    for command in commands:
+        parse_command(command, monkeypatch)
+    assert read_command(commands[0]).script == script.relative_to(ROOT)
+
+
+def test_the_demo_models_figures_can_be_made_again(monkeypatch):
+    commands = indented_commands(DEMO_README.read_text(encoding="utf-8"))
+    benchmarks = [command for command in commands if "benchmarks/" in command]
+    assert len(benchmarks) >= 8
+    for command in benchmarks:
+        parse_command(command, monkeypatch)
 
 
 @pytest.mark.parametrize("block", marked("bash install"), ids=str)

@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def modules(folders: dict[str, str]) -> dict[str, Path]:
 
 
 OURS = modules(FOLDERS)
+BENCHMARKS = modules({"benchmarks": "benchmarks"})
 ALL = OURS | modules(SCRIPTS)
 
 
@@ -169,14 +171,45 @@ def test_no_file_is_too_long_to_be_read_in_one_sitting(module):
     assert len(ALL[module].read_text(encoding="utf-8").splitlines()) <= 400
 
 
+def imports_among(known: dict[str, Path], root: str = "") -> dict[str, set[str]]:
+    """Which modules each of these imports.
+
+    Args:
+        root: of names that stand below a folder on the path, such as ``benchmarks.``.
+    """
+    graph = {}
+    for module, path in known.items():
+        names = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
+        found = {owner(name, known) or owner(root + name, known) for name, _ in names}
+        graph[module] = found - {None, module}
+    return graph
+
+
 def test_there_are_no_import_cycles():
     """Within a package too, where the layers say nothing; a package's __init__ needs what it imports."""
-    graph = {}
-    for module, path in OURS.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = imports(tree, module, path.name == "__init__.py")
-        graph[module] = {owner(name, OURS) for name, _ in names} - {None, module}
-    tuple(TopologicalSorter(graph).static_order())
+    tuple(TopologicalSorter(imports_among(OURS)).static_order())
+    tuple(TopologicalSorter(imports_among(BENCHMARKS, "benchmarks.")).static_order())
+
+
+def test_benchmarks_import_what_supports_them_and_no_other_script():
+    """Nor does what several share, in the package itself, import from the folders about one subject."""
+    graph = imports_among(BENCHMARKS, "benchmarks.")
+    assert sum(len(imported) for imported in graph.values()) > 100
+    for module, imported in graph.items():
+        above = [name for name in imported if not starts_with(name, "benchmarks.support")]
+        assert not above, f"{module} imports {above}"
+        if module.count(".") == 2 and BENCHMARKS[module].name != "__init__.py":
+            subjects = [name for name in imported if name.count(".") > 2]
+            assert not subjects, f"{module} imports {subjects}"
+
+
+def test_no_benchmark_hides_a_package():
+    """The folder stands first on the path, before the packages that are installed."""
+    elsewhere = [path for path in sys.path if not Path(path or ".").resolve().is_relative_to(ROOT)]
+    names = {path.stem for path in (ROOT / "benchmarks").iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert "support" in names
+    hidden = [n for n in names if n in sys.stdlib_module_names or PathFinder.find_spec(n, elsewhere)]
+    assert not hidden
 
 
 def test_no_module_rebinds_its_globals():
@@ -205,7 +238,7 @@ def test_scripts_import_apbv_before_transformers():
 
     The modules of launch/ are imported as part of apbv.
     """
-    for module, path in modules({"benchmarks": "benchmarks"}).items():
+    for module, path in BENCHMARKS.items():
         names = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
         tops = [name.split(".")[0] for name, _ in names]
         assert [top for top in tops if top in ("apbv", "transformers")][:1] in ([], ["apbv"]), module

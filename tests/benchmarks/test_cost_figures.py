@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 import transformers as tf
-from cost_model import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apbv import PrefillConfig
+from apbv.layout import ContextLayout, single_host_layout
+from apbv.prefilling import methods
+
+from support.cost_model.costs import (
     ATTENTION,
     METHODS,
     PARTS,
@@ -17,20 +24,14 @@ from cost_model import (
     share_beyond_paper,
     work_ratio,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from prefill_time import Machine, explain, predict
-
-from apbv import PrefillConfig
-from apbv.layout import ContextLayout, single_host_layout
-from apbv.prefilling import methods
+from support.cost_model.times import Machine, explain, predict
 
 
 def planned(method: str, num_hosts: int, num_tokens: int, query: int = 32, **options) -> ContextLayout:
     return methods.METHODS[method].plan(num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options))
 
 
-# The small model of benchmarks/workloads.py.
+# The small model of benchmarks/support/workloads.py.
 SMALL = Shape(
     layers=4,
     hidden=512,
@@ -212,10 +213,11 @@ def test_exchanges_before_and_after_the_decoder_are_never_hidden():
 def test_explanation_names_what_it_found():
     layout = planned("apbv", 2, 32768)
     usual = Machine(60e9, 40e9, 10e9, 1e9)
-    text = explain(SMALL, "apbv", layout, usual)
+    costs, full = cost(SMALL, "apbv", layout), cost(SMALL, "full", single_host_layout(1, 32768))
+    text = explain("apbv", layout, usual, costs, full)
     assert "apbv, 2 hosts, 32768 tokens: anchor 512, 4 blocks, passing 256, query 32" in text
     assert "busiest host 4.90, all hosts together 2.45" in text
-    times = predict(cost(SMALL, "apbv", layout), usual)
+    times = predict(costs, usual)
     share = times.parts[1]["block_to_self"] / times.compute_seconds
     (row,) = (line for line in text.splitlines() if "block_to_self" in line)
     assert f"{share:.1%}" in row and row.endswith("attention")
@@ -227,4 +229,4 @@ def test_explanation_names_what_it_found():
         (replace(usual, memory_bytes=1e6), "memory"),
         (replace(usual, link_bytes=1e3), "links"),
     ):
-        assert explain(SMALL, "apbv", layout, machine).endswith(f"bound by {bound}")
+        assert explain("apbv", layout, machine, costs, full).endswith(f"bound by {bound}")

@@ -7,8 +7,7 @@ from functools import cache
 import pytest
 import torch
 import transformers as tf
-from cost_model import ATTENTION, HostCost, Shape, Video, cost
-from torch.utils.flop_counter import FlopCounterMode
+from flops import FLASH, flop_counter
 
 import apbv.model.attention
 import apbv.prefilling.methods.base
@@ -18,10 +17,10 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 
 import families
+from support.cost_model.costs import ATTENTION, HostCost, Shape, Video, cost
 
 # ---- against real prefills ----
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 NUM_TOKENS, QUERY_START = 151, 140
 CASES = {
     "full": {"method": "full"},
@@ -55,17 +54,6 @@ def build_llama(dtype: torch.dtype):
         head_dim=16,
     )
     return tf.LlamaForCausalLM(config).to(dtype).eval()
-
-
-def flash_flops(q, k, v, dropout_p=0.0, is_causal=False, **kwargs) -> int:
-    """Of torch's fused CPU attention, which its counter does not know; causal attention has no pairs to spare."""
-    batch, heads, queries, dim = q
-    assert not is_causal or queries == k[2]
-    return 4 * batch * heads * dim * (queries * (queries + 1) // 2 if is_causal else queries * k[2])
-
-
-def flop_counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping={FLASH: flash_flops})
 
 
 @contextmanager

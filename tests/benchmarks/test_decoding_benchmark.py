@@ -1,13 +1,14 @@
 """The benchmark of decoding steps: its form, and that what is wrong gets no speed."""
 
-import importlib
 import json
 import shlex
 
+import decoding
 import pytest
 import torch
 
-from scripts import BENCHMARKS, figures_of
+from scripts import figures_of
+from support.decoding import batches
 
 
 def test_every_way_beside_transformers(tmp_path):
@@ -36,8 +37,6 @@ def test_batches_beside_answers_one_after_the_other(tmp_path):
 
 
 def test_a_batch_that_is_wrong_gets_an_error(monkeypatch, tmp_path, capsys):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    decoding, batches = (importlib.import_module(name) for name in ("decoding", "answer_batches"))
     run = batches.BatchRunner.run
     monkeypatch.setattr(batches.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * 1.01)
     path = tmp_path / "figures.jsonl"
@@ -50,8 +49,6 @@ def test_a_batch_that_is_wrong_gets_an_error(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("off", [1.01, float("nan")])
 def test_what_is_wrong_gets_an_error(monkeypatch, tmp_path, capsys, off):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    decoding = importlib.import_module("decoding")
     right = decoding.with_apbv
 
     def wrong(*arguments):

@@ -1,7 +1,8 @@
 """Which option an answer names, by every usual form and by the benchmarks' official rules; open answers."""
 
 import pytest
-from evaluation.answers import (
+
+from support.evaluation.answers import (
     choose_option,
     first_letter_by_alphabet,
     first_of_five,

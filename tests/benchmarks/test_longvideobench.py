@@ -6,13 +6,13 @@ from pathlib import Path
 import longvideobench
 import numpy as np
 import pytest
-from evaluation.results import read_runs
 
 from apbv.demo import clips
 from apbv.input.video import probe, read_frames
 
 from asked import OPEN, answered, clip_of, summary_of, wrong_answers
 from scripts import run_benchmark
+from support.evaluation.results import read_runs
 
 
 @pytest.fixture(scope="module")

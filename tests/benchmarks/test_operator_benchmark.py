@@ -1,24 +1,23 @@
 """The benchmark of the operators at toy size: its counts, its form, and that what is wrong gets no speed."""
 
-import importlib
 import json
 import math
 import statistics
 
 import jsonschema
+import operators
 import pytest
 import torch
 
 from apbv.kernels import reference
 
 from scripts import BENCHMARKS, figures_of
+from support.operators import attention
 
 
 @pytest.fixture
-def benchmark(monkeypatch, tmp_path):
+def benchmark(tmp_path):
     """Runs the benchmark in this process: its exit status and records."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    operators = importlib.import_module("operators")
     schema = json.loads((BENCHMARKS / "schemas" / "operators.json").read_text())
 
     def run(*options):
@@ -92,7 +91,7 @@ def crashing(*operands, **settings):
 
 @pytest.mark.parametrize("function", [lse_too_high, last_row_unwritten, one_key_missing, crashing])
 def test_what_is_wrong_gets_no_speed(benchmark, monkeypatch, capsys, function):
-    monkeypatch.setattr("operator_attention_cases.segmented_attention", function)
+    monkeypatch.setattr("support.operators.attention.segmented_attention", function)
     status, records = benchmark("--ops", "segmented_attention", "select_topk")
     printed = capsys.readouterr()
     assert status == 1 and "error: segmented_attention (causal) with torch" in printed.err
@@ -108,8 +107,7 @@ def test_a_selection_must_be_exact(benchmark, monkeypatch):
         chosen, out = reference.select_topk(scores, k, v, count)
         return torch.cat([chosen[..., 1:], chosen[..., :1]], dim=-1), out
 
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr("operator_selection_cases.select_topk", shifted)
+    monkeypatch.setattr("support.operators.selection.select_topk", shifted)
     status, [record] = benchmark("--ops", "select_topk")
     assert status == 1 and record["errors"][0] > 0 == record["errors"][1]
 
@@ -129,9 +127,8 @@ def test_an_unknown_back_end_is_one_line(benchmark, monkeypatch, capsys):
     assert "error: APBV_BACKEND must be one of" in capsys.readouterr().err
 
 
-def test_of_many_queries_the_first_and_the_last_are_compared(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    runs = importlib.import_module("operator_attention_cases")._runs
+def test_of_many_queries_the_first_and_the_last_are_compared():
+    runs = attention._runs
     for length in (1, 127, 600, 2048):
         assert [row for run in runs(length) for row in range(run.start, run.stop)] == list(range(length))
     for length in (2049, 131072):

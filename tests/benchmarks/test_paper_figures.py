@@ -1,18 +1,18 @@
 """The scripts behind the papers' figures, at toy size, and what they compute from what was seen."""
 
-import importlib
-
 import pytest
 import torch
+from draft_views import seen
+from ensemble_weights import hits
+from passed_tokens import intensities
+from speculation_memory import without_draft
 
-from apbv import HostGroup, PrefillConfig
+from apbv import Engine, HostGroup, PrefillConfig
 
-from scripts import BENCHMARKS, figures_of, run_benchmark, valid_records
-
-
-@pytest.fixture
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+from scripts import figures_of, run_benchmark, valid_records
+from support.exams.candidate import Candidate
+from support.exams.exam import Exam
+from support.on_hosts import run_on
 
 
 def run(name: str, path, *options) -> tuple[list[dict], str]:
@@ -37,8 +37,7 @@ def test_views_of_a_draft(tmp_path):
     assert again.stdout == output
 
 
-def test_where_kept_tokens_lie(benchmarks):
-    seen = importlib.import_module("draft_views").seen
+def test_where_kept_tokens_lie():
     views = torch.zeros(50, 6, 6)
     views[0, 0, 0] = views[1, 5, 5] = views[49, 2, 2] = views[20, 3, 3] = 1
     found = seen(views, needle_shots=[20, 21])
@@ -60,19 +59,18 @@ def test_passed_tokens_are_drawn(tmp_path):
     assert len(output.strip().splitlines()) == 3 and picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_intensity_is_the_share_of_layers_and_heads(benchmarks, tmp_path):
+def test_intensity_is_the_share_of_layers_and_heads(tmp_path):
     """Blocks that pass all of themselves on do so in every layer and head; what the anchor holds is not passed."""
-    exam, passed = importlib.import_module("exam"), importlib.import_module("passed_tokens")
-    engine = exam.Engine.from_pretrained("demo", hosts=HostGroup.single(), dtype="float32")
-    clips = exam.Exam(2, 16, 1)
+    engine = Engine.from_pretrained("demo", hosts=HostGroup.single(), dtype="float32")
+    clips = Exam(2, 16, 1)
 
     def look(length: int):
         def job(hosts, model):
-            candidate = exam.Candidate(model, engine.processor, hosts)
+            candidate = Candidate(model, engine.processor, hosts)
             config = PrefillConfig(anchor_len=12, passing_len=length)
-            return passed.intensities(candidate, clips.file(0, tmp_path), "how many letters are shown", config)
+            return intensities(candidate, clips.file(0, tmp_path), "how many letters are shown", config)
 
-        return exam.run_on(2, engine, job)
+        return run_on(2, engine.hosts, engine.model, job)
 
     everything, few = look(1000), look(2)
     in_anchor = everything.isnan()
@@ -93,8 +91,7 @@ def test_weights_are_traced(tmp_path):
     assert len(output.strip().splitlines()) == 3 and plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_hits_leave_out_what_no_weight_decides(benchmarks):
-    hits = importlib.import_module("ensemble_weights").hits
+def test_hits_leave_out_what_no_weight_decides():
     only_m = [True] * 3 + [False] * 8  # w(T) of 0, 0.1 or 0.2
     record = {"weights": [0.5, 0.9, 0.2, 1.0], "accepted": [only_m, only_m, [True] * 11, [False] * 11]}
     assert hits(record) == {"MT*": [1, 2], "M": [2, 2], "T": [0, 2], "MT": [0, 2]}
@@ -114,7 +111,6 @@ def test_memory_of_every_way(tmp_path):
     assert beside["draft_decode_ms"] > 0 and "All answers are the same: True" in result.stdout
 
 
-def test_options_of_drafts_are_left_out(benchmarks):
-    without_draft = importlib.import_module("speculation_memory").without_draft
+def test_options_of_drafts_are_left_out():
     given = ["--model", "a", "--draft-model", "b", "--frames", "8", "--draft-timeout=3"]
     assert without_draft(given) == ["--model", "a", "--frames", "8"]

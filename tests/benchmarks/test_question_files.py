@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import questions
-from evaluation.results import ResultsFile, Run, read_runs
-from evaluation.samples import Sample, digest_of
-from evaluation.scoring import ALL, markdown, score
+
+from support.evaluation.results import ResultsFile, Run, read_runs
+from support.evaluation.samples import Sample, digest_of
+from support.evaluation.scoring import ALL, markdown, score
 
 
 @pytest.mark.parametrize(

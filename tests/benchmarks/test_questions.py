@@ -8,9 +8,6 @@ from pathlib import Path
 import jsonschema
 import pytest
 import questions
-from evaluation.prompting import LETTERED, fill
-from evaluation.results import ResultsFile, read_runs
-from evaluation.samples import Sample, in_order_of_files, shard
 from PIL import Image
 
 from apbv import Engine
@@ -19,6 +16,9 @@ from apbv.demo.clips import read_mp4
 
 from documents import commands_in, marked, output_of, read_command
 from scripts import BENCHMARKS, ROOT, run_benchmark, run_hosts, started_hosts
+from support.evaluation.prompting import LETTERED, fill
+from support.evaluation.results import ResultsFile, read_runs
+from support.evaluation.samples import Sample, in_order_of_files, shard
 
 FILE = "questions.jsonl"
 
@@ -67,7 +67,7 @@ def test_answers_are_the_engines_and_scored(clips, said, tmp_path, capsys):
     right = [asked["id"] for asked in read(clips) if said[asked["id"]] == asked["answer"]]
     assert [key for key, record in records.items() if record["right"]] == right and len(right) >= 6
     (summary,) = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
-    jsonschema.validate(summary, json.loads((BENCHMARKS / "evaluation" / "schema.json").read_text()))
+    jsonschema.validate(summary, json.loads((BENCHMARKS / "support" / "evaluation" / "schema.json").read_text()))
     assert (summary["right"], summary["total"], summary["failed"]) == (len(right), 8, 0)
     ordering = [key for key in right if key.endswith("ordering")]
     assert summary["groups"]["task"]["ordering"]["right"] == len(ordering)

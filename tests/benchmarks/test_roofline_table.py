@@ -1,12 +1,13 @@
 """What is predicted of the operators' speed, against the counts of the benchmark that measures them."""
 
-import operator_attention_cases
 import pytest
 import roofline
 import torch
-from operators import PRESETS
 
 from apbv.kernels.roofline import cost_of
+
+from support.operators import attention
+from support.operators.presets import PRESETS
 
 
 @pytest.mark.parametrize("preset", ["quick", "h200"])
@@ -17,10 +18,10 @@ def test_the_calls_are_those_that_the_benchmark_measures(preset):
         for what, (operator, shapes) in roofline.shapes(sizes).items()
     }
     for what, case in (
-        ("the whole prompt, `full`", operator_attention_cases.causal(sizes)),
-        ("a block behind anchor and passing blocks", operator_attention_cases.block(sizes)),
-        ("one new token", operator_attention_cases.verify(sizes, 1)),
-        ("8 new tokens", operator_attention_cases.verify(sizes, 8)),
+        ("the whole prompt, `full`", attention.causal(sizes)),
+        ("a block behind anchor and passing blocks", attention.block(sizes)),
+        ("one new token", attention.verify(sizes, 1)),
+        ("8 new tokens", attention.verify(sizes, 8)),
     ):
         # The benchmark of verification does not count the log-sum-exp.
         lse = 4 * case.sizes["queries"] * sizes.heads if case.op == "verify_attention" else 0

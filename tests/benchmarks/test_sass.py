@@ -85,7 +85,7 @@ def kernel():
 def test_loops_are_those_of_the_flow_and_not_of_the_places():
     """A wait that stands behind everything, and jumps back, is no loop around what lies between."""
     pytest.importorskip("triton")
-    from kernel_listing import inner_loops, loops, read
+    from support.compiled_kernels.listing import inner_loops, loops, read
 
     instructions = read(LISTING)
     found = loops(instructions)

@@ -3,11 +3,11 @@
 import statistics
 
 import pytest
-from cost_model import METHODS
 
 from apbv import demo
 
 from scripts import assert_one_line_error, figures_of
+from support.cost_model.costs import METHODS
 
 
 def measured(tmp_path, kind: str, *options) -> tuple[list[dict], str]:
@@ -43,6 +43,19 @@ def test_a_plan_grows_with_hosts_and_tokens(tmp_path):
 def test_a_plan_of_a_checkpoint(tmp_path):
     records, _ = measured(tmp_path, "plan", "--model", demo.model_path(), "--tokens", 4096, "--methods", "star")
     assert records[0]["flop_ratio"] > 4
+
+
+def test_a_plan_of_fewer_tokens_and_blocks(tmp_path):
+    """Before the language model a reduction saves work in all layers, and encodes as much as without."""
+
+    def ratio(method: str, *options) -> float:
+        (record,), _ = measured(tmp_path, "plan", "--resolution", "1080p", "--methods", method, *options)
+        return record["flop_ratio"]
+
+    whole = ratio("apbv")
+    between, before = (ratio("apbv", "--reduce", name, "--reduce-ratio", 0.25) for name in ("fastv", "slowfast"))
+    assert whole < between < before
+    assert ratio("full", "--density", 0.25) > 1.2
 
 
 def test_simulated_hosts_beside_the_model(tmp_path):

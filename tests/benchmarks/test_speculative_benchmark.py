@@ -1,14 +1,13 @@
 """The benchmark of speculative decoding at toy size, and the theory it compares with."""
 
-import importlib
-
 import pytest
 
 from apbv import HostGroup, PrefillConfig
 from apbv.speculate import STRATEGIES, theory
 from apbv.speculate.settings import require_consistent
 
-from scripts import BENCHMARKS, assert_one_line_error, figures_of
+from scripts import assert_one_line_error, figures_of
+from support.speculation.presets import PRESETS
 
 
 @pytest.mark.thorough
@@ -59,26 +58,22 @@ def test_a_draft_host_beside_the_targets(tmp_path):
         assert 0 < record["breakdown_ms"]["draft prefill"] < record["total_ms"][0]
 
 
-def test_every_preset_is_a_table_of_ways(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    presets = importlib.import_module("speculative_presets").PRESETS
-    amounts = {label: (config.keep_tokens, config.num_draft_tokens) for label, config in presets["std1"](0.3)}
+def test_every_preset_is_a_table_of_ways():
+    amounts = {label: (config.keep_tokens, config.num_draft_tokens) for label, config in PRESETS["std1"](0.3)}
     assert amounts["STD"] == amounts["Streaming"] == (1024, 9)  # Section 4 of the paper
-    for name, ways in presets.items():
+    for name, ways in PRESETS.items():
         labels, configs = zip(*ways(0.3), strict=True)
         assert len(set(labels)) == len(labels) > 1, name
         for config in configs:
             require_consistent(config, PrefillConfig(on_single_host=True), HostGroup.single(), has_captioner=True)
 
 
-def test_tabeds_text_only_context_has_line_breaks(monkeypatch):
+def test_tabeds_text_only_context_has_line_breaks():
     """Appendix I.2; ParallelVLM's OnSD leaves the visual tokens out instead."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    presets = importlib.import_module("speculative_presets").PRESETS
     for name in ("tabed1", "tabed2"):
-        config = dict(presets[name](0.3))["T"]
+        config = dict(PRESETS[name](0.3))["T"]
         assert config.strategy == "tabed" and config.ensemble == "T"
-    assert dict(presets["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
+    assert dict(PRESETS["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
 
 
 @pytest.mark.thorough

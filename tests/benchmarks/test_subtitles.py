@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from evaluation.subtitles import Subtitle, interleaved, read_longvideobench, read_srt, shown_at
+
+from support.evaluation.subtitles import Subtitle, interleaved, read_longvideobench, read_srt, shown_at
 
 SRT = """1
 00:00:00,000 --> 00:00:01,000

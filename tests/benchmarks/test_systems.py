@@ -1,20 +1,17 @@
 """The comparison of all systems at toy size: its records, how it goes on, and what is made of them."""
 
-import importlib
 import json
 
 import pytest
+import systems as script
 
 from apbv.config import METHOD_NAMES, REDUCER_NAMES
 
-from scripts import BENCHMARKS, figures_of, run_benchmark
+from scripts import figures_of, run_benchmark
+from support.systems import report
+from support.systems.ways import systems
 
 LABELS = ["full", "star", "apbv", "full, draft by hippo, 0.1"]
-
-
-@pytest.fixture
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def test_a_run_goes_on_where_its_file_ends(tmp_path):
@@ -42,18 +39,26 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_system_is_there_once(benchmarks):
-    systems = importlib.import_module("systems").systems(1024, hosts=8)
-    labels = [system.label for system in systems]
+def test_a_label_that_no_system_has_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.parse_arguments(["--labels", "full", "fastvid"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "no way 'fastvid'; there are: full; " in error and "fastvid, 0.5" in error
+
+
+def test_every_system_is_there_once():
+    compared = systems(1024, hosts=8)
+    labels = [system.label for system in compared]
     assert len(set(labels)) == len(labels)
     assert {*METHOD_NAMES} - {"zigzag_ring", "ulysses"} <= {label.split(",")[0] for label in labels}
     for name in REDUCER_NAMES:
-        kept = [s.config.reduce.ratio for s in systems if s.config.reduce and s.config.reduce.method == name]
+        kept = [s.config.reduce.ratio for s in compared if s.config.reduce and s.config.reduce.method == name]
         assert sorted(kept) == [0.25, 0.5]
-    by_label = {system.label: system for system in systems}
+    by_label = {system.label: system for system in compared}
     assert by_label["apbv"].config.anchor_len == 16 and by_label["apbv"].config.passing_len == 8
     assert by_label["apb"].config.passing_len == 16
-    settings = [json.dumps([system.settings, system.hosts], sort_keys=True) for system in systems]
+    settings = [json.dumps([system.settings, system.hosts], sort_keys=True) for system in compared]
     assert len(set(settings)) == len(settings)
 
 
@@ -73,8 +78,7 @@ def record(label: str, seed: int, right: dict, ttft_ms: list, kept: list, hosts:
     }
 
 
-def test_clips_are_summed_and_times_are_medians(benchmarks):
-    report = importlib.import_module("systems_report")
+def test_clips_are_summed_and_times_are_medians():
     right = {"ordering": [1, 1], "counting": [0, 2]}
     records = [
         record("full", 0, right, [100, 120], [100]),

@@ -1,13 +1,14 @@
 """The throughput benchmark, run as a user runs it, at toy size: its figures have the documented form."""
 
-import sys
 from itertools import pairwise
 
 import pytest
 
-from apbv import demo
+from apbv import PrefillConfig, demo
+from apbv.hosts.simulated import Link
 
-from scripts import BENCHMARKS, assert_one_line_error, figures_of
+from scripts import assert_one_line_error, figures_of
+from support.prefills.presets import PRESETS
 
 SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]
 
@@ -57,9 +58,9 @@ def test_simulated_hosts_a_file_and_a_plot(tmp_path):
 
 def test_baselines_on_one_host_beside_all_methods(tmp_path):
     rows = measured(tmp_path, "--preset", "fig6_baselines", "--frames", 8, "--resolutions", "56x84", "--hosts", 2)
-    alone = ["full", "xattention", "spargeattn"]
+    alone = ["full", "xattention", "spargeattn", "flexprefill"]
     assert [row["label"] for row in rows] == [*alone, *SPLIT_METHODS, "slowfast, 0.5"]
-    assert [row["hosts"] for row in rows] == [1] * 3 + [2] * 5 + [1]
+    assert [row["hosts"] for row in rows] == [1] * 4 + [2] * 5 + [1]
     whole, reduced = rows[0], rows[-1]
     assert whole["num_video_tokens"] == 4 * 6  # four temporal patches of 2 x 3 tokens
     assert reduced["method"] == "full" and reduced["num_video_tokens"] <= 12
@@ -102,14 +103,6 @@ def test_bad_options_are_one_line(options, message, capsys):
 
 
 def test_presets_cover_the_papers_sweeps():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        from presets import PRESETS
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    from apbv import PrefillConfig
-    from apbv.hosts.simulated import Link
-
     assert set(PRESETS) == {"table4", "table5", "table7", "table8", "table9", "fig6", "fig6_baselines", "fig7"}
     for build in PRESETS.values():
         for device in ("cpu", "cuda"):

@@ -1,6 +1,5 @@
 """The benchmark of a video's road: its form, its clips, and that what is wrong has no figures."""
 
-import importlib
 import json
 import statistics
 from dataclasses import replace
@@ -9,29 +8,27 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+import video
 
 from scripts import BENCHMARKS
+from support.videos.worker import cores_of
 from video_files import decode_all, encode, packets_of
 
 STAGES = ("frames", "pixels", "embeddings", "first_token")
 
 
 @pytest.fixture
-def module(monkeypatch):
-    """The benchmark, in this process: processes that scripts run in for tests may have none of their own."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("video")
+def run(tmp_path):
+    """Runs the quick preset: the exit status and the records.
 
-
-@pytest.fixture
-def run(module, tmp_path):
-    """Runs the quick preset: the exit status and the records."""
+    In this process, because those that scripts run in for tests may have none of their own.
+    """
     schema = json.loads((BENCHMARKS / "schemas" / "video.json").read_text())
 
     def run(*options):
         path = tmp_path / "figures.jsonl"
         arguments = ["--preset", "quick", "--folder", tmp_path / "clips", "--json", path, *options]
-        status = module.main([str(argument) for argument in arguments])
+        status = video.main([str(argument) for argument in arguments])
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         for record in records:
             jsonschema.validate(record, schema)
@@ -91,24 +88,24 @@ def test_every_stage_in_several_rounds(run, capsys):
         assert len(record["samples"]["seconds"]) == 2 and record["pinned"]
 
 
-def test_what_differs_has_no_figures(module, run, monkeypatch, capsys):
-    monkeypatch.setitem(module.TOLERANCES["float32"], "frames", -1)
+def test_what_differs_has_no_figures(run, monkeypatch, capsys):
+    monkeypatch.setitem(video.TOLERANCES["float32"], "frames", -1)
     assert run("--stages", "frames", "--ways", "apbv") == (1, [])
     assert "error: frames of apbv on 1 hosts differ by 0" in capsys.readouterr().err
 
 
-def test_a_library_that_is_not_there_is_left_out(module, monkeypatch, capsys):
-    monkeypatch.setitem(module.READERS, "opencv", replace(module.READERS["opencv"], module="no_such_module"))
-    assert module.find_ways(["opencv", "pyav"])[0] == ["pyav"]
+def test_a_library_that_is_not_there_is_left_out(monkeypatch, capsys):
+    monkeypatch.setitem(video.READERS, "opencv", replace(video.READERS["opencv"], module="no_such_module"))
+    assert video.find_ways(["opencv", "pyav"])[0] == ["pyav"]
     assert "note: opencv cannot be used here, and is left out: No module named 'no_such" in capsys.readouterr().err
 
 
-def job_of(module, **settings):
+def job_of(**settings):
     clips = {"clip": Path("a"), "warm_up": Path("b"), "reader": "pyav"}
     sizes = {"max_pixels": 1, "vision_depth": 1, "vision_hidden": 1, "dtype": "float32"}
     clips |= {"threads": 1, "pinned": False}
-    job = module.Job("frames", "apbv", num_frames=4, sampling="sparse", hosts=2, **clips, **sizes)
-    return module.Run(module.ClipSpec(4, 4, 1, 1, 1), replace(job, **settings))
+    job = video.Job("frames", "apbv", num_frames=4, sampling="sparse", hosts=2, **clips, **sizes)
+    return video.Run(video.ClipSpec(4, 4, 1, 1, 1), replace(job, **settings))
 
 
 def save(folder, *of_hosts):
@@ -120,50 +117,49 @@ def save(folder, *of_hosts):
     return folder
 
 
-def test_every_row_is_compared(module, tmp_path, monkeypatch):
+def test_every_row_is_compared(tmp_path, monkeypatch):
     """Both hosts made some of 100 rows, of which 7 are compared at a time."""
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 14)
+    monkeypatch.setattr(video, "_BLOCK_BYTES", 14)
     rows = np.arange(200, dtype=np.uint8).reshape(100, 2)
     reference = save(tmp_path / "reference", (rows, range(100)))
     right = [(rows[:70], range(70)), (rows[60:], range(60, 100))]
-    frames = job_of(module)
-    assert module.max_difference(frames, save(tmp_path / "right", *right), reference) == 0
+    frames = job_of()
+    assert video.max_difference(frames, save(tmp_path / "right", *right), reference) == 0
     wrong = rows.copy()
     wrong[99, 1] += 3
     made = save(tmp_path / "wrong", right[0], (wrong[60:], range(60, 100)))
     with pytest.raises(AssertionError, match="differ by 3"):
-        module.max_difference(frames, made, reference)
-    assert module.max_difference(job_of(module, way="opencv"), made, reference) == 3
-    of_tower = job_of(module, stage="embeddings", way="transformers")
-    assert module.max_difference(of_tower, made, reference) == pytest.approx(3 / 199)
-    assert module.max_difference(job_of(module, stage="first_token"), made, reference) is None
+        video.max_difference(frames, made, reference)
+    assert video.max_difference(job_of(way="opencv"), made, reference) == 3
+    of_tower = job_of(stage="embeddings", way="transformers")
+    assert video.max_difference(of_tower, made, reference) == pytest.approx(3 / 199)
+    assert video.max_difference(job_of(stage="first_token"), made, reference) is None
     with pytest.raises(AssertionError, match="differ by nan"):
         nothing = save(tmp_path / "nothing", (rows * np.nan, range(100)), right[1])
-        module.max_difference(job_of(module, stage="embeddings"), nothing, reference)
+        video.max_difference(job_of(stage="embeddings"), nothing, reference)
     with pytest.raises(AssertionError, match="makes 99 rows"):
         missing = save(tmp_path / "missing", right[0], (rows[60:99], range(60, 99)))
-        module.max_difference(frames, missing, reference)
+        video.max_difference(frames, missing, reference)
     with pytest.raises(AssertionError, match="other shapes"):
         narrow = save(tmp_path / "narrow", (rows[:, :1], range(100)), right[1])
-        module.max_difference(frames, narrow, reference)
+        video.max_difference(frames, narrow, reference)
 
 
-def test_every_host_has_cores_of_its_own_while_there_are_some(module):
-    cores_of = importlib.import_module("video_worker").cores_of
+def test_every_host_has_cores_of_its_own_while_there_are_some():
     assert [cores_of(rank, 2, [0, 1, 4, 5]) for rank in range(3)] == [[0, 1], [4, 5], [0, 1]]
 
 
-def test_dense_frames_adjoin_in_the_middle(module):
-    assert job_of(module, sampling="dense").job.choose(11) == [3, 4, 5, 6]
-    assert job_of(module, sampling="dense").job.choose(3) == [0, 1, 2]
-    assert job_of(module).job.choose(10) == [0, 3, 6, 9]
+def test_dense_frames_adjoin_in_the_middle():
+    assert job_of(sampling="dense").job.choose(11) == [3, 4, 5, 6]
+    assert job_of(sampling="dense").job.choose(3) == [0, 1, 2]
+    assert job_of().job.choose(10) == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize("from_file", [False, True], ids=["drawn", "of a file"])
-def test_clips_are_as_asked_for(module, tmp_path, from_file):
+def test_clips_are_as_asked_for(tmp_path, from_file):
     source = Path(encode(tmp_path / "source.mp4", n=10)) if from_file else None
-    spec = module.ClipSpec(32, 48, gop=7, num_frames=25, fps=25, source=source)
-    path = module.make_clip(spec, tmp_path / "clips")
+    spec = video.ClipSpec(32, 48, gop=7, num_frames=25, fps=25, source=source)
+    path = video.make_clip(spec, tmp_path / "clips")
     packets, frames = packets_of(str(path)), decode_all(str(path))
     assert [number for number, packet in enumerate(packets) if packet[3]] == [0, 7, 14, 21]
     times = [packet[2] for packet in packets]
@@ -176,5 +172,5 @@ def test_clips_are_as_asked_for(module, tmp_path, from_file):
             < np.abs(frames[5].astype(int) - frames[0]).mean() / 2
         )
     written = path.stat().st_mtime_ns
-    assert module.make_clip(spec, tmp_path / "clips") == path and path.stat().st_mtime_ns == written
-    assert module.make_clip(replace(spec, gop=8), tmp_path / "clips") != path
+    assert video.make_clip(spec, tmp_path / "clips") == path and path.stat().st_mtime_ns == written
+    assert video.make_clip(replace(spec, gop=8), tmp_path / "clips") != path

@@ -1,29 +1,23 @@
 """The models and prompts that benchmarks run: sizes as published, and prompts that the models can read."""
 
-import importlib
-
 import pytest
+import scaling
 import torch
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.model.parts import inspect_model
 
-from scripts import BENCHMARKS
-
-
-@pytest.fixture
-def workloads(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("workloads")
+from support import workloads
+from support.cost_model.plan import prompt_of
 
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("internvl3-2b", 2.09)])
-def test_models_have_as_many_weights_as_published(workloads, name, billions):
+def test_models_have_as_many_weights_as_published(name, billions):
     model = workloads.build_model(workloads.CONFIGS[name], torch.bfloat16, "meta")
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-def test_frames_of_internvl_can_be_prefilled(workloads):
+def test_frames_of_internvl_can_be_prefilled():
     config = workloads.internvl_config(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=2000)
     tower = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "image_size": [56, 56]}
     config.vision_config = type(config.vision_config)(num_attention_heads=2, **tower)
@@ -37,11 +31,10 @@ def test_frames_of_internvl_can_be_prefilled(workloads):
     assert state.logits.isfinite().all()
 
 
-def test_the_plan_of_internvl_has_256_tokens_a_frame(workloads):
-    scaling = importlib.import_module("scaling")
+def test_the_plan_of_internvl_has_256_tokens_a_frame():
     options = scaling.parse_arguments(
         ["plan", "--model", "internvl3-2b", "--frames", "8", "--resolution", "1440p"]
     )
-    num_tokens, start, query_start, video = importlib.import_module("scaling_plan").prompt_of(options, None)
+    num_tokens, start, query_start, video = prompt_of(options, None)
     assert query_start - start == len(video.tokens) == 8 * 256 and video.frames == 8
     assert num_tokens == query_start + 1 + options.query_len

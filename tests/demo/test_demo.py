@@ -8,12 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train_demo
-from agreement import count_agreements, predict_along
-from demo_training import data, vision
-from demo_training import trainer as training
-from exam import Candidate, Exam, markdown, score
-from scaled_model import scale_model
-from summaries import wilson
+from agreement import count_agreements
+from exam import markdown
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata, load_video
@@ -22,6 +18,14 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, pref
 from apbv.demo import clips
 from apbv.model.parts import inspect_model
 from apbv.speculate.strategies import make_observer
+
+from support.demo_training import data, vision
+from support.demo_training import trainer as training
+from support.exams.candidate import Candidate, score
+from support.exams.exam import Exam
+from support.exams.pair import predict_along
+from support.speculation.scaled_model import scale_model
+from support.summaries import wilson
 
 
 def load(path):
@@ -328,12 +332,10 @@ def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_p
         monkeypatch.setattr(training, name, 384)
     # Every step takes half a second by this clock: as many steps on every machine.
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=itertools.count(step=0.5).__next__))
-    command = ["train", "target", "--out", str(tmp_path), "--threads", "1"]
-    monkeypatch.setattr("sys.argv", [*command, "--minutes", "0.1"])
-    train_demo.main()
+    command = ["target", "--out", str(tmp_path), "--threads", "1"]
+    assert train_demo.main([*command, "--minutes", "0.1"]) == 0
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    monkeypatch.setattr("sys.argv", [*command, "--minutes", "0.2", "--resume"])
-    train_demo.main()
+    assert train_demo.main([*command, "--minutes", "0.2", "--resume"]) == 0
     resumed = torch.load(tmp_path / "state.pt", weights_only=True)
     assert (state["step"], resumed["step"]) == (12, 24) and resumed["history"][0] == state["history"][0]
     losses = [row["dense"] for row in resumed["history"]]

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 import triton
-from kernel_launches import (
+
+from support.compiled_kernels.launches import (
     CALLS,
     SHARED_MEMORY,
     antidiagonals,
@@ -32,7 +33,7 @@ from kernel_launches import (
     prefill,
     verify,
 )
-from kernel_listing import disassemble, loops, read, used_memory
+from support.compiled_kernels.listing import disassemble, loops, read, used_memory
 
 
 def properties(kernel: triton.compiler.CompiledKernel) -> dict:
@@ -67,6 +68,7 @@ def cases() -> dict[int, dict[str, Callable]]:
         "tree, kept keys, D=128": partial(verify, 128, 26, tree=True, kept=True),
         "tokens of a batch, D=128": CALLS["tokens of a batch"],
         **{f"listed blocks, D={dim}": partial(block_sparse, dim) for dim in (128, 256)},
+        "listed blocks, skipping": CALLS["listed blocks, skipping"],
         "antidiagonals": CALLS["antidiagonals"],
         "means of blocks": CALLS["means of blocks"],
     }

@@ -109,6 +109,12 @@ def commands_in(code: str) -> list[str]:
     return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
 
 
+def indented_commands(text: str) -> list[str]:
+    """The commands that are indented, as in docstrings, and start one of the project's scripts."""
+    lines = re.findall(r"^    (\S.*)$", text.replace("\\\n", " "), re.MULTILINE)
+    return [line for line in lines if _STARTS_A_SCRIPT.match(line)]
+
+
 def inline_commands(page: Path) -> list[str]:
     """The commands in running text that start one of the project's scripts."""
     found = _INLINE_CODE.findall(prose(page.read_text(encoding="utf-8")))

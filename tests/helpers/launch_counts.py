@@ -14,7 +14,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from torch import Tensor
-from workloads import build_model, qwen_vl_config, text_prompt
 
 import apbv
 from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig
@@ -26,6 +25,7 @@ from apbv.model.parts import inspect_model
 
 from answers import answer_by, decoder_behind
 from pretend_gpu import Events, Machine, rehearsal, to_gpu
+from support.workloads import build_model, qwen_vl_config, text_prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 HEADING = "## What a GPU is asked to do"

@@ -1,0 +1,1 @@
+"""This package counts what a prefill costs, and predicts its time; nothing runs."""

@@ -1,0 +1,1 @@
+"""This package measures decoding over long KV."""

@@ -1,0 +1,1 @@
+"""This package trains the demo's target and its draft."""

@@ -1,0 +1,181 @@
+"""This module scores runs: shares of right answers with intervals, by kind of question."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from apbv.stats import markdown_table
+
+from ..plots import import_pyplot, legend_above, save
+from ..summaries import percent_cell, wilson
+from .results import Run, digest_of
+
+ALL = ("all", "")
+
+
+@dataclass
+class Score:
+    """A Score counts what a run got right.
+
+    Attributes:
+        groups: right answers and questions, by (dimension, value); :data:`ALL` comes first.
+        unanswered: answers that name no option; they count as wrong.
+        failed: questions that could not be asked; they are in no count.
+        incomplete: questions of which tries are missing; they are in no count.
+        unscored: answers to questions whose right answer is not known.
+        overall: a benchmark's own figure, where that is not the share of all; None: there is none.
+    """
+
+    groups: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    unanswered: int = 0
+    failed: int = 0
+    incomplete: int = 0
+    unscored: int = 0
+    overall: float | None = None
+
+
+def score(run: Run, overall: Callable[[Score], float | None] = lambda score: None) -> Score:
+    """Count a run's right answers.
+
+    Args:
+        overall: a benchmark's own figure.
+    """
+    found, units = Score({ALL: [0, 0]}), {}
+    for record in run.records.values():
+        if "error" in record:
+            found.failed += 1
+        elif record["right"] is None:
+            found.unscored += 1
+        else:
+            units.setdefault(record["unit"], []).append(record)
+            found.unanswered += record["choice"] is None and record["is_choice"]
+    for tries in units.values():
+        if len(tries) < tries[0]["unit_size"]:
+            found.incomplete += 1
+            continue
+        right = all(record["right"] for record in tries)
+        for group in (ALL, *tries[0]["groups"].items()):
+            count = found.groups.setdefault(group, [0, 0])
+            count[0] += right
+            count[1] += 1
+    found.overall = overall(found) if found.groups[ALL][1] else None
+    return found
+
+
+def summary(run: Run, score: Score) -> dict:
+    """Return a run's score as a JSON object."""
+    answered = [record for record in run.records.values() if "error" not in record]
+    figures = {
+        name: statistics.median(record["figures"][name] for record in answered)
+        for name in (answered[0]["figures"] if answered else ())
+        if all(isinstance(record["figures"].get(name), int | float) for record in answered)
+    }
+    groups: dict[str, dict[str, dict]] = {}
+    for (dimension, value), count in sorted(score.groups.items()):
+        if (dimension, value) != ALL:
+            groups.setdefault(dimension, {})[value] = _counted(*count)
+    return {
+        "settings": dict(run.settings),
+        **_counted(*score.groups[ALL]),
+        "overall": score.overall,
+        "unanswered": score.unanswered,
+        "failed": score.failed,
+        "incomplete": score.incomplete,
+        "unscored": score.unscored,
+        "groups": groups,
+        "medians": figures,
+    }
+
+
+def _counted(right: int, total: int) -> dict:
+    return {
+        "right": right,
+        "total": total,
+        "share": right / total if total else None,
+        "interval": list(wilson(right, total)) if total else None,
+    }
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """Name runs by the settings in which they differ."""
+    names = sorted({name for run in runs for name in run.settings})
+    first = runs[0].settings
+    differing = [name for name in names if any(run.settings.get(name) != first.get(name) for run in runs)]
+    named = [", ".join(f"{name} {_shown(run.settings.get(name))}" for name in differing) for run in runs]
+    return named if differing else [digest_of(run.settings) for run in runs]
+
+
+def _shown(value) -> str:
+    return "–" if value is None else str(value)
+
+
+def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
+    """Format runs as a table: a column for each run, a row for each kind of question; per cent, with intervals.
+
+    The last column says how many questions were asked, of each run where these numbers differ.
+    """
+    header = ["% right", *(labels_of(runs) if len(runs) > 1 else ["(95 % interval)"]), "questions"]
+    present = {group for score in scores for group in score.groups} - {ALL}
+    rows = []
+    for group in (ALL, *sorted(present)):
+        counts = [score.groups.get(group, [0, 0]) for score in scores]
+        cells = [percent_cell(*count) if count[1] else "" for count in counts]
+        totals = [count[1] for count in counts]
+        asked = totals[0] if len(set(totals)) == 1 else ", ".join(map(str, totals))
+        rows.append([": ".join(filter(None, group)), *cells, asked])
+    if any(score.overall is not None for score in scores):
+        shares = ["" if score.overall is None else f"{100 * score.overall:.1f}" for score in scores]
+        rows.insert(1, ["overall, by the benchmark's rule", *shares, ""])
+    for name in ("unanswered", "failed", "incomplete", "unscored"):
+        if any(numbers := [getattr(score, name) for score in scores]):
+            rows.append([f"({name})", *numbers, ""])
+    medians = [summary(run, score)["medians"] for run, score in zip(runs, scores, strict=True)]
+    shown = {"num_input_tokens": "tokens (median)", "ttft_ms": "ms to first token", "total_ms": "ms"}
+    for name, title in shown.items():
+        if all(name in each for each in medians):
+            rows.append([title, *(f"{each[name]:.0f}" for each in medians), ""])
+    return markdown_table(header, rows, align="---")
+
+
+def plot(runs: Sequence[Run], scores: Sequence[Score], path: Path) -> None:
+    """Draw each run's shares of right answers by kind of question, with 95 % intervals."""
+    pyplot = import_pyplot()
+    groups = [ALL, *sorted({group for score in scores for group in score.groups} - {ALL})]
+    figure, axes = pyplot.subplots(figsize=(6, 1 + 0.25 * len(groups) * (1 + len(runs)) / 2))
+    height = 0.8 / len(runs)
+    for index, (label, score) in enumerate(zip(labels_of(runs), scores, strict=True)):
+        places, shares, spreads = [], [], ([], [])
+        for place, group in enumerate(groups):
+            right, total = score.groups.get(group, (0, 0))
+            if not total:
+                continue
+            low, high = wilson(right, total)
+            places.append(place + (index - (len(runs) - 1) / 2) * height)
+            shares.append(100 * right / total)
+            spreads[0].append(100 * (right / total - low))
+            spreads[1].append(100 * (high - right / total))
+        # An interval of few answers may end a rounding error beside the share itself.
+        spreads = [[max(0.0, value) for value in side] for side in spreads]
+        axes.barh(places, shares, height, xerr=spreads, label=label, error_kw={"elinewidth": 0.8, "capsize": 2})
+    axes.set_yticks(range(len(groups)), [": ".join(filter(None, group)) for group in groups])
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="right answers (%), with 95 % intervals")
+    if len(runs) > 1:
+        legend_above(axes)
+    save(figure, path)
+
+
+def mean_by(score: Score, dimension: str, parts: Mapping[str, Sequence[str]]) -> float | None:
+    """Return the mean over parts of the mean share of each part's values, of those that were asked.
+
+    Args:
+        dimension: the dimension of the values.
+        parts: the values of each part.
+    """
+    means = []
+    for values in parts.values():
+        counts = [score.groups[dimension, value] for value in values if (dimension, value) in score.groups]
+        if counts:
+            means.append(statistics.fmean(right / total for right, total in counts))
+    return statistics.fmean(means) if means else None

@@ -1,0 +1,140 @@
+"""This module lets the demo pair's draft read a clip as it does in speculative decoding, and answer or predict."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from apbv import (
+    HostGroup,
+    ModelInputs,
+    PrefillConfig,
+    PrefillResult,
+    SamplingConfig,
+    SpeculativeConfig,
+    prefill,
+)
+from apbv.demo import draft_path
+from apbv.model.parts import ModelParts, inspect_model
+from apbv.speculate.builders import draft_by_model
+from apbv.speculate.draft import Draft, DraftTask
+from apbv.speculate.strategies import keep_policy, make_observer
+
+from .candidate import Candidate, load_demo
+
+
+@dataclass(frozen=True)
+class DemoPair:
+    """The demo's target and draft on one host.
+
+    Args:
+        target: reads clips.
+        draft: the draft model.
+    """
+
+    target: Candidate
+    draft: PreTrainedModel
+
+    @classmethod
+    def load(cls) -> "DemoPair":
+        """Load both in float32, as their accuracy was measured."""
+        engine, draft = load_demo(), load_demo(draft_path()).model
+        return cls(Candidate(engine.model, engine.processor, engine.hosts), draft)
+
+    @property
+    def hosts(self) -> HostGroup:
+        """The one host."""
+        return self.target.hosts
+
+    @cached_property
+    def draft_parts(self) -> ModelParts:
+        """The draft's parts."""
+        return inspect_model(self.draft)
+
+    def read(self, file: Path, question: str) -> ModelInputs:
+        """Read the prompt of a question about all frames of a file."""
+        return self.target.read(file, question)
+
+    def prefill(
+        self, inputs: ModelInputs, config: SpeculativeConfig, seed: int = 0
+    ) -> tuple[PrefillResult, DraftTask]:
+        """Prefill the target, observed as a way to draft wants it; return what the draft is built from, too.
+
+        Args:
+            seed: of random choices.
+        """
+        observer = make_observer(config, self.target.parts)
+        state = prefill(
+            self.target.parts,
+            inputs,
+            hosts=self.hosts,
+            config=PrefillConfig(method="full"),
+            observer=observer,
+            encoded=self.target.encoded,
+        )
+        task = DraftTask(
+            target=self.target.parts,
+            draft=self.draft_parts,
+            inputs=inputs,
+            state=state,
+            observer=observer,
+            hosts=self.hosts,
+            config=config,
+            keep=keep_policy(config),
+            sampling=SamplingConfig(seed=seed),
+            vocab_size=min(self.target.parts.vocab_size, self.draft_parts.vocab_size),
+            leave_last=True,  # so that the draft gives the answer's first token, too
+        )
+        return state, task
+
+    def answer_by_draft(self, task: DraftTask, max_new_tokens: int) -> tuple[str, Draft]:
+        """Let the draft answer greedily, unverified, from the visual tokens that it sees; return the text."""
+        draft = draft_by_model(task)
+        last = int(task.inputs.input_ids[0, -1])
+        tokens = draft.drafter.propose([last], max_new_tokens).tokens
+        ends = set(_as_list(self.target.model.generation_config.eos_token_id))
+        stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+        return self.target.processor.tokenizer.decode(tokens[:stop], skip_special_tokens=True), draft
+
+
+def _as_list(numbers: int | list[int]) -> list[int]:
+    return numbers if isinstance(numbers, list) else [numbers]
+
+
+@torch.no_grad()
+def predict_along(model: PreTrainedModel, inputs: ModelInputs, tokens: list[int], kept: Tensor) -> list[int]:
+    """Predict each of some tokens from those before it.
+
+    Args:
+        model: a Qwen2.5-VL model on the CPU.
+        inputs: the prompt, with all pixels of its video on this host.
+        tokens: the tokens that follow the prompt.
+        kept: ascending indices of the visual tokens that the model sees, int64.
+
+    Returns:
+        The model's most likely token at the place of each.
+    """
+    ids = torch.cat([inputs.input_ids, torch.tensor([tokens[:-1]], dtype=torch.long)], dim=1)
+    embeds = model.get_input_embeddings()(ids)
+    rows = []
+    for chunk in inputs.visual.pixels.chunks([range(inputs.visual.num_temporal_patches)]):
+        pixels, grid = chunk.values["pixel_values_videos"], chunk.values["video_grid_thw"]
+        rows += model.model.get_video_features(pixels, grid, return_dict=True).pooler_output
+    visual = torch.cat(rows)
+    is_visual = (ids == model.config.video_token_id)[0]
+    embeds[:, is_visual] = visual
+    first = int(inputs.position_ids.flatten()[-1]) + 1
+    following = torch.arange(first, first + len(tokens) - 1).expand(3, 1, -1)
+    positions = torch.cat([inputs.position_ids, following], dim=-1)
+    is_seen = ~is_visual
+    is_seen[is_visual.nonzero()[kept, 0]] = True
+    hidden = model.model.language_model(
+        inputs_embeds=embeds[:, is_seen], position_ids=positions[..., is_seen], use_cache=False
+    ).last_hidden_state
+    return model.lm_head(hidden[0, -len(tokens) :]).argmax(-1).tolist()

@@ -1,0 +1,103 @@
+"""This module fetches KV as somebody else's engine would, in a process of its own: one ticket a line.
+
+The process is this file, run as a script.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from apbv import HostGroup
+from apbv.kv.remote import RemoteKV
+from apbv.kv.ticket import Ticket
+
+WAIT = 600.0  # seconds, for the process to end
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """What a consumer tells: seconds until all, and until the first layer was there; a digest where asked for."""
+
+    seconds: float
+    first_layer_seconds: float
+    digest: str | None
+
+
+def digest_of(layers: Iterable[tuple[Tensor, Tensor]]) -> str:
+    """Compute the SHA-256 of keys and values ``[H, T, D]``, layer by layer."""
+    digest = hashlib.sha256()
+    for states in layers:
+        for tensor in states:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def consume(ticket: Ticket, cache: dict, digests: bool) -> Consumed:
+    """Fetch everything into memory that is kept from one call to the next, and confirm it."""
+    shape = ticket.num_layers, 2, ticket.num_kv_heads, ticket.num_tokens, ticket.head_dim
+    if shape not in cache:
+        cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
+    kept, began, first = cache[shape], time.perf_counter(), None
+    with RemoteKV.open(ticket) as kv:
+        for own, layer in zip(kept, kv.layers(range(ticket.num_tokens)), strict=True):
+            first = first or time.perf_counter()
+            for states, received in zip(own, layer, strict=True):
+                states.copy_(received)
+        kv.confirm()
+    ended = time.perf_counter()
+    digest = digest_of((keys, values) for keys, values in kept) if digests else None
+    return Consumed(ended - began, first - began, digest)
+
+
+class Consumer:
+    """A Consumer fetches KV in a process of its own, on the leader's machine."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def fetch(self, ticket: Ticket, digests: bool = False) -> Consumed:
+        """Have it fetch everything, and return what it tells."""
+        json.dump({"params": ticket.to_params(), "digests": digests}, self._process.stdin)
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise ValueError("the consumer has ended: its error is above")
+        return Consumed(**json.loads(line))
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(WAIT)
+
+
+@contextmanager
+def consumer_of(hosts: HostGroup) -> Iterator[Consumer | None]:
+    """Run a consumer beside the leader."""
+    consumer = Consumer() if hosts.is_leader else None
+    try:
+        yield consumer
+    finally:
+        if consumer is not None:
+            consumer.close()
+
+
+def main() -> None:
+    cache: dict = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        consumed = consume(Ticket.from_params(order["params"]), cache, order["digests"])
+        print(json.dumps(asdict(consumed)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""This module defines the cases of attention: over segments, and of a few new tokens over long KV."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from apbv.kernels import reference, segmented_attention, verify_attention
+from apbv.kernels.backends import choose
+from apbv.kernels.library_attention import choose_attention
+
+from .case import ATTENTION_TOLERANCE, Case, Draw, Outputs, Piece, Sizes, group_of, local_kv
+
+# So many queries, in runs of so many, are compared, because every score is an fp64 number in memory.
+_CHECKED_QUERIES, _RUN = 2048, 128
+
+
+def _segmented(s: Sizes, label: str, queries: int, keys: list[int], make, rows_alone: int = 0) -> Case:
+    """Build a case whose last segment is causal, and at least as long as there are queries."""
+    last, before = keys[-1], sum(keys[:-1])
+    seen = (queries - rows_alone) * before + queries * (last - queries) + queries * (queries + 1) // 2
+    rows = 2 * queries * s.heads + 2 * sum(keys) * s.kv_heads
+    scale = s.head_dim**-0.5
+    return Case(
+        "segmented_attention",
+        label,
+        asdict(s) | {"queries": queries, "keys": sum(keys), "segments": len(keys)},
+        4 * s.head_dim * s.heads * seen,
+        lambda dtype: rows * s.head_dim * dtype.itemsize + 4 * queries * s.heads,
+        make,
+        lambda ops, backend: segmented_attention(
+            ops[0], ops[1], scale, causal_last=True, rows_alone=rows_alone, backend=backend
+        ),
+        lambda ops: _attention_pieces(*ops, scale, rows_alone),
+        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
+        lambda ops, backend: choose_attention(backend, *ops),
+        is_segmented=True,
+        rows_alone=rows_alone,
+    )
+
+
+def block(s: Sizes) -> Case:
+    """Build the case of the last block, which sees the anchor, what all others pass on, and causally itself."""
+    senders = 2 * s.hosts - 1
+
+    def make(draw: Draw) -> tuple:
+        local = local_kv(draw, s, s.anchor + s.block)
+        anchor, block = ([x[:, :, rows] for x in local] for rows in (slice(s.anchor), slice(s.anchor, None)))
+        return draw.states(s.heads, s.block, s.head_dim), [anchor, *_passed(draw, s, senders), block]
+
+    keys = [s.anchor, *[s.passing] * senders, s.block]
+    return _segmented(s, "anchor, passing blocks, block", s.block, keys, make)
+
+
+def block_with_anchor(s: Sizes) -> Case:
+    """Build the case of :func:`block` with the anchor's own queries, which see only the anchor."""
+    senders = 2 * s.hosts - 1
+
+    def make(draw: Draw) -> tuple:
+        rows = s.anchor + s.block
+        return draw.states(s.heads, rows, s.head_dim), [*_passed(draw, s, senders), local_kv(draw, s, rows)]
+
+    keys = [*[s.passing] * senders, s.anchor + s.block]
+    return _segmented(s, "passing blocks, anchor and block", s.anchor + s.block, keys, make, s.anchor)
+
+
+def causal(s: Sizes) -> Case:
+    """Build the case of a whole prompt."""
+
+    def make(draw: Draw) -> tuple:
+        return draw.states(s.heads, s.tokens, s.head_dim), [local_kv(draw, s, s.tokens)]
+
+    return _segmented(s, "causal", s.tokens, [s.tokens], make)
+
+
+def query(s: Sizes) -> Case:
+    """Build the case of the question over a host's slice of the anchor, its two blocks, and the question."""
+    keys = [s.anchor // s.hosts, 2 * s.block + s.query_len]
+
+    def make(draw: Draw) -> tuple:
+        return draw.states(s.heads, s.query_len, s.head_dim), [local_kv(draw, s, rows) for rows in keys]
+
+    return _segmented(s, "query block", s.query_len, keys, make)
+
+
+def _passed(draw: Draw, s: Sizes, senders: int) -> list[tuple[Tensor, Tensor]]:
+    """Draw passing blocks as they arrive: one buffer with K and V per sender."""
+    return [tuple(draw.randn(2, 1, s.kv_heads, s.passing, s.head_dim)) for _ in range(senders)]
+
+
+def _attention_pieces(q: Tensor, segments: list, scale: float, rows_alone: int) -> Iterator[Piece]:
+    """Yield the exact results of runs of queries, KV head by KV head."""
+    queries, kv_heads = q.shape[2], segments[0][0].shape[1]
+    for head in range(kv_heads):
+        group = group_of(q, kv_heads, head)
+        *before, last = ([x[:, head : head + 1] for x in pair] for pair in segments)
+        for rows in _runs(queries):
+            # Without the keys that only later rows see, causality is bottom-right for these rows alone.
+            seen = [x[:, :, : x.shape[2] - queries + rows.stop] for x in last]
+            alone = min(max(0, rows_alone - rows.start), rows.stop - rows.start)
+            exact = reference.segmented_attention(
+                q[:, group, rows].double(), [*before, seen], scale, True, rows_alone=alone
+            )
+            yield lambda outs, group=group, rows=rows: tuple(x[:, group, rows] for x in outs), exact
+
+
+def _runs(length: int) -> list[slice]:
+    """Return the rows to compare: all, or runs that are spread evenly from the first to the last row."""
+    if length <= _CHECKED_QUERIES:
+        starts = range(0, length, _RUN)
+    else:
+        count = _CHECKED_QUERIES // _RUN
+        starts = [i * (length - _RUN) // (count - 1) for i in range(count)]
+    return [slice(start, min(start + _RUN, length)) for start in starts]
+
+
+def verify(s: Sizes, queries: int, kept: bool = False, tree: bool = False) -> Case:
+    """Build the case of a few new tokens over long KV, of a tenth of its rows, or in a tree."""
+    past, scale = s.tokens - queries, s.head_dim**-0.5
+    count = past // 10 if kept else past
+    masked = int(_binary_tree(queries).sum()) if tree else queries * (queries + 1) // 2
+    rows = 2 * queries * s.heads + 2 * (count + queries) * s.kv_heads
+    what = ", a tenth kept" if kept else ", a tree" if tree else ""
+
+    def make(draw: Draw) -> tuple:
+        return (
+            draw.states(s.heads, queries, s.head_dim),
+            # In the cache a head's rows lie one after the other.
+            draw.randn(1, s.kv_heads, s.tokens, s.head_dim),
+            draw.randn(1, s.kv_heads, s.tokens, s.head_dim),
+            _binary_tree(queries).to(draw.device) if tree else None,
+            draw.subset(s.kv_heads, past, count) if kept else None,
+        )
+
+    def run(ops: tuple, backend: str) -> Outputs:
+        q, k, v, visible, kept = ops
+        return verify_attention(q, k, v, scale, visible=visible, kept=kept, backend=backend)
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        q, k, v, visible, kept = ops
+        for head in range(s.kv_heads):
+            group, one = group_of(q, s.kv_heads, head), slice(head, head + 1)
+            chosen = None if kept is None else kept[:, one]
+            yield (
+                lambda outs, group=group: tuple(x[:, group] for x in outs),
+                reference.verify_attention(
+                    q[:, group].double(), k[:, one], v[:, one], scale, visible=visible, kept=chosen
+                ),
+            )
+
+    return Case(
+        "verify_attention",
+        f"{queries} {'token' if queries == 1 else 'tokens'}{what}",
+        asdict(s) | {"queries": queries, "keys": count + queries},
+        4 * s.head_dim * s.heads * (queries * count + masked),
+        lambda dtype: rows * s.head_dim * dtype.itemsize + 8 * s.kv_heads * (count if kept else 0),
+        make,
+        run,
+        exact,
+        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
+        lambda ops, backend: choose(backend, ops[0]),
+    )
+
+
+def _binary_tree(nodes: int) -> Tensor:
+    """Return the mask ``[S, S]`` of a complete binary tree, whose nodes see themselves and their ancestors."""
+    visible = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        visible[node] |= visible[(node - 1) // 2]
+    return visible

@@ -1,0 +1,224 @@
+"""This module defines the cases of merging, choosing keys and scoring visual tokens."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from apbv.kernels import (
+    kv_importance,
+    merge_states,
+    reference,
+    select_topk,
+    similarity_to,
+    spatial_variety,
+    temporal_change,
+)
+from apbv.kernels.backends import choose
+
+from .case import (
+    ATTENTION_TOLERANCE,
+    FP32_TOLERANCE,
+    Case,
+    Draw,
+    Outputs,
+    Piece,
+    Sizes,
+    group_of,
+    local_kv,
+)
+
+_CROP = 5  # tokens per side, as in HIPPO
+
+
+def _whole(function: Callable[..., Outputs | Tensor]) -> Callable[[tuple], Iterator[Piece]]:
+    """Return a function that yields the exact result in one piece."""
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        yield lambda outs: outs, _as_tuple(function(*ops))
+
+    return exact
+
+
+def _as_tuple(outputs: Outputs | Tensor) -> Outputs:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def merge(s: Sizes) -> Case:
+    """Build the case of the question's partial results of all hosts."""
+    rows = s.query_len * s.heads
+
+    def make(draw: Draw) -> tuple:
+        outs = draw.randn(s.hosts, 1, s.heads, s.query_len, s.head_dim)
+        return outs, draw.randn(*outs.shape[:4], dtype=torch.float32)
+
+    return Case(
+        "merge_states",
+        "query block of all hosts",
+        asdict(s),
+        2 * s.hosts * rows * s.head_dim,
+        lambda dtype: rows * (s.hosts * (s.head_dim * dtype.itemsize + 4) + 4 * s.head_dim + 4),
+        make,
+        lambda ops, backend: merge_states(*ops, backend=backend),
+        _whole(reference.merge_states),
+        lambda dtype: (1e-5, 1e-5),
+        lambda ops, backend: choose(backend, ops[1]),
+    )
+
+
+def merge_into_place(s: Sizes) -> Case:
+    """Build the case of the first block with the anchor, and of what the block sees of others, in one output."""
+    rows = (s.anchor + s.block, s.block)
+    wide, itemsize = s.heads * s.head_dim, torch.float32.itemsize
+
+    def make(draw: Draw) -> tuple:
+        outs = [draw.states(s.heads, count, s.head_dim) for count in rows]
+        lses = [draw.randn(1, s.heads, count, dtype=torch.float32) for count in rows]
+        return outs, lses, torch.empty_like(outs[0])
+
+    return Case(
+        "merge_states",
+        "first block, in its place",
+        asdict(s),
+        2 * sum(rows) * wide,
+        lambda dtype: (rows[0] + sum(rows)) * (wide * dtype.itemsize + s.heads * itemsize),
+        make,
+        lambda ops, backend: merge_states(*ops[:2], out=ops[2], backend=backend),
+        lambda ops: _whole(reference.merge_states)(ops[:2]),
+        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-5),
+        lambda ops, backend: choose(backend, ops[1][0]),
+    )
+
+
+def importance(s: Sizes, reduce: str) -> Case:
+    """Build the case of ranking a block's keys by the question."""
+    scale = s.head_dim**-0.5
+    rows = s.kv_heads if reduce == "dot" else s.heads * s.query_len
+
+    def make(draw: Draw) -> tuple:
+        return draw.states(s.heads, s.query_len, s.head_dim), draw.states(s.kv_heads, s.block, s.head_dim)
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        q, k = ops
+        for head in range(s.kv_heads):
+            one, group = slice(head, head + 1), group_of(q, s.kv_heads, head)
+            importance = reference.kv_importance(q[:, group], k[:, one], scale, reduce)
+            yield lambda outs, one=one: (outs[0][:, one],), (importance,)
+
+    return Case(
+        "kv_importance",
+        reduce,
+        asdict(s) | {"queries": s.query_len, "keys": s.block},
+        2 * s.head_dim * rows * s.block,
+        lambda dtype: (
+            (s.query_len * s.heads + s.block * s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.block * s.kv_heads
+        ),
+        make,
+        lambda ops, backend: (kv_importance(*ops, scale, reduce, backend=backend),),
+        exact,
+        lambda dtype: (FP32_TOLERANCE[dtype],),
+        lambda ops, backend: choose(backend, ops[1]),
+    )
+
+
+def topk(s: Sizes) -> Case:
+    """Build the case of a block's best KV pairs, which are copied to the buffer that is sent."""
+
+    def make(draw: Draw) -> tuple:
+        return draw.randn(1, s.kv_heads, s.block, dtype=torch.float32), *local_kv(draw, s, s.block), s.passing
+
+    return Case(
+        "select_topk",
+        f"{s.passing} of {s.block}",
+        asdict(s) | {"keys": s.block},
+        0,
+        lambda dtype: s.kv_heads * (4 * s.block + s.passing * (4 * s.head_dim * dtype.itemsize + 8)),
+        make,
+        lambda ops, backend: select_topk(*ops, backend=backend),
+        _whole(reference.select_topk),
+        lambda dtype: (0.0, 0.0),
+        lambda ops, backend: choose(backend, ops[1]),
+    )
+
+
+def _of_frames(
+    s: Sizes,
+    op: str,
+    products: int,
+    run: Callable[[tuple, str], Outputs],
+    exact: Callable[[tuple], Iterator[Piece]],
+) -> Case:
+    """Build the case of a number for each visual token of a video.
+
+    Args:
+        products: how many products of two tokens' embeddings there are.
+        run, exact: see :class:`.case.Case`.
+    """
+    count = s.frames * s.height * s.width
+    return Case(
+        op,
+        f"{s.frames} frames of {s.height} x {s.width}",
+        asdict(s),
+        2 * products * s.hidden,
+        lambda dtype: count * (s.hidden * dtype.itemsize + 4),
+        lambda draw: (draw.randn(s.frames, s.height * s.width, s.hidden),),
+        run,
+        exact,
+        lambda dtype: (FP32_TOLERANCE[dtype],),
+        lambda ops, backend: choose(backend, ops[0]),
+    )
+
+
+def temporal(s: Sizes) -> Case:
+    """Build the case of the change from frame to frame."""
+    return _of_frames(
+        s,
+        "temporal_change",
+        2 * s.frames * s.height * s.width,
+        lambda ops, backend: (temporal_change(*ops, backend=backend),),
+        _whole(reference.temporal_change),
+    )
+
+
+def spatial(s: Sizes) -> Case:
+    """Build the case of the variety within crops."""
+    neighbours = sum(h * h for h in _crops(s.height)) * sum(w * w for w in _crops(s.width)) * s.frames
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        for frame in range(s.frames):
+            one = slice(frame, frame + 1)
+            yield (
+                lambda outs, one=one: (outs[0][one],),
+                (reference.spatial_variety(ops[0][one], s.height, s.width, _CROP),),
+            )
+
+    return _of_frames(
+        s,
+        "spatial_variety",
+        neighbours,
+        lambda ops, backend: (spatial_variety(*ops, s.height, s.width, _CROP, backend=backend),),
+        exact,
+    )
+
+
+def _crops(length: int) -> list[int]:
+    """Return the lengths into which crops cut a side; the last may be shorter."""
+    return [min(_CROP, length - start) for start in range(0, length, _CROP)]
+
+
+def similarity(s: Sizes) -> Case:
+    """Build the case of the similarity of all visual tokens to one direction."""
+    count = s.frames * s.height * s.width
+    return Case(
+        "similarity_to",
+        f"{count} tokens",
+        asdict(s),
+        4 * count * s.hidden,
+        lambda dtype: (count + 1) * s.hidden * dtype.itemsize + 4 * count,
+        lambda draw: (draw.randn(count, s.hidden), draw.randn(s.hidden)),
+        lambda ops, backend: (similarity_to(*ops, backend=backend),),
+        _whole(reference.similarity_to),
+        lambda dtype: (FP32_TOLERANCE[dtype],),
+        lambda ops, backend: choose(backend, ops[0]),
+    )

@@ -1,0 +1,119 @@
+"""This module defines the cases of sparse attention: over listed blocks, and the scores that choose them."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from apbv.kernels import ListedBlocks, antidiagonal_scores, block_means, block_sparse_attention, reference
+from apbv.kernels.backends import choose
+
+from .case import ATTENTION_TOLERANCE, FP32_TOLERANCE, Case, Draw, Piece, Sizes, local_kv
+
+_BLOCK, _KEY_BLOCK = 128, 64  # queries, and keys where a block of keys is shorter, as in SpargeAttn
+_CHECKED_BLOCKS, _CHECKED_TOKENS = 16, 2048  # fp64 scores take memory
+
+
+def listed_blocks(s: Sizes, share: float) -> Case:
+    """Build the case of a whole prompt of whose earlier blocks each head lists a share, drawn at random."""
+    blocks, scale = -(-s.tokens // _BLOCK), s.head_dim**-0.5
+    # Of i blocks before the i-th, counting from 0.
+    counts = [round(share * i) for i in range(blocks)]
+    rows = [min(_BLOCK, s.tokens - i * _BLOCK) for i in range(blocks)]
+    scores = sum(n * (_BLOCK * count) + n * (n + 1) // 2 for n, count in zip(rows, counts, strict=True))
+
+    def make(draw: Draw) -> tuple:
+        order = draw.randn(1, s.heads, blocks, blocks, dtype=torch.float32)
+        places = torch.arange(blocks, device=draw.device)
+        order.masked_fill_(places >= places[:, None], float("-inf"))
+        ranks = order.argsort(dim=-1, descending=True).argsort(dim=-1)
+        kept = ranks < torch.tensor(counts, device=draw.device)[:, None]
+        listed = ListedBlocks.of(kept, _BLOCK, _BLOCK)
+        return draw.states(s.heads, s.tokens, s.head_dim), *local_kv(draw, s, s.tokens), listed
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        """Yield the exact results of some blocks of queries, each of one head."""
+        q, k, v, listed = ops
+        for i in range(_CHECKED_BLOCKS):
+            block, head = i * (blocks - 1) // (_CHECKED_BLOCKS - 1), i % s.heads
+            own = slice(block * _BLOCK, block * _BLOCK + rows[block])
+            chosen = listed.indices[0, head, block, : counts[block]].tolist()
+            pair = [x[:, head // (s.heads // s.kv_heads)][:, None] for x in (k, v)]
+            segments = [[_rows(x, chosen) for x in pair], [x[:, :, own] for x in pair]]
+            exact = reference.segmented_attention(q[:, head : head + 1, own].double(), segments, scale, True)
+            yield lambda outs, head=head, own=own: tuple(x[:, head : head + 1, own] for x in outs), exact
+
+    return Case(
+        "block_sparse_attention",
+        f"{share:.0%} of the blocks",
+        asdict(s) | {"queries": s.tokens, "keys": s.tokens},
+        4 * s.head_dim * s.heads * scores,
+        lambda dtype: (
+            2 * s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize
+            + 4 * s.heads * (s.tokens + sum(counts) + blocks)
+        ),
+        make,
+        lambda ops, backend: block_sparse_attention(*ops, scale, backend=backend),
+        exact,
+        lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
+        lambda ops, backend: choose(backend, ops[0]),
+    )
+
+
+def _rows(states: Tensor, blocks: list[int]) -> Tensor:
+    pieces = [states[:, :, block * _BLOCK : (block + 1) * _BLOCK] for block in blocks]
+    return torch.cat([states[:, :, :0], *pieces], dim=2)
+
+
+def antidiagonals(s: Sizes, stride: int) -> Case:
+    """Build the case of XAttention's scores of a whole prompt's blocks."""
+    groups, blocks, scale = -(-s.tokens // stride), -(-s.tokens // _BLOCK), s.head_dim**-0.5
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        """Yield the exact scores of the first blocks, which do not depend on the others, head by head."""
+        q, k = (x[:, :, :_CHECKED_TOKENS] for x in ops)
+        count = q.shape[2] // _BLOCK
+        q, k = (x[:, :, : count * _BLOCK] for x in (q, k))
+        for head in range(s.heads):
+            of_kv = head // (s.heads // s.kv_heads)
+            own = q[:, head : head + 1], k[:, of_kv : of_kv + 1]
+            scores = reference.antidiagonal_scores(*own, scale, stride, _BLOCK)
+            yield lambda outs, head=head: (outs[0][:, head : head + 1, :count, :count],), (scores,)
+
+    return Case(
+        "antidiagonal_scores",
+        f"a stride of {stride}",
+        asdict(s) | {"queries": s.tokens, "keys": s.tokens},
+        s.heads * groups * (groups + 1) * stride * s.head_dim,
+        lambda dtype: s.tokens * (s.heads + s.kv_heads) * s.head_dim * dtype.itemsize + 4 * s.heads * blocks**2,
+        lambda draw: (draw.states(s.heads, s.tokens, s.head_dim), draw.states(s.kv_heads, s.tokens, s.head_dim)),
+        lambda ops, backend: (antidiagonal_scores(*ops, scale, stride, _BLOCK, backend=backend),),
+        exact,
+        lambda dtype: (FP32_TOLERANCE[dtype],),
+        lambda ops, backend: choose(backend, ops[0]),
+    )
+
+
+def means(s: Sizes) -> Case:
+    """Build the case of SpargeAttn's means of a prompt's blocks of keys."""
+    blocks = -(-s.tokens // _KEY_BLOCK)
+
+    def exact(ops: tuple) -> Iterator[Piece]:
+        yield lambda outs: outs, reference.block_means(ops[0], _KEY_BLOCK, center=ops[1])
+
+    return Case(
+        "block_means",
+        f"blocks of {_KEY_BLOCK} keys",
+        asdict(s) | {"keys": s.tokens},
+        0,
+        lambda dtype: s.kv_heads * (s.tokens * s.head_dim * dtype.itemsize + 4 * blocks * (s.head_dim + 1)),
+        lambda draw: (
+            draw.states(s.kv_heads, s.tokens, s.head_dim),
+            draw.randn(1, s.kv_heads, s.head_dim, dtype=torch.float32),
+        ),
+        lambda ops, backend: block_means(ops[0], _KEY_BLOCK, center=ops[1], backend=backend),
+        exact,
+        lambda dtype: (FP32_TOLERANCE[dtype], FP32_TOLERANCE[dtype]),
+        lambda ops, backend: choose(backend, ops[0]),
+    )

@@ -1,0 +1,44 @@
+"""This module summarises samples and counts of correct answers."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def sum_counts(counts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
+    """Add up how many of all answers were right, by task."""
+    sums: dict[str, tuple[int, int]] = {}
+    for by_task in counts:
+        for task, (right, total) in by_task.items():
+            before = sums.get(task, (0, 0))
+            sums[task] = before[0] + right, before[1] + total
+    return sums
+
+
+def percentiles(samples: Sequence[float]) -> dict[str, float]:
+    """Compute p50, p90 and p99, interpolated linearly."""
+    if len(samples) == 1:
+        return dict.fromkeys(("p50", "p90", "p99"), samples[0])
+    cuts = statistics.quantiles(samples, n=100, method="inclusive")
+    return {f"p{share}": cuts[share - 1] for share in (50, 90, 99)}
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """Compute the 95 % confidence interval of a share (Wilson's score interval)."""
+    z = 1.96
+    share, spread = right / total, z**2 / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def share_cell(right: int, total: int) -> str:
+    """Format a share and its interval: ``0.95 (0.89-0.98)``."""
+    low, high = wilson(right, total)
+    return f"{right / total:.2f} ({low:.2f}-{high:.2f})"
+
+
+def percent_cell(right: int, total: int) -> str:
+    """Format a share and its interval in percent: ``95.0 (89-98)``."""
+    low, high = wilson(right, total)
+    return f"{100 * right / total:.1f} ({100 * low:.0f}-{100 * high:.0f})"

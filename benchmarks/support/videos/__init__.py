@@ -1,0 +1,1 @@
+"""This package makes video clips, and measures how they are read."""

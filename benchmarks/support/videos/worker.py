@@ -1,0 +1,362 @@
+"""This module measures one way through one stage of a video's road, in processes that do nothing else.
+
+A stage is everything from the opening of the file to its result: the frames in memory, the pixels that the vision
+tower reads, its embeddings, or the first token's logits.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoProcessor
+from transformers.image_utils import SizeDict
+
+from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
+from apbv.allocator import keep_freed_memory, return_freed_memory
+from apbv.input.model_inputs import ModelInputs
+from apbv.input.reading import PromptReader
+from apbv.input.request import Question, Request
+from apbv.input.video import probe, read_frames, sample_uniform
+from apbv.model.loading import read_config
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import TowerRows, default_chunk_bytes
+from apbv.prefilling.exchange import encode_and_exchange
+from apbv.prefilling.methods import METHODS
+from apbv.prefilling.prefiller import Prefiller
+from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory, synchronize
+
+from ..workloads import build_model, qwen_vl_config
+from .clips import READERS
+
+QUESTION = "name the letters in order"
+# What a processor's placeholders are called in a model's config.
+_TOKENS = ("video_token_id", "image_token_id", "vision_start_token_id", "vision_end_token_id")
+_SECONDS_TO_WAIT = 600.0  # for another host
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A Job is one measurement.
+
+    Attributes:
+        stage: ``"frames"``, ``"pixels"``, ``"embeddings"`` or ``"first_token"``.
+        way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or ``"apbv"``.
+        clip: the video file.
+        warm_up: a short one that is read first, for what is only done once.
+        num_frames, sampling: how many frames are read; ``"sparse"`` ones are spread over the clip, ``"dense"``
+            ones adjoin in its middle.
+        hosts: the processes, of which each reads its share.
+        threads: of each host, for decoding and computing alike.
+        max_pixels: of a frame as the vision tower sees it.
+        vision_depth, vision_hidden: the vision tower's size.
+        dtype: of the model, by name.
+        reader: the library that decodes for ``"transformers"``.
+        pinned: whether each host has as many cores of its own as threads; else it uses more to overlap stages.
+    """
+
+    stage: str
+    way: str
+    clip: Path
+    warm_up: Path
+    num_frames: int
+    sampling: str
+    hosts: int
+    threads: int
+    max_pixels: int
+    vision_depth: int
+    vision_hidden: int
+    dtype: str
+    reader: str
+    pinned: bool
+
+    def choose(self, num_frames: int) -> list[int]:
+        """Choose frames of so many; ascending."""
+        if self.sampling == "sparse":
+            return sample_uniform(num_frames, self.num_frames)
+        count = min(num_frames, self.num_frames)
+        return list(range((num_frames - count) // 2, (num_frames + count) // 2))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one host measured.
+
+    Attributes:
+        seconds, cpu_seconds: by the wall clock, and of all of the process's threads.
+        peak_memory_bytes, memory_before_bytes: the process's largest, and when the clock started.
+        stage_seconds: time at work by stage, all runs of a stage together; none where a library does not tell.
+        num_visual_tokens: of the prompt; None where there is no prompt.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    peak_memory_bytes: int
+    memory_before_bytes: int
+    stage_seconds: dict[str, float]
+    num_visual_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage made.
+
+    Attributes:
+        values: ``[rows, ...]``: frames, patches, visual tokens or logits; None where they were not kept.
+        places: ``[rows]``: which rows of the whole these are; None for all of them.
+        num_visual_tokens: of the prompt.
+        timer: timed the stages.
+    """
+
+    values: Any
+    places: Any = None
+    num_visual_tokens: int | None = None
+    timer: StageTimer | None = None
+
+
+def in_processes_of_their_own(count: int, function: Callable[..., Result], *args) -> list[Result]:
+    """Call ``function(rank, *args)`` in so many new processes at once; return what each returned.
+
+    They are forked from a server that has imported the libraries and done nothing else.
+
+    Raises:
+        ValueError: a process was killed.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["apbv.engine"])
+    with ProcessPoolExecutor(count, context) as pool:
+        try:
+            return [future.result() for future in [pool.submit(function, rank, *args) for rank in range(count)]]
+        except BrokenProcessPool as error:
+            raise ValueError("a process was killed, perhaps because the memory did not suffice") from error
+
+
+def find_version(rank: int, module: str, package: str) -> str:
+    """Return the version of a package, if its module can be imported; every error means that it cannot.
+
+    Args:
+        rank: not needed; see :func:`in_processes_of_their_own`.
+    """
+    import_module(module)
+    return version(package)
+
+
+def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured:
+    """Measure one host's part of a job; collective over the job's processes.
+
+    Args:
+        rendezvous: a file by which the hosts meet.
+        kept: where what the stage makes is saved, by a second run that is not measured; None: nowhere.
+    """
+    os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
+    torch.set_num_threads(job.threads)
+    if job.pinned:
+        os.sched_setaffinity(0, cores_of(rank, job.threads, sorted(os.sched_getaffinity(0))))
+    hosts = _join(rank, job.hosts, rendezvous)
+    try:
+        if hosts.device.type == "cpu":
+            keep_freed_memory()  # as launch/infer.py does; here for every way
+        run = ROADS.get(job.way, Library)(job, hosts).run
+        with hosts.collective_stage("measuring"), torch.no_grad():
+            run(job.warm_up, keeps=False)
+            return_freed_memory()
+            hosts.barrier()
+            measured = _measure(hosts, lambda: run(job.clip, keeps=False))
+            if kept is not None:
+                outcome = run(job.clip, keeps=True)
+                values = np.asarray(outcome.values)
+                np.save(kept / f"{rank}.npy", values)
+                np.save(kept / f"{rank}.places.npy", _places(outcome, len(values)))
+        return measured
+    finally:
+        hosts.close()
+
+
+def cores_of(rank: int, count: int, cores: Sequence[int]) -> list[int]:
+    """Choose so many of a machine's cores for a host; hosts share them where there are too few."""
+    return [cores[number % len(cores)] for number in range(rank * count, (rank + 1) * count)]
+
+
+def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
+    if size == 1:
+        return HostGroup.single()
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    return HostGroup.from_process_group(dist.group.WORLD, timeout=_SECONDS_TO_WAIT, owns_group=True)
+
+
+def _places(outcome: Outcome, num_rows: int) -> np.ndarray:
+    return np.arange(num_rows) if outcome.places is None else np.asarray(outcome.places)
+
+
+def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:
+    reset_peak_memory(hosts.device)
+    before = peak_memory_bytes(hosts.device)
+    cpu_began, began = time.process_time(), time.perf_counter()
+    outcome = run()
+    synchronize(hosts.device)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    peak, stage_seconds = peak_memory_bytes(hosts.device), {}
+    for span in () if outcome.timer is None else outcome.timer.spans:
+        stage_seconds[span.name] = stage_seconds.get(span.name, 0.0) + span.seconds
+    return Measured(seconds, cpu_seconds, peak, before, stage_seconds, outcome.num_visual_tokens)
+
+
+class Library:
+    """A Library decodes frames with a library that others use, and does no more."""
+
+    def __init__(self, job: Job, hosts: HostGroup):
+        self._job = job
+
+    def run(self, clip: Path, keeps: bool) -> Outcome:
+        """Decode a clip's frames."""
+        frames, _ = READERS[self._job.way].read(str(clip), self._job.threads, self._job.choose)
+        return Outcome(frames)
+
+
+class Model:
+    """A Model has the narrow model with random weights that both ways to run one share, and its processor."""
+
+    def __init__(self, job: Job, hosts: HostGroup):
+        self._job, self._hosts = job, hosts
+        self._model, self._processor = build(job, hosts.device)
+        self._run = getattr(self, f"_{job.stage}")
+
+    def run(self, clip: Path, keeps: bool) -> Outcome:
+        """Run the job's stage on a clip."""
+        return self._run(str(clip), StageTimer(self._hosts), keeps)
+
+
+def build(job: Job, device: torch.device):
+    """Return a model of Qwen2.5-VL's layout with random weights, and a processor for it."""
+    processor = AutoProcessor.from_pretrained(demo.model_path())
+    processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
+    config = qwen_vl_config(
+        layers=2,
+        hidden=128,
+        intermediate=384,
+        heads=4,
+        kv_heads=2,
+        vocab=2048,
+        vision_depth=job.vision_depth,
+        vision_hidden=job.vision_hidden,
+        vision_heads=4,
+    )
+    tokens = read_config(demo.model_path())
+    for name in _TOKENS:
+        setattr(config, name, getattr(tokens, name))
+    return build_model(config, getattr(torch, job.dtype), device), processor
+
+
+class Transformers(Model):
+    """A Transformers runs the processor and the model as transformers has them, on the whole video at once."""
+
+    def _pixels(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        batch = self._batch(clip, timer)
+        return self._outcome(batch["pixel_values_videos"], batch, timer)
+
+    def _embeddings(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        batch = self._batch(clip, timer)
+        with timer.stage("encode"):
+            pixels, grid = (
+                batch[name].to(self._hosts.device) for name in ("pixel_values_videos", "video_grid_thw")
+            )
+            rows = torch.cat(
+                list(self._model.model.get_video_features(pixels, grid, return_dict=True).pooler_output)
+            )
+        return self._outcome(rows, batch, timer)
+
+    def _first_token(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        batch = self._batch(clip, timer).to(self._hosts.device)
+        with timer.stage("prefill"):  # the vision tower included
+            logits = self._model(**batch, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return self._outcome(logits, batch, timer)
+
+    def _batch(self, clip: str, timer: StageTimer) -> Any:
+        with timer.stage("decode_video"):
+            frames, metadata = READERS[self._job.reader].read(clip, self._job.threads, self._job.choose)
+        with timer.stage("preprocess"):
+            content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+            messages = [{"role": "user", "content": content}]
+            return self._processor(
+                text=[self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)],
+                videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+                video_metadata=[metadata],
+                do_sample_frames=False,
+                return_tensors="pt",
+            )
+
+    def _outcome(self, values: torch.Tensor, batch, timer: StageTimer) -> Outcome:
+        num_visual_tokens = int((batch["input_ids"] == self._model.config.video_token_id).sum())
+        return Outcome(values.float().cpu(), num_visual_tokens=num_visual_tokens, timer=timer)
+
+
+class Apbv(Model):
+    """An Apbv goes the road that a request to an engine goes, as far as the stage is."""
+
+    def __init__(self, job: Job, hosts: HostGroup):
+        super().__init__(job, hosts)
+        config = PrefillConfig(video=VideoConfig(threads=job.threads))
+        self._config, self._parts = config, inspect_model(self._model, config.backend)
+        self._engine = Engine(self._model, self._processor, hosts, config)
+        reader = PromptReader(self._parts, self._processor, job.num_frames, config)
+        self._prefiller = Prefiller(reader, hosts, config)
+
+    def _frames(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        with timer.stage("decode_video"):
+            info = probe(clip)
+            frames = read_frames(info, self._job.choose(info.num_frames), self._job.threads)
+        return Outcome(frames, timer=timer)
+
+    def _pixels(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        inputs, kept = self._read(clip, timer), []
+        visual = inputs.visual
+        chunks = visual.chunks(visual.host, default_chunk_bytes(self._hosts.device))
+        with closing(visual.pixels.chunks(chunks)) as chunks:
+            for chunk in chunks:
+                values = chunk.on(self._hosts.device)["pixel_values_videos"]
+                if keeps:
+                    kept.append(values.float().cpu())
+        return Outcome(torch.cat(kept) if keeps else None, None, inputs.num_visual_tokens, timer)
+
+    def _embeddings(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        inputs, parts, hosts = self._read(clip, timer), self._parts, self._hosts
+        layout = METHODS["apbv"].plan(
+            hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, self._config
+        )
+        source = TowerRows(parts, inputs.visual, timer)
+        local = encode_and_exchange(parts, inputs, source, layout, hosts, timer)
+        if not keeps:
+            return Outcome(None, None, inputs.num_visual_tokens, timer)
+        is_visual = parts.is_visual(inputs.input_ids[0])
+        row_of = is_visual.long().cumsum(0) - 1
+        tokens = [token for span in layout.local_spans(hosts.rank) for token in span if is_visual[token]]
+        return Outcome(
+            torch.cat(local.streams, dim=-1).float().cpu(), row_of[tokens], inputs.num_visual_tokens, timer
+        )
+
+    def _first_token(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
+        state = self._engine.prefill(QUESTION, video=clip, num_frames=self._job.num_frames)
+        return Outcome(state.logits.float().cpu(), None, state.inputs.num_visual_tokens, state.timer)
+
+    def _read(self, clip: str, timer: StageTimer) -> ModelInputs:
+        """Read the prompt; its pixels are still to come."""
+        return self._prefiller.read(Request(Question(QUESTION, clip), timer)).inputs
+
+
+ROADS = {"apbv": Apbv, "transformers": Transformers}
