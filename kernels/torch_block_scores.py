@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# At most so many scores of groups exist at a time.
-_MOST_SCORES = 2**22
+# At most so many scores of groups exist at a time, and so many numbers of widened rows.
+_MOST_SCORES, _MOST_NUMBERS = 2**22, 2**20
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:
@@ -13,16 +13,18 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     wide = torch.promote_types(q.dtype, torch.float32)
     heads, of_head = k.shape[1], q.shape[1] // k.shape[1]
     # A row of a product's operand is a group: its tokens' numbers, the queries' from the last token to the first.
-    rows = _groups(q.to(wide) * (scale / stride), stride).flip(3).flatten(3)
     columns = _groups(k.to(wide), stride).flatten(3).transpose(2, 3)
-    groups, of_block = rows.shape[2], block // stride
+    groups, of_block = columns.shape[3], block // stride
     blocks = -(-groups // of_block)
-    shares = rows.new_zeros(*q.shape[:2], blocks, blocks)
-    step = max(1, _MOST_SCORES // (q.shape[0] * q.shape[1] * groups * of_block)) * of_block
+    shares = columns.new_zeros(*q.shape[:2], blocks, blocks)
+    queries = q.shape[0] * q.shape[1] * of_block  # groups of a block, in all heads
+    most = min(_MOST_SCORES // (queries * groups), _MOST_NUMBERS // (queries * stride * q.shape[3]))
+    step = max(1, most) * of_block
     for first in range(0, groups, step):
         last = min(first + step, groups)
-        part = rows[:, :, first:last].unflatten(1, (heads, of_head)).flatten(2, 3)
-        scores = (part @ columns[..., :last]).view(*q.shape[:2], last - first, last)
+        rows = _groups(q[:, :, first * stride : last * stride].to(wide) * (scale / stride), stride)
+        rows = rows.flip(3).flatten(3).unflatten(1, (heads, of_head)).flatten(2, 3)
+        scores = (rows @ columns[..., :last]).view(*q.shape[:2], last - first, last)
         places = torch.arange(last, device=q.device)
         scores.masked_fill_(places > places[first:, None], float("-inf"))
         scores = scores.softmax(dim=-1)
@@ -39,7 +41,16 @@ def per_group(sums: Tensor, groups: int, of_block: int) -> Tensor:
 
 
 def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute means and similarities as :func:`apbv.kernels.block_means` does."""
+    """Compute means and similarities as :func:`apbv.kernels.block_means` does, some blocks at a time."""
+    batch, heads, _, dim = states.shape
+    rows = max(1, _MOST_NUMBERS // (batch * heads * block * dim)) * block
+    parts = [_means(part, block, center) for part in states.split(rows, dim=2)]
+    means, similarities = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
+    return means, similarities
+
+
+def _means(states: Tensor, block: int, center: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute means and similarities of whole blocks, and of what is left at the end."""
     states = states.to(torch.promote_types(states.dtype, torch.float32))
     if center is not None:
         states = states - center[:, :, None].to(states.dtype)

@@ -10,6 +10,9 @@ _SETTINGS = {
     "sparse_block": ("block_size", None),
     "sparse_stride": ("stride", "xattention"),
     "sparse_similarity": ("similarity", "spargeattn"),
+    "sparse_skip_margin": ("skip_margin", "spargeattn"),
+    "sparse_divergence": ("divergence", "flexprefill"),
+    "sparse_min_blocks": ("min_blocks", "flexprefill"),
 }
 
 
@@ -25,7 +28,8 @@ def add_sparse_options(parser: argparse.ArgumentParser) -> None:
         "--sparse-threshold",
         type=float,
         metavar="T",
-        help="the share of attention that the chosen blocks shall hold (default: xattention 0.9, spargeattn 0.96)",
+        help="the share of attention that the chosen blocks shall hold "
+        "(default: xattention 0.9, spargeattn 0.96, flexprefill 0.95)",
     )
     group.add_argument(
         "--sparse-block",
@@ -45,6 +49,26 @@ def add_sparse_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"spargeattn: how alike a block's rows must be to be left out (default {SparseConfig.similarity})",
     )
+    group.add_argument(
+        "--sparse-skip-margin",
+        type=float,
+        metavar="M",
+        help="spargeattn: skip a block's values where no score is within M of its query's highest (default: none)",
+    )
+    group.add_argument(
+        "--sparse-divergence",
+        type=float,
+        metavar="D",
+        help="flexprefill: how near a head's attention must be to its estimate for that to choose the blocks "
+        f"(default {SparseConfig.divergence})",
+    )
+    group.add_argument(
+        "--sparse-min-blocks",
+        type=int,
+        metavar="N",
+        help="flexprefill: columns and diagonals of blocks that every head computes at least "
+        f"(default {SparseConfig.min_blocks})",
+    )
 
 
 def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
@@ -60,6 +84,7 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
         if value is None:
             continue
         if method is None or owner not in (None, method):
-            raise ValueError(f"--{option.replace('_', '-')} needs --sparse{'' if owner is None else f' {owner}'}")
+            wanted = "--sparse, or a sparse --method" if owner is None else f"--sparse or --method {owner}"
+            raise ValueError(f"--{option.replace('_', '-')} needs {wanted}")
         given[setting] = value
     return None if options.sparse is None and not given else SparseConfig(method=method, **given)

@@ -7,8 +7,7 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, SparseConfig, SpeculativeConfig, config
 from apbv.kernels.backends import BACKENDS
-from apbv.prefilling.forward import resolve_method
-from apbv.prefilling.methods import METHODS
+from apbv.prefilling.methods import METHODS, resolve_method
 from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
 
@@ -95,6 +94,7 @@ def test_one_host_runs_full_unless_asked_otherwise():
     [
         ({"method": "xattention"}, 1, "xattention"),
         ({"method": "spargeattn"}, 4, "spargeattn"),
+        ({"method": "flexprefill"}, 2, "flexprefill"),
         ({"method": "full", "sparse": SparseConfig(method="spargeattn")}, 4, "spargeattn"),
         ({"method": "apbv", "sparse": SparseConfig()}, 1, "xattention"),
         ({"method": "apbv", "sparse": SparseConfig()}, 2, "apbv"),
@@ -107,16 +107,21 @@ def test_sparse_attention_of_one_host_is_the_method_of_its_name(settings, num_ho
 
 def test_thresholds_are_those_of_the_papers():
     assert PrefillConfig().sparse_attention is None
-    for method, threshold, key_block in (("xattention", 0.9, 128), ("spargeattn", 0.96, 64)):
+    for method, threshold, key_block in (
+        ("xattention", 0.9, 128),
+        ("spargeattn", 0.96, 64),
+        ("flexprefill", 0.95, 128),
+    ):
         sparse = PrefillConfig(method=method).sparse_attention
         assert (sparse.share, sparse.block_size, sparse.key_block) == (threshold, 128, key_block)
         assert not sparse.computes_all and SparseConfig(method=method, threshold=1).computes_all
+    assert not SparseConfig(method="spargeattn", threshold=1, skip_margin=9.0).computes_all
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": "dense"}, "sparse must be one of xattention, spargeattn, not 'dense'"),
+        ({"method": "dense"}, "sparse must be one of xattention, spargeattn, flexprefill, not 'dense'"),
         ({"threshold": 0}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not 0"),
         ({"threshold": 1.1}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not 1.1"),
         ({"threshold": "high"}, "the threshold of sparse attention must lie in 0 < threshold <= 1, not 'high'"),
@@ -127,6 +132,19 @@ def test_thresholds_are_those_of_the_papers():
         ({"stride": 0}, "the stride 0 does not divide blocks of 128 tokens"),
         ({"similarity": 2}, "the similarity of a block must lie in -1 .. 1, not 2"),
         ({"similarity": None}, "the similarity of a block must lie in -1 .. 1, not None"),
+        (
+            {"method": "spargeattn", "skip_margin": 0},
+            "the skip margin of sparse attention must be above 0, not 0",
+        ),
+        (
+            {"method": "spargeattn", "skip_margin": float("nan")},
+            "the skip margin of sparse attention must be above 0, not nan",
+        ),
+        ({"skip_margin": 9.0}, "values are skipped by spargeattn: xattention has no skip margin"),
+        ({"divergence": -0.1}, "the divergence of a query-aware head must lie in 0 .. 1, not -0.1"),
+        ({"divergence": "low"}, "the divergence of a query-aware head must lie in 0 .. 1, not 'low'"),
+        ({"min_blocks": 0}, "min_blocks must be an integer in 1 .. 2^31-1, not 0"),
+        ({"min_blocks": 1.0}, "min_blocks must be an integer in 1 .. 2^31-1, not 1.0"),
     ],
 )
 def test_sparse_settings_out_of_range(values, message):

@@ -28,13 +28,14 @@ DEFAULT_QUERY_LEN = 128
 # Frames per second: more than any camera's, and small enough for times of years to be counted exactly.
 MAX_FPS = 1e9
 # The names in the registries, which need torch: a command line lists them without importing it.
-SPARSE_NAMES = ("xattention", "spargeattn")
+SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")
 METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
 IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
 BACKEND_NAMES = ("auto", "torch", "triton", "reference", "cudnn", "flash_attn", "flashinfer")
 EARLY_REDUCER_NAMES = ("slowfast", "fastvid", "dycoke", "hippo")
-LATE_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm", "uv_prune")
+LATE_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm", "uv_prune", "hippo_attention")
 REDUCER_NAMES = (*EARLY_REDUCER_NAMES, *LATE_REDUCER_NAMES)
+VIDEO_REDUCER_NAMES = (*EARLY_REDUCER_NAMES, "hippo_attention")
 VIDEO_BACKEND_NAMES = ("auto", "pyav", "torchcodec")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STRATEGY_NAMES = (

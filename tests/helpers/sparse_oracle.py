@@ -1,7 +1,10 @@
-"""Which blocks XAttention and SpargeAttn choose, written from their papers, with loops over one head at a time.
+"""What XAttention, SpargeAttn and FlexPrefill compute, in loops over one head at a time, from their papers.
 
 Nothing here is shared with the implementation.
 """
+
+from collections import Counter
+from math import log, sqrt
 
 import torch
 from torch import Tensor
@@ -17,8 +20,10 @@ def chosen_pairs(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> Te
         k: ``[Hkv, l, D]``.
     """
     group, length = q.shape[0] // k.shape[0], q.shape[1]
-    choose = {"xattention": _xattention, "spargeattn": _spargeattn}[sparse.method]
-    key_block = {"xattention": sparse.block_size, "spargeattn": sparse.block_size // 2}[sparse.method]
+    if sparse.share == 1:
+        return torch.ones(q.shape[0], length, length, dtype=torch.bool).tril()
+    choose = {"xattention": _xattention, "spargeattn": _spargeattn, "flexprefill": _flexprefill}[sparse.method]
+    key_block = sparse.block_size // (2 if sparse.method == "spargeattn" else 1)
     pairs = torch.zeros(q.shape[0], length, length, dtype=torch.bool)
     for head in range(q.shape[0]):
         for block, listed in enumerate(choose(q[head], k[head // group], scale, sparse)):
@@ -27,6 +32,31 @@ def chosen_pairs(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> Te
                 for chosen in listed:
                     pairs[head, row, chosen * key_block : min((chosen + 1) * key_block, row + 1)] = True
     return pairs
+
+
+def multiplied_pairs(q: Tensor, k: Tensor, pairs: Tensor, scale: float, sparse: SparseConfig) -> Tensor:
+    """Whose value each query multiplies by its weight, of those that it sees: SpargeAttn's second stage.
+
+    Args:
+        q, k: see ``chosen_pairs``, which gave ``pairs``.
+    """
+    multiplied, key_block = pairs.clone(), sparse.block_size // 2
+    for head in range(q.shape[0]):
+        scores = (q[head] @ k[head // (q.shape[0] // k.shape[0])].T * scale).tolist()
+        for start in range(0, q.shape[1], sparse.block_size):
+            rows = range(start, min(start + sparse.block_size, q.shape[1]))
+            highest = {row: float("-inf") for row in rows}
+            for first in range(0, start, key_block):
+                if not pairs[head, start, first]:
+                    continue
+                behind = []
+                for row in rows:
+                    local = max(scores[row][first : first + key_block])
+                    highest[row] = max(highest[row], local)
+                    behind.append(local - highest[row])
+                if max(behind) < -sparse.skip_margin:
+                    multiplied[head, start : rows.stop, first : first + key_block] = False
+    return multiplied
 
 
 def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
@@ -81,6 +111,52 @@ def _spargeattn(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
                 listed.add(j)
         lists.append(listed)
     return lists
+
+
+def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
+    """Algorithms 1 to 4, with lines of blocks in place of lines of tokens."""
+    block, last = sparse.block_size, range(max(0, len(q) - sparse.block_size), len(q))
+    q_means, k_means = ([rows.mean(dim=0) for rows in states.split(block)] for states in (q, k))
+    number = len(q_means)
+    columns, diagonals = [0.0] * number, [0.0] * number
+    # Along the line of tokens through a pair: how many blocks each query of a block is from its key's.
+    lines = [Counter((d - place + block - 1) // block for place in range(block)) for d in range(len(q))]
+    for row in last:
+        for key, share in enumerate((k[: row + 1] @ q[row] * scale).softmax(dim=0).tolist()):
+            columns[key // block] += share / len(last)
+            for behind, queries in lines[row - key].items():
+                diagonals[min(behind, number - 1)] += share / len(last) * queries / block
+    estimate = torch.stack([q[last.start :].mean(dim=0) @ mean * scale for mean in k_means]).softmax(dim=0)
+    divergence = 0.0
+    for pair in zip(estimate.tolist(), columns, strict=True):
+        divergence += sum(p * log(2 * p / sum(pair)) / 2 for p in pair if p > 0)
+    is_aware = sqrt(max(divergence, 0.0)) < sparse.divergence
+    fewest = 0.0 if is_aware else sparse.share
+    columns, diagonals = (_best_lines(shares, fewest, sparse.min_blocks) for shares in (columns, diagonals))
+    lists = [{j for j in range(i + 1) if j in columns or i - j in diagonals} for i in range(number)]
+    if is_aware:
+        pairs = {}
+        for i, mean in enumerate(q_means):
+            shares = (torch.stack(k_means[: i + 1]) @ mean * scale).softmax(dim=0)
+            pairs |= {(i, j): share for j, share in enumerate(shares.tolist())}
+        together = 0.0
+        for i, j in sorted(pairs, key=lambda pair: (-pairs[pair], pair)):
+            if together >= sparse.share * number:
+                break
+            lists[i].add(j)
+            together += pairs[i, j]
+    return lists
+
+
+def _best_lines(shares: list[float], share: float, fewest: int) -> set[int]:
+    """The first line, and of the others the best: at least so many, and as many as hold the share."""
+    lines, held = {0}, shares[0]
+    for line in sorted(range(1, len(shares)), key=lambda line: (-shares[line], line)):
+        if len(lines) >= fewest and held >= share * sum(shares):
+            break
+        lines.add(line)
+        held += shares[line]
+    return lines
 
 
 def _mean_cosine(rows: Tensor) -> float:

@@ -1,11 +1,21 @@
 """Block-sparse attention and the scores of blocks: every back end against plain loops in fp64."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
-from apbv.kernels import ListedBlocks, antidiagonal_scores, block_means, block_sparse_attention, reference
+from apbv.kernels import (
+    ListedBlocks,
+    antidiagonal_scores,
+    block_means,
+    block_sparse_attention,
+    reference,
+    torch_block_scores,
+    triton_attention,
+    triton_block_sparse,
+)
 
 from attention_cases import (
     LSE_TOLERANCE,
@@ -114,6 +124,134 @@ def test_what_is_not_listed_is_not_read(backend):
         assert others.isfinite().all() and result[:, :, 32:64].isnan().all()
 
 
+# ---- values behind negligible weights ----
+
+
+def fading_states(tokens, dim, dtype, seed=0):
+    """q, k and v where some stretches of 32 keys are so short that no query has a high score there."""
+    q, k, v = states(tokens, dim, torch.float64, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    is_short = torch.rand(1, KV_HEADS, -(-tokens // 32), 1, generator=generator) < 0.5
+    k = k * torch.where(is_short, 0.1, 2.0).repeat_interleave(32, dim=2)[:, :, :tokens].to(DEVICE)
+    return [transposed(x.to(dtype)) for x in (q, k, v)]
+
+
+def tile_by_tile(q, k, v, kept, scale, blocks, tile, skip_margin):
+    """The sparse online softmax, row by row of a tile: out, lse, and by how much each listed tile is behind."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    (query_block, key_block), (of_rows, of_keys) = blocks, tile
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
+    behinds = []
+    for head in range(q.shape[1]):
+        keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
+        for first in range(0, q.shape[2], of_rows):
+            rows = range(first, min(first + of_rows, q.shape[2]))
+            start = first // query_block * query_block
+            met = {row: [] for row in rows}
+            added = {row: [] for row in rows}
+            for tile_start in range(0, start, of_keys):
+                if not kept[0, head, first // query_block, tile_start // key_block]:
+                    continue
+                those = range(tile_start, tile_start + of_keys)
+                for row in rows:
+                    met[row] += (keys[those.start : those.stop] @ q[0, head, row] * scale).tolist()
+                behind = min(max(met[row]) - max(met[row][-of_keys:]) for row in rows)
+                behinds.append(behind)
+                for row in rows if behind <= skip_margin else ():
+                    added[row] += zip(met[row][-of_keys:], those, strict=True)
+            for row in rows:
+                own = (keys[start : row + 1] @ q[0, head, row] * scale).tolist()
+                lse[0, head, row] = torch.tensor(met[row] + own, dtype=torch.float64).logsumexp(dim=0)
+                scores, places = zip(*added[row], *zip(own, range(start, row + 1), strict=True), strict=True)
+                weights = torch.exp(torch.tensor(scores, dtype=torch.float64) - lse[0, head, row])
+                out[0, head, row] = weights @ values[list(places)]
+    return out.to(DEVICE), lse.to(DEVICE), behinds
+
+
+def tile_of(backend, q, listed):
+    """Rows and keys of what a back end decides on at once."""
+    if backend != "triton":
+        return listed.query_block, listed.key_block
+    tile = triton_block_sparse.tiles(q, listed)
+    return tile.rows, tile.keys
+
+
+def between(behinds):
+    """A margin that no rounding mistakes: in the middle of the widest gap, leaving a third on either side."""
+    ordered = sorted(behind for behind in behinds if behind > 0)
+    middle = ordered[len(ordered) // 3 : -len(ordered) // 3 or None]
+    gap, margin = max((b - a, (a + b) / 2) for a, b in pairwise(middle))
+    assert gap > 1e-3 and any(behind > margin for behind in behinds)
+    return margin
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+@pytest.mark.parametrize(("tokens", "blocks"), [(150, (32, 16)), (230, (64, 32))], ids=str)
+def test_values_behind_negligible_weights_are_skipped(backend, tokens, blocks):
+    q, k, v = fading_states(tokens, 16, torch.float32)
+    kept = masked(tokens, *blocks, 0.8)
+    listed = ListedBlocks.of(kept, *blocks)
+    tile = tile_of(backend, q, listed)
+    everything, exact_lse, behinds = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, math.inf)
+    margin = between(behinds)
+    exact, _, _ = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, margin)
+    given = transposed(torch.full_like(q, math.nan))
+    options = {"skip_margin": margin, "out": given, "backend": backend}
+    out, lse = block_sparse_attention(q, k, v, listed, 0.3, **options)
+    assert out.data_ptr() == given.data_ptr()
+    assert (everything - exact).norm() > 100 * OUT_TOLERANCE[torch.float32] * exact.norm()
+    assert_out_close(out, exact, OUT_TOLERANCE[torch.float32])
+    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[torch.float32])  # which counts what is skipped
+
+
+def certain_states(tokens, dim, dtype):
+    """q, k and v where every second 32 keys of the first KV head are 8 behind, whatever is compared at once."""
+    q, k, v = (0.1 * x for x in states(tokens, dim, torch.float64))
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, 0, torch.arange(tokens) // 32 % 2 == 1, 0] = -8
+    return [transposed(x.to(dtype)) for x in (q, k, v)]
+
+
+@backends
+@dtypes
+@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("blocks", [(64, 32), (128, 32)], ids=str)
+@pytest.mark.parametrize("tokens", [192, 231])
+@pytest.mark.pairwise
+def test_what_is_skipped_is_not_multiplied(backend, dtype, dim, blocks, tokens):
+    q, k, v = certain_states(tokens, dim, dtype)
+    listed = ListedBlocks.of(torch.ones_like(masked(tokens, *blocks, 1)), *blocks)
+    options = {"skip_margin": 5.0, "out": torch.empty_like(q, dtype=torch.float64)}
+    exact, exact_lse = reference.block_sparse_attention(*(x.double() for x in (q, k, v)), listed, 1.0, **options)
+    last = slice((tokens - 1) // blocks[0] * blocks[0], tokens)  # no other queries see its keys as their own
+    odd = torch.arange(tokens, device=DEVICE) // 32 % 2 == 1
+    odd[last] = False
+    v[:, 0, odd] = math.nan
+    out, lse = block_sparse_attention(q, k, v, listed, 1.0, skip_margin=5.0, backend=backend)
+    assert_out_close(out[:, :, last], exact[:, :, last], OUT_TOLERANCE[dtype])
+    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
+
+
+@backends
+def test_an_infinite_margin_skips_nothing(backend):
+    q, k, v = fading_states(100, 16, torch.float32)
+    listed = ListedBlocks.of(masked(100, 32, 16, 0.7), 32, 16)
+    expected = block_sparse_attention(q, k, v, listed, 0.8, backend=backend)
+    found = block_sparse_attention(q, k, v, listed, 0.8, skip_margin=math.inf, backend=backend)
+    assert_out_close(found[0], expected[0].double(), OUT_TOLERANCE[torch.float32])
+    assert_lse_close(found[1], expected[1].double(), LSE_TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("gpu", [(8, 163), (8, 99), (9, 227), (10, 227), (12, 99)], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("rows", [32, 64, 128])
+def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu, dim, rows):
+    monkeypatch.setattr(triton_attention, "_generation", lambda device: (gpu[0], gpu[1] * 1024))
+    listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
+    tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)
+    assert (tile.rows, tile.keys) == (rows, rows // 2)
+
+
 def test_lists_hold_what_a_mask_keeps_before_the_diagonal():
     kept = masked(300, 64, 32, 0.5)
     listed = ListedBlocks.of(kept, 64, 32)
@@ -195,6 +333,16 @@ def test_block_means(backend, dtype, is_centered, tokens, dim, block):
         torch.testing.assert_close(ours, its, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [1, 2 * 32 * KV_HEADS * 16])
+def test_means_are_the_same_however_few_rows_are_widened_at_a_time(monkeypatch, most):
+    _, k, _ = states(300, 16, torch.float16)
+    center = k.mean(dim=2, dtype=torch.float32)
+    expected = block_means(k, 32, center=center, backend="reference")
+    monkeypatch.setattr(torch_block_scores, "_MOST_NUMBERS", most)
+    for mine, theirs in zip(block_means(k, 32, center=center, backend="torch"), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
 def test_similarity_is_the_mean_cosine_of_all_pairs(backend):
     rows = states(70, 16, torch.float32)[1]
@@ -220,6 +368,11 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(backend):
             r"out is of shape \[1, 2, 40, 16\]",
         ),
         (lambda q, k, b: block_sparse_attention(q[:, :2], k, k, b, 1.0), r"lists of shape \[1, 2, 2, 3\], not"),
+        (lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=0.0), "must be above 0, not 0.0"),
+        (
+            lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=math.nan),
+            "must be above 0, not nan",
+        ),
         (lambda q, k, b: ListedBlocks.of(b.kept, 16, 32), "16 queries and 32 keys are no blocks"),
         (lambda q, k, b: ListedBlocks.of(b.kept, 48, 16), "48 queries and 16 keys are no blocks"),
         (lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32), "a stride of 3 does not divide a block of 32"),

@@ -137,9 +137,28 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
         (["--save-kept", "kept.png", "--video", "clip.mp4"], "--save-kept needs --speculate"),
         (["--vision-first"], "--vision-first needs --speculate"),
         (["--draft-host"], "--draft-host needs --speculate"),
-        (["--sparse-threshold", "0.5"], "--sparse-threshold needs --sparse"),
-        (["--sparse", "spargeattn", "--sparse-stride", "8"], "--sparse-stride needs --sparse xattention"),
-        (["--method", "xattention", "--sparse-similarity", "0"], "--sparse-similarity needs --sparse spargeattn"),
+        (["--sparse-threshold", "0.5"], "--sparse-threshold needs --sparse, or a sparse --method"),
+        (
+            ["--sparse", "spargeattn", "--sparse-stride", "8"],
+            "--sparse-stride needs --sparse or --method xattention",
+        ),
+        (
+            ["--method", "xattention", "--sparse-similarity", "0"],
+            "--sparse-similarity needs --sparse or --method spargeattn",
+        ),
+        (
+            ["--sparse", "xattention", "--sparse-skip-margin", "9"],
+            "--sparse-skip-margin needs --sparse or --method spargeattn",
+        ),
+        (
+            ["--method", "spargeattn", "--sparse-skip-margin", "0"],
+            "the skip margin of sparse attention must be above",
+        ),
+        (
+            ["--sparse", "xattention", "--sparse-divergence", "0"],
+            "--sparse-divergence needs --sparse or --method flexprefill",
+        ),
+        (["--method", "flexprefill", "--sparse-min-blocks", "0"], "min_blocks must be an integer in 1"),
         (["--method", "ulysses", "--sparse", "xattention"], "sparse attention is for full, apbv, apb and star"),
         (["--method", "xattention", "--sparse", "spargeattn"], "the method xattention cannot choose blocks as"),
         (["--method", "xattention", "--sparse-threshold", "2"], "the threshold of sparse attention must lie in"),

@@ -1,12 +1,19 @@
 """Sparse attention: which blocks are chosen, and what the methods make of them, against loops in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SparseConfig, demo, prefill
+from apbv.config import SPARSE_NAMES
 from apbv.kernels import ListedBlocks
+from apbv.prefilling.methods import block_attention, flexprefill
+from apbv.prefilling.methods.block_attention import BlockAttention
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 
+from live_tensors import LiveTensors
 from oracle import DenseOracle, as_double, oracle_of, run_oracle
 from prompts import as_inputs, build, hugging_face, relative_error, reset_rope, text_batch, video_batch
 from sparse_oracle import chosen_pairs
@@ -52,6 +59,9 @@ def pairs_of(kept: torch.Tensor, sparse: SparseConfig, tokens: int) -> torch.Ten
         SparseConfig(method="spargeattn", block_size=32, threshold=0.5, similarity=0.5),
         SparseConfig(method="spargeattn", block_size=64, threshold=0.01, similarity=-1),
         SparseConfig(method="spargeattn", block_size=32, similarity=1),
+        SparseConfig(method="flexprefill", block_size=32, min_blocks=1, divergence=0.6),
+        SparseConfig(method="flexprefill", block_size=32, min_blocks=2, divergence=0, threshold=0.6),
+        SparseConfig(method="flexprefill", block_size=32, min_blocks=1, divergence=1, threshold=0.6),
     ],
     ids=str,
 )
@@ -82,10 +92,106 @@ def test_of_equal_scores_the_earlier_block_is_taken():
     assert kept[0, 0, 9].nonzero().flatten().tolist() == list(range(10))
 
 
+def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
+    zeros = torch.zeros(1, 1, 320, 16, dtype=torch.float64)
+    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.53, divergence=1, min_blocks=1)
+    kept = BLOCK_SELECTION["flexprefill"](zeros, zeros, 1.0, sparse, "torch").tril()
+    # Every block of queries shares out one tenth of all, evenly: the first five, and two of the sixth's six.
+    assert kept[0, 0].sum(dim=1).tolist()[:5] == [1, 2, 3, 4, 5]
+    assert kept[0, 0, 5].nonzero().flatten().tolist() == [0, 1, 5]
+    assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 9]
+    # The last queries attend to the first keys of blocks 2, 4, 6, and 8, a quarter each.
+    q, k = zeros.clone(), zeros.clone()
+    q[..., 0], k[..., 0] = 1, -1000
+    k[:, :, 64:257:64, 0] = 0
+    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.3, divergence=0, min_blocks=1)
+    kept = BLOCK_SELECTION["flexprefill"](q, k, 1.0, sparse, "torch").tril()
+    assert torch.equal(pairs_of(kept, sparse, 320), chosen_pairs(q[0], k[0], 1.0, sparse))
+    assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 2, 4, 6, 8, 9]
+    assert kept[0, 0, 7].nonzero().flatten().tolist() == [0, 2, 4, 6, 7]
+
+
+@pytest.mark.parametrize("tokens", [20, 160, 175])
+def test_flexprefill_finds_a_pattern_for_each_head(tokens):
+    q, k = drifting_states(tokens, 0)
+    k[:, :, 0] += q[:, ::2, -32:].mean(dim=2) / 2  # the first key is attended to from afar
+    chosen = {}
+    for divergence in (0, 0.41, 0.5, 0.65, 1):
+        sparse = SparseConfig(
+            method="flexprefill", block_size=32, min_blocks=2, divergence=divergence, threshold=0.6
+        )
+        pairs = pairs_of(BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch"), sparse, tokens)
+        assert torch.equal(pairs, chosen_pairs(q[0], k[0], 0.25, sparse))
+        chosen[divergence] = pairs.flatten(1)
+    if tokens > 32:  # or there is nothing to choose
+        is_aware, is_lines = ((chosen[0.5] == chosen[other]).all(dim=1) for other in (1, 0))
+        assert (is_aware & ~is_lines).any() and (is_lines & ~is_aware).any() and (is_lines | is_aware).all()
+
+
+def test_flexprefill_scores_its_last_queries_a_few_keys_at_a_time(monkeypatch):
+    q, k = drifting_states(201, 1)
+    sparse = SparseConfig(method="flexprefill", block_size=32, min_blocks=1)
+    whole = BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch")
+    monkeypatch.setattr(flexprefill, "_MOST_SCORES_ON_CPU", 1)
+    assert torch.equal(BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch"), whole)
+
+
+# ---- some heads at a time ----
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 6, 9])
+@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
+def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads_at_once):
+    """Of nine heads in three groups: one or two of a group, a group, two of the three, all."""
+    sparse = SparseConfig(method=method, block_size=32, threshold=0.5, divergence=0.5, min_blocks=1)
+    states = [drifting_states(201, seed) for seed in range(5)]
+    q, k = torch.cat([q for q, _ in states], dim=1)[:, :9], torch.cat([k for _, k in states], dim=1)[:, :3]
+    kept = BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch")
+    expected = ListedBlocks.of(kept, sparse.block_size, sparse.key_block)
+    monkeypatch.setattr(block_attention, "_MOST_PAIRS", heads_at_once * kept[0, 0].numel() + 1)
+    asked, chosen = [], BLOCK_SELECTION[method]
+
+    def choose(q, k, *options):
+        asked.append((q.shape[1], k.shape[1]))
+        return chosen(q, k, *options)
+
+    monkeypatch.setitem(BLOCK_SELECTION, method, choose)
+    listed = BlockAttention(sparse, "torch").list_blocks(q, k, 0.25)
+    assert max(heads for heads, _ in asked) == heads_at_once
+    assert sum(heads for heads, _ in asked) == 9 and max(kv_heads for _, kv_heads in asked) == max(
+        1, heads_at_once // 3
+    )
+    assert torch.equal(listed.kept, expected.kept) and torch.equal(listed.counts, expected.counts)
+
+
+def test_choosing_blocks_of_a_long_prompt_takes_little_beside_the_lists(monkeypatch):
+    peaks = []
+    for most in (block_attention._MOST_PAIRS, 2**60):
+        monkeypatch.setattr(block_attention, "_MOST_PAIRS", most)
+        with FakeTensorMode():
+            q, k = (torch.empty(1, heads, 131_072, 16) for heads in (28, 4))
+            with LiveTensors() as live:
+                listed = BlockAttention(SparseConfig(method="spargeattn"), "torch").list_blocks(q, k, 0.25)
+        peaks.append(live.peak - listed.indices.nbytes)
+    assert peaks[0] < 0.25 * peaks[1]
+
+
+@pytest.mark.parametrize("method", SPARSE_NAMES)
+def test_choosing_blocks_widens_a_part_of_the_prompt_at_a_time(method):
+    with FakeTensorMode():
+        q, k = (torch.empty(1, heads, 40_000, 128, dtype=torch.bfloat16) for heads in (28, 4))
+        with LiveTensors() as live:
+            BlockAttention(SparseConfig(method=method), "torch").list_blocks(q, k, 0.1)
+    assert live.peak < q.nbytes
+
+
 # ---- prefill ----
 
 XATTENTION = SparseConfig(block_size=32, stride=8, threshold=0.3)
 SPARGE = SparseConfig(method="spargeattn", block_size=32, threshold=0.4, similarity=-1)
+FLEX = SparseConfig(method="flexprefill", block_size=32, threshold=0.4, divergence=0.15, min_blocks=1)
+CHOICES = [XATTENTION, SPARGE, FLEX]
+SKIP_MARGIN = 0.05  # the models of these tests have small scores
 
 
 def prefill_job(hosts: HostGroup, family: str, batch: dict, query_start, settings: dict):
@@ -110,7 +216,7 @@ def check(results, model, batch, oracle, exact):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
 @pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("sparse", [XATTENTION, SPARGE], ids=lambda sparse: sparse.method)
+@pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
 def test_methods_of_one_host_equal_the_dense_definition(pool, sparse, num_hosts, family):
     batch, start = (text_batch(301), 290) if family == "qwen2" else (video_batch(family, 200), None)
     # Full attention with sparse blocks is the method of their name.
@@ -126,6 +232,29 @@ def test_methods_of_one_host_equal_the_dense_definition(pool, sparse, num_hosts,
     assert 0.2 < density < 0.9
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
+@pytest.mark.parametrize("threshold", [0.8, 1])
+@pytest.mark.parametrize("method", ["spargeattn", "apbv"])
+@pytest.mark.pairwise
+def test_values_behind_negligible_weights_are_skipped(pool, method, threshold, num_hosts):
+    sparse = SparseConfig(
+        method="spargeattn", block_size=32, threshold=threshold, similarity=-1, skip_margin=SKIP_MARGIN
+    )
+    length = 301 if method == "spargeattn" else 200 * num_hosts + 37
+    batch, query_start = text_batch(length), length - 10
+    settings = {"method": method, "anchor_len": 21, "passing_len": 5, "on_single_host": True}
+    results = pool.run(num_hosts, prefill_job, "qwen2", batch, query_start, {**settings, "sparse": sparse})
+    oracles = [
+        DenseOracle(0, length, 1, 0, "received", sparse=blocks)
+        if method == "spargeattn"
+        else oracle_of({**settings, "sparse": blocks}, num_hosts, query_start, 0)
+        for blocks in (sparse, replace(sparse, skip_margin=None))
+    ]
+    # What comes out with all values of the same blocks.
+    unskipped = run_oracle(build("qwen2", torch.float64), batch, oracles[1])
+    check(results, build("qwen2", torch.float64), batch, oracles[0], unskipped)
+
+
 CASES = {
     "apbv": {},
     "apbv without overlap": {"overlap": False},
@@ -137,7 +266,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
-@pytest.mark.parametrize("sparse", [XATTENTION, SPARGE], ids=lambda sparse: sparse.method)
+@pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
 @pytest.mark.pairwise
 def test_blocks_attend_sparsely_to_themselves(pool, sparse, num_hosts, case):
     length = 130 * num_hosts * (1 if case in ("apb", "star") else 2) + 37
@@ -173,7 +302,7 @@ def test_a_video_with_apbv(pool):
     check(results, model, batch, oracles[1], dense)
 
 
-@pytest.mark.parametrize("method", ["xattention", "spargeattn", "apbv"])
+@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill", "apbv"])
 @pytest.mark.parametrize("num_hosts", [1, 3])
 def test_threshold_1_is_dense(pool, method, num_hosts):
     sparse = SparseConfig(method="xattention" if method == "apbv" else method, threshold=1, block_size=32)
@@ -187,7 +316,7 @@ def test_threshold_1_is_dense(pool, method, num_hosts):
             assert relative_error(keys, layer.keys) < 1e-9 and relative_error(values, layer.values) < 1e-9
 
 
-@pytest.mark.parametrize("sparse", [XATTENTION, SPARGE], ids=lambda sparse: sparse.method)
+@pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
 def test_triton_chooses_and_computes_the_same(sparse):
     batch, config = text_batch(100), PrefillConfig(method=sparse.method, sparse=sparse, backend="triton")
     model = build("qwen2", torch.float32)
@@ -198,9 +327,9 @@ def test_triton_chooses_and_computes_the_same(sparse):
     assert relative_error(logits, expected) < 1e-4
 
 
-@pytest.mark.parametrize("method", ["xattention", "spargeattn"])
+@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
 def test_the_demo_answers_with_less_attention(method):
-    config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32))
+    config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32, min_blocks=1))
     engine = Engine.from_pretrained("demo", prefill=config, hosts=ALONE)
     answer = engine.generate(demo.DEMO_QUESTION, video=demo.video_path())
     assert answer.text == "J"

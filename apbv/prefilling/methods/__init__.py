@@ -5,7 +5,7 @@ from .apb import ApbMethod
 from .apbv import ApbvMethod
 from .base import PrefillMethod
 from .full import FullMethod
-from .sparse import SpargeAttnMethod, XAttentionMethod
+from .sparse import FlexPrefillMethod, SpargeAttnMethod, XAttentionMethod
 from .star import StarMethod
 from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod
@@ -16,6 +16,7 @@ METHODS: dict[str, type[PrefillMethod]] = {
         FullMethod,
         XAttentionMethod,
         SpargeAttnMethod,
+        FlexPrefillMethod,
         ZigzagRingMethod,
         UlyssesMethod,
         StarMethod,
@@ -31,4 +32,12 @@ def method_alone(config: PrefillConfig) -> type[PrefillMethod]:
     return METHODS["full" if sparse is None else sparse.method]
 
 
-__all__ = ["METHODS", "PrefillMethod", "method_alone"]
+def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
+    """Return the method that a config means on so many hosts: on a single one ``full``, unless asked otherwise."""
+    method = METHODS[config.method]
+    if not method.splits or (num_hosts == 1 and not config.on_single_host):
+        return method_alone(config)
+    return method
+
+
+__all__ = ["METHODS", "PrefillMethod", "method_alone", "resolve_method"]

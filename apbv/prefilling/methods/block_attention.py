@@ -1,5 +1,8 @@
 """This module attends within a run of tokens over blocks of keys that are chosen anew in every layer."""
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
 from ...config import SparseConfig
@@ -7,9 +10,27 @@ from ...hosts import HostGroup
 from ...kernels import ListedBlocks, block_sparse_attention
 from .block_selection import BLOCK_SELECTION
 
+# Heads choose from so many pairs of blocks at a time. A pair takes some 40 bytes while it is scored and sorted.
+# Of queries three copies in fp32 are made, on a CPU, of a part at a time that takes no more than this.
+_MOST_PAIRS, _PAIR_BYTES, _MOST_WIDE_BYTES = 2**22, 40, 3 * 2**22
+
+
+def block_bytes(config: SparseConfig, heads: int, head_dim: int, num_tokens: int) -> tuple[int, int]:
+    """Return the bytes that the lists of chosen blocks take, and what choosing them takes beside.
+
+    Args:
+        heads: query heads.
+        num_tokens: of a run of tokens that attends to itself.
+    """
+    rows, columns = (-(-num_tokens // size) for size in (config.block_size, config.key_block))
+    pairs = rows * columns
+    at_a_time = min(heads, max(1, _MOST_PAIRS // max(1, pairs)))
+    wide = min(3 * 4 * at_a_time * num_tokens * head_dim, _MOST_WIDE_BYTES)
+    return 4 * heads * (pairs + rows), at_a_time * _PAIR_BYTES * pairs + wide
+
 
 class BlockAttention:
-    """A BlockAttention chooses blocks, computes them, and counts how many of the scores that were.
+    """A BlockAttention chooses blocks, computes them, and counts how many of the scores were computed.
 
     Args:
         config: how blocks are chosen; not all of them.
@@ -36,12 +57,39 @@ class BlockAttention:
         Returns:
             out ``[1, Hq, S, D]`` and lse ``[1, Hq, S]``.
         """
-        kept = self._choose(q, k, scale, self._config, self._backend)
-        blocks = ListedBlocks.of(kept, self._config.block_size, self._config.key_block)
+        blocks = self.list_blocks(q, k, scale)
         tokens, rows = q.shape[2], q.shape[0] * q.shape[1]
         self._num_visible += rows * tokens * (tokens + 1) // 2
         self._num_computed = self._num_computed + blocks.num_scores(tokens)
-        return block_sparse_attention(q, k, v, blocks, scale, out=out, backend=self._backend)
+        options = {"skip_margin": self._config.skip_margin, "out": out, "backend": self._backend}
+        return block_sparse_attention(q, k, v, blocks, scale, **options)
+
+    def list_blocks(self, q: Tensor, k: Tensor, scale: float) -> ListedBlocks:
+        """Choose and list blocks, for as many heads at a time as memory is meant for.
+
+        Args:
+            q: ``[B, Hq, S, D]``.
+            k: ``[B, Hkv, S, D]``, of the same tokens.
+            scale: the factor of q·k.
+        """
+        sizes = self._config.block_size, self._config.key_block
+        numbers = [-(-q.shape[2] // rows) for rows in sizes]
+        most = _MOST_PAIRS // max(1, q.shape[0] * numbers[0] * numbers[1])
+        parts = list(_split_heads(q.shape[1], k.shape[1], max(1, most)))
+        if len(parts) == 1:
+            return ListedBlocks.of(self._kept(q, k, scale, numbers), *sizes)
+        counts = torch.empty(*q.shape[:2], numbers[0], dtype=torch.int32, device=q.device)
+        indices = torch.empty(*q.shape[:2], *numbers, dtype=torch.int32, device=q.device)
+        for heads, kv_heads in parts:
+            listed = ListedBlocks.of(self._kept(q[:, heads], k[:, kv_heads], scale, numbers), *sizes)
+            counts[:, heads], indices[:, heads] = listed.counts, listed.indices
+        return ListedBlocks(counts, indices, *sizes)
+
+    def _kept(self, q: Tensor, k: Tensor, scale: float, numbers: list[int]) -> Tensor:
+        """Choose blocks, ``[1, Hq, nq, nk]``; all of them where only values are to be skipped."""
+        if self._config.share == 1:
+            return torch.ones(*q.shape[:2], *numbers, dtype=torch.bool, device=q.device)
+        return self._choose(q, k, scale, self._config, self._backend)
 
     def density(self, hosts: HostGroup) -> float | None:
         """Return the share of the causal scores that was computed on all hosts; collective, waits for the device.
@@ -51,3 +99,20 @@ class BlockAttention:
         mine = [float(self._num_computed), float(self._num_visible)]
         computed, visible = (sum(column) for column in zip(*hosts.gather_floats(mine), strict=True))
         return computed / visible if visible else None
+
+
+def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield query heads, at most so many together, and the key/value heads that are theirs.
+
+    They are all heads of several groups, or some of one: operators take no other choice of both.
+    """
+    group = heads // kv_heads
+    if most >= group:
+        step = most // group
+        for first in range(0, kv_heads, step):
+            yield slice(first * group, (first + step) * group), slice(first, first + step)
+        return
+    for kv_head in range(kv_heads):
+        last = (kv_head + 1) * group
+        for first in range(kv_head * group, last, most):
+            yield slice(first, min(first + most, last)), slice(kv_head, kv_head + 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...config import SparseConfig
 from ...kernels import antidiagonal_scores, block_means
+from .flexprefill import flexprefill_blocks
 
 
 def xattention_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, backend: str) -> Tensor:
@@ -43,9 +44,9 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     one. As in the released code, the mean key is subtracted before the similarity of keys is taken, and the first
     block is not chosen in any case.
 
-    Two things differ. That code may leave out all keys that a query sees, which the queries' own keys exclude
-    here. And its second stage, which skips products with values while weights are below exp(-λ) of what was seen,
-    is left out: with its default λ of 50 the skipped weights are below fp32's precision.
+    That code may leave out all keys that a query sees, which the queries' own keys exclude here.
+    The second stage, which skips values, is the ``skip_margin`` of :func:`apbv.kernels.block_sparse_attention`.
+    There skipped weights count in the denominator, as in the paper; in the released code they do not.
     """
     queries, of_queries = block_means(q, config.block_size, backend=backend)
     center = k.mean(dim=2, dtype=torch.promote_types(k.dtype, torch.float32))
@@ -70,4 +71,8 @@ def _by_size(shares: Tensor) -> tuple[Tensor, Tensor]:
     return order, held
 
 
-BLOCK_SELECTION: dict[str, Callable[..., Tensor]] = {"xattention": xattention_blocks, "spargeattn": sparge_blocks}
+BLOCK_SELECTION: dict[str, Callable[..., Tensor]] = {
+    "xattention": xattention_blocks,
+    "spargeattn": sparge_blocks,
+    "flexprefill": flexprefill_blocks,
+}

@@ -13,3 +13,9 @@ class SpargeAttnMethod(FullMethod):
     """In SpargeAttn host 0 computes those blocks of attention that the means of blocks choose."""
 
     name = "spargeattn"
+
+
+class FlexPrefillMethod(FullMethod):
+    """In FlexPrefill host 0 computes those blocks of attention that its last queries choose for a head."""
+
+    name = "flexprefill"
