@@ -121,17 +121,23 @@ class ShardedCache(Cache):
 
     @classmethod
     def of_shares(
-        cls, layers: Sequence[tuple[Tensor, Tensor]], layout: ContextLayout, host: int, holds_query: bool = True
+        cls,
+        layers: Sequence[tuple[Tensor, Tensor]],
+        layouts: Sequence[ContextLayout],
+        host: int,
+        holds_query: bool = True,
     ) -> "ShardedCache":
         """Build the cache from a host's keys and values of every layer.
 
         Args:
-            layers: ``[B, Hkv, T, D]`` each, the tokens as in ``layout.cache_spans``.
+            layers: ``[B, Hkv, T, D]`` each, the tokens as in the layout's ``cache_spans``.
+            layouts: of every layer.
             holds_query: False where the query is still to be appended.
         """
-        cache = cls(len(layers), layout, host, keep_query=holds_query)
-        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
-            layer.hold(keys, values)
+        cache = cls(0, layouts[0], host)
+        for (keys, values), layout in zip(layers, layouts, strict=True):
+            cache.add_layers(1, layout, keep_query=holds_query)
+            cache.layers[-1].hold(keys, values)
         return cache
 
     def initialize_empty(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device) -> None:

@@ -4,9 +4,10 @@ Callers use the interface :class:`PlacedKV`, and need not know which of the two 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from itertools import chain
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,23 @@ from .select import collect_kv, select_kv
 Layers = list[tuple[Tensor, Tensor]]  # of every decoder layer keys and values, [1, Hkv, T, D]
 
 
+@dataclass(frozen=True)
+class HeldLayers:
+    """A HeldLayers is what a host holds of adjacent layers that have the same tokens of a prompt.
+
+    Attributes:
+        layers: the layers.
+        num_tokens: how many tokens they have, on all hosts together.
+        spans: which of these this host holds, in row order, numbered from 0 to ``num_tokens - 1``.
+        states: of each of the layers keys and values ``[1, Hkv, T, D]``.
+    """
+
+    layers: range
+    num_tokens: int
+    spans: tuple[range, ...]
+    states: Layers
+
+
 class PlacedKV(ABC):
     """A PlacedKV is the KV of one prompt, wherever it lies.
 
@@ -31,7 +49,7 @@ class PlacedKV(ABC):
         num_tokens: n, the tokens of the prompt.
         attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
         is_whole: whether every layer holds every token of the prompt; not where tokens were dropped inside the
-            model. Then an answer can follow, but no part of the KV can be taken out or handed over.
+            model. Then an answer can follow, and the KV be saved, but no part of it be taken out or handed over.
     """
 
     placement: ClassVar[str]
@@ -58,8 +76,11 @@ class PlacedKV(ABC):
         """
 
     @abstractmethod
-    def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
-        """Return which of the prompt's tokens this host holds, in row order, and their KV."""
+    def held(self) -> list[HeldLayers]:
+        """Return what this host holds of the prompt's KV, all layers in order; empty where it holds nothing.
+
+        Where the KV is :attr:`is_whole`, there is one group of layers.
+        """
 
     @abstractmethod
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "PlacedKV | None":
@@ -122,10 +143,14 @@ class GatheredKV(PlacedKV):
     def whole(self) -> DynamicCache | None:
         return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
-    def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
+    def held(self) -> list[HeldLayers]:
         if self.cache is None:
-            return (), []
-        return (range(self.num_tokens),), [(layer.keys, layer.values) for layer in self.whole.layers]
+            return []
+        states = [(layer.keys, layer.values) for layer in self.whole.layers]
+        return [
+            HeldLayers(layers, count, (range(count),), states[layers.start : layers.stop])
+            for count, layers in _runs(keys.shape[2] for keys, _ in states)
+        ]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
         view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
@@ -166,9 +191,13 @@ class ShardedKV(PlacedKV):
     def whole(self) -> None:
         return None
 
-    def held(self, layout: ContextLayout) -> tuple[tuple[range, ...], Layers]:
-        spans = layout.cache_spans(self.hosts.rank)
-        return tuple(spans), self._rows(sum(map(len, spans)))
+    def held(self) -> list[HeldLayers]:
+        groups = []
+        for layout, layers in _runs(self.cache.layouts):
+            spans = layout.cache_spans(self.hosts.rank)
+            states = self._rows(sum(map(len, spans)))[layers.start : layers.stop]
+            groups.append(HeldLayers(layers, layout.num_tokens, spans, states))
+        return groups
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
         if layout.query != range(num_tokens, layout.num_tokens):
@@ -192,4 +221,14 @@ class ShardedKV(PlacedKV):
 
     def _with_query_to_come(self, num_rows: int | None, layout: ContextLayout) -> "ShardedKV":
         shares = self._rows(num_rows)
-        return ShardedKV(ShardedCache.of_shares(shares, layout, self.hosts.rank, holds_query=False), self.hosts)
+        layouts = [layout] * len(shares)
+        return ShardedKV(ShardedCache.of_shares(shares, layouts, self.hosts.rank, holds_query=False), self.hosts)
+
+
+def _runs(items: Iterable) -> Iterator[tuple[Any, range]]:
+    """Yield each item that equals its neighbours once, with the range of places at which it stands."""
+    start = 0
+    for item, same in groupby(items):
+        stop = start + sum(1 for _ in same)
+        yield item, range(start, stop)
+        start = stop

@@ -67,35 +67,55 @@ class SavedKV:
 
         Args:
             index: the layer, from 0.
-            tokens: a run of tokens, or several, which are put one behind the other.
+            tokens: a run of tokens, or several, which are put one behind the other; by their numbers among the
+                tokens that this layer holds (see :class:`.manifest.LayerGroup`).
             kv_heads: a range of KV heads.
 
         Raises:
+            IndexError: there is no such layer.
+            ValueError: the layer has no such tokens or KV heads.
             StorageError: a file was changed, or is gone.
         """
-        manifest = self.manifest
-        tokens = range(manifest.num_tokens) if tokens is None else tokens
+        manifest, group = self.manifest, self.manifest.group_of(index)
+        tokens = range(group.num_tokens) if tokens is None else tokens
         wanted = [tokens] if isinstance(tokens, range) else tokens
         kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
+        for run in wanted:
+            _require_within(run, group.num_tokens, f"tokens of layer {index}")
+        _require_within(kv_heads, manifest.num_kv_heads, "KV heads")
         shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
-        for shard in manifest.shards:
+        for shard in group.shards:
             heads = intersect(kv_heads, range(*shard.kv_heads))
             runs = list(rows_of(shard.tokens, wanted))
             if not heads or not runs:
                 continue
-            stored = self._read(shard.files[index])
+            file = shard.files[index - group.layers[0]]
+            stored = self._read(file)
             expected = (length(shard.kv_heads), sum(map(length, shard.tokens)), manifest.head_dim)
             of_shard = slice(heads.start - shard.kv_heads[0], heads.stop - shard.kv_heads[0])
             of_result = slice(heads.start - kv_heads.start, heads.stop - kv_heads.start)
             for name, result in (("keys", keys), ("values", values)):
                 states = stored.get(name)
                 if states is None or states.shape != expected or states.dtype != manifest.torch_dtype:
-                    path = self._folder / shard.files[index].name
-                    raise StorageError(f"{path} does not hold the tensors that its manifest describes")
+                    raise StorageError(
+                        f"{self._folder / file.name} does not hold the tensors that its manifest describes"
+                    )
                 for rows, places in runs:
                     result[of_result, places] = states[of_shard, rows]
         return keys, values
+
+    def require_whole_prompt(self) -> None:
+        """Refuse KV of a prompt of which tokens were left out, for a reader that makes the whole prompt anew.
+
+        Raises:
+            StorageError: visual tokens were left out, before the language model or between its layers.
+        """
+        if self.manifest.reduction is not None:
+            raise StorageError(
+                f"the KV in {self.path} is of a prompt that {self.manifest.reduction.method} has shortened, and "
+                "cannot be handed over: its consumer reads the whole prompt"
+            )
 
     @property
     def _folder(self) -> Path:
@@ -110,3 +130,13 @@ class SavedKV:
             return safetensors.torch.load(content)
         except (OSError, SafetensorError) as error:
             raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def _require_within(run: range, count: int, what: str) -> None:
+    """Refuse a range that is not one of some things that are numbered from 0.
+
+    Raises:
+        ValueError: it has others, or leaves some out.
+    """
+    if run.step != 1 or not 0 <= run.start <= run.stop <= count:
+        raise ValueError(f"{run} is not within the {count} {what}")

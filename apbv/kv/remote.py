@@ -47,7 +47,8 @@ class RemoteKV(ABC):
 
         Raises:
             ValueError: there is no such transport.
-            StorageError: the ticket's directory does not hold its KV, or no more; or there is no RDMA here.
+            StorageError: the ticket's directory does not hold its KV, or no more, or that of a reduced prompt; or
+                there is no RDMA here.
         """
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
@@ -153,6 +154,7 @@ class _FolderKV(RemoteKV):
         super().__init__(ticket, timeout, num_readers)
         _tell(ticket, "begin", timeout, self._reader)
         self._saved = SavedKV.open(ticket.path)
+        self._saved.require_whole_prompt()
         manifest = self._saved.manifest
         positions = self._saved.prompt()["position_ids"]
         same = ("num_tokens", "dtype", "num_layers", "num_kv_heads", "head_dim", "method", "exact")

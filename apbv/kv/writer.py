@@ -45,14 +45,16 @@ class Writer:
     def write_shard(
         self,
         number: int,
+        first_layer: int,
         tokens: Sequence[range],
         kv_heads: range,
         layers: Sequence[tuple[Tensor, Tensor]],
     ) -> Shard:
-        """Write this host's share, layer by layer.
+        """Write this host's share of a group of layers, layer by layer.
 
         Args:
             number: the shard's number, different for every writer.
+            first_layer: the group's first layer.
             tokens: ascending runs of token numbers.
             kv_heads: the range of KV heads.
             layers: keys and values ``[1, H_kv, T, D]``, rows in the order of ``tokens``.
@@ -62,7 +64,7 @@ class Writer:
                 f"layer-{index:05d}.shard-{number:05d}.safetensors",
                 {"keys": keys[0].contiguous(), "values": values[0].contiguous()},
             )
-            for index, (keys, values) in enumerate(layers)
+            for index, (keys, values) in enumerate(layers, first_layer)
         )
         runs = tuple((run.start, run.stop) for run in tokens if len(run))
         return Shard(runs, (kv_heads.start, kv_heads.stop), files)

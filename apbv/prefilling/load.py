@@ -11,14 +11,16 @@ from ..config import KV_PLACEMENTS
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput, VisualItem
+from ..kv.assembly import length
 from ..kv.cache import ShardedCache
-from ..kv.manifest import Manifest, StorageError
+from ..kv.manifest import LayerGroup, Manifest, StorageError
 from ..kv.placement import GatheredKV, ShardedKV
 from ..kv.reader import SavedKV
-from ..layout import plan_layout, split_evenly
+from ..layout import ContextLayout, plan_layout, split_evenly
 from ..model.parts import ModelParts, inspect_model
 from ..stats import StageTimer
 from .identity import identify
+from .reduction.kept import Reduction
 from .result import PrefillResult, own_heads
 
 
@@ -52,35 +54,31 @@ def load(
             _require_written_by(inspect_model(model), saved)
         prompt = saved.prompt()
         inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
-        query_start = min(manifest.query_start, manifest.num_tokens - 1)
-        layout = plan_layout(
-            num_hosts=hosts.size,
-            num_tokens=manifest.num_tokens,
-            context_start=manifest.context_start,
-            query_start=query_start,
-            # Star Attention's anchor on a single host is the whole context, which would leave no context to split.
-            anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
-            passing_len=manifest.passing_len,
-            zigzag=True,
-        )
+        layouts = []  # of every layer
+        for group in manifest.groups:
+            layouts += [_layout(manifest, group, hosts.size)] * length(group.layers)
         if kv == "sharded":
-            shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
-            placed = ShardedKV(ShardedCache.of_shares(shares, layout, hosts.rank), hosts)
+            shares = _read_layers(saved, [layout.cache_spans(hosts.rank) for layout in layouts], hosts)
+            placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts)
         else:
-            whole = _read_layers(saved, [range(manifest.num_tokens)], hosts) if hosts.rank == 0 else None
-            placed = GatheredKV(None if whole is None else DynamicCache(whole), manifest.num_tokens, hosts)
+            whole = None
+            if hosts.rank == 0:
+                whole = DynamicCache(_read_layers(saved, [None] * manifest.num_layers, hosts))
+            placed = GatheredKV(whole, manifest.num_tokens, hosts, manifest.is_whole)
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
     return PrefillResult(
         logits=prompt["logits"].to(hosts.device),
-        layout=layout,
+        layout=layouts[0],
         method=manifest.method,
         exact=manifest.exact,
+        density=manifest.density,
         inputs=inputs,
         timer=timer,
         kv=placed,
         model=lambda: manifest.model,
         video_sha256=manifest.visual and manifest.visual.sha256,
+        reduction=_stored_reduction(manifest),
     )
 
 
@@ -124,8 +122,45 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
     )
 
 
-def _read_layers(saved: SavedKV, spans: Sequence[range], hosts: HostGroup) -> list[tuple[Tensor, Tensor]]:
-    """Read every layer's keys and values ``[1, Hkv, T, D]`` of some tokens, for this process's KV heads."""
+def _stored_reduction(manifest: Manifest) -> Reduction | None:
+    stored, by_layer = manifest.reduction, ()
+    if stored is None:
+        return None
+    if not manifest.is_whole:
+        num_others = manifest.num_tokens - stored.num_before
+        by_layer = tuple(group.num_tokens - num_others for group in manifest.groups for _ in range(*group.layers))
+    kept = torch.tensor(stored.kept, dtype=torch.int64)
+    return Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept, by_layer)
+
+
+def _layout(manifest: Manifest, group: LayerGroup, num_hosts: int) -> ContextLayout:
+    """Cut the tokens of a group's layers into blocks for so many hosts.
+
+    What the layers lack are visual tokens, all of which lie in the context.
+    """
+    query_start = manifest.query_start - (manifest.num_tokens - group.num_tokens)
+    query_start = min(query_start, group.num_tokens - 1)
+    return plan_layout(
+        num_hosts=num_hosts,
+        num_tokens=group.num_tokens,
+        context_start=manifest.context_start,
+        query_start=query_start,
+        # An anchor of all that comes before the question would leave nothing to split. Star Attention's on one
+        # host is that long, and so may the prompt's be in layers that hold less.
+        anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
+        passing_len=manifest.passing_len,
+        zigzag=True,
+    )
+
+
+def _read_layers(
+    saved: SavedKV, spans_of_layers: Sequence[Sequence[range] | None], hosts: HostGroup
+) -> list[tuple[Tensor, Tensor]]:
+    """Read every layer's keys and values ``[1, Hkv, T, D]`` of some tokens, for this process's KV heads.
+
+    Args:
+        spans_of_layers: of every layer which tokens; None: all that it holds.
+    """
     if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
             f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
@@ -134,5 +169,5 @@ def _read_layers(saved: SavedKV, spans: Sequence[range], hosts: HostGroup) -> li
     heads = own_heads(saved.manifest.num_kv_heads, hosts)
     return [
         tuple(states[None].to(hosts.device) for states in saved.layer(index, spans, heads))
-        for index in range(saved.manifest.num_layers)
+        for index, spans in enumerate(spans_of_layers)
     ]

@@ -20,10 +20,17 @@ from ..input.request import Request
 from ..input.visual import VisualItem
 from ..kv.cache import ShardedCache
 from ..kv.growing import first_tokens
-from ..kv.manifest import Manifest, ModelIdentity, Shard, VisualIdentity
+from ..kv.manifest import (
+    LayerGroup,
+    Manifest,
+    ModelIdentity,
+    StoredReduction,
+    VisualIdentity,
+    join_writers,
+)
 from ..kv.offered_folder import OfferedFolder
 from ..kv.offers import Offers
-from ..kv.placement import PlacedKV, ShardedKV
+from ..kv.placement import HeldLayers, PlacedKV, ShardedKV
 from ..kv.sending import Share
 from ..kv.ticket import Ticket, digest_of_positions, digest_of_tokens, new_token, new_transfer
 from ..kv.writer import Writer, lock_for_saving
@@ -147,8 +154,15 @@ class PrefillResult:
         whole prompt again on top of this KV, several beams, and several returned sequences. ``generate`` grows the
         cache: ask for these arguments anew for every call. If you append tokens to ``input_ids``, append to the
         mask and, one position further for each, to ``position_ids`` as well.
+
+        Raises:
+            ValueError: tokens were dropped inside the model, so that layers hold different tokens.
         """
-        self._require_whole("transformers' generate takes layers for equally long")
+        if not self.kv.is_whole:
+            raise ValueError(
+                f"{self.reduction.method} has dropped tokens inside the model: transformers' generate takes all "
+                "layers for equally long"
+            )
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
             return {}
@@ -184,7 +198,8 @@ class PrefillResult:
     def save(self, path: str | Path) -> None:
         """Write the KV to a directory, for :func:`apbv.load` on any number of hosts; collective.
 
-        Each host writes the KV that it holds. The directory's earlier content stays until all of the new is there.
+        Each host writes the KV that it holds, also of layers that hold different tokens. The directory's earlier
+        content stays until all of the new is there.
 
         Args:
             path: the directory; all hosts have to see the same one.
@@ -193,7 +208,6 @@ class PrefillResult:
             StorageError: a file cannot be written, another process is saving there, or the hosts do not share it.
             HostError: another host failed.
         """
-        self._require_whole("KV on disk has every token in every layer")
         path, hosts = Path(path), self.kv.hosts
         with ExitStack() as stack:
             with hosts.local_stage("saving the KV"):
@@ -203,11 +217,12 @@ class PrefillResult:
             writer = Writer(path, Writer.folder_name(number))
             try:
                 with hosts.local_stage("saving the KV"):
-                    shard = self._write_shard(writer)
-                shards = hosts.gather_json(None if shard is None else asdict(shard))
+                    written = [asdict(group) for group in self._write_layers(writer)]
+                of_writers = hosts.gather_json(written)
                 with hosts.local_stage("saving the KV"):
                     if hosts.is_leader:
-                        writer.publish(self._manifest(writer, [Shard.of(each) for each in shards if each]))
+                        groups = join_writers(LayerGroup.of(group) for written in of_writers for group in written)
+                        writer.publish(self._manifest(writer, groups))
             except BaseException:
                 if hosts.is_leader:
                     writer.discard()
@@ -261,25 +276,15 @@ class PrefillResult:
             offers.drop(transfer)
             raise
 
-    def _require_whole(self, reason: str) -> None:
-        """Refuse KV whose layers hold different tokens.
-
-        Raises:
-            ValueError: tokens were dropped inside the model.
-        """
-        if not self.kv.is_whole:
-            raise ValueError(f"{self.reduction.method} has dropped tokens inside the model: {reason}")
-
     def _held_for(self, offers: Offers, transfer: str) -> Share | OfferedFolder | None:
         """Return what this process has to offer of a transfer's KV; None where it has nothing."""
         hosts = self.kv.hosts
         if offers.directory is not None:
             return OfferedFolder(offers.directory, transfer) if hosts.is_leader else None
-        spans, layers = self.kv.held(self.layout)
-        if not any(map(len, spans)):
-            return None
-        num_kv_heads = layers[0][0].shape[1] * hosts.tensor_parallel_size
-        return Share(spans, own_heads(num_kv_heads, hosts), layers)
+        for held in self.kv.held():  # one group of layers, or none: a reduced prompt is not offered
+            if any(map(len, held.spans)):
+                return Share(held.spans, self._own_heads(held), held.states)
+        return None
 
     def _facts(self) -> dict[str, Any]:
         """Return what a ticket says of the KV, on the leader."""
@@ -305,29 +310,35 @@ class PrefillResult:
         position_ids = self.inputs.position_ids
         return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
 
-    def _write_shard(self, writer: Writer) -> Shard | None:
-        """Write the KV that this host holds; return None where it holds none."""
+    def _own_heads(self, held: HeldLayers) -> range:
+        """Return which KV heads this process holds."""
         hosts = self.kv.hosts
-        spans, layers = self.kv.held(self.layout)
-        if not any(map(len, spans)):
-            return None
-        number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-        num_kv_heads = layers[0][0].shape[1] * hosts.tensor_parallel_size
-        return writer.write_shard(number, spans, own_heads(num_kv_heads, hosts), layers)
+        return own_heads(held.states[0][0].shape[1] * hosts.tensor_parallel_size, hosts)
 
-    def _manifest(self, writer: Writer, shards: list[Shard]) -> Manifest:
-        """Return the manifest of all hosts' shards; on the leader, which always holds some KV."""
-        inputs, layout, layers = self.inputs, self.layout, self.kv.cache.layers
+    def _write_layers(self, writer: Writer) -> list[LayerGroup]:
+        """Write the KV that this process holds; return all groups of layers, with its own shards alone."""
+        hosts, groups = self.kv.hosts, []
+        number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
+        for held in self.kv.held():
+            shards, layers = (), held.layers
+            if any(map(len, held.spans)):
+                heads = self._own_heads(held)
+                shards = (writer.write_shard(number, layers.start, held.spans, heads, held.states),)
+            groups.append(LayerGroup((layers.start, layers.stop), held.num_tokens, shards))
+        return groups
+
+    def _manifest(self, writer: Writer, groups: tuple[LayerGroup, ...]) -> Manifest:
+        """Return the manifest of what all hosts have written; on the leader, which always holds some KV."""
+        inputs, layout, keys = self.inputs, self.layout, self.kv.cache.layers[0].keys
         positions = self._positions()
-        visual = inputs.visual
+        visual, reduction = inputs.visual, self.reduction
         return Manifest(
             generation=writer.generation,
             apbv_version=version("apbv"),
             model=self.model(),
-            dtype=str(layers[0].keys.dtype).removeprefix("torch."),
-            num_layers=len(layers),
-            num_kv_heads=max(shard.kv_heads[1] for shard in shards),
-            head_dim=layers[0].keys.shape[-1],
+            dtype=str(keys.dtype).removeprefix("torch."),
+            num_kv_heads=max(shard.kv_heads[1] for shard in groups[0].shards),
+            head_dim=keys.shape[-1],
             num_tokens=self.num_tokens,
             token_ids=tuple(inputs.input_ids[0].tolist()),
             context_start=inputs.context_start,
@@ -342,10 +353,15 @@ class PrefillResult:
             ),
             method=self.method,
             exact=self.exact,
+            density=self.density,
+            reduction=reduction
+            and StoredReduction(
+                reduction.method, reduction.ratio, reduction.num_before, tuple(reduction.kept.tolist())
+            ),
             anchor_len=len(layout.anchor),
             passing_len=layout.passing_len,
             prompt=writer.write_prompt(self.logits, positions),
-            shards=tuple(shards),
+            groups=groups,
         )
 
 

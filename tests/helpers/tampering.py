@@ -58,7 +58,8 @@ def rewrite(folder: Path, name: str, change: dict) -> None:
     (folder / manifest["generation"]).rename(folder / "kv-changed")
     manifest |= {"generation": "kv-changed"}
     manifest.pop("sha256")
-    files = {file["name"]: file for shard in manifest["shards"] for file in shard["files"]}
+    shards = [shard for group in manifest["groups"] for shard in group["shards"]]
+    files = {file["name"]: file for shard in shards for file in shard["files"]}
     (files | {"model": manifest["model"]})[name].update(change)
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -39,6 +39,7 @@ QUESTION, FOLLOW_UP = demo.EXAMPLE_QUESTIONS[1::-1]
 EXACT = apbv.PrefillConfig(method="apbv", passing_len=4096)
 COMPRESSED = apbv.PrefillConfig(method="apbv", passing_len=0, anchor_len=0)
 SHARDED = dataclasses.replace(COMPRESSED, kv="sharded")  # both hosts hold some
+REDUCED = {name: apbv.ReduceConfig(method=name) for name in ("hippo", "fastv")}
 
 
 def save_text_model(folder: Path) -> Path:
@@ -80,6 +81,11 @@ def prefill_all(folder: Path) -> None:
             "follow_up": more,
             "followed": continue_greedily(engine.model, cache, more, state.next_position),
         }
+    for name, reduce in REDUCED.items():
+        config = dataclasses.replace(SHARDED, reduce=reduce)
+        engine = apbv.Engine.from_pretrained(demo.model_path(), prefill=config, hosts=hosts, dtype="float32")
+        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=NUM_FRAMES, positions="vllm")
+        state.save(folder / name)
     if hosts.rank == 0:
         (folder / "expected.json").write_text(json.dumps(expected))
     offer_all(folder, states, hosts, os.getpid())
@@ -201,6 +207,9 @@ def check_video(folder: Path, expected: dict) -> None:
         "a video without its uuid": (request(name, multi_modal_uuids=None), "may not be that of the KV"),
         "another uuid": (request(name, multi_modal_uuids={"video": ["other"]}), "may not be that of the KV"),
     }
+    for reducer in REDUCED:
+        there = {"apbv_path": str(folder / reducer)}
+        refused[f"what {reducer} left"] = (request(name, kv_transfer_params=there), f"{reducer} has shortened")
     check_refusals(server, refused, video, exact)
     check_video_tickets(server, folder, expected, video)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
@@ -56,7 +57,8 @@ def test_any_number_of_hosts_reads_what_two_have_written(pool, tmp_path, written
     path = tmp_path / "kv"
     tokens, _ = pool.run(2, save_job, path, {"kv": written, "passing_len": 8})
     saved = SavedKV.open(path)
-    assert len(saved.manifest.shards) == {"gathered": 1, "sharded": 2}[written]
+    (group,) = saved.manifest.groups
+    assert len(group.shards) == {"gathered": 1, "sharded": 2}[written]
     assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
     logits = saved.prompt()["logits"]
     for hosts, kv in ((1, "gathered"), (3, "sharded"), (2, "gathered"), (4, "sharded")):
@@ -125,6 +127,29 @@ def answer_job(hosts: HostGroup, path: Path, kv: str) -> list[int]:
     return engine_on(hosts).decode(state, max_new_tokens=STEPS).token_ids
 
 
+FORMAT_1 = Path(__file__).with_name("format_1")  # of apbv 0.1.0: two hosts' shares of a text of 20 tokens
+
+
+def format_1_job(hosts: HostGroup, kv: str) -> list | None:
+    state = apbv.load(FORMAT_1, hosts=hosts, kv=kv)
+    assert (state.num_tokens, state.method, state.exact) == (20, "apbv", False)
+    assert state.kv.is_whole and state.reduction is None and state.density is None
+    cache = state.to_dynamic_cache()
+    return cache and [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+@pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (3, "sharded")])
+def test_the_first_format_is_read(pool, num_hosts, kv):
+    (folder,) = FORMAT_1.glob("kv-*")
+    tokens = torch.cat([torch.tensor([0, 2, 3, 4, 5, *range(13, 20)]), torch.tensor([1, *range(6, 13)])])
+    layers, *_ = pool.run(num_hosts, format_1_job, kv)
+    assert len(layers) == 3
+    for index, layer in enumerate(layers):
+        shards = [load_file(folder / f"layer-0000{index}.shard-0000{host}.safetensors") for host in (0, 1)]
+        for name, states in zip(("keys", "values"), layer, strict=True):
+            assert torch.equal(states[:, tokens], torch.cat([shard[name] for shard in shards], dim=1))
+
+
 # ---- what is refused ----
 
 
@@ -185,7 +210,7 @@ SPOILS = {
     "endless nesting": (lambda path: (path / "manifest.json").write_text("[" * 10**6), "cannot read"),
     "nesting": (lambda path: nest(path, 10**5), "cannot read"),
     "a huge integer": (lambda path: (path / "manifest.json").write_text("9" * 10**5), "cannot read"),
-    "a field too few": (lambda path: sign(path, lambda r: r.pop("num_layers")), "not a manifest"),
+    "a field too few": (lambda path: sign(path, lambda r: r.pop("head_dim")), "not a manifest"),
     "a field of another kind": (lambda path: sign(path, lambda r: r.update(model=[1])), "not a manifest"),
     "a number that is none": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
     "more tokens than there are": (lambda path: sign(path, lambda r: r.update(num_tokens=10**30)), "every token"),
@@ -345,7 +370,8 @@ def test_processes_that_share_a_model_save_and_load_their_heads(pool, tmp_path, 
     tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", kv, True)
     assert others == [tokens] * 3
     saved = SavedKV.open(tmp_path / "a")
-    assert [shard.kv_heads for shard in saved.manifest.shards] == [(0, 1), (1, 2)] * (2 if kv == "sharded" else 1)
+    shards = saved.manifest.groups[0].shards
+    assert [shard.kv_heads for shard in shards] == [(0, 1), (1, 2)] * (2 if kv == "sharded" else 1)
     whole, *_ = pool.run(2, save_job, tmp_path / "b", {"kv": kv, "passing_len": 8})
     for index in range(saved.manifest.num_layers):
         torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(tmp_path / "b").layer(index)[0])

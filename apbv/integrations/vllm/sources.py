@@ -164,7 +164,7 @@ class Sources:
         """Open the saved KV that the request names; None where it names none.
 
         Raises:
-            StorageError: there is no usable KV in the folder.
+            StorageError: there is no usable KV in the folder, or that of a reduced prompt.
             ValueError: no request may name this folder.
         """
         params = request.kv_transfer_params
@@ -173,7 +173,7 @@ class Sources:
         path = params["apbv_path"]
         if not isinstance(path, str):
             raise ValueError(f"apbv_path must be a string, not {path!r}")
-        return SavedKV.open(self._inside_root(path))
+        return _open(self._inside_root(path))
 
     def _inside_root(self, path: str) -> Path:
         if self._root is None:
@@ -207,12 +207,23 @@ def request_params(path: str | Path) -> dict[str, Any]:
         shown.
 
     Raises:
-        StorageError: there is no usable KV in this folder.
+        StorageError: there is no usable KV in this folder, or that of a reduced prompt.
     """
     path = Path(path).resolve()
-    saved = SavedKV.open(path)
+    saved = _open(path)
     params = {"kv_transfer_params": {"apbv_path": str(path)}}
     return params if saved.manifest.visual is None else {**params, "uuid": visual_uuid(saved)}
+
+
+def _open(path: Path) -> SavedKV:
+    """Open KV of a whole prompt, as vLLM reads it.
+
+    Raises:
+        StorageError: there is no usable KV in this folder, or visual tokens were left out of the prompt.
+    """
+    saved = SavedKV.open(path)
+    saved.require_whole_prompt()
+    return saved
 
 
 def cache_salt(name: str) -> str:
