@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .hosts import HostError, HostGroup
     from .input.model_inputs import ModelInputs
     from .kv.manifest import StorageError
-    from .planning import Plan, plan
+    from .planning.plan import Plan, plan
     from .prefilling.forward import prefill
     from .prefilling.load import load
     from .prefilling.prefiller import RequestCancelled
@@ -66,8 +66,8 @@ _HOMES = {
     "PrefillResult": "prefilling.result",
     "load": "prefilling.load",
     "NotEnoughMemoryError": "prefilling.room",
-    "plan": "planning",
-    "Plan": "planning",
+    "plan": "planning.plan",
+    "Plan": "planning.plan",
     "StorageError": "kv.manifest",
 }
 

@@ -2,6 +2,7 @@
 
     python launch/plan.py --model demo --frames 64
     python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --hosts 8 --device-memory 80
+    python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --reduce fastvid --reduce-ratio 0.25
 
 The exit status is 0 where it fits, and 1 where it does not.
 """
@@ -11,6 +12,8 @@ import sys
 
 from apbv.config import DTYPE_NAMES, KV_PLACEMENTS, METHOD_NAMES, PrefillConfig, SpeculativeConfig
 from apbv.launch.options import OptionParser, exit_with
+from apbv.launch.reduction import add_reduce_options, reduce_config
+from apbv.launch.sparse import add_sparse_options, sparse_config
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
@@ -30,6 +33,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     parser.add_argument("--method", choices=METHOD_NAMES, default=defaults.method, help="default %(default)s")
     parser.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
     parser.add_argument("--passing-len", type=int, help="KV pairs that each block passes on (default: likewise)")
+    add_reduce_options(parser)
+    add_sparse_options(parser)
     parser.add_argument("--kv", choices=KV_PLACEMENTS, default=defaults.kv, help="default %(default)s")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="auto", help="default auto: the model's")
     parser.add_argument("--draft-model", metavar="PATH", help="a draft model, of which account is taken")
@@ -40,9 +45,25 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     options = parser.parse_args(arguments)
     if options.keep_ratio is not None and options.draft_model is None:
         parser.error("--keep-ratio needs --draft-model")
+    try:
+        prefill_config(options)
+    except ValueError as error:
+        parser.error(str(error))
     if options.device_memory is not None and not options.device_memory > 0:
         parser.error(f"--device-memory must be a positive number of GB, not {options.device_memory}")
     return options
+
+
+def prefill_config(options: argparse.Namespace) -> PrefillConfig:
+    """Make the settings of prefill; ValueError where a value is out of range."""
+    return PrefillConfig(
+        method=options.method,
+        anchor_len=options.anchor_len,
+        passing_len=options.passing_len,
+        kv=options.kv,
+        sparse=sparse_config(options),
+        reduce=reduce_config(options),
+    )
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -61,12 +82,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             tokens=options.tokens,
             hosts=options.hosts,
             tensor_parallel=options.tensor_parallel,
-            prefill=PrefillConfig(
-                method=options.method,
-                anchor_len=options.anchor_len,
-                passing_len=options.passing_len,
-                kv=options.kv,
-            ),
+            prefill=prefill_config(options),
             speculate=draft and SpeculativeConfig(draft_model=draft, keep_ratio=options.keep_ratio),
             dtype=options.dtype,
             device_memory=options.device_memory and round(options.device_memory * 1e9),

@@ -21,7 +21,7 @@ def add_reduce_options(parser: argparse.ArgumentParser) -> None:
         "--reduce-layer",
         type=int,
         metavar="K",
-        help="leave them out after so many layers of the language model (default: as in the method's paper)",
+        help="leave them out after so many layers of the language model (default: the method's own)",
     )
 
 

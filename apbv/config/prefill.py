@@ -61,9 +61,9 @@ class PrefillConfig:
     Attributes:
         method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
             ``"zigzag_ring"``, ``"ulysses"``. Approximate: ``"apbv"``, ``"apb"``, ``"star"``, and on host 0 alone
-            ``"xattention"``, ``"spargeattn"``, which are ``"full"`` with sparse attention. Of the settings below,
-            lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes the lengths and the
-            importance, ``"zigzag_ring"`` the overlap.
+            ``"xattention"``, ``"spargeattn"``, ``"flexprefill"``, which are ``"full"`` with sparse attention. Of
+            the settings below, lengths, importance and the switches O, F, Z are for ``"apbv"``; ``"apb"`` takes
+            the lengths and the importance, ``"zigzag_ring"`` the overlap.
         anchor_len: tokens of the anchor block l_a. None: ``max(128, ceil(n / 64))``, at most a quarter of n.
             0: no anchor (Table 9).
         anchor_query: put the question in front of the context in the anchor, as APB has it: the anchor is then a

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .checks import is_int, is_number, require_known
-from .names import LATE_REDUCER_NAMES, REDUCER_NAMES
+from .names import LATE_REDUCER_NAMES, REDUCER_NAMES, VIDEO_REDUCER_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +15,12 @@ class ReduceConfig:
     Attributes:
         method: a name in :data:`apbv.config.REDUCER_NAMES`. Before the language model, from the frames alone:
             ``"slowfast"``, ``"fastvid"``, ``"dycoke"``, ``"hippo"``. Between its layers, by what they have
-            computed: ``"fastv"``, ``"pdrop"``, ``"sparsevlm"``, ``"uv_prune"`` (see
+            computed: ``"fastv"``, ``"pdrop"``, ``"sparsevlm"``, ``"uv_prune"``, ``"hippo_attention"`` (see
             :mod:`apbv.prefilling.reduction`).
         ratio: the share of a video's visual tokens that is left, rounded, and at least one token. 1: all, and the
             prompt is prefilled as without a reduction.
         layer: for a method inside the language model, after how many of its decoder layers tokens are left out;
-            None: as in the method's paper.
+            None: as in the method's paper, where it says that.
 
     Raises:
         ValueError: the method is unknown, a number out of range, or a layer is given to a method without one.
@@ -50,3 +50,8 @@ class ReduceConfig:
     def is_late(self) -> bool:
         """Whether tokens are left out between layers of the language model, and not before it."""
         return self.method in LATE_REDUCER_NAMES
+
+    @property
+    def needs_video(self) -> bool:
+        """Whether only tokens of videos' frames are left out, so that a prompt without a video is refused."""
+        return self.method in VIDEO_REDUCER_NAMES

@@ -56,7 +56,7 @@ def process_apart(
         processor: as of :func:`process`.
         text: likewise.
         sources: the processor's arguments for each source: a video, which may have its sound with it, all images,
-            or a sound.
+            which may be a list in a list, or a sound.
 
     Returns:
         What it returns for each source, with the whole prompt's tokens in the last; and what stands for the
@@ -95,7 +95,8 @@ def process_apart(
         kind = next(kind for kind in ("videos", "images", "audio") if kind in source)
         token = getattr(processor, f"{kind.removesuffix('s')}_token")
         replace = whole if number == len(sources) - 1 else collected
-        batches.append(_tokenized(processor, token * len(source[kind]), replace, source))
+        count = sum(len(each) if isinstance(each, list) else 1 for each in source[kind])
+        batches.append(_tokenized(processor, token * count, replace, source))
     return batches, found
 
 

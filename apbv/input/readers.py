@@ -119,6 +119,8 @@ class ImageReader:
         pictures: the images.
         processor: the model's transformers processor; it is used by one thread at a time.
         progress: is told of images.
+        is_untiled: whether the processor is not to cut images into tiles, as LLaVA-OneVision's does with an image
+            that is the only one of its sample.
     """
 
     kind = "image"
@@ -126,6 +128,7 @@ class ImageReader:
     pictures: tuple[Picture, ...]
     processor: Any
     progress: Progress = field(default_factory=Progress)
+    is_untiled: bool = False
 
     def read(self, chunks: Sequence[range]) -> Iterator[list[Any]]:
         """Decode images; see :class:`~apbv.input.pixels.PixelReader`."""
@@ -139,8 +142,12 @@ class ImageReader:
     def prepare(self, read: list[Any]) -> tuple[dict[str, Any], None]:
         """Make pixels of images; see :class:`~apbv.input.pixels.PixelReader`."""
         with self.progress.stage("preprocess"):
-            batch = process(self.processor, self.processor.image_token * len(read), images=read)
-            return image_values(batch), None
+            shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
+            images = [shown] if self.is_untiled else shown
+            values = image_values(process(self.processor, self.processor.image_token * len(shown), images=images))
+            if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
+                values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
+            return values, None
 
 
 def image_values(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,11 +199,12 @@ class PromptReader:
         self, skeleton: Skeleton, visual: VisualInput, run: range, hosts: HostGroup, progress: Progress
     ) -> tuple[PixelReader, int]:
         """Return the reader of a run of temporal patches, and how many frames or images one of these has."""
-        numbers = [number for number, patches in enumerate(visual.item_patches) if patches.start in run]
+        numbers = visual.items_of(run)
         source = skeleton.sources[numbers[0]]
         if isinstance(source, Picture):
             pictures = tuple(skeleton.sources[number] for number in numbers)
-            return ImageReader(pictures, self.processor, progress), 1
+            is_untiled = self.parts.family == "llava_onevision" and skeleton.num_pictures > 1
+            return ImageReader(pictures, self.processor, progress, is_untiled), 1
         num_merged = -(-len(source.frames) // len(run))
         reader = VideoReader(
             video=source.info,

@@ -17,7 +17,15 @@ from .files import FileIdentity
 from .images import Picture
 from .placeholders import process_apart
 from .video import VideoInfo
-from .visual import FRAME_COPIES, PIXEL_COPIES, PromptError, VideoSource, VisualItem, equal_row_starts
+from .visual import (
+    FRAME_COPIES,
+    PIXEL_COPIES,
+    PromptError,
+    VideoSource,
+    VisualItem,
+    equal_row_starts,
+    num_frames_told,
+)
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
 
@@ -71,6 +79,7 @@ class Skeleton:
         sources: what every item shows.
         grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
         sounds: what every sound comes from, in prompt order.
+        num_pictures: how many of the items are images.
     """
 
     batch: Mapping[str, Any]
@@ -79,6 +88,7 @@ class Skeleton:
     sources: tuple[SampledVideo | Picture, ...]
     grids: tuple[Tensor | None, ...]
     sounds: tuple[AudioSource, ...] = ()
+    num_pictures: int = 0
 
 
 def lay_out(
@@ -104,7 +114,9 @@ def lay_out(
     calls += [_audio_arguments(processor, sound) for sound in sounds]
     if pictures:
         load = Picture.load if needs_pixels else Picture.without_pixels
-        calls.append({"images": [load(picture) for picture in pictures]})
+        images = [load(picture) for picture in pictures]
+        # As transformers' own chats have them: all of a prompt's are one sample, not one each.
+        calls.append({"images": [images] if parts.family == "llava_onevision" else images})
     batches, found = process_apart(processor, text, calls)
     of_videos, of_sounds = batches[: len(videos)], batches[len(videos) :][: len(sounds)]
     of_images = batches[len(videos) + len(sounds) :]
@@ -145,6 +157,7 @@ def lay_out(
         sources=tuple(sources),
         grids=tuple(grids),
         sounds=tuple(sound.source for sound, _ in heard),
+        num_pictures=len(pictures),
     )
 
 
@@ -168,14 +181,17 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     from transformers.video_utils import VideoMetadata
 
     info = video.info
-    pixels = torch.empty(len(video.frames), 3, info.height, info.width, dtype=torch.uint8, device="meta")
+    num_merged = getattr(processor.video_processor, "temporal_patch_size", 1)
+    told = num_frames_told(parts.family, len(video.frames), num_merged)
+    frames = [*video.frames, *video.frames[-1:] * (told - len(video.frames))]
+    pixels = torch.empty(told, 3, info.height, info.width, dtype=torch.uint8, device="meta")
     metadata = VideoMetadata(
         total_num_frames=info.num_frames,
         fps=info.fps,
         width=info.width,
         height=info.height,
         duration=info.duration,
-        frames_indices=[round(info.timestamps[index] * info.fps) for index in video.frames],
+        frames_indices=[round(info.timestamps[index] * info.fps) for index in frames],
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata

@@ -1,7 +1,7 @@
 """This module computes how many tokens a video takes, from its size alone."""
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isqrt
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3VLVideoProcessor,
 )
+
+from .visual import num_frames_told
 
 # Frame sizes as (height, width), by name.
 RESOLUTIONS = {
@@ -48,6 +50,7 @@ class VideoSize:
 
     Attributes:
         num_temporal_patches: what the model makes of a frame, or of several that it merges.
+        height, width: of each of these, in visual tokens.
         num_rows: all visual tokens.
         num_ending_rows: those of them that end the video, behind its last frame.
         num_text_tokens: the tokens between its frames.
@@ -55,6 +58,8 @@ class VideoSize:
     """
 
     num_temporal_patches: int
+    height: int
+    width: int
     num_rows: int
     num_ending_rows: int
     num_text_tokens: int
@@ -79,21 +84,23 @@ def video_size(
     if not hasattr(config, "vision_config"):
         raise ValueError(f"{config.model_type} models read no video")
     processor = video_processor or _unlimited_processor(config)
-    frames = torch.empty(num_frames, 3, height, width, dtype=torch.uint8, device="meta")
+    told = num_frames_told(config.model_type, num_frames, getattr(processor, "temporal_patch_size", 1))
+    frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
     pixels, grid = batch["pixel_values_videos"], batch.get("video_grid_thw")
     if grid is not None:
         num_patches, down, across = grid[0].tolist()
-        rows = down * across // config.vision_config.spatial_merge_size**2
+        tall, wide = (side // config.vision_config.spatial_merge_size for side in (down, across))
     else:
         num_patches = pixels.shape[1]
         if config.model_type == "llava_onevision":  # a frame's side is halved
-            rows = ceil(pixels.shape[-1] // config.vision_config.patch_size / 2) ** 2
+            tall = wide = ceil(pixels.shape[-1] // config.vision_config.patch_size / 2)
         else:
-            rows = config.image_seq_length
+            tall = wide = isqrt(config.image_seq_length)
     ending = int(config.model_type == "llava_onevision")
     num_text = (num_patches - 1) * _TEXT_TOKENS.get(config.model_type, 0)
-    return VideoSize(num_patches, num_patches * rows + ending, ending, num_text, pixels.numel() * 4)
+    num_rows = num_patches * tall * wide + ending
+    return VideoSize(num_patches, tall, wide, num_rows, ending, num_text, pixels.numel() * 4)
 
 
 def _unlimited_processor(config: PreTrainedConfig):

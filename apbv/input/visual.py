@@ -10,6 +10,7 @@ others; and the call of the model that encodes it, in :mod:`apbv.prefilling.enco
 adjacent: what alternates with another's, such as a video and its sound, is several items each.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -138,12 +139,11 @@ class VisualInput:
     @cached_property
     def frames(self) -> tuple[range, ...]:
         """The rows of every temporal patch, without those that end a video."""
-        return tuple(
-            range(rows.start, rows.stop - self.ending_rows_of(range(patch, patch + 1)))
-            for item in self.item_patches
-            for patch in item
-            for rows in [self.rows_of(range(patch, patch + 1))]
-        )
+        frames = [range(start, stop) for start, stop in pairwise(self.row_starts)]
+        for item, patches in zip(self.items, self.item_patches, strict=True):
+            last = frames[patches.stop - 1]
+            frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
+        return tuple(frames)
 
     @property
     def rows_per_frame(self) -> int:
@@ -169,14 +169,19 @@ class VisualInput:
         mine = self.patches[self.host]
         return replace(self, pixels=pixels if mine else None, chunk_bytes=chunk_bytes)
 
-    def item_at(self, patch: int) -> VisualItem:
-        """Return the item that a temporal patch belongs to."""
-        return next(item for item, of in zip(self.items, self.item_patches, strict=True) if patch in of)
+    @cached_property
+    def _item_stops(self) -> list[int]:
+        return [patches.stop for patches in self.item_patches]
+
+    def items_of(self, patches: range) -> range:
+        """Return the numbers of the items that adjacent temporal patches, at least one, belong to."""
+        first, last = (bisect_right(self._item_stops, patch) for patch in (patches.start, patches.stop - 1))
+        return range(first, last + 1)
 
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
-        ends_item = any(patches.stop == item.stop for item in self.item_patches)
-        return self.item_at(patches.stop - 1).num_ending_rows if ends_item else 0
+        (number,) = self.items_of(patches)
+        return self.items[number].num_ending_rows if patches.stop == self._item_stops[number] else 0
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
@@ -261,6 +266,18 @@ def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:
         )
     cut = list(_cut(range(len(costs)), costs, low))
     return (*cut, *(range(len(costs), len(costs)) for _ in range(parts - len(cut))))
+
+
+def num_frames_told(family: str, num_frames: int, num_merged: int) -> int:
+    """Return how many frames a processor is told that a video has, for the prompt's layout.
+
+    Where a video's last frames do not fill a temporal patch, Qwen's processors repeat the last one. Qwen3-VL's
+    refuses to compute the size of a video of fewer frames than one patch, which is told to be that long.
+
+    Args:
+        num_merged: the frames of a temporal patch.
+    """
+    return max(num_frames, num_merged) if family == "qwen3_vl" else num_frames
 
 
 def equal_row_starts(start: int, num_patches: int, num_rows: int, num_ending_rows: int = 0) -> list[int]:

@@ -83,9 +83,29 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     """
     if visual is None:
         return None
-    rows = torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)
-    chunks = visual.chunks(visual.host, visual.chunk_bytes or default_chunk_bytes(parts.device))
-    return torch.cat([rows, *TowerRows(parts, visual).chunks(chunks)])
+    num_bytes = visual.chunk_bytes or default_chunk_bytes(parts.device)
+    return all_rows(parts, visual, TowerRows(parts, visual), num_bytes)
+
+
+def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
+    """Make the rows of this host's share, chunk by chunk, ``[rows, (1 + L) * d]``; none for an empty share.
+
+    Args:
+        num_bytes: how much memory a chunk may take.
+
+    Raises:
+        ValueError: they are more or fewer than the placeholders that the prompt has for this share.
+    """
+    expected, done = len(visual.pieces[visual.host]), 0
+    rows = torch.empty(expected, parts.row_width, dtype=parts.dtype, device=parts.device)
+    with closing(source.chunks(visual.chunks(visual.host, num_bytes))) as chunks:
+        for chunk in chunks:
+            start, done = done, done + len(chunk)
+            if done <= expected:
+                rows[start:done] = chunk
+    if done != expected:
+        raise ValueError(f"the vision tower made {done} embeddings where the prompt has {expected} placeholders")
+    return rows
 
 
 def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | None = None) -> int:

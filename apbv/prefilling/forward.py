@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
+from ..input.visual import VisualInput
 from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
 from ..layout import LayoutError
@@ -23,11 +24,14 @@ from ..warn import warn_caller
 from .encode import TowerRows, VisualRows
 from .exchange import LocalVisual, encode_and_exchange
 from .identity import identify
-from .methods import METHODS, PrefillMethod, method_alone
+from .memory import Share
+from .methods import PrefillMethod, method_alone, resolve_method
 from .observer import ObserverWatch, PrefillObserver
 from .reduction import make_late_reducer
 from .reduction.early import reduce_prompt, reduces_first, require_reducible
+from .reduction.forecast import Forecast, reduction_memory, shape_left
 from .reduction.late import LateReducer
+from .reduction.shape import PromptShape
 from .reduction.steps import run_and_reduce
 from .result import PrefillResult
 from .room import Room
@@ -87,26 +91,28 @@ def prefill(
         reducer = make_late_reducer(config, parts, model_inputs)
         if reducer is not None and observer is not None:
             raise ValueError(f"{reducer.name} drops tokens between layers: a prefill with it cannot be observed")
+        share, shape = Share.of(parts), PromptShape.of(parts, model_inputs, config.reduce)
         is_reduced_first = reduces_first(config)
-        method = None if is_reduced_first else _plan(model_inputs, hosts, config, observer)
+        if is_reduced_first:
+            method, room = None, _room_of_reduced(share, model_inputs.visual, shape, hosts, config)
+        else:
+            method = _plan(model_inputs, hosts, config, observer)
+            room = _room_of(share, method, shape, hosts, config)
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     if encoded is None:
         encoded = TowerRows(parts, model_inputs.visual, timer)
+    room.require()
     reduction = None
     if is_reduced_first:
-        reduced = reduce_prompt(parts, model_inputs, encoded, hosts, config, timer)
+        reduced = reduce_prompt(parts, model_inputs, encoded, room, config, timer)
         model_inputs, encoded, reduction = reduced.inputs, reduced.rows, reduced.reduction
         del reduced
         with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-            try:
-                method = _plan(model_inputs, hosts, config, observer)
-            except LayoutError as error:  # which counts what is left
-                left = f"{reduction.method} left {reduction.num_after} of {reduction.num_before} visual tokens"
-                raise LayoutError(f"{error}; {left}") from error
+            method = _plan(model_inputs, hosts, config, observer)
+            shape = shape_left(config.reduce, shape)
+            room = _room_of(share, method, shape, hosts, config)
     layout = method.layout
-    room = Room.of(parts, layout, hosts, config.kv)
-    room.require()
 
     chunk_bytes = config.video.chunk_bytes
     with room.explained("encoding"):
@@ -167,12 +173,34 @@ def _plan(
     return method
 
 
-def resolve_method(config: PrefillConfig, num_hosts: int) -> type[PrefillMethod]:
-    """Return the method that a config means on so many hosts: on a single one ``full``, unless asked otherwise."""
-    method = METHODS[config.method]
-    if not method.splits or (num_hosts == 1 and not config.on_single_host):
-        return method_alone(config)
-    return method
+def _room_of(
+    share: Share, method: PrefillMethod, shape: PromptShape, hosts: HostGroup, config: PrefillConfig
+) -> Room:
+    """Return what the prefill of a prompt takes, which is not reduced before the language model, or has been.
+
+    Raises:
+        ValueError: the model has too few layers for a reduction between them.
+    """
+    forecast = Forecast.of(config, share.sizes, type(method), method.layout, shape)
+    return Room.of(share, forecast, hosts, config.kv)
+
+
+def _room_of_reduced(
+    share: Share, visual: VisualInput, shape: PromptShape, hosts: HostGroup, config: PrefillConfig
+) -> Room:
+    """Return what a prompt takes that is still to be reduced before the language model.
+
+    Raises:
+        LayoutError: a length does not fit what will be left of it.
+    """
+    left = shape_left(config.reduce, shape)
+    try:
+        forecast = Forecast.of_shape(config, share.sizes, hosts.size, left)
+    except LayoutError as error:  # which counts what is left
+        tokens = f"{left.num_visual} of {shape.num_visual} visual tokens"
+        raise LayoutError(f"{error}; {config.reduce.method} leaves {tokens}") from error
+    reduction = reduction_memory(config.reduce, share, shape, visual.pieces, hosts.rank)
+    return Room.of(share, forecast, hosts, config.kv, reduction)
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:

@@ -14,10 +14,10 @@ from ..model.attention import ChosenKV
 from ..model.some_layers import some_layers
 from ..prefilling.encode import encode_visual
 from ..prefilling.reduction import EARLY_REDUCERS
-from ..prefilling.reduction.choosing import keep_best, keep_even, standardised
+from ..prefilling.reduction.choosing import keep_best, keep_even
 from ..prefilling.reduction.early import choose_rows
-from ..prefilling.reduction.frames import num_in_frames, videos_of
-from ..prefilling.reduction.hippo import local_semantics
+from ..prefilling.reduction.frames import num_in_frames
+from ..prefilling.reduction.hippo import local_semantics, with_relevance
 from . import preserve
 from .draft import Draft, DraftTask, Successor
 from .draft_kv import prefill_draft, prefill_observed, run_prompt
@@ -58,13 +58,7 @@ def _hippo_scores(task: DraftTask, rows: Tensor, terms: Collection[str]) -> Tens
     scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
     if "attention" not in terms:
         return scores
-    attention = task.observer.result()
-    relevance = torch.zeros_like(attention)  # rows outside of videos have no neighbours in time or space
-    for video in videos_of(task.draft, task.inputs):
-        place = video.in_frames
-        of_frames = attention[place.start : place.stop].view(-1, video.height * video.width)
-        relevance[place.start : place.stop] = standardised(of_frames).flatten()
-    return relevance + scores
+    return with_relevance(task.draft, task.inputs, scores, task.observer.result())
 
 
 def draft_by_model(task: DraftTask) -> Draft:

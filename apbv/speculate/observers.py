@@ -15,9 +15,9 @@ from ..kernels import similarity_to
 from ..layout import ContextLayout
 from ..model.parts import ModelParts
 from ..prefilling.observer import PrefillObserver
-from ..prefilling.reduction.choosing import gather_scores
+from ..prefilling.reduction.choosing import gather_scores, lse_over_hosts
 from ..prefilling.reduction.kept import Reduction
-from .scores import mean_probability, scores_of_keys
+from ..prefilling.reduction.question_attention import scores_of_keys, visual_relevance
 
 
 class VisualObserver:
@@ -74,12 +74,11 @@ class VisualObserver:
     def _attention_to_visual(self, q_query: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
         """Return one layer's attention to this host's visual tokens, ``[T]``; collective."""
         visual = torch.cat(list(keys), dim=2)[:, :, self._visual_rows.to(q_query.device)]
-        scores = scores_of_keys(q_query, visual, scale)
-        return mean_probability(scores, self._over_hosts(scores.logsumexp(dim=-1)))
+        return visual_relevance(q_query, visual, scale, self._over_hosts)
 
     def _over_hosts(self, lse: Tensor) -> Tensor:
         """Merge a log-sum-exp over each host's keys into that over all of them."""
-        return self._hosts.all_gather(lse).wait().logsumexp(dim=0) if self._layout.is_split else lse
+        return lse_over_hosts(lse, self._layout, self._hosts)
 
 
 class AttentionScores(VisualObserver):

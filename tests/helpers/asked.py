@@ -5,11 +5,11 @@ from pathlib import Path
 from types import ModuleType
 
 import jsonschema
-from evaluation.results import read_runs
 
 from apbv.demo import clips
 
 from scripts import BENCHMARKS
+from support.evaluation.results import read_runs
 
 # The demo model knows its questions, and no letters.
 OPEN = ["--template", "{question}"]
@@ -26,7 +26,7 @@ def answered(benchmark: ModuleType, results: Path, *options, status: int = 0) ->
 def summary_of(path: Path) -> dict:
     """The only score that a run wrote."""
     (summary,) = [json.loads(line) for line in path.read_text().splitlines()]
-    jsonschema.validate(summary, json.loads((BENCHMARKS / "evaluation" / "schema.json").read_text()))
+    jsonschema.validate(summary, json.loads((BENCHMARKS / "support" / "evaluation" / "schema.json").read_text()))
     return summary
 
 

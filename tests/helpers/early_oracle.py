@@ -77,8 +77,13 @@ def dycoke(frames, height, width, count, hidden) -> dict:
 
 
 def hippo(frames, height, width, count, hidden) -> dict:
-    num_frames, size = frames.shape[:2]
-    main, scores = frames[..., :hidden], {}
+    scores = hippo_scores(frames[..., :hidden], height, width)
+    return {key: frames[key] for key in best(scores, count)}
+
+
+def hippo_scores(main, height, width) -> dict:
+    """Change over time and variety in space of the tokens ``[T, h * w, d]``, each z-scored within a frame."""
+    (num_frames, size), scores = main.shape[:2], {}
     for frame in range(num_frames):
         beside = [other for other in (frame - 1, frame + 1) if 0 <= other < num_frames]
         change, variety = [], []
@@ -93,13 +98,16 @@ def hippo(frames, height, width, count, hidden) -> dict:
             ]
             inside = [cosine(main[frame, place], main[frame, other]) for other in crop]
             variety.append(sum((c - sum(inside) / len(inside)) ** 2 for c in inside) / len(inside))
-        for terms in (change, variety):
-            mean = sum(terms) / size
-            spread = (sum((term - mean) ** 2 for term in terms) / size) ** 0.5
-            for place, term in enumerate(terms):
-                key = frame, place
-                scores[key] = scores.get(key, 0.0) + (term - mean) / (spread + 1e-6)
-    return {key: frames[key] for key in best(scores, count)}
+        for place, both in enumerate(zip(z_scores(change, 1e-6), z_scores(variety, 1e-6), strict=True)):
+            scores[frame, place] = sum(both)
+    return scores
+
+
+def z_scores(terms: list[float], damping: float) -> list[float]:
+    """Terms with a mean of 0 and a standard deviation of 1, if they differ by much more than ``damping``."""
+    mean = sum(terms) / len(terms)
+    spread = (sum((term - mean) ** 2 for term in terms) / len(terms)) ** 0.5
+    return [(term - mean) / (spread + damping) for term in terms]
 
 
 def density_scores(tokens, hidden) -> dict:
@@ -195,7 +203,7 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
     embeds, ids = taken["inputs_embeds"][0], batch["input_ids"][0]
     hidden = embeds.shape[1]
     deepstack = list(taken.get("deepstack_visual_embeds") or [])
-    tokens = _video_tokens(model.config, ids, videos)
+    tokens = video_tokens(model.config, ids, videos)
     of_visual = taken.get("visual_pos_masks")
     numbers = None if of_visual is None else of_visual[0].reshape(-1, len(ids))[0].long().cumsum(0) - 1
     total = sum(len(each) for each in tokens)
@@ -234,7 +242,16 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
     return model.lm_head(hidden_states[:, -1]), int(stays.sum())
 
 
-def _video_tokens(config, ids: torch.Tensor, videos: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
+    """Frames, height and width in tokens of a prompt's videos, from what the processor returned."""
+    if family.startswith("qwen"):
+        return [(t, h // 2, w // 2) for t, h, w in batch["video_grid_thw"].tolist()]
+    pixels = batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
+    frames = pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+    return [(frames, 2, 2)] * (pixels.shape[0] if pixels.dim() == 5 else 1)
+
+
+def video_tokens(config, ids: torch.Tensor, videos: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     """The tokens of every video's frames."""
     token_id = getattr(config, "video_token_id", None)
     if token_id is None:

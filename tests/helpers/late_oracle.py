@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from early_oracle import best, hippo_scores, video_tokens, whole_videos, z_scores
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
@@ -27,8 +28,10 @@ class Layers:
         embeds, hidden: what went into the first layer of all, and what came out of the last one, ``[n, d]`` each.
         q, k: of the last layer, ``[H, n, D]`` and ``[Hkv, n, D]``.
         scale: of their products.
+        before: q and k of the layers since the last drop, this one included.
         visual, question: which of the n tokens are visual, and which belong to the question.
         num_before: the visual tokens of the prompt.
+        videos: the tokens of every video's frames, in the whole prompt, and their height and width.
     """
 
     embeds: Tensor
@@ -36,9 +39,11 @@ class Layers:
     q: Tensor
     k: Tensor
     scale: float
+    before: list[tuple[Tensor, Tensor]]
     visual: list[int]
     question: list[int]
     num_before: int
+    videos: list[tuple[list[int], int, int]]
 
     def attention(self, row: int, head: int) -> Tensor:
         """One token's attention to all tokens up to itself, ``[row + 1]``, in one head."""
@@ -81,6 +86,31 @@ def uv_prune(layers: Layers, ratio: float, step: int, num_steps: int):
 
     scores = [closeness(layers.hidden, t) - closeness(layers.embeds, t) for t in layers.visual]
     return layers.top(scores, max(1, round(ratio * layers.num_before))), {}
+
+
+def hippo_attention(layers: Layers, ratio: float, step: int, num_steps: int):
+    """Its one drop comes first, while all tokens of the prompt are there."""
+    relevance = dict.fromkeys(layers.visual, 0.0)
+    for q, k in layers.before:
+        group, weight = len(q) // len(k), len(layers.before) * len(q) * len(layers.question)
+        for head in range(len(q)):
+            for row in layers.question:
+                products = torch.stack([k[head // group, t] @ q[head, row] for t in layers.visual])
+                shares = (products * layers.scale).softmax(dim=0)
+                for token, share in zip(layers.visual, shares.tolist(), strict=True):
+                    relevance[token] += share / weight
+    scores = {}
+    for tokens, height, width in layers.videos:
+        size = height * width
+        semantics = hippo_scores(layers.embeds[tokens].view(-1, size, layers.embeds.shape[1]), height, width)
+        for frame in range(len(tokens) // size):
+            of_frame = tokens[frame * size : (frame + 1) * size]
+            attended = [relevance[token] for token in of_frame]
+            attended = z_scores(attended, 1e-6 * sum(attended) / size)
+            for place, token in enumerate(of_frame):
+                scores[token] = attended[place] + semantics[frame, place]
+    kept = best(scores, max(1, round(ratio * len(scores))))
+    return [token for token in layers.visual if token in kept or token not in scores], {}
 
 
 class SparseVlm:
@@ -134,6 +164,7 @@ RULES: dict[str, Callable[[], Rule]] = {
     "pdrop": lambda: pdrop,
     "sparsevlm": SparseVlm,
     "uv_prune": lambda: uv_prune,
+    "hippo_attention": lambda: hippo_attention,
 }
 
 
@@ -213,6 +244,9 @@ def run_reduced(
     features = given.get("deepstack_visual_embeds") or []
     shown = list(range(len(visual)))  # the visual features that are left, where some are added behind layers
     asking = hidden[:, question[0] :] if separate_query else None
+    shapes, before = whole_videos(family, batch), []
+    of_videos = video_tokens(model.config, batch["input_ids"][0], shapes)
+    videos = [(tokens.tolist(), h, w) for tokens, (_, h, w) in zip(of_videos, shapes, strict=True)]
     for number, layer in enumerate(decoder.layers):
         start, scratch = question[0], DynamicCache()
         with _attention(model, reduced.seen, attend_before(start)):
@@ -224,14 +258,16 @@ def run_reduced(
                 asking = _layer(decoder, layer, asking, positions[..., start:], reduced.cache)
             mine, k, v, scale = reduced.seen["states"]
             q = torch.cat([q[:, :, :start], mine], dim=2)
+        before.append((q[0], k[0]))
         if number < len(features):
             hidden = hidden.clone()
             hidden[0, visual] += features[number][shown]
         if number + 1 not in drops:
             continue
         states = hidden if asking is None else torch.cat([hidden[:, :start], asking], dim=1)
-        made = Layers(embeds, states[0], q[0], k[0], scale, visual, question, num_visual)
+        made = Layers(embeds, states[0], q[0], k[0], scale, before, visual, question, num_visual, videos)
         stay, changed = rule(made, ratio, step, len(drops))
+        before = []
         for token, state in changed.items():
             hidden[0, token] = state
         left = [t for t in range(hidden.shape[1]) if t not in visual or t in stay]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, VideoConfig, load, prefill
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, VideoConfig, load, plan, prefill
 from apbv.input.reading import PromptReader
 from apbv.input.video import probe, sample_uniform
 
@@ -83,18 +83,18 @@ def rendered(processor, messages: list[dict]) -> str:
     return processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
 
-def batch_of(family: str, messages: list[dict], nested: bool = False) -> dict:
-    """What a family's processor makes of all videos and images; ``nested``: the images are one sample's."""
+def batch_of(family: str, messages: list[dict], nested: bool = True) -> dict:
+    """What a family's processor makes of all videos and images; ``nested``: these are one sample's."""
     processor = families.build_processor(family)
     videos, metadata, images = decoded(messages)
-    images = [images] if nested else images
+    images = [images] if nested and images else images
     shown = {"videos": videos, "video_metadata": metadata, "do_sample_frames": False} if videos else {}
     batch = processor(text=[rendered(processor, messages)], images=images or None, return_tensors="pt", **shown)
     return families.timed(processor, batch, metadata)
 
 
 @torch.no_grad()
-def logits_by_transformers(family: str, messages: list[dict], nested: bool = False) -> torch.Tensor:
+def logits_by_transformers(family: str, messages: list[dict], nested: bool = True) -> torch.Tensor:
     """The last logits that the model computes by itself, of what its processor makes of all videos and images."""
     model = families.build_model(family, dtype=torch.float64)
     return model(**batch_of(family, messages, nested)).logits[:, -1]
@@ -151,11 +151,63 @@ def test_a_callers_batch_is_shared_out_too(pool, files, family, mix, nested):
     messages = chat(mix, files)
     expected = logits_by_transformers(family, messages, nested)
     if nested:
-        tiled = logits_by_transformers(family, messages)
+        tiled = logits_by_transformers(family, messages, nested=False)
         assert not torch.allclose(tiled, expected, rtol=1e-2), "the case must be one that differs"
     for logits, num_hosts in pool.run(2, batch_job, family, messages, nested):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert num_hosts == 2
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_images_are_those_of_transformers_own_chat(pool, files, family):
+    """Of several LLaVA-OneVision cuts none into tiles; each host makes pixels of one or two."""
+    messages, processor = chat("images", files), families.build_processor(family)
+    opened = [
+        part | ({"image": Image.open(part["image"]).convert("RGB")} if part["type"] == "image" else {})
+        for part in messages[0]["content"]
+    ]
+    batch = processor.apply_chat_template(
+        [{"role": "user", "content": opened}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        expected = families.build_model(family, dtype=torch.float64)(**batch).logits[:, -1]
+    for logits, shares in pool.run(3, logits_job, family, messages, {"method": "zigzag_ring"}):
+        assert sorted(shares) == [1, 1, 2]
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def one_frame_job(hosts: HostGroup, family: str, messages: list[dict]):
+    """The last logits of a prompt with one frame of each video, and how many frames were read."""
+    model = families.build_model(family, dtype=torch.float64)
+    engine = Engine(model, families.build_processor(family), hosts, PrefillConfig(method="zigzag_ring"))
+    state = engine.prefill(messages=messages, num_frames=1)
+    planned = plan(model.config, frames=1, resolution=(84, 112), device_memory=10**7)
+    return state.logits, state.inputs.visual.num_temporal_patches, planned.num_visual_tokens
+
+
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+def test_a_video_may_be_one_frame(pool, files, family):
+    """Which Qwen3-VL's processor takes only if it is repeated, as the others' do by themselves."""
+    messages, processor = chat("two videos", files), families.build_processor(family)
+    times = 2 if family == "qwen3_vl" else 1
+    videos = [torch.from_numpy(np.stack(video_files.decode_all(Path(path))))[:1] for path in files.videos[:2]]
+    videos = [video.permute(0, 3, 1, 2).repeat(times, 1, 1, 1) for video in videos]
+    metadata = [
+        VideoMetadata(total_num_frames=info.num_frames, fps=info.fps, frames_indices=[0] * times)
+        for info in map(probe, files.videos[:2])
+    ]
+    options = {"video_metadata": metadata, "do_sample_frames": False, "return_tensors": "pt"}
+    batch = processor(text=[rendered(processor, messages)], videos=videos, **options)
+    with torch.no_grad():
+        model = families.build_model(family, dtype=torch.float64)
+        expected = model(**families.timed(processor, batch, metadata)).logits[:, -1]
+    for logits, num_patches, num_planned in pool.run(2, one_frame_job, family, messages):
+        assert num_patches == 2 and num_planned
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

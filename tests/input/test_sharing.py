@@ -52,3 +52,14 @@ def test_chunks_cover_a_share_and_keep_to_one_run(items, num_hosts, num_bytes):
             cost = sum(visual.patch_bytes[chunk.start : chunk.stop])
             assert len({of_patch[patch] for patch in chunk}) == 1
             assert len(chunk) == 1 or cost <= num_bytes
+
+
+def test_frames_of_many_items_are_counted_once():
+    """Videos that end with a row of no frame, and images between."""
+    items = [VisualItem("video", 3, num_ending_rows=1), VisualItem("image")] * 50
+    rows = [start for item in range(50) for start in (11 * item, 11 * item + 2, 11 * item + 4, 11 * item + 7)]
+    visual = share_out(items, [*rows, 550], HostGroup.single("cpu"), True)
+    lengths = [len(frame) for frame in visual.frames]
+    assert lengths == [2, 2, 2, 4] * 50
+    assert [visual.ending_rows_of(range(patch, patch + 1)) for patch in range(8)] == [0, 0, 1, 0] * 2
+    assert visual.items_of(range(2, 9)) == range(5) and visual.items_of(range(3, 4)) == range(1, 2)

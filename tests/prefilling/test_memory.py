@@ -9,18 +9,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, demo, prefill
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SparseConfig, demo, prefill
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, forward
-from apbv.prefilling.memory import HostMemory, Share, host_memory
+from apbv.prefilling.memory import HostMemory, LayerRun, Share, host_memory
 from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
 from families import VIDEO_FAMILIES
 from live_tensors import LiveTensors
-from prompts import video_batch
+from prompts import text_batch, video_batch
 
 # Qwen2.5-VL-7B's decoder.
 WIDTHS = {
@@ -62,7 +62,7 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **set
         state = prefill(
             parts, {"input_ids": torch.zeros(1, num_tokens, dtype=torch.long)}, hosts=hosts, config=config
         )
-        return live.peak, host_memory(Share.of(parts), state.layout, hosts.rank, config.kv)
+        return live.peak, host_memory(Share.of(parts), [LayerRun(num_layers, state.layout)], hosts.rank, config.kv)
 
     return simulate(num_hosts, job)
 
@@ -94,6 +94,26 @@ def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, num_hosts, setti
 )
 def test_the_predicted_peak_holds_for_a_deep_model_and_a_long_prompt(monkeypatch, num_hosts, num_tokens, kv):
     check(measure(monkeypatch, 28, num_tokens, num_hosts, kv=kv))
+
+
+@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
+def test_blocks_of_attention_take_what_is_predicted(monkeypatch, method):
+    """Of small blocks there are so many pairs that they take more than the layer."""
+    forward_pass, counted = forward._forward, LiveTensors()
+
+    def counting(*args, **kwargs):
+        with counted:
+            return forward_pass(*args, **kwargs)
+
+    monkeypatch.setattr(forward, "_forward", counting)
+    parts, hosts = inspect_model(families.build_model("llama", layers=2)), HostGroup.single("cpu")
+    config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32))
+    state = prefill(parts, text_batch(6000), hosts=hosts, config=config)
+    sparse, dense = (
+        host_memory(Share.of(parts), [LayerRun(2, state.layout, sparse=chosen)], 0, "sharded").prefill
+        for chosen in (config.sparse_attention, None)
+    )
+    assert dense < sparse and 0.75 < sparse / counted.peak < 1.33
 
 
 @pytest.mark.parametrize("method", ["apbv", "star"])

@@ -3,16 +3,20 @@
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, prefill
+from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, room
-from apbv.prefilling.memory import Share, host_memory
+from apbv.prefilling.memory import LayerRun, Share, host_memory
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.base import PrefillMethod
+from apbv.prefilling.reduction import early
+from apbv.prefilling.reduction.forecast import Forecast
+from apbv.prefilling.reduction.shape import PromptShape
 
+import families
 from fresh_hosts import Store, described, run_fresh
-from prompts import build, text_batch, video_batch
+from prompts import as_inputs, build, text_batch, video_batch
 
 TOKENS = 400
 
@@ -34,7 +38,7 @@ def least(num_hosts: int, host: int, kv: str) -> int:
         kv=kv, anchor_len=8, passing_len=8, query_len=8, method="apbv" if num_hosts > 1 else "full"
     )
     layout = METHODS[config.method].plan(num_hosts, TOKENS, 0, TOKENS - config.query_len, config)
-    return host_memory(Share.of(parts), layout, host, kv).least
+    return host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], host, kv).least
 
 
 @pytest.mark.parametrize(("num_hosts", "short"), [(1, 0), (2, 0), (2, 1)])
@@ -48,11 +52,68 @@ def test_what_certainly_does_not_fit_is_refused_on_every_host(pool, num_hosts, s
         assert not allowed.startswith("NotEnoughMemoryError")
 
 
+def reduced_job(
+    hosts: HostGroup, free_bytes: dict[int, int], reduce: dict, kv: str = "sharded"
+) -> tuple[str, int]:
+    """How a prompt of 800 visual tokens ends where so little is free on some hosts, and the chunks encoded."""
+    model, batch, encoded = build("qwen2_5_vl", torch.float32), video_batch("qwen2_5_vl", frames=400), []
+    config = PrefillConfig(kv=kv, anchor_len=8, reduce=ReduceConfig(**reduce))
+    features = encode._features
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
+        patch.setattr(room, "unused_swap_bytes", lambda: 0)
+        patch.setattr(room, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
+        return described(lambda: prefill(model, batch, hosts=hosts, config=config)), len(encoded)
+
+
+def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(pool):
+    """Each host's 400 embeddings take more than what is left of the prompt."""
+    needed, reduce = 400 * families.HIDDEN * 4, {"method": "hippo", "ratio": 0.01}
+    for refused, num_encoded in pool.run(2, reduced_job, {1: needed - 1}, reduce):
+        assert refused.startswith("NotEnoughMemoryError: a prompt of ") and "host 1 needs at least" in refused
+        assert "the embeddings of its frames" in refused and "fewer frames, or more hosts" in refused
+        assert num_encoded == 0
+    assert all(allowed == "nothing raised" for allowed, _ in pool.run(2, reduced_job, {1: needed}, reduce))
+
+
+def test_kv_that_a_reduction_between_layers_leaves_out_is_not_asked_for(pool):
+    """Behind the first of three layers a hundredth of the tokens is left."""
+    parts, length = inspect_model(build("qwen2_5_vl", torch.float32)), 800
+    layout = METHODS["full"].plan(1, length, 0, 1, PrefillConfig())
+    whole = host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], 0, "sharded").least
+    reduce = {"method": "fastv", "ratio": 0.01, "layer": 1}
+    assert pool.run(1, reduced_job, {0: whole - 1}, reduce)[0][0] == "nothing raised"
+
+
+def test_what_sparsevlm_may_leave_out_is_not_asked_for(pool):
+    """How many tokens it leaves depends on a rank, of which the highest is not certain."""
+    parts, reduce = (
+        inspect_model(build("qwen2_5_vl", torch.float32)),
+        {"method": "sparsevlm", "ratio": 0.3, "layer": 1},
+    )
+    config = PrefillConfig(anchor_len=8, reduce=ReduceConfig(**reduce))
+    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl", frames=400), None, HostGroup.single("cpu"))
+    share, shape = Share.of(parts), PromptShape.of(parts, inputs, config.reduce)
+    forecast = Forecast.of_shape(config, share.sizes, 2, shape)
+    most, fewest = (host_memory(share, runs, 0, "gathered").least for runs in (forecast.most, forecast.fewest))
+    assert fewest < most
+    for free, outcome in ((fewest, "nothing raised"), (fewest - 1, "NotEnoughMemoryError")):
+        for ended, _ in pool.run(2, reduced_job, {0: free}, reduce, "gathered"):
+            assert ended.startswith(outcome)
+
+
 def test_where_gathering_is_too_much_sharded_kv_is_proposed(pool):
     needed = least(2, 0, "gathered")
     assert needed > least(2, 0, "sharded")
     for refused, *_ in pool.run(2, refused_job, {0: needed - 1}, "gathered"):
         assert "the KV of all hosts" in refused and "kv='sharded'" in refused
+
+
+@pytest.mark.parametrize("name", ["pdrop", "sparsevlm"])
+def test_gathering_is_named_also_where_it_is_not_known_how_many_tokens_are_left(pool, name):
+    """Of SparseVLM there are two bounds, of which the lower one is certain."""
+    for refused, num_encoded in pool.run(2, reduced_job, {0: 1}, {"method": name, "layer": 1}, "gathered"):
+        assert "the KV of all hosts" in refused and "kv='sharded'" in refused and num_encoded == 0
 
 
 def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
@@ -66,32 +127,53 @@ def out_of_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
 
-def exhausted_job(hosts: HostGroup, stage: str, victim: int) -> str:
+def exhausted_job(hosts: HostGroup, stage: str, victim: int, reduce: str | None = None) -> str:
     """How a prompt ends if one host's allocator fails in a stage."""
     model, batch = build("qwen2_5_vl", torch.float32), video_batch("qwen2_5_vl")
+    config = PrefillConfig(anchor_len=8, reduce=reduce and ReduceConfig(method=reduce))
     with pytest.MonkeyPatch.context() as patch:
         if hosts.rank == victim:
             where = {
                 "encoding": (encode, "_features"),
+                "reduction": (early, "choose_rows"),
                 "prefill": (PrefillMethod, "attend"),
                 "handoff": (ShardedKV, "gathered"),
             }
             patch.setattr(*where[stage], out_of_memory)
-        return described(lambda: prefill(model, batch, hosts=hosts, config=PrefillConfig(anchor_len=8)))
+        return described(lambda: prefill(model, batch, hosts=hosts, config=config))
 
 
-@pytest.mark.parametrize("stage", ["encoding", "prefill", "handoff"])
-def test_an_allocator_that_fails_is_one_clear_error(stage):
-    failed = exhausted_job(HostGroup.single("cpu"), stage, 0)
+@pytest.mark.parametrize(
+    ("stage", "reduce"),
+    [
+        ("encoding", None),
+        ("prefill", None),
+        ("handoff", None),
+        ("encoding", "hippo"),
+        ("reduction", "hippo"),
+        ("prefill", "fastv"),
+    ],
+)
+def test_an_allocator_that_fails_is_one_clear_error(stage, reduce):
+    failed = exhausted_job(HostGroup.single("cpu"), stage, 0, reduce)
+    assert (reduce is None) or "GB of" in failed
     assert failed.startswith(
         f"NotEnoughMemoryError: host 0 ran out of memory on cpu in the {stage} of a prompt of "
     )
     assert "take" in failed or "chunk_bytes" in failed
 
 
-@pytest.mark.parametrize("stage", [pytest.param("encoding", marks=pytest.mark.thorough), "prefill"])
-def test_an_allocator_that_fails_on_one_host_is_a_clear_error_on_all(tmp_path, stage):
-    outcomes = run_fresh(Store(tmp_path), 2, exhausted_job, stage, 1)
+@pytest.mark.parametrize(
+    ("stage", "reduce"),
+    [
+        pytest.param("encoding", None, marks=pytest.mark.thorough),
+        ("prefill", None),
+        ("encoding", "dycoke"),
+        pytest.param("reduction", "fastvid", marks=pytest.mark.thorough),
+    ],
+)
+def test_an_allocator_that_fails_on_one_host_is_a_clear_error_on_all(tmp_path, stage, reduce):
+    outcomes = run_fresh(Store(tmp_path), 2, exhausted_job, stage, 1, reduce)
     quoting, own = (outcome.result for outcome in outcomes)
     assert own.startswith(f"NotEnoughMemoryError: host 1 ran out of memory on cpu in the {stage} of a prompt of ")
     assert quoting.startswith("HostError: host 1 failed in ") and "out of memory" in quoting

@@ -17,7 +17,13 @@ from prompts import UNCOMPRESSED, as_inputs, build, relative_error, video_batch
 
 NUM_NEW = 6
 # Behind so many of the tiny model's three layers: (--reduce-layer, where tokens are dropped).
-STEPS = {"fastv": (1, [1]), "pdrop": (1, [1, 2]), "sparsevlm": (1, [1, 2]), "uv_prune": (2, [2])}
+STEPS = {
+    "fastv": (1, [1]),
+    "pdrop": (1, [1, 2]),
+    "sparsevlm": (1, [1, 2]),
+    "uv_prune": (2, [2]),
+    "hippo_attention": (2, [2]),
+}
 
 
 @cache
@@ -44,8 +50,8 @@ def expected(family: str, name: str, ratio: float, drops: tuple[int, ...], is_mi
 
 
 def reduced_job(hosts: HostGroup, family: str, reduce: dict, settings: dict, is_mixed: bool = False):
-    model = build(family, torch.float64)
-    inputs = as_inputs(family, prompt_of(family, is_mixed), None, hosts, torch.float64)
+    model, frame_parallel = build(family, torch.float64), settings.get("frame_parallel", True)
+    inputs = as_inputs(family, prompt_of(family, is_mixed), None, hosts, torch.float64, frame_parallel)
     config = PrefillConfig(on_single_host=True, reduce=ReduceConfig(**reduce), **settings)
     state = prefill(model, inputs, hosts=hosts, config=config)
     gathered = state.to_dynamic_cache()
@@ -77,14 +83,24 @@ def test_every_method_equals_the_dense_definition(pool, name, method, num_hosts,
     check(results, *expected("qwen2_5_vl", name, 0.4, tuple(drops)))
 
 
-@pytest.mark.parametrize("name", ["fastv", "sparsevlm"])
+@pytest.mark.parametrize("name", ["fastv", "sparsevlm", "hippo_attention"])
 def test_attention_is_the_same_however_few_scores_are_in_memory(monkeypatch, name):
-    monkeypatch.setattr(question_attention, "_MOST_SCORES", 300)
+    monkeypatch.setattr(question_attention, "MOST_SCORES", 300)
     monkeypatch.setattr(sparsevlm, "_MOST_DISTANCES", 20)
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.4, "layer": layer}
     result = reduced_job(HostGroup.single("cpu"), "qwen2_5_vl", reduce, {"passing_len": UNCOMPRESSED})
     check([result], *expected("qwen2_5_vl", name, 0.4, tuple(drops)))
+
+
+def test_hosts_that_all_encode_every_frame_choose_as_one(pool):
+    """HIPPO's terms of time and space are of frames, wherever these were encoded."""
+    reduce = {"method": "hippo_attention", "ratio": 0.4, "layer": 2}
+    settings = {"passing_len": UNCOMPRESSED, "frame_parallel": False}
+    check(
+        pool.run(3, reduced_job, "qwen2_5_vl", reduce, settings),
+        *expected("qwen2_5_vl", "hippo_attention", 0.4, (2,)),
+    )
 
 
 @pytest.mark.parametrize("num_hosts", [1, 3])

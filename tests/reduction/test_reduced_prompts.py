@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from early_oracle import reduced_logits
+from early_oracle import reduced_logits, whole_videos
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, VideoConfig, prefill
+from apbv.config.names import VIDEO_REDUCER_NAMES
 from apbv.hosts import HostError
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
@@ -28,15 +29,6 @@ WAYS = {
 
 def reduced(method: str, ratio: float, way: str = "full") -> PrefillConfig:
     return PrefillConfig(reduce=ReduceConfig(method=method, ratio=ratio), **WAYS[way])
-
-
-def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
-    """Frames, height and width in tokens of a prompt's videos, from what the processor returned."""
-    if family.startswith("qwen"):
-        return [(t, h // 2, w // 2) for t, h, w in batch["video_grid_thw"].tolist()]
-    pixels = batch["pixel_values_videos"] if "pixel_values_videos" in batch else batch["pixel_values"]
-    frames = pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
-    return [(frames, 2, 2)] * (pixels.shape[0] if pixels.dim() == 5 else 1)
 
 
 def prefill_job(hosts: HostGroup, family: str, batch: dict, config: PrefillConfig):
@@ -157,7 +149,7 @@ def image_batch() -> dict:
     return dict(processor(text=[text], images=[families.synthetic_image(84, 112)], return_tensors="pt"))
 
 
-@pytest.mark.parametrize("method", EARLY_REDUCERS)
+@pytest.mark.parametrize("method", VIDEO_REDUCER_NAMES)
 def test_a_prompt_without_a_video_is_refused_on_every_host(pool, method):
     for batch, says in (
         (image_batch(), "the prompt has images only"),
@@ -182,7 +174,7 @@ def test_an_anchor_that_is_longer_than_what_is_left_is_refused_with_the_reason(p
     for num_tokens, error in pool.run(2, anchor_job):
         assert num_tokens > 30
         assert error.startswith("anchor_len=30 leaves no context")
-        assert error.endswith("hippo left 6 of 60 visual tokens")
+        assert error.endswith("hippo leaves 6 of 60 visual tokens")
 
 
 class FailingRows:

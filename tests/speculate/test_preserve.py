@@ -206,6 +206,12 @@ def test_equal_scores_say_nothing():
         assert standardised(torch.zeros(2, 4), unit).abs().max() == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_host_without_frames_has_no_scores_and_no_warning():
+    for unit in (None, 1.0):
+        assert standardised(torch.empty(0, 4), unit).shape == (0, 4)
+
+
 @pytest.mark.parametrize("num_tokens", [100, 25_000, 1_000_000])
 def test_attention_weighs_the_same_however_many_tokens_share_it(num_tokens):
     """Of N tokens each gets 1/N of the attention on average; HIPPO's sum of z-scores must not depend on N."""

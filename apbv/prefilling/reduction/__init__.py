@@ -12,6 +12,7 @@ from .dycoke import keep_by_dycoke
 from .fastv import FastV
 from .fastvid import keep_by_fastvid
 from .hippo import keep_by_hippo
+from .hippo_attention import HippoAttention
 from .kept import EarlyReducer
 from .late import LateReducer
 from .pdrop import PyramidDrop
@@ -27,7 +28,7 @@ EARLY_REDUCERS: dict[str, EarlyReducer] = {
 }
 
 LATE_REDUCERS: dict[str, type[LateReducer]] = {
-    reducer.name: reducer for reducer in (FastV, PyramidDrop, SparseVLM, UvPrune)
+    reducer.name: reducer for reducer in (FastV, PyramidDrop, SparseVLM, UvPrune, HippoAttention)
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...hosts import HostGroup
+from ...layout import ContextLayout
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
@@ -33,8 +34,14 @@ def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
     """
     mean = scores.mean(dim=-1, keepdim=True)
     rounding = 1e-6 * (mean.abs() if unit is None else torch.full_like(mean, unit))
-    spread = scores.std(dim=-1, correction=0, keepdim=True)
+    # Not torch.std, which warns of no frames at all, as a host may have.
+    spread = (scores - mean).square().mean(dim=-1, keepdim=True).sqrt()
     return (scores - mean) / (spread + rounding).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def lse_over_hosts(lse: Tensor, layout: ContextLayout, hosts: HostGroup) -> Tensor:
+    """Merge a log-sum-exp over each host's keys into that over all hosts'; collective where a prompt is split."""
+    return hosts.all_gather(lse).wait().logsumexp(dim=0) if layout.is_split else lse
 
 
 def gather_scores(

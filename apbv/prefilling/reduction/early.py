@@ -4,7 +4,6 @@ What is left is a shorter prompt, and the embeddings of its visual tokens where 
 other, by any method.
 """
 
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,11 +16,13 @@ from ...input.visual import PromptError, VisualInput
 from ...layout import intersect
 from ...model.parts import VIDEO_FAMILIES, ModelParts
 from ...stats import StageTimer
-from ..encode import VisualRows, agree_on_chunks
+from ..encode import VisualRows, agree_on_chunks, all_rows
 from ..reuse import StoredRows
+from ..room import Room
 from . import EARLY_REDUCERS
 from .frames import SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
 from .kept import EarlyReducer, KeptRows, Reduction
+from .shape import count_of, shares_of_videos
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
     Raises:
         PromptError: frames are to be reduced, and the prompt has no video.
     """
-    if config is None or config.leaves_all or config.is_late:
+    if config is None or config.leaves_all or not config.needs_video:
         return
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         has = "no video" if inputs.visual is None else "images only"
@@ -97,7 +98,7 @@ def reduce_prompt(
     parts: ModelParts,
     inputs: ModelInputs,
     source: VisualRows,
-    hosts: HostGroup,
+    room: Room,
     config: PrefillConfig,
     timer: StageTimer,
 ) -> ReducedPrompt:
@@ -106,19 +107,21 @@ def reduce_prompt(
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
         source: makes the embeddings of this host's share.
+        room: the hosts, and what all this takes on this one.
         config: with a reduction before the language model.
 
     Raises:
         ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
             placeholders.
+        NotEnoughMemoryError: this host ran out of memory.
         HostError: another host failed.
     """
-    settings, visual = config.reduce, inputs.visual
+    settings, visual, hosts = config.reduce, inputs.visual, room.hosts
     num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
-    with hosts.local_stage("encode"):
-        rows = _all_rows(parts, visual, source, num_bytes)
-    with hosts.collective_stage("reduction"), timer.stage("exchange"):
-        count = max(1, round(settings.ratio * num_in_frames(parts, inputs)))
+    with hosts.local_stage("encode"), room.explained("encoding"):
+        rows = all_rows(parts, visual, source, num_bytes)
+    with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
+        count = count_of(settings.ratio, num_in_frames(parts, inputs))
         choice = choose_rows(parts, inputs, rows, hosts, EARLY_REDUCERS[settings.method], count)
         shorter = _with_rows(parts, inputs, choice)
     shorter = replace(shorter, visual=replace(shorter.visual, chunk_bytes=num_bytes))
@@ -141,7 +144,7 @@ def choose_rows(
     visual, videos = inputs.visual, videos_of(parts, inputs)
     kept = torch.ones(visual.num_rows, dtype=torch.bool)
     first = visual.pieces[hosts.rank].start  # of this host's rows
-    total, before, done = num_in_frames(parts, inputs), 0, 0
+    done, shares = 0, shares_of_videos(count, [len(video.in_frames) for video in videos])
     owned: list[list[range]] = [[] for _ in range(hosts.size)]
     values = []
 
@@ -151,11 +154,9 @@ def choose_rows(
         here = visual.rows_of(owned[hosts.rank][-1])
         values.append(rows[here.start - first : here.stop - first])
 
-    for video in videos:
+    for video, share in zip(videos, shares, strict=True):
         keep_all(range(done, video.patches.start))
         done, place = video.patches.stop, video.in_frames
-        share = (before + len(place)) * count // total - before * count // total
-        before += len(place)
         shared = shared_video(parts, inputs, video, rows, hosts)
         found = reducer(shared, share) if share else KeptRows.chosen(shared, torch.empty(0, dtype=torch.long))
         kept[place.start : place.stop] = _agreed_mask(found, shared)
@@ -164,19 +165,6 @@ def choose_rows(
         values += [found.values, _ending_rows(visual, video, rows, owned, hosts)]
     keep_all(range(done, visual.num_temporal_patches))
     return Choice(kept.nonzero().flatten(), _joined(owned), torch.cat(values))
-
-
-def _all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
-    """Make the rows of this host's share, ``[rows, (1 + L) * d]``."""
-    made = [torch.empty(0, parts.row_width, dtype=parts.dtype, device=parts.device)]
-    with closing(source.chunks(visual.chunks(visual.host, num_bytes))) as chunks:
-        made += chunks
-    rows, expected = torch.cat(made), len(visual.pieces[visual.host])
-    if len(rows) != expected:
-        raise ValueError(
-            f"the vision tower made {len(rows)} embeddings where the prompt has {expected} placeholders"
-        )
-    return rows
 
 
 def _agreed_mask(found: KeptRows, video: SharedVideo) -> Tensor:

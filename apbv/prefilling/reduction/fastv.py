@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...config import ReduceConfig
+from ...model.sizes import DecoderSizes
 from ..stages import Stage
 from .choosing import keep_best
 from .late import Choice, LateReducer, OwnedRows
@@ -21,8 +23,13 @@ class FastV(LateReducer):
 
     name = "fastv"
 
-    def choose_layers(self, num_layers: int) -> tuple[int, ...]:
-        return (self.settings.layer or min(_LAYER, num_layers - 1),)
+    @staticmethod
+    def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
+        return (settings.layer or min(_LAYER, num_layers - 1),)
+
+    @staticmethod
+    def num_asking(num_question: int, sizes: DecoderSizes) -> int:
+        return num_question * sizes.heads // sizes.kv_heads
 
     def raters(self, stage: Stage) -> Tensor:
         return torch.full((1, len(stage.question)), 1 / len(stage.question))

@@ -1,8 +1,8 @@
-"""This module reduces by HIPPO's visual scores: tokens that change over time, or differ from their surroundings.
+"""This module scores visual tokens as HIPPO does: by change over time, variety in space, and attention.
 
 Source: *HIPPO: Accelerating Video Large Language Models Inference via Holistic-aware Parallel Speculative
-Decoding*, Section 4.1. There they choose what a draft sees, together with the target's attention; here they choose
-alone what the model itself sees. The question's attention is not known before the language model has run.
+Decoding*, Section 5.1. There the scores choose what a draft sees. As a reduction before the language model, time
+and space choose alone what the model itself sees: the question's attention is not known before it has run.
 """
 
 from collections.abc import Collection
@@ -70,4 +70,18 @@ def local_semantics(
         scores[place.start : place.stop] = visual_semantics(
             shared_video(parts, inputs, video, rows, hosts), terms
         ).flatten()
+    return scores
+
+
+def with_relevance(parts: ModelParts, inputs: ModelInputs, semantics: Tensor, attention: Tensor) -> Tensor:
+    """Add HIPPO's s_attn, z-scored within a frame, to the terms of time and space (Eq. 7).
+
+    Args:
+        semantics: ``[visual tokens]``, as :func:`local_semantics` returns them.
+        attention: ``[visual tokens]``, s_attn.
+    """
+    scores = semantics.clone()
+    for video in videos_of(parts, inputs):
+        place = slice(video.in_frames.start, video.in_frames.stop)
+        scores[place] += standardised(attention[place].view(-1, video.height * video.width)).flatten()
     return scores

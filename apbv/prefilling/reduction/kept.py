@@ -1,7 +1,7 @@
 """This module defines what a reduction before the language model leaves."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Reduction:
     ratio: float
     num_before: int
     num_after: int
-    kept: Tensor
+    kept: Tensor = field(repr=False)
     by_layer: tuple[int, ...] = ()
 
     @property

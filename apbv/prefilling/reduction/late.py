@@ -12,8 +12,11 @@ from ...config import PrefillConfig, ReduceConfig
 from ...input.model_inputs import ModelInputs
 from ...layout import ContextLayout
 from ...model.parts import ModelParts
+from ...model.sizes import DecoderSizes
 from ..stages import HiddenRows, Stage
 from .kept import Reduction
+from .question_attention import MixedAttention, WantedAttention
+from .shape import PromptShape, count_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,20 @@ class Choice:
     left: Tensor
     merged: Tensor | None = None
     values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """A Remainder bounds how many visual tokens are left behind some of the layers, before they are chosen.
+
+    Attributes:
+        behind: so many decoder layers have run.
+        fewest, most: the bounds; the same number where it does not depend on what the layers compute.
+    """
+
+    behind: int
+    fewest: int
+    most: int
 
 
 def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
@@ -72,12 +89,33 @@ class LateReducer(ABC):
     def __init__(self, config: PrefillConfig, parts: ModelParts, inputs: ModelInputs):
         self.config, self.settings, self.parts, self.inputs = config, config.reduce, parts, inputs
         require_layers(config.reduce, parts.num_layers)
-        self.layers = self.choose_layers(parts.num_layers)
+        self.layers = self.choose_layers(config.reduce, parts.num_layers)
         self.num_visual = int(parts.is_visual(inputs.input_ids).sum())
 
+    @staticmethod
     @abstractmethod
-    def choose_layers(self, num_layers: int) -> tuple[int, ...]:
+    def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
         """Return behind how many layers tokens are dropped, ascending, each in 1 .. num_layers - 1."""
+
+    @classmethod
+    def remainders(cls, settings: ReduceConfig, num_layers: int, shape: PromptShape) -> tuple[Remainder, ...]:
+        """Return what will be left behind each of the layers; by default every step leaves the same share.
+
+        Args:
+            shape: of the whole prompt.
+        """
+        layers = cls.choose_layers(settings, num_layers)
+        shares = [settings.ratio ** (step / len(layers)) for step in range(1, len(layers) + 1)]
+        counts = [count_of(share, shape.num_visual) for share in shares]
+        return tuple(Remainder(layer, count, count) for layer, count in zip(layers, counts, strict=True))
+
+    @staticmethod
+    def num_asking(num_question: int, sizes: DecoderSizes) -> int:
+        """Return of how many of the question's tokens times heads, at most, attention is computed at a time.
+
+        By default it is not wanted.
+        """
+        return 0
 
     def enter(self, stage: Stage, rows: "OwnedRows") -> None:  # noqa: B027  (most need not see it)
         """See what goes into a stage behind which tokens are dropped; by default nothing is done."""
@@ -89,13 +127,22 @@ class LateReducer(ABC):
         """
         return None
 
+    def wanted_attention(self, stage: Stage, is_visual: Tensor) -> WantedAttention | None:
+        """Return which attention is wanted, by default that of :meth:`raters`; None: none is.
+
+        Args:
+            is_visual: which of the stage's tokens are visual, bool ``[n_s]``.
+        """
+        raters = self.raters(stage)
+        return None if raters is None else MixedAttention(stage, is_visual, raters)
+
     @abstractmethod
     def choose(self, stage: Stage, rows: "OwnedRows", attention: Tensor | None) -> Choice:
         """Choose among the stage's visual tokens, from what came out of its last layer.
 
         Args:
-            attention: ``[R, visual tokens]`` in fp32, on the CPU of every host: the attention of the mixtures that
-                :meth:`raters` asked for to each visual token, mean over heads; None where none was wanted.
+            attention: ``[R, visual tokens]`` in fp32, on the CPU of every host: the attention to each visual token
+                that :meth:`wanted_attention` asked for, mean over heads; None where none was wanted.
         """
 
     def reduction(self, left: Tensor, layouts: Sequence[ContextLayout]) -> Reduction | None:
@@ -116,7 +163,7 @@ class LateReducer(ABC):
 
     def count(self, share: float) -> int:
         """Return how many tokens a share of the prompt's visual tokens is: rounded, and at least one."""
-        return max(1, round(share * self.num_visual))
+        return count_of(share, self.num_visual)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ...config import ReduceConfig
+from ...model.sizes import DecoderSizes
 from ..stages import Stage
 from .choosing import keep_best
 from .late import Choice, LateReducer, OwnedRows
@@ -23,10 +25,15 @@ class PyramidDrop(LateReducer):
 
     name = "pdrop"
 
-    def choose_layers(self, num_layers: int) -> tuple[int, ...]:
-        first = self.settings.layer or max(1, num_layers // (_STEPS + 1))
+    @staticmethod
+    def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
+        first = settings.layer or max(1, num_layers // (_STEPS + 1))
         steps = {first + (num_layers - first) * step // _STEPS for step in range(_STEPS)}
         return tuple(sorted(layer for layer in steps if layer < num_layers))
+
+    @staticmethod
+    def num_asking(num_question: int, sizes: DecoderSizes) -> int:
+        return sizes.heads // sizes.kv_heads
 
     def raters(self, stage: Stage) -> Tensor:
         last = torch.zeros(1, len(stage.question))

@@ -59,6 +59,12 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> Pathw
     return Pathways(slow, frozenset(range(num_frames)) - slow, side)
 
 
+def num_kept_by_slowfast(num_frames: int, height: int, width: int, count: int) -> int:
+    """Return how many of at most ``count`` tokens are kept of a video of T frames of h * w tokens."""
+    paths = plan_pathways(num_frames, height, width, count)
+    return len(paths.slow) * height * width + len(paths.fast) * _num_squares(height, width, paths.side)
+
+
 def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
     """Keep at most ``count`` tokens, some of them means of several; every host reduces its own frames."""
     size, paths = video.frame_size, plan_pathways(video.num_frames, video.height, video.width, count)

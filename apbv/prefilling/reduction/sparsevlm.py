@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor
 
+from ...config import ReduceConfig
+from ...model.sizes import DecoderSizes
 from ..moving import move_rows
 from ..stages import Stage
 from .choosing import keep_best
-from .late import Choice, LateReducer, OwnedRows
+from .late import Choice, LateReducer, OwnedRows, Remainder
+from .shape import PromptShape
 
 # Behind so many of 32 layers the paper drops tokens.
 _STEPS, _DEPTH = (2, 6, 15), 32
@@ -37,11 +40,28 @@ class SparseVLM(LateReducer):
 
     name = "sparsevlm"
 
-    def choose_layers(self, num_layers: int) -> tuple[int, ...]:
-        first = self.settings.layer or max(1, round(_STEPS[0] * num_layers / _DEPTH))
+    @staticmethod
+    def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
+        first = settings.layer or max(1, round(_STEPS[0] * num_layers / _DEPTH))
         depth = (num_layers - first) / (_DEPTH - _STEPS[0])
         steps = {first + round((step - _STEPS[0]) * depth) for step in _STEPS}
         return tuple(sorted(layer for layer in steps if layer < num_layers))
+
+    @classmethod
+    def remainders(cls, settings: ReduceConfig, num_layers: int, shape: PromptShape) -> tuple[Remainder, ...]:
+        """See :meth:`LateReducer.remainders`; the rank lies between 0 and the question's tokens."""
+        found, fewest, most = [], shape.num_visual, shape.num_visual
+        layers = cls.choose_layers(settings, num_layers)
+        for layer in layers:
+            fewest = _num_left(fewest, _num_dropped(settings, len(layers), fewest, 0))
+            rank = min(shape.num_question, most)
+            most = _num_left(most, _num_dropped(settings, len(layers), most, rank))
+            found.append(Remainder(layer, fewest, most))
+        return tuple(found)
+
+    @staticmethod
+    def num_asking(num_question: int, sizes: DecoderSizes) -> int:
+        return num_question * sizes.heads // sizes.kv_heads
 
     def enter(self, stage: Stage, rows: OwnedRows) -> None:
         if stage.layers.start == 0:
@@ -52,22 +72,43 @@ class SparseVLM(LateReducer):
 
     def choose(self, stage: Stage, rows: OwnedRows, attention: Tensor) -> Choice:
         num_visual = attention.shape[1]
-        strength = 1 - self.settings.ratio ** (1 / len(self.layers))
         # Of a matrix in fp32, as in the paper's program: singular values within its rounding count as 0. Of what
         # is not finite there would be an error, which would break the group of hosts.
         mine = [int(torch.linalg.matrix_rank(attention.nan_to_num()))] if stage.hosts.is_leader else None
         (rank,) = stage.hosts.broadcast_ints(mine, 1)
-        num_dropped = round(strength * (num_visual - rank))
+        num_dropped = _num_dropped(self.settings, len(self.layers), num_visual, rank)
         scores = attention.mean(dim=0)
-        kept = keep_best(scores, max(1, num_visual - num_dropped))
+        kept = keep_best(scores, num_visual - num_dropped)
         dropped = torch.ones(num_visual, dtype=torch.bool)
         dropped[kept] = False
         dropped = dropped.nonzero().flatten()
         if not len(dropped):
             return Choice(kept)
-        recycled = dropped[keep_best(scores[dropped], int(_RECYCLED * len(dropped)) + 1)]
+        recycled = dropped[keep_best(scores[dropped], _num_recycled(len(dropped)))]
         centres, values = _merge(stage, rows, recycled)
         return Choice(torch.cat([kept, centres]).sort().values, centres, values)
+
+
+def _num_dropped(settings: ReduceConfig, num_steps: int, num_visual: int, rank: int) -> int:
+    """Return how many of V visual tokens a step drops: λ (V − rank P), but not all."""
+    strength = 1 - settings.ratio ** (1 / num_steps)
+    return min(round(strength * (num_visual - rank)), num_visual - 1)
+
+
+def _num_recycled(num_dropped: int) -> int:
+    """Return how many of the dropped tokens are merged."""
+    return int(_RECYCLED * num_dropped) + 1
+
+
+def _num_clusters(num_recycled: int) -> int:
+    """Return into how many tokens they are merged."""
+    return num_recycled // _TOKENS_PER_CLUSTER + 1
+
+
+def _num_left(num_visual: int, num_dropped: int) -> int:
+    """Return how many of V visual tokens a step leaves; never more of fewer tokens."""
+    merged = _num_clusters(_num_recycled(num_dropped)) if num_dropped else 0
+    return num_visual - num_dropped + merged
 
 
 def _find_raters(stage: Stage, rows: OwnedRows) -> Tensor:
@@ -91,7 +132,7 @@ def _merge(stage: Stage, rows: OwnedRows, chosen: Tensor) -> tuple[Tensor, Tenso
     hosts, tokens = stage.hosts, rows.is_visual.nonzero().flatten()[chosen]
     wanted = [tokens] + [tokens[:0]] * (hosts.size - 1)
     states = move_rows(rows.visual(), rows.visual_tokens, stage.owner, wanted, hosts)
-    count = len(chosen) // _TOKENS_PER_CLUSTER + 1
+    count = _num_clusters(len(chosen))
     found = None
     if hosts.is_leader:
         centres, cluster = cluster_by_density(states, count)

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
+from ...config import ReduceConfig
 from ...kernels import similarity_to
 from ..stages import Stage
 from .choosing import gather_scores, keep_best
@@ -21,8 +22,9 @@ class UvPrune(LateReducer):
 
     name = "uv_prune"
 
-    def choose_layers(self, num_layers: int) -> tuple[int, ...]:
-        return (self.settings.layer or min(_LAYER, num_layers - 1),)
+    @staticmethod
+    def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
+        return (settings.layer or min(_LAYER, num_layers - 1),)
 
     def enter(self, stage: Stage, rows: OwnedRows) -> None:
         self._before = _similarity(stage, rows)

@@ -8,102 +8,31 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from . import demo
-from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
-from .hosts.devices import choose_device
-from .input.video_size import VideoSize, parse_resolution, video_size
-from .input.visual import FRAME_COPIES, PIXEL_COPIES, VisualInput, VisualItem, equal_row_starts
-from .layout import LayoutError, split_evenly
-from .model.loading import read_config, read_video_processor
-from .model.parts import VIDEO_FAMILIES, num_deepstack_layers, require_supported
-from .model.sizes import DecoderSizes, num_audio_tokens, num_weights
-from .model.tensor_parallel import require_divisible
-from .prefilling.encode import chunk_bytes_within
-from .prefilling.forward import resolve_method
-from .prefilling.memory import HostMemory, Share, host_memory
-from .speculate.strategies import STRATEGIES, prunes
-from .stats import free_memory_bytes
+from .. import demo
+from ..config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
+from ..hosts.devices import choose_device
+from ..input.video_size import VideoSize, parse_resolution, video_size
+from ..input.visual import FRAME_COPIES, PIXEL_COPIES, VisualInput, VisualItem, equal_row_starts
+from ..layout import LayoutError, split_evenly
+from ..model.loading import read_config, read_video_processor
+from ..model.parts import VIDEO_FAMILIES, num_deepstack_layers, require_supported
+from ..model.sizes import DecoderSizes, num_audio_tokens, num_weights
+from ..model.tensor_parallel import require_divisible
+from ..prefilling.encode import chunk_bytes_within
+from ..prefilling.memory import Share, host_memory
+from ..prefilling.methods import resolve_method
+from ..prefilling.reduction.early import reduces_first, require_usable
+from ..prefilling.reduction.forecast import Forecast, reduction_memory, shape_left
+from ..prefilling.reduction.shape import PromptShape
+from ..speculate.strategies import STRATEGIES, prunes
+from ..stats import free_memory_bytes
+from .figures import Plan, PlannedReduction
 
 # Tokens of a chat before the video, and of a question behind it.
 _TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
 # What a GPU's driver, its libraries' workspaces and the exchanges take beside tensors: assumed, not measured.
 _GPU_OVERHEAD = 2**30
 _MOST_SEARCHED = 2**22
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A Plan says what a prompt takes on every process, in bytes, and whether that is there.
-
-    Attributes:
-        model: its name.
-        method, kv: the method that would run, and where it would place the KV.
-        num_tokens: the prompt's tokens.
-        num_visual_tokens: those of them that stand for the video.
-        num_audio_tokens: those of them that stand for its sound.
-        weights: of the model, on one process.
-        draft: of the draft model and its KV; 0 without one.
-        overhead: assumed for the device's own libraries.
-        hosts: what the prefill takes beside them, for a process of every host.
-        device_memory: what each process may take.
-        most: how many frames, or of a text how many tokens, would fit; None: more than were tried.
-    """
-
-    model: str
-    method: str
-    kv: str
-    num_tokens: int
-    num_visual_tokens: int
-    num_audio_tokens: int
-    weights: int
-    draft: int
-    overhead: int
-    hosts: tuple[HostMemory, ...]
-    device_memory: int
-    most: int | None = None
-
-    @property
-    def needed(self) -> tuple[int, ...]:
-        """The most that a process of every host has in memory at once."""
-        return tuple(self.weights + self.draft + self.overhead + host.peak for host in self.hosts)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every process has room for what it needs."""
-        return max(self.needed) <= self.device_memory
-
-    def __str__(self) -> str:
-        busiest = self.needed.index(max(self.needed))
-        host = self.hosts[busiest]
-        hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
-        lines = [("model", self.model), ("method", f"{self.method} on {hosts}, KV {self.kv}")]
-        heard = f", {self.num_audio_tokens:,} sound" if self.num_audio_tokens else ""
-        lines.append(("prompt", f"{self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual{heard}"))
-        where = "" if len(self.hosts) == 1 else f" on host {busiest}"
-        lines.append((f"memory{where}", ""))
-        parts = {
-            "weights": self.weights,
-            "draft": self.draft,
-            "device's libraries": self.overhead,
-            "encoding": host.encoding,
-            "  embeddings": host.rows,
-            "  a video chunk": host.chunk,
-            "prefill": host.prefill,
-            "  KV kept here": host.kv,
-            "  activations": host.activations,
-            "  passing KV": host.passing,
-            "  deepstack": host.deepstack,
-            "  logits": host.logits,
-            "decoding": host.decoding,
-            "  KV gathered": host.gathered_kv,
-            "  handing over": host.handoff,
-        }
-        lines += [(f"  {name}", _readable(size)) for name, size in parts.items() if size]
-        lines.append(("needed", f"  {_readable(max(self.needed))} of {_readable(self.device_memory).strip()}"))
-        lines.append(("fits", "yes" if self.fits else "no"))
-        unit = "frames" if self.num_visual_tokens else "tokens"
-        lines.append((f"{unit} that fit", "all that were tried" if self.most is None else f"{self.most:,}"))
-        return "\n".join(f"{name:<22}{value}".rstrip() for name, value in lines)
 
 
 def plan(
@@ -139,7 +68,8 @@ def plan(
 
     Raises:
         ValueError: the model is unknown or not supported, or does not hear and is to; neither frames nor tokens
-            were given, or both; or visual tokens are left out.
+            were given, or both; or visual tokens are to be left out of a text, or behind more layers than there
+            are.
     """
     if (frames is None) == (tokens is None):
         raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
@@ -152,9 +82,10 @@ def plan(
         if count is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, not {count}")
     config = prefill or PrefillConfig()
-    if config.reduce is not None and not config.reduce.leaves_all:
-        raise ValueError(f"a plan is of whole prompts: it does not know what {config.reduce.method} leaves of one")
     name, described, processor = _describe(model)
+    require_usable(config.reduce, described.model_type, None)
+    if config.reduce is not None and frames is None:
+        raise ValueError(f"{config.reduce.method} leaves visual tokens out: it needs the frames of a video")
     require_divisible(described, tensor_parallel)
     device, number_type = choose_device(), _dtype_of(described, dtype)
     if device_memory is None:
@@ -241,43 +172,70 @@ class _Task:
 
     def plan(self, count: int) -> Plan:
         """Plan for so many frames, or tokens of a text."""
-        video, visual, hosts = None, range(0), self.num_hosts
-        num_tokens, query_start = count, max(count - self.prefill.query_len, 0)
+        config, num_hosts = self.prefill, self.num_hosts
+        video, visual = None, None
+        shape = PromptShape(count, 0, max(count - config.query_len, 0))
         if self.is_video:
             video = video_size(self.config, count, *self.resolution, self.video_processor)
-            shown = video.num_rows + video.num_text_tokens + self.num_audio
-            visual = range(_TOKENS_BEFORE, _TOKENS_BEFORE + shown)
-            num_tokens, query_start = visual.stop + _TOKENS_BEHIND, visual.stop
-        method = resolve_method(self.prefill, hosts)
-        layout = method.plan(hosts, num_tokens, visual.start, query_start, self.prefill)
-        chunks = [0] * hosts if video is None else self._chunks(video, count)
-        kv = self.prefill.kv
-        num_visual = 0 if video is None else video.num_rows
+            visual = self._shares(video, count)
+            stop = _TOKENS_BEFORE + video.num_rows + video.num_text_tokens + self.num_audio
+            frames = (video.num_temporal_patches, video.height, video.width)
+            shape = PromptShape(stop + _TOKENS_BEHIND, _TOKENS_BEFORE, stop, video.num_rows, (frames,))
+        is_reduced_first = reduces_first(config)
+        left = shape_left(config.reduce, shape) if is_reduced_first else shape
+        forecast = Forecast.of_shape(config, self.share.sizes, num_hosts, left)
+        hosts = []
+        for host in range(num_hosts):
+            chunk, reduction = 0, None
+            if visual is not None:
+                patches = visual.chunks(host, self.chunk_bytes)
+                chunk = visual.items[0].patch_bytes * max(map(len, patches), default=0)
+            if is_reduced_first:
+                reduction = reduction_memory(config.reduce, self.share, shape, visual.pieces, host)
+            hosts.append(host_memory(self.share, forecast.most, host, config.kv, chunk, reduction))
+        num_visual = shape.num_visual
         return replace(
             self.empty,
-            num_tokens=num_tokens,
+            num_tokens=shape.num_tokens,
             num_visual_tokens=num_visual,
             num_audio_tokens=self.num_audio,
-            draft=0 if self.draft is None else self.draft.num_bytes(num_tokens, num_visual),
-            hosts=tuple(host_memory(self.share, layout, h, kv, visual, chunks[h]) for h in range(hosts)),
+            draft=0 if self.draft is None else self.draft.num_bytes(shape.num_tokens, num_visual),
+            hosts=tuple(hosts),
+            reduction=self._reduction(forecast, shape),
         )
 
-    def _chunks(self, video: VideoSize, num_frames: int) -> list[int]:
-        """Return the bytes of what encodes a chunk, for every host that encodes."""
+    def _reduction(self, forecast: Forecast, shape: PromptShape) -> PlannedReduction | None:
+        """Return what is left of a prompt of this shape."""
+        settings = self.prefill.reduce
+        if settings is None or settings.leaves_all:
+            return None
+        others = shape.num_tokens - shape.num_visual
+        by_layer = [run.layout.num_tokens - others for run in forecast.most for _ in range(run.num_layers)]
+        num_left = forecast.most[-1].layout.num_tokens
+        return PlannedReduction(
+            method=settings.method,
+            ratio=settings.ratio,
+            num_tokens=num_left,
+            num_visual_tokens=num_left - others,
+            by_layer=tuple(by_layer),
+            is_bound=forecast.most != forecast.fewest,
+        )
+
+    def _shares(self, video: VideoSize, num_frames: int) -> VisualInput:
+        """Return which host encodes how much of the video."""
         everything = range(video.num_temporal_patches)
         hosts, parallel = self.num_hosts, self.prefill.frame_parallel
         patches = tuple(split_evenly(everything, hosts) if parallel else [everything] * hosts)
         frames = FRAME_COPIES * 3 * prod(self.resolution) * num_frames
         patch_bytes = (frames + PIXEL_COPIES * video.pixel_bytes) // len(everything)
         starts = equal_row_starts(0, len(everything), video.num_rows, video.num_ending_rows)
-        visual = VisualInput(
+        return VisualInput(
             items=(VisualItem("video", len(everything), video.num_ending_rows, patch_bytes),),
             patches=patches,
             host=0,
             row_starts=(*starts, video.num_rows),
+            replicated=not parallel,
         )
-        chunks = [visual.chunks(host, self.chunk_bytes) for host in range(hosts)]
-        return [patch_bytes * max(map(len, of_host), default=0) for of_host in chunks]
 
 
 def _most_that_fit(task: _Task, wanted: int) -> int | None:
@@ -327,5 +285,4 @@ def _dtype_of(config: PreTrainedConfig, wanted: str | torch.dtype) -> torch.dtyp
     return getattr(torch, found) if isinstance(found, str) else found
 
 
-def _readable(size: int) -> str:
-    return f"{size / 1e9:10.2f} GB" if size >= 1e8 else f"{size / 1e6:10.2f} MB"
+__all__ = ["Plan", "PlannedReduction", "plan"]

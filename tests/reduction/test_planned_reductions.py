@@ -1,0 +1,215 @@
+"""What is foretold of a reduction, against what a prefill then leaves and holds."""
+
+import threading
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, plan, prefill
+from apbv.config import EARLY_REDUCER_NAMES, LATE_REDUCER_NAMES, REDUCER_NAMES
+from apbv.hosts.simulated import share_weights, simulate
+from apbv.launch.plan import main
+from apbv.model.parts import inspect_model
+from apbv.prefilling import forward
+from apbv.prefilling.memory import Share, host_memory
+from apbv.prefilling.reduction import early
+from apbv.prefilling.reduction.forecast import Forecast, reduction_memory, remainders, shape_left
+from apbv.prefilling.reduction.shape import PromptShape
+
+import families
+from live_tensors import LiveTensors
+from prompts import video_batch
+
+LAYERS, FRAMES, SIZE = 6, 44, (56, 70)
+
+
+@cache
+def batch_of(family: str) -> dict:
+    """A video between as many tokens of text as a plan takes to be there: 16, and 64."""
+    processor = families.build_processor(family)
+    content = [{"type": "text", "text": ""}, {"type": "video"}, {"type": "text", "text": ""}]
+
+    def made() -> dict:
+        chat = [{"role": "user", "content": content}]
+        text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        video, options = families.synthetic_video(FRAMES, *SIZE), {"do_sample_frames": False}
+        return dict(processor(text=[text], videos=[video], return_tensors="pt", **options))
+
+    parts = inspect_model(families.build_model(family))
+    where = parts.is_visual(made()["input_ids"][0]).nonzero().flatten()
+    behind = made()["input_ids"].shape[1] - 1 - int(where[-1])
+    content[0]["text"], content[2]["text"] = "b" * (16 - int(where[0])), "q" * (64 - behind)
+    return made()
+
+
+@cache
+def planned_model(family: str, folder: str) -> Path:
+    return families.save_checkpoint(family, Path(folder) / family, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("planned"))
+
+
+def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
+    """How many tokens are read and left, and how much KV the host holds."""
+    model = families.build_model(family, layers=LAYERS)
+    state = prefill(model, batch_of(family), hosts=hosts, config=config)
+    gathered = None
+    if config.kv == "gathered":
+        cache = state.to_dynamic_cache()
+        gathered = cache and sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    held = state.shards.nbytes() if config.kv == "sharded" else None
+    return batch_of(family)["input_ids"].shape[1], state.num_tokens, state.reduction, held, gathered
+
+
+@pytest.mark.parametrize("kv", ["sharded", "gathered"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [0.6, 0.3, 0.01])
+@pytest.mark.parametrize("method", ["apbv", "star", "zigzag_ring", "full"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
+@pytest.mark.parametrize("name", REDUCER_NAMES)
+@pytest.mark.each_choice
+def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, method, ratio, num_hosts, kv):
+    """One family has positions in space, the other a row that ends the video."""
+    reduce = ReduceConfig(method=name, ratio=ratio)
+    config = PrefillConfig(method=method, kv=kv, on_single_host=True, reduce=reduce)
+    path = planned_model(family, folder)
+    memory = 10**7  # the less it is, the sooner it is found how many frames would fit
+    planned = plan(path, frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
+    left, results = planned.reduction, pool.run(num_hosts, prefill_job, family, config)
+    for host, (num_tokens, num_first, reduction, held, gathered) in enumerate(results):
+        assert planned.num_tokens == num_tokens and planned.num_visual_tokens == reduction.num_before
+        by_layer = reduction.by_layer or (reduction.num_after,) * LAYERS
+        assert left.is_bound == (name == "sparsevlm")
+        if not left.is_bound:
+            assert left.by_layer == by_layer and left.num_visual_tokens == reduction.num_after
+            assert held in (None, planned.hosts[host].kv)
+            assert gathered in (None, planned.hosts[0].gathered_kv or planned.hosts[0].kv)
+            continue
+        assert all(most >= count for most, count in zip(left.by_layer, by_layer, strict=True))
+        assert num_first == num_tokens and left.by_layer[0] == by_layer[0]
+        assert held is None or held <= planned.hosts[host].kv
+        assert gathered is None or gathered <= (planned.hosts[0].gathered_kv or planned.hosts[0].kv)
+    assert left.num_tokens - left.num_visual_tokens == planned.num_tokens - planned.num_visual_tokens
+
+
+@pytest.mark.parametrize("ratio", [0.9, 0.5, 0.1])
+@pytest.mark.parametrize("num_visual", [1, 2, 9, 37])
+def test_sparsevlm_leaves_as_many_as_are_foretold_whatever_the_ranks(num_visual, ratio):
+    """Of V tokens a step drops λ (V − rank), of which three tenths and one more become one for every ten."""
+    num_question, settings = 3, ReduceConfig(method="sparsevlm", ratio=ratio)
+    shape = PromptShape(5 + num_visual + num_question, 5, 5 + num_visual, num_visual)
+    found = remainders(settings, 32, shape)
+    assert [each.behind for each in found] == [2, 6, 15]
+    left = [[], [], []]
+    for ranks in product(range(num_question + 1), repeat=3):
+        visual = num_visual
+        for step, rank in enumerate(ranks):
+            dropped = min(round((1 - ratio ** (1 / 3)) * (visual - min(rank, visual))), visual - 1)
+            if dropped:
+                visual += (int(0.3 * dropped) + 1) // 10 + 1 - dropped
+            left[step].append(visual)
+    assert [(each.fewest, each.most) for each in found] == [(min(of_step), max(of_step)) for of_step in left]
+
+
+# ---- memory ----
+
+
+def measured(monkeypatch, family: str, dtype: torch.dtype, num_hosts: int, reduce: ReduceConfig) -> list:
+    """Of every host the peak of its layers, and of what chooses before them, with what is foretold of both."""
+    counted, batch = threading.local(), video_batch(family, frames=400)
+    config = PrefillConfig(reduce=reduce, kv="sharded")
+
+    def counting(module, name: str) -> None:
+        original = getattr(module, name)
+
+        def run(*args, **kwargs):
+            with LiveTensors() as live:
+                result = original(*args, **kwargs)
+            setattr(counted, name, live.peak)
+            if name == "choose_rows":
+                counted.encoded = args[2].nbytes
+            return result
+
+        monkeypatch.setattr(module, name, run)
+
+    counting(forward, "_forward")
+    counting(early, "choose_rows")
+
+    def job(hosts: HostGroup):
+        parts = inspect_model(share_weights(families.build_model(family, layers=LAYERS, dtype=dtype)))
+        inputs = ModelInputs.from_processor(parts, batch, hosts)
+        share, shape, reduction = Share.of(parts), PromptShape.of(parts, inputs, reduce), None
+        prefill(parts, inputs, hosts=hosts, config=config)
+        left = shape
+        if not reduce.is_late:
+            left = shape_left(reduce, shape)
+            reduction = reduction_memory(reduce, share, shape, inputs.visual.pieces, hosts.rank)
+        runs = Forecast.of_shape(config, share.sizes, hosts.size, left).most
+        memory = host_memory(share, runs, hosts.rank, "sharded", reduction=reduction)
+        return vars(counted), memory
+
+    return simulate(num_hosts, job)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("name", LATE_REDUCER_NAMES)
+def test_the_peak_of_layers_is_that_of_those_with_most_tokens(monkeypatch, name, num_hosts):
+    reduce = ReduceConfig(method=name, ratio=0.3, layer=2)
+    for peaks, memory in measured(monkeypatch, "qwen2_5_vl", torch.float32, num_hosts, reduce):
+        assert memory.least <= peaks["_forward"]
+        assert 0.75 < memory.prefill / peaks["_forward"] < 1.25
+        assert memory.kv_by_then < memory.kv
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2_5_vl", torch.float32), ("qwen3_vl", torch.bfloat16)])
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("name", EARLY_REDUCER_NAMES)
+@pytest.mark.pairwise
+def test_choosing_takes_no_more_than_is_foretold(monkeypatch, name, num_hosts, family, dtype):
+    """It is a bound, as frames may come to lie on one host, or a segment may be the whole video."""
+    reduce = ReduceConfig(method=name, ratio=0.4)
+    for peaks, memory in measured(monkeypatch, family, dtype, num_hosts, reduce):
+        assert memory.reduction.encoded == peaks["encoded"]
+        assert 0.95 < memory.reduction.choosing / peaks["choose_rows"] < 3
+        assert memory.encoding >= memory.reduction.encoded + memory.reduction.choosing
+
+
+def test_of_fastvid_the_first_host_may_have_to_reduce_the_whole_video():
+    """As where nearly all frames are one segment."""
+    shape = PromptShape(1000, 10, 900, 800, ((200, 2, 2),))
+    share = Share.of(inspect_model(families.build_model("qwen2_5_vl")))
+    reduce, pieces = ReduceConfig(method="fastvid", ratio=0.25), [range(0, 400), range(400, 800)]
+    first, last = (reduction_memory(reduce, share, shape, pieces, host) for host in range(2))
+    assert first.encoded == last.encoded and first.choosing > last.choosing
+    assert first.kept == last.kept == 200 * share.hidden_row
+
+
+# ---- the command, and what cannot be planned ----
+
+
+def test_the_command_plans_reductions_and_sparse_attention(capsys):
+    asked = ["--model", "demo", "--frames", "64", "--device-memory", "0.5"]
+    assert main([*asked, "--reduce", "pdrop", "--reduce-ratio", "0.125"]) == 0
+    assert "pdrop 0.125: 1,024 visual tokens, 512 behind layer 1, 256 behind" in capsys.readouterr().out
+    assert main([*asked, "--sparse", "xattention"]) == 0
+    with pytest.raises(SystemExit):
+        main([*asked, "--reduce-ratio", "0.5"])
+    assert capsys.readouterr().err.startswith("error: --reduce-ratio needs --reduce")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reduce", "message"),
+    [
+        ({"frames": 64}, {"method": "fastv", "layer": 99}, "the model has 4, and at least one must follow"),
+        ({"tokens": 500}, {"method": "hippo"}, "it needs the frames of a video"),
+    ],
+)
+def test_what_cannot_be_reduced_is_not_planned(settings, reduce, message):
+    with pytest.raises(ValueError, match=message):
+        plan("demo", prefill=PrefillConfig(reduce=ReduceConfig(**reduce)), **settings)
