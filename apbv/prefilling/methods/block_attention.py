@@ -24,7 +24,7 @@ def block_bytes(config: SparseConfig, heads: int, head_dim: int, num_tokens: int
     """
     rows, columns = (-(-num_tokens // size) for size in (config.block_size, config.key_block))
     pairs = rows * columns
-    at_a_time = min(heads, max(1, _MOST_PAIRS // max(1, pairs)))
+    at_a_time = min(heads, _heads_at_a_time(pairs))
     wide = min(3 * 4 * at_a_time * num_tokens * head_dim, _MOST_WIDE_BYTES)
     return 4 * heads * (pairs + rows), at_a_time * _PAIR_BYTES * pairs + wide
 
@@ -74,8 +74,8 @@ class BlockAttention:
         """
         sizes = self._config.block_size, self._config.key_block
         numbers = [-(-q.shape[2] // rows) for rows in sizes]
-        most = _MOST_PAIRS // max(1, q.shape[0] * numbers[0] * numbers[1])
-        parts = list(_split_heads(q.shape[1], k.shape[1], max(1, most)))
+        most = _heads_at_a_time(q.shape[0] * numbers[0] * numbers[1])
+        parts = list(_split_heads(q.shape[1], k.shape[1], most))
         if len(parts) == 1:
             return ListedBlocks.of(self._kept(q, k, scale, numbers), *sizes)
         counts = torch.empty(*q.shape[:2], numbers[0], dtype=torch.int32, device=q.device)
@@ -99,6 +99,11 @@ class BlockAttention:
         mine = [float(self._num_computed), float(self._num_visible)]
         computed, visible = (sum(column) for column in zip(*hosts.gather_floats(mine), strict=True))
         return computed / visible if visible else None
+
+
+def _heads_at_a_time(pairs: int) -> int:
+    """Return how many heads choose together, each from so many pairs of blocks."""
+    return max(1, _MOST_PAIRS // max(1, pairs))
 
 
 def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:
