@@ -1,19 +1,33 @@
-"""Fewer combinations of parameters: as many as show every choice, or every two choices together, at least once.
+"""Parametrize a test by fewer combinations: enough to show every choice, or every two choices together, once.
 
 A mistake seldom needs three particular choices at once, and the number of pairs grows more slowly than that of all
 combinations (all-pairs testing).
 """
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
 
 import pytest
 
-# By a test's mark: how many choices are shown together, and the mark of the combinations that show nothing new.
-MARKS = {"each_choice": (1, "thorough"), "pairwise": (2, "exhaustive")}
+
+def pairwise(**columns: Iterable) -> pytest.MarkDecorator:
+    """Parametrize with combinations that show every two choices of different columns together."""
+    return _parametrized(2, columns)
 
 
-def covering(rows: Sequence[tuple], strength: int = 2) -> list[int]:
+def each_choice(**columns: Iterable) -> pytest.MarkDecorator:
+    """Parametrize with combinations that show every choice of every column."""
+    return _parametrized(1, columns)
+
+
+def _parametrized(strength: int, columns: dict[str, Iterable]) -> pytest.MarkDecorator:
+    choices = [list(column) for column in columns.values()]
+    places = list(product(*(range(len(column)) for column in choices)))
+    rows = [tuple(map(list.__getitem__, choices, places[i])) for i in covering(places, strength)]
+    return pytest.mark.parametrize(tuple(columns), rows)
+
+
+def covering(rows: Sequence[tuple], strength: int) -> list[int]:
     """The places of some rows that show all that all rows show: every ``strength`` values in as many columns.
 
     Chosen greedily: each time the first of the rows that add the most.
@@ -29,6 +43,9 @@ def covering(rows: Sequence[tuple], strength: int = 2) -> list[int]:
         missing -= shown[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+MARKS = {"each_choice": (1, "thorough"), "pairwise": (2, "exhaustive")}
 
 
 def leave_out_combinations(items: Sequence[pytest.Item]) -> None:
