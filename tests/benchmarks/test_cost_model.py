@@ -1,48 +1,60 @@
-"""The cost model against real prefills: arithmetic that torch dispatches, bytes that arrive, KV that is kept."""
+"""The cost model: real prefills' arithmetic, bytes and KV; what is known of its figures; predicted times."""
 
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 import transformers as tf
 from flops import FLASH, flop_counter
+from hypothesis import given
+from hypothesis import strategies as st
 
-import apbv.model.attention
-import apbv.prefilling.methods.base
-from apbv import HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.layout import single_host_layout
+from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, SparseConfig, prefill
+from apbv.layout import ContextLayout, single_host_layout
 from apbv.model.parts import inspect_model
+from apbv.prefilling import forward, methods
 from apbv.prefilling.encode import encode_visual
+from apbv.prefilling.memory import Share
+from apbv.prefilling.reduction.forecast import Forecast, shape_left
+from apbv.prefilling.reduction.shape import PromptShape
 
 import families
-from support.cost_model.costs import ATTENTION, HostCost, Shape, Video, cost
+from pairs import each_choice
+from prompts import video_batch
+from support.cost_model.costs import (
+    ATTENTION,
+    METHODS,
+    PARTS,
+    HostCost,
+    Shape,
+    Video,
+    cost,
+    flop_ratio,
+    paper_attention_flops,
+    share_beyond_paper,
+    work_ratio,
+)
+from support.cost_model.reduced import reduced_cost
+from support.cost_model.times import Machine, explain, predict
+
+# The small model of benchmarks/support/workloads.py.
+SMALL = Shape(
+    layers=4, hidden=512, intermediate=1536, heads=8, kv_heads=2, head_dim=64, vocab=32000, bytes_per_number=4
+)
+
+
+def planned(method: str, num_hosts: int, num_tokens: int, query: int = 32, **options) -> ContextLayout:
+    return methods.METHODS[method].plan(num_hosts, num_tokens, 0, num_tokens - query, PrefillConfig(**options))
+
 
 # ---- against real prefills ----
 
-NUM_TOKENS, QUERY_START = 151, 140
-CASES = {
-    "full": {"method": "full"},
-    "zigzag ring": {"method": "zigzag_ring"},
-    "ulysses": {"method": "ulysses"},
-    "star": {"method": "star"},
-    "apb": {"method": "apb"},
-    "apbv": {},
-    "no anchor": {"anchor_len": 0},
-    "nothing passed": {"passing_len": 0},
-    "all passed": {"passing_len": 1000},
-    "separate query": {"fused_query": False},
-    "no zigzag": {"zigzag": False},
-    "too short": {"anchor_len": QUERY_START - 1},
-}
-RUNS = [(num_hosts, case, torch.float32) for num_hosts in (1, 2, 3) for case in CASES]
-RUNS += [(8, case, torch.float32) for case in ("full", "zigzag ring", "ulysses", "star", "apb", "apbv")]
-RUNS += [(3, case, dtype) for case in ("apbv", "apb", "ulysses") for dtype in (torch.bfloat16, torch.float64)]
-
 
 @cache
-def build_llama(dtype: torch.dtype):
+def build_llama(dtype: torch.dtype = torch.float32):
     """Attention wider than the hidden states, and 6 query heads, which 8 hosts cannot share evenly."""
     config = tf.LlamaConfig(
         vocab_size=260,
@@ -57,182 +69,86 @@ def build_llama(dtype: torch.dtype):
 
 
 @contextmanager
-def recorded(module, name: str, flops):
-    """The FLOPs of every call of an operator by a module."""
-    calls, original = [], getattr(module, name)
-
-    def record(*args, **kwargs):
-        calls.append(flops(*args, **kwargs))
-        return original(*args, **kwargs)
-
-    setattr(module, name, record)
-    try:
-        yield calls
-    finally:
-        setattr(module, name, original)
-
-
-def flops_of_segments(q, segments, scale, causal_last, rows_alone=0, out=None, backend="auto") -> dict:
-    """Of all but the last segment, and of the last one: rows before the queries, and the queries themselves."""
-    _, heads, rows, dim = q.shape
-    *earlier, last = (k.shape[2] for k, _ in segments)
-    before = [(rows - rows_alone) * length for length in earlier]
-    pairs = rows * last - (rows * (rows - 1) // 2 if causal_last else 0)
-    factor = 4 * heads * dim
-    call = {"before": [factor * count for count in before], "to_self": factor * pairs}
-    return with_rows_alone(call | {"rows": rows, "factor": factor}, rows_alone)
-
-
-def with_rows_alone(call: dict, rows_alone: int) -> dict:
-    """The same call, of whose last segment the first rows are told apart, with the others' view of them."""
-    alone = call["factor"] * rows_alone * (rows_alone + 1) // 2
-    to_alone = call["factor"] * rows_alone * (call["rows"] - rows_alone)
-    return call | {"alone": alone, "to_alone": to_alone, "to_self": call["to_self"] - alone - to_alone}
-
-
-def flops_of_new_tokens(q, k, v, scale, visible=None, num_keys=None, backend="auto") -> int:
-    _, heads, rows, dim = q.shape
-    return 4 * heads * dim * (rows * k.shape[2] - (rows * (rows - 1) // 2 if visible is None else 0))
-
-
-@contextmanager
 def counted_exchanges(hosts: HostGroup):
     """How often a host starts each kind of data exchange."""
-    counts, names = Counter(), ("all_gather", "all_to_all", "broadcast")
+    counts = Counter()
 
-    def counting(name):
-        original = getattr(hosts, name)
-
+    def counting(name, original):
         def count(*args):
             counts[name] += 1
             return original(*args)
 
         return count
 
-    for name in names:
-        setattr(hosts, name, counting(name))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_to_all", "broadcast"):
+            patch.setattr(hosts, name, counting(name, getattr(hosts, name)), raising=False)
         yield counts
-    finally:
-        for name in names:
-            delattr(hosts, name)
 
 
-def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype) -> dict:
+def text_inputs(model, hosts: HostGroup, num_tokens: int, query_start: int) -> ModelInputs:
+    ids = torch.randint(0, 250, (1, num_tokens), generator=torch.Generator().manual_seed(0))
+    return ModelInputs.from_processor(inspect_model(model), {"input_ids": ids}, hosts, query_start=query_start)
+
+
+def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
     model = build_llama(dtype)
-    ids = torch.randint(0, 250, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(0))
-    inputs = ModelInputs.from_processor(inspect_model(model), {"input_ids": ids}, hosts, query_start=QUERY_START)
     config = PrefillConfig(kv="sharded", on_single_host=True, **{"anchor_len": 11, "passing_len": 3, **options})
-    with (
-        recorded(apbv.prefilling.methods.base, "segmented_attention", flops_of_segments) as in_context_pass,
-        recorded(apbv.model.attention, "verify_attention", flops_of_new_tokens) as in_query_pass,
-        counted_exchanges(hosts) as exchanges,
-        flop_counter() as counter,
-    ):
+    inputs = text_inputs(model, hosts, 151, 140)
+    with counted_exchanges(hosts) as exchanges, flop_counter() as counter:
         state = prefill(model, inputs, hosts=hosts, config=config)
-    by_module = Counter()
+    flops = Counter()
     for name, counts in counter.get_flop_counts().items():
-        by_module[name.split(".")[-1]] += sum(counts.values())
-    projections = sum(by_module[f"{letter}_proj"] for letter in "qkvo")
-    attention = counter.flop_counts["Global"][FLASH]
-    return {
-        "method": state.method,
-        "layout": state.layout,
-        "projections": projections,
-        "mlp": by_module["mlp"],
-        "lm_head": by_module["Linear"],
-        "attention": attention,
-        "scoring": by_module["self_attn"] - projections - attention,  # what is left of a layer's products
-        "total": counter.get_total_flops(),
-        "in_context_pass": in_context_pass,
-        "in_query_pass": in_query_pass,
-        "exchanges": exchanges,
-        "received": state.timer.comm_bytes,
-        "kv_bytes": state.shards.nbytes(),
-    }
+        flops[name.split(".")[-1]] += sum(counts.values())
+    flops["attention"] = counter.flop_counts["Global"][FLASH]
+    return flops, exchanges, state.layout, state.timer.comm_bytes, state.shards.nbytes()
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]}-{run[1]}-{str(run[2])[6:]}")
-def hosts_of_a_run(request, pool) -> list[tuple[HostCost, dict]]:
-    """What the model says of every host, and what the host did."""
-    num_hosts, case, dtype = request.param
-    options = CASES[case]
+@pytest.mark.parametrize(
+    ("num_hosts", "options", "dtype"),
+    [
+        (2, {"method": "full"}, torch.float32),
+        (3, {"method": "zigzag_ring"}, torch.float32),
+        (8, {"method": "ulysses"}, torch.float32),
+        (3, {"method": "ulysses"}, torch.bfloat16),
+        (2, {"method": "star"}, torch.float32),
+        (3, {"method": "apb"}, torch.float32),
+        (1, {}, torch.float32),
+        (8, {}, torch.float32),
+        (3, {}, torch.bfloat16),
+        (2, {"anchor_len": 0}, torch.float32),
+        (3, {"passing_len": 0}, torch.float32),
+        (2, {"passing_len": 1000}, torch.float32),
+        (3, {"fused_query": False}, torch.float32),
+        (2, {"zigzag": False}, torch.float32),
+        (3, {"anchor_len": 139}, torch.float32),  # a context too short for blocks
+    ],
+    ids=str,
+)
+def test_arithmetic_bytes_and_kv_of_a_prefill(pool, num_hosts, options, dtype):
     measured = pool.run(num_hosts, prefill_job, options, dtype)
     shape = Shape.from_config(build_llama(dtype).config, bytes_per_number=dtype.itemsize)
-    costs = cost(
-        shape,
-        options.get("method", "apbv"),
-        measured[0]["layout"],
-        fused_query=options.get("fused_query", True),
-    )
-    return list(zip(costs, measured, strict=True))
-
-
-def test_flops_are_those_that_torch_counts(hosts_of_a_run):
-    for predicted, measured in hosts_of_a_run:
-        flops = predicted.flops
-        assert (
-            flops["projections"] + flops["mlp"] + flops["query_pass"] == measured["projections"] + measured["mlp"]
-        )
-        assert flops["projections"] * measured["mlp"] == flops["mlp"] * measured["projections"]
-        assert flops["lm_head"] == measured["lm_head"]
-        assert flops["scoring"] == measured["scoring"]
-        assert sum(flops[part] for part in ATTENTION) == measured["attention"]
+    fused = options.get("fused_query", True)
+    costs = cost(shape, options.get("method", "apbv"), measured[0][2], fused_query=fused)
+    for predicted, (torchs, started, _, received, kv_bytes) in zip(costs, measured, strict=True):
+        flops, exchanges = predicted.flops, predicted.exchanges
+        projections = sum(torchs[f"{letter}_proj"] for letter in "qkvo")
+        assert flops["projections"] + flops["mlp"] + flops["query_pass"] == projections + torchs["mlp"]
+        assert flops["projections"] * torchs["mlp"] == flops["mlp"] * projections
+        assert flops["lm_head"] == torchs["Linear"]
+        assert flops["scoring"] == torchs["self_attn"] - projections - torchs["attention"]
+        assert sum(flops[part] for part in ATTENTION) == torchs["attention"]
         # The whole may also have rotary frequencies, which some versions of transformers make by a product.
-        assert predicted.total_flops == pytest.approx(measured["total"], rel=5e-3)
-
-
-def test_attention_falls_into_the_parts_that_the_method_computes(hosts_of_a_run):
-    for host, (predicted, measured) in enumerate(hosts_of_a_run):
-        if measured["method"] not in ("apbv", "apb", "star"):
-            continue
-        layout, found, calls = measured["layout"], Counter(), measured["in_context_pass"]
-        blocks, layers = layout.virtual_hosts(host), build_llama(torch.float32).config.num_hidden_layers
-        # While the first block's passing block travels, the block attends to itself and to the anchor; apb waits.
-        has_triangle = blocks[0] > 0 and layout.max_passed > 0 and measured["method"] == "apbv"
-        per_layer = len(calls) // layers
-        num_of_query = per_layer - len(blocks) - has_triangle
-        for first in range(0, len(calls), per_layer):
-            # A layer's calls: the query's, maybe to single blocks, then the blocks', the first with the anchor.
-            of_layer = calls[first : first + per_layer]
-            found["query"] += sum(sum(call["before"]) + call["to_self"] for call in of_layer[:num_of_query])
-            of_blocks = of_layer[num_of_query:]
-            if has_triangle:
-                triangle, passed, *of_blocks = of_blocks
-                found["block_to_passing"] += sum(passed["before"]) + passed["to_self"]
-                of_blocks = [with_rows_alone(triangle, len(layout.anchor)), *of_blocks]
-            for place, call in enumerate(of_blocks):
-                to_anchor = [call["to_alone"]] if place == 0 else call["before"][:1]
-                to_passing = call["before"] if place == 0 else call["before"][1:]
-                found.update(anchor=call["alone"], block_to_anchor=sum(to_anchor))
-                found.update(block_to_passing=sum(to_passing), block_to_self=call["to_self"])
-        found["query"] += sum(measured["in_query_pass"])
-        assert {part: predicted.flops[part] for part in ATTENTION} == {part: found[part] for part in ATTENTION}
-
-
-def test_bytes_received_are_the_timers(hosts_of_a_run):
-    for predicted, measured in hosts_of_a_run:
-        assert sum(predicted.received.values()) == measured["received"]
-
-
-def test_exchanges_are_those_that_the_hosts_start(hosts_of_a_run):
-    for predicted, measured in hosts_of_a_run if len(hosts_of_a_run) > 1 else ():
-        count, started = predicted.exchanges, measured["exchanges"]
-        assert count["passing"] + count["query_merge"] == started["all_gather"]
-        assert count["ring"] + count["all_to_all"] == started["all_to_all"]
-        assert count["logits"] == started["broadcast"]
-
-
-def test_kv_bytes_are_the_shards(hosts_of_a_run):
-    for predicted, measured in hosts_of_a_run:
-        assert predicted.kv_bytes == measured["kv_bytes"]
-
-
-# ---- video ----
+        assert predicted.total_flops == pytest.approx(torchs["Global"], rel=5e-3)
+        assert (sum(predicted.received.values()), predicted.kv_bytes) == (received, kv_bytes)
+        if num_hosts > 1:
+            assert exchanges["passing"] + exchanges["query_merge"] == started["all_gather"]
+            assert exchanges["ring"] + exchanges["all_to_all"] == started["all_to_all"]
+            assert exchanges["logits"] == started["broadcast"]
 
 
 @cache
-def video_batch(family: str) -> dict:
+def clip_batch(family: str) -> dict:
     """A clip of 14 frames of 56 x 56 pixels: 2 x 2 tokens a frame, or pair of frames, which also fill a window."""
     from transformers.video_utils import VideoMetadata
 
@@ -240,91 +156,307 @@ def video_batch(family: str) -> dict:
     content = [{"type": "video"}, {"type": "text", "text": "What happens?"}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     metadata = VideoMetadata(total_num_frames=28, fps=8.0, frames_indices=list(range(0, 28, 2)))
-    clip = families.synthetic_video(14, 56, 56)
     options = {"video_metadata": [metadata], "do_sample_frames": False, "return_tensors": "pt"}
-    return dict(processor(text=[text], videos=[clip], **options))
+    return dict(processor(text=[text], videos=[families.synthetic_video(14, 56, 56)], **options))
 
 
-def video_job(hosts: HostGroup, family: str, options: dict) -> dict:
+def video_job(hosts: HostGroup, family: str, options: dict):
     model = families.build_model(family)
     parts = inspect_model(model)
     config = PrefillConfig(kv="sharded", passing_len=3, anchor_len=20, **options)
-    inputs = ModelInputs.from_processor(parts, video_batch(family), hosts, config.frame_parallel)
+    inputs = ModelInputs.from_processor(parts, clip_batch(family), hosts, config.frame_parallel)
     with flop_counter() as counter:
         encode_visual(parts, inputs.visual)
     state = prefill(model, inputs, hosts=hosts, config=config)
-    where = parts.is_visual(inputs.input_ids[0]).nonzero().flatten()
-    return {
-        "tokens": range(int(where[0]), int(where[-1]) + 1),
-        "num_placeholders": len(where),
-        "frames": inputs.num_visual_tokens // inputs.visual.rows_per_frame,
-        "config": model.config,
-        "layout": state.layout,
-        "vision": counter.get_total_flops(),
-        "received": state.timer.comm_bytes,
-    }
+    where = parts.is_visual(inputs.input_ids[0]).nonzero().flatten().tolist()
+    frames = inputs.num_visual_tokens // inputs.visual.rows_per_frame
+    return model.config, state.layout, where, frames, counter.get_total_flops(), state.timer.comm_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"zigzag": False}, {"frame_parallel": False}], ids=str)
-@pytest.mark.parametrize("num_hosts", [2, 3])
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "llava_onevision"])
+@pytest.mark.parametrize(
+    ("family", "num_hosts", "options"),
+    [
+        ("qwen2_vl", 2, {"frame_parallel": False}),
+        ("qwen2_5_vl", 3, {}),
+        ("llava_onevision", 2, {"zigzag": False}),
+        ("qwen3_vl", 1, {}),
+        ("internvl", 1, {}),
+    ],
+)
 def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, options):
-    """Families whose placeholders are one run of tokens, as ``Video`` takes them to be."""
-    frame_parallel = options.get("frame_parallel", True)
     measured = pool.run(num_hosts, video_job, family, options)
-    assert len(measured[0]["tokens"]) == measured[0]["num_placeholders"]
-    video = Video(measured[0]["tokens"], measured[0]["frames"], frame_parallel)
-    shape = Shape.from_config(measured[0]["config"], bytes_per_number=4)
-    costs = cost(shape, "apbv", measured[0]["layout"], video=video)
-    for predicted, host in zip(costs, measured, strict=True):
-        assert sum(predicted.received.values()) == host["received"]
-        assert (predicted.received["embeddings"] > 0) == frame_parallel
-        assert predicted.flops["vision"] == pytest.approx(host["vision"], rel=1e-3)
+    config, layout, where, frames, *_ = measured[0]
+    shape = Shape.from_config(config, bytes_per_number=4)
+    if num_hosts > 1:  # ``Video`` takes placeholders to be one run of tokens
+        assert where == list(range(where[0], where[-1] + 1))
+        video = Video(range(where[0], where[-1] + 1), frames, options.get("frame_parallel", True))
+        costs = cost(shape, "apbv", layout, video=video)
+    else:
+        costs = cost(shape, "full", single_host_layout(1, len(where) + 10), video=Video(range(len(where)), frames))
+    for predicted, (*_, vision, received) in zip(costs, measured, strict=True):
+        assert predicted.flops["vision"] == pytest.approx(vision, rel=1e-3)
+        assert sum(predicted.received.values()) == received
+        assert (predicted.received["embeddings"] > 0) == (num_hosts > 1 and video.frame_parallel)
 
 
-REAL_CONFIGS = {
-    "llama": tf.LlamaConfig,
-    "qwen3": tf.Qwen3Config,
-    "qwen2_vl": tf.Qwen2VLConfig,
-    "qwen2_5_vl": tf.Qwen2_5_VLConfig,
-    "qwen3_vl": tf.Qwen3VLConfig,
-    "internvl": tf.InternVLConfig,
-    "llava_onevision": tf.LlavaOnevisionConfig,
-}
+def reduced_job(hosts: HostGroup, config: PrefillConfig):
+    """What the layers of a host compute, and the cost of the runs that are predicted."""
+    model, counts = families.build_model("qwen2_5_vl", layers=5), Counter()
+    parts = inspect_model(model)
+    inputs = ModelInputs.from_processor(parts, video_batch("qwen2_5_vl"), hosts)
+    original = forward._forward
+
+    def counted(*args, **kwargs):
+        with flop_counter() as counter:
+            result = original(*args, **kwargs)
+        counts["attention"] = counter.flop_counts["Global"][FLASH]
+        for name, of_module in counter.get_flop_counts().items():
+            counts[name.split(".")[-1]] += sum(of_module.values())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "_forward", counted)
+        state = prefill(parts, inputs, hosts=hosts, config=config)
+    shape = PromptShape.of(parts, inputs, config.reduce)
+    left = shape if config.reduce.is_late else shape_left(config.reduce, shape)
+    method = methods.METHODS[config.method]
+    layout = method.plan(hosts.size, left.num_tokens, left.context_start, left.query_start, config)
+    runs = Forecast.of(config, Share.of(parts).sizes, method, layout, left).most
+    return counts, reduced_cost(Shape.from_config(model.config, 4), config.method, runs), state.shards.nbytes()
 
 
-@pytest.mark.parametrize("family", REAL_CONFIGS)
-def test_weights_and_kv_of_real_sizes(family):
+@each_choice(
+    name=["fastv", "pdrop", "uv_prune", "hippo"],
+    method=["apbv", "star", "zigzag_ring", "full"],
+    num_hosts=[1, 2, 3],
+)
+def test_every_run_of_layers_computes_its_own_tokens(pool, name, method, num_hosts):
+    lengths = {"anchor_len": 11, "passing_len": 3} if method == "apbv" else {}
+    reduce = ReduceConfig(method=name, ratio=0.5)
+    config = PrefillConfig(method=method, kv="sharded", on_single_host=True, reduce=reduce, **lengths)
+    for host, (counts, costs, kv_bytes) in enumerate(pool.run(num_hosts, reduced_job, config)):
+        flops = costs[host].flops
+        products = sum(counts[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp"))
+        assert flops["projections"] + flops["mlp"] + flops["query_pass"] == products
+        assert sum(flops[part] for part in ATTENTION) == counts["attention"]
+        assert (flops["lm_head"] > 0) == (counts["Linear"] > 0)
+        assert costs[host].kv_bytes == kv_bytes
+
+
+def sparse_job(hosts: HostGroup, config: PrefillConfig):
+    with flop_counter() as counter:
+        state = prefill(build_llama(), text_inputs(build_llama(), hosts, 500, 480), hosts=hosts, config=config)
+    return counter.flop_counts["Global"][FLASH], state.layout, state.density
+
+
+@pytest.mark.parametrize(("method", "num_hosts"), [("full", 1), ("apbv", 2)])
+def test_sparse_attention_computes_its_density(pool, method, num_hosts):
+    sparse = SparseConfig(block_size=32, threshold=0.3, stride=8)
+    config = PrefillConfig(method=method, sparse=sparse, kv="sharded", passing_len=8)
+    measured = pool.run(num_hosts, sparse_job, config)
+    _, layout, density = measured[0]
+    costs = cost(Shape.from_config(build_llama().config), method, layout, density=density)
+    predicted = sum(host.flops[part] for host in costs for part in ATTENTION)
+    assert density < 0.9 and predicted == pytest.approx(sum(each[0] for each in measured), rel=1e-6)
+
+
+@pytest.mark.parametrize("config", [tf.LlamaConfig, tf.Qwen3Config, tf.Qwen2_5_VLConfig, tf.InternVLConfig])
+def test_weights_and_kv_of_real_sizes(config):
     """Real configurations, on the meta device: what a checkpoint would hold, biases, norms and projector apart."""
-    config = REAL_CONFIGS[family]()
-    auto = tf.AutoModelForCausalLM if family in families.TEXT_FAMILIES else tf.AutoModelForImageTextToText
+    config = config()
+    auto = tf.AutoModelForImageTextToText if hasattr(config, "vision_config") else tf.AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(config)
-    shape = Shape.from_config(config)
-    weights = sum(weight.numel() for weight in model.parameters())
-    projector = sum(
-        weight.numel() for name, weight in model.named_parameters() if "merger" in name or "projector" in name
-    )
-    assert shape.weights == pytest.approx(weights - projector, rel=2e-3)
+    shape, sizes = Shape.from_config(config), {name: w.numel() for name, w in model.named_parameters()}
+    projector = sum(size for name, size in sizes.items() if "merger" in name or "projector" in name)
+    assert shape.weights == pytest.approx(sum(sizes.values()) - projector, rel=2e-3)
     keys = model.get_decoder().layers[0].self_attn.k_proj.weight.shape[0]
     assert shape.kv_bytes == 2 * 2 * keys * config.get_text_config().num_hidden_layers
     everything = cost(shape, "full", single_host_layout(2, 10))
     assert [host.weight_bytes for host in everything] == [2 * shape.weights] * 2
 
 
-@pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
-def test_vision_flops_in_every_family(family):
-    """One process encodes the clip; the frames are of one window, so that Qwen2.5-VL's windows are frames."""
-    measured = video_job(HostGroup.single("cpu"), family, {})
-    frames, tokens = measured["frames"], measured["num_placeholders"]
-    video = Video(range(tokens), frames)
-    shape = Shape.from_config(measured["config"])
-    (host,) = cost(shape, "full", single_host_layout(1, tokens + 10), video=video)
-    assert host.flops["vision"] == pytest.approx(measured["vision"], rel=1e-3)
+# ---- known figures ----
 
 
-def test_configs_that_the_model_does_not_know():
-    with pytest.raises(ValueError, match="experts"):
-        Shape.from_config(tf.MixtralConfig())
-    with pytest.raises(ValueError, match="vision tower of llava"):
-        Shape.from_config(tf.LlavaConfig())
+@pytest.mark.parametrize(("num_tokens", "same_cores", "own_cores"), [(32768, 2.45, 4.90), (10**12, 3.37, 6.74)])
+def test_known_ratios_on_two_hosts(num_tokens, same_cores, own_cores):
+    """The first is what two hosts of one thread gain over one of two threads; the last is the limit."""
+    full = cost(SMALL, "full", single_host_layout(2, num_tokens))
+    costs = cost(SMALL, "apbv", planned("apbv", 2, num_tokens))
+    assert work_ratio(full, costs) == pytest.approx(same_cores, abs=0.005)
+    assert flop_ratio(full, costs) == pytest.approx(own_cores, abs=0.005)
+
+
+def host_with(**flops: int) -> HostCost:
+    flops = dict.fromkeys(PARTS, 0) | flops
+    return HostCost(flops=flops, memory={}, received={}, exchanges={}, kv_bytes=0, weight_bytes=0)
+
+
+def test_ratios_of_hosts_that_are_not_alike():
+    costs, others = [host_with(mlp=8), host_with(mlp=4, query=20)], [host_with(mlp=2), host_with(mlp=3, anchor=3)]
+    assert (flop_ratio(costs, others), work_ratio(costs, others)) == (24 / 6, 32 / 8)
+
+
+def test_the_papers_equation():
+    """Anchor, passing blocks and blocks themselves, as half squares; per host, all hosts alike."""
+    layout = ContextLayout(2, range(10), tuple(range(a, a + 20) for a in (10, 30, 50, 70)), range(90, 95), 3)
+    assert paper_attention_flops(layout, 7) == 2 * 10 * 10 * 7 + 4 * 20 * 20 * 7 + 4 * 3 * 3 * 20 * 7
+    assert paper_attention_flops(replace(layout, passing_len=99), 7) == 7 * (200 + 1600 + 4 * 3 * 20 * 20)
+    with pytest.raises(ValueError, match="two blocks"):
+        paper_attention_flops(planned("apb", 2, 1000), 7)
+    attention = dict(anchor=1, block_to_anchor=2, block_to_passing=4, block_to_self=8, query=16, scoring=32)
+    assert share_beyond_paper(host_with(mlp=100, lm_head=100, **attention)) == (2 + 16 + 32) / 63
+    layout, width = planned("apbv", 8, 2**20), SMALL.heads * SMALL.head_dim
+    for host in cost(SMALL, "apbv", layout):
+        in_paper = SMALL.layers * paper_attention_flops(layout, width)
+        counted = sum(host.flops[part] for part in ("anchor", "block_to_passing", "block_to_self"))
+        assert in_paper == pytest.approx(counted, rel=1e-3)
+        assert 1 - in_paper / host.attention_flops == pytest.approx(share_beyond_paper(host), abs=1e-3)
+
+
+prompts = {"num_hosts": st.integers(1, 9), "num_tokens": st.integers(2, 3000), "heads": st.sampled_from([1, 4, 6])}
+
+
+@given(method=st.sampled_from(["full", "zigzag_ring", "ulysses"]), **prompts)
+def test_exact_methods_compute_every_pair_once(method, num_hosts, num_tokens, heads):
+    shape = replace(SMALL, heads=heads, kv_heads=1 if heads == 1 else 2)
+    costs = cost(shape, method, planned(method, num_hosts, num_tokens, query=1))
+    pairs = num_tokens * (num_tokens + 1) // 2
+    assert sum(host.attention_flops for host in costs) == 4 * shape.layers * heads * shape.head_dim * pairs
+    assert sum(host.kv_bytes for host in costs) == shape.kv_bytes * num_tokens
+    assert sum(host.flops["mlp"] for host in costs) == 2 * 3 * 512 * 1536 * shape.layers * num_tokens
+
+
+@given(zigzag=st.booleans(), anchor_len=st.sampled_from([None, 0, 100]), **prompts)
+def test_uncompressed_apbv_computes_every_pair_once_but_the_anchors(zigzag, anchor_len, heads, **sizes):
+    """With all KV passed on it is full attention, in which every host repeats the anchor's."""
+    if anchor_len == 100 and sizes["num_tokens"] <= 101:
+        anchor_len = None
+    layout = planned("apbv", **sizes, query=1, anchor_len=anchor_len, passing_len=9999, zigzag=zigzag)
+    costs = cost(replace(SMALL, heads=heads, kv_heads=1), "apbv", layout)
+    n, l_a = layout.num_tokens, len(layout.anchor)
+    pairs = n * (n + 1) // 2 + (layout.num_hosts - 1) * l_a * (l_a + 1) // 2
+    assert sum(host.attention_flops for host in costs) == 4 * SMALL.layers * heads * SMALL.head_dim * pairs
+
+
+def test_a_reduced_video_is_encoded_whole_and_exchanged_in_part():
+    shape = Shape.from_config(families.build_config("qwen2_5_vl"), 4)
+    layout = planned("zigzag_ring", 2, 150, query=40)
+    video = Video(range(10, 110), 10)
+    (whole, _), (reduced, _) = (
+        cost(shape, "zigzag_ring", layout, video=each) for each in (video, replace(video, frame_tokens=40))
+    )
+    assert reduced.flops["vision"] == 5 * shape.vision.frame_flops(40) > whole.flops["vision"]
+    assert reduced.received == whole.received
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "options", "message"),
+    [
+        ("ring", planned("apbv", 2, 1000), {}, "unknown method 'ring'"),
+        ("ulysses", planned("apbv", 2, 1000), {}, "not a layout of"),
+        ("full", planned("apbv", 2, 1000), {"video": Video(range(10, 50), 4)}, "not a layout of"),
+        ("full", single_host_layout(1, 100), {"video": Video(range(10, 50), 4)}, "no vision tower"),
+        ("ulysses", planned("ulysses", 2, 500), {"density": 0.5}, "does not compute"),
+        ("full", planned("full", 2, 500), {"density": 0.0}, "does not compute"),
+        ("full", planned("full", 2, 500), {"density": 1.5}, "does not compute"),
+    ],
+)
+def test_what_does_not_fit_is_refused(method, layout, options, message):
+    with pytest.raises(ValueError, match=message):
+        cost(SMALL, method, layout, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"), [(tf.MixtralConfig, "experts"), (tf.LlavaConfig, "tower of llava")]
+)
+def test_configs_that_the_model_does_not_know(config, message):
+    with pytest.raises(ValueError, match=message):
+        Shape.from_config(config())
+
+
+# ---- times ----
+
+# Rates at which one thing alone takes time.
+IDEAL = Machine(matmul_flops=1e30, attention_flops=1e30, memory_bytes=1e30, link_bytes=1e30)
+
+
+def test_a_part_takes_its_arithmetic_or_its_memory_traffic():
+    layout = planned("apbv", 2, 32768)
+    costs = cost(SMALL, "apbv", layout, fused_query=False)
+    attention = max(sum(host.flops[part] for part in ATTENTION) for host in costs)
+    assert predict(costs, replace(IDEAL, attention_flops=1e9)).compute_seconds == pytest.approx(attention / 1e9)
+    matmul = max(sum(host.flops[part] for part in PARTS if part not in ATTENTION) for host in costs)
+    assert predict(costs, replace(IDEAL, matmul_flops=1e9)).compute_seconds == pytest.approx(matmul / 1e9)
+    # 32 rows are too few to keep arithmetic busy: the query's pass reads all layers' weights once more (B.1).
+    gpu = replace(IDEAL, matmul_flops=1e15, memory_bytes=4e12)
+    layer = 2 * 512 * (8 + 2) * 64 + 3 * 512 * 1536
+    seconds = predict(costs, gpu).parts[0]["query_pass"]
+    assert seconds == pytest.approx(4 * layer * 4 / 4e12) and seconds > costs[0].flops["query_pass"] / 1e15
+    costs = cost(SMALL, "apbv", layout)
+    assert predict(costs, gpu).parts[0]["query_pass"] == 0
+    # Scores and the query are bound by memory; the last block ranks nothing.
+    first, second = (predict(costs, replace(IDEAL, memory_bytes=1e9)).parts[host] for host in (0, 1))
+    ranked = [8 * 32 * len(layout.blocks[0]), 8 * 32 * (len(layout.blocks[1]) + len(layout.blocks[2]))]
+    assert [each["scoring"] for each in (first, second)] == pytest.approx([4 * n * 16 / 1e9 for n in ranked])
+    assert first["query"] == pytest.approx(costs[0].kv_bytes / 1e9)
+
+
+@pytest.mark.parametrize("method", ["zigzag_ring", "apbv"])
+def test_links_within_and_between_groups(method):
+    """Four hosts in groups of two: a ring crosses at hosts 0 and 2 only, a gather brings two of three parts."""
+    costs = cost(SMALL, method, planned(method, 4, 32768))
+    kinds = {"zigzag_ring": ["ring"], "apbv": ["passing", "query_merge"]}[method]
+    near = replace(IDEAL, link_bytes=1e9, link_latency=1e-3)
+    far = replace(near, group_size=2, group_link_bytes=1e8, group_link_latency=5e-3)
+    for host in range(4):
+        count = sum(costs[host].received[kind] for kind in kinds)
+        exchanges = sum(costs[host].exchanges[kind] for kind in kinds)
+        seconds = [sum(predict(costs, machine).links[host][kind] for kind in kinds) for machine in (near, far)]
+        share = 2 / 3 if method == "apbv" else (1, 0, 1, 0)[host]
+        expected = count * ((1 - share) / 1e9 + share / 1e8) + exchanges * (5e-3 if share else 1e-3)
+        assert seconds == pytest.approx([count / 1e9 + exchanges * 1e-3, expected])
+    assert predict(costs, replace(near, group_size=2)) == predict(costs, near)
+
+
+@each_choice(method=METHODS, link_bytes=[1e6, 1e12])
+def test_overlap_hides_at_most_what_it_can(method, link_bytes):
+    times = predict(cost(SMALL, method, planned(method, 3, 8192)), Machine(60e9, 40e9, 10e9, link_bytes))
+    computing = [sum(parts.values()) for parts in times.parts]
+    receiving = [sum(links.values()) for links in times.links]
+    assert times.slowest == computing.index(max(computing))
+    assert (times.compute_seconds, times.communication_seconds) == (max(computing), max(receiving))
+    assert times.total_seconds == max(a + b for a, b in zip(computing, receiving, strict=True))
+    assert max(*computing, *receiving) <= times.floor_seconds <= times.total_seconds
+    assert times.exposed_seconds == times.floor_seconds - times.compute_seconds
+
+
+def test_exchanges_before_and_after_the_decoder_are_never_hidden():
+    shape = Shape.from_config(tf.Qwen2VLConfig())
+    costs = cost(shape, "zigzag_ring", planned("zigzag_ring", 2, 8192), video=Video(range(20, 8000), 95))
+    times = predict(costs, Machine(1e15, 1e15, 1e12, 1e9))
+    links, parts = times.links[1], times.parts[1]
+    assert links["embeddings"] > 0 and links["ring"] > 0 and parts["vision"] > 0
+    decoder = max(sum(parts.values()) - parts["vision"], links["ring"])
+    assert times.floor_seconds == pytest.approx(parts["vision"] + links["embeddings"] + links["logits"] + decoder)
+
+
+def test_explanation_names_what_it_found():
+    layout, usual = planned("apbv", 2, 32768), Machine(60e9, 40e9, 10e9, 1e9)
+    costs, full = cost(SMALL, "apbv", layout), cost(SMALL, "full", single_host_layout(1, 32768))
+    text = explain("apbv", layout, usual, costs, full)
+    assert "apbv, 2 hosts, 32768 tokens: anchor 512, 4 blocks, passing 256, query 32" in text
+    assert "busiest host 4.90, all hosts together 2.45" in text
+    times = predict(costs, usual)
+    (row,) = (line for line in text.splitlines() if "block_to_self" in line)
+    assert f"{times.parts[1]['block_to_self'] / times.compute_seconds:.1%}" in row and row.endswith("attention")
+    assert f"{times.floor_seconds * 1e3:.2f} ms with perfect overlap" in text
+    assert "passing 2.10 MB" in text and "KV: 67.2, 67.0 MB" in text
+    for change, bound in (
+        ({}, "attention"),
+        ({"matmul_flops": 1e9}, "matrix products"),
+        ({"memory_bytes": 1e6}, "memory"),
+        ({"link_bytes": 1e3}, "links"),
+    ):
+        assert explain("apbv", layout, replace(usual, **change), costs, full).endswith(f"bound by {bound}")

@@ -92,13 +92,11 @@ def crashing(*operands, **settings):
 @pytest.mark.parametrize("function", [lse_too_high, last_row_unwritten, one_key_missing, crashing])
 def test_what_is_wrong_gets_no_speed(benchmark, monkeypatch, capsys, function):
     monkeypatch.setattr("support.operators.attention.segmented_attention", function)
-    status, records = benchmark("--ops", "segmented_attention", "select_topk")
+    status, records = benchmark("--ops", "segmented_attention")
     printed = capsys.readouterr()
     assert status == 1 and "error: segmented_attention (causal) with torch" in printed.err
     for record in records:
-        is_wrong = record["op"] == "segmented_attention" and record["variant"] == "operator"
-        assert bool(record["wrong"]) == is_wrong and (record["ms"] is None) == is_wrong
-    assert printed.out.count("WRONG") == 4
+        assert bool(record["wrong"]) == (record["ms"] is None) == (record["variant"] == "operator")
     assert ("out of registers" in printed.err) == (function is crashing) and "and more" not in printed.err
 
 
@@ -119,12 +117,6 @@ def test_the_interpreter_is_never_timed(benchmark, monkeypatch, capsys):
     assert status == 1 and not records
     assert "note: triton is interpreted (TRITON_INTERPRET=1), and not timed" in printed
     assert "error: none of these back ends can be used here" in printed
-
-
-def test_an_unknown_back_end_is_one_line(benchmark, monkeypatch, capsys):
-    monkeypatch.setenv("APBV_BACKEND", "fast")
-    assert benchmark("--ops", "merge_states")[0] == 1
-    assert "error: APBV_BACKEND must be one of" in capsys.readouterr().err
 
 
 def test_of_many_queries_the_first_and_the_last_are_compared():

@@ -1,31 +1,46 @@
-"""Files of questions and of answers, as the benchmarks read and count them."""
+"""Files of questions, of subtitles and of answers, as the benchmarks read and count them."""
 
-import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import questions
 
 from support.evaluation.results import ResultsFile, Run, read_runs
-from support.evaluation.samples import Sample, digest_of
+from support.evaluation.samples import Sample, digest_of, in_order_of_files, shard
 from support.evaluation.scoring import ALL, markdown, score
+from support.evaluation.subtitles import Subtitle, interleaved, read_longvideobench, read_srt, shown_at
+
+
+def read(path: Path, rows: list[dict]) -> list[Sample]:
+    path.write_text(json.dumps(rows), encoding="utf-8-sig")  # as some editors write it
+    return questions.read(questions.parse_arguments(["--model", "demo", "--questions", str(path)]))
 
 
 @pytest.mark.parametrize(
-    ("options", "answer", "shown", "right"),
+    ("options", "answers", "shown", "right"),
     [
-        (["A. red", "B. blue"], "B. blue", ("red", "blue"), 1),
-        (["(A) red", "(B) blue"], "blue", ("red", "blue"), 1),
-        (["A) red", "B) blue"], "A", ("red", "blue"), 0),
-        (["A. Lincoln", "G. Washington"], "A. Lincoln", ("A. Lincoln", "G. Washington"), 0),
+        (["A. red", "B. blue"], ["B. blue"], ("red", "blue"), [1]),
+        (["(A) red", "(B) blue"], ["blue"], ("red", "blue"), [1]),
+        (["A. Lincoln", "G. Washington"], ["A. Lincoln"], ("A. Lincoln", "G. Washington"), [0]),
+        (
+            ["red", "blue", "7", "C"],
+            ["B", "blue", 1, "7", 2, "B.", None],
+            ("red", "blue", "7", "C"),
+            [1, 1, 1, 2, 2, 1, None],
+        ),
+        ([1, 2, 3], ["2"], ("1", "2", "3"), [1]),
+        ([0, 1, 2], [2], ("0", "1", "2"), [2]),
+        (None, [7], (), ["7"]),
     ],
+    ids=str,
 )
-def test_options_lose_letters_of_their_own(options, answer, shown, right, tmp_path):
-    file = tmp_path / "q.jsonl"
-    file.write_text(json.dumps({"question": "q", "options": options, "answer": answer}))
-    (sample,) = questions.read(argparse.Namespace(questions=file))
-    assert (sample.options, sample.answer) == (shown, right)
+def test_answers_may_be_letters_texts_and_numbers(tmp_path, options, answers, shown, right):
+    of_choice = {"options": options} if options else {}
+    samples = read(tmp_path / "q.json", [{"question": "q", "answer": each, **of_choice} for each in answers])
+    assert [sample.answer for sample in samples] == right
+    assert {tuple(sample.options or ()) for sample in samples} == {shown}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +52,6 @@ def test_options_lose_letters_of_their_own(options, answer, shown, right, tmp_pa
         ('{"question": "q", "option": ["a", "b"]}', "unknown fields option"),
         ('{"question": "q", "options": ["a"], "answer": "a"}', "needs 2 to 26 different options, got 1"),
         ('{"question": "q", "options": ["a", "a"], "answer": 0}', "needs 2 to 26 different options"),
-        ('{"question": "q", "options": ["a", "b"], "answer": "c"}', "the answer 'c' is none of the 2 options"),
         ('{"question": "q", "options": ["a", "b"], "answer": 2}', "the answer 2 is none"),
         ('{"question": "q", "options": ["B", "A"], "answer": "A"}', "the answer 'A' could be several"),
         ('{"question": "q", "options": [1, 2, 3], "answer": 2}', "of one option and the text of another"),
@@ -53,23 +67,8 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path, capsys, line, message)
     assert message in capsys.readouterr().err
 
 
-def test_answers_may_be_letters_texts_and_numbers(tmp_path):
-    options = ["red", "blue", "7", "C"]
-    lines = [
-        {"question": "q", "options": options, "answer": answer} for answer in ("B", "blue", 1, "7", 2, "B.", None)
-    ]
-    lines.append({"question": "q", "answer": 7})
-    lines.append({"question": "q", "options": [1, 2, 3], "answer": "2"})
-    lines.append({"question": "q", "options": [0, 1, 2], "answer": 2})
-    (tmp_path / "q.json").write_text(json.dumps(lines), encoding="utf-8-sig")  # as some editors write it
-    samples = questions.read(
-        questions.parse_arguments(["--model", "demo", "--questions", str(tmp_path / "q.json")])
-    )
-    assert [sample.answer for sample in samples] == [1, 1, 1, 2, 2, 1, None, "7", 1, 2]
-
-
 @pytest.mark.parametrize(
-    "options", [["--shard", "3/2"], ["--shard", "0/2"], ["--template", "no"], ["--hosts", "0"]]
+    "options", [["--shard", "3/2"], ["--shard", "0/2"], ["--template", "no"], ["--hosts", "0"]], ids=str
 )
 def test_wrong_options_are_refused(options):
     with pytest.raises(SystemExit) as exit:
@@ -77,28 +76,35 @@ def test_wrong_options_are_refused(options):
     assert exit.value.code == 2
 
 
+@pytest.mark.parametrize("of", [1, 3, 5])
+def test_no_shard_shares_a_file_with_another(of):
+    samples = [Sample(str(n), "q", "a", videos=(Path(f"{n * n % 7}"),)) for n in range(23)]
+    parts = [shard(in_order_of_files(samples), number, of) for number in range(1, of + 1)]
+    assert sorted(s.key for part in parts for s in part) == sorted(s.key for s in samples)
+    files = [{s.videos for s in part} for part in parts]
+    assert sum(map(len, files)) == len(set().union(*files))
+
+
 def test_a_run_counts_units_of_several_tries(tmp_path):
     """A unit is right if all its tries are, and waits where one is missing."""
-    file = ResultsFile(tmp_path / "r.jsonl", {"benchmark": "x"})
-    for unit, rights, size in (
-        ("a", [True, True], 2),
-        ("b", [True, False], 2),
-        ("c", [True], 2),
-        ("d", [None], 1),
-    ):
+    path, settings = tmp_path / "r.jsonl", {"benchmark": "x"}
+    file = ResultsFile(path, settings)
+    with pytest.raises(ValueError, match="another process is writing to"):
+        ResultsFile(path, settings)
+    units = {"a": ([True, True], 2), "b": ([True, False], 2), "c": ([True], 2), "d": ([None], 1)}
+    for unit, (rights, size) in units.items():
         for number, right in enumerate(rights):
             record = {"key": f"{unit}{number}", "unit": unit, "unit_size": size, "groups": {"g": unit}}
-            file.add(
-                {**record, "text": "", "choice": None, "is_choice": number == 1, "right": right, "figures": {}}
-            )
+            said = {"text": "", "choice": None, "is_choice": number == 1, "right": right, "figures": {}}
+            file.add(record | said)
     file.close()
-    (run,) = read_runs([tmp_path / "r.jsonl"])
+    (run,) = read_runs([path])
     found = score(run)
     assert found.groups == {ALL: [1, 2], ("g", "a"): [1, 1], ("g", "b"): [0, 1]}
     assert (found.incomplete, found.unscored, found.unanswered) == (1, 1, 2)
 
 
-def test_a_table_says_how_many_questions_each_run_has(tmp_path):
+def test_a_table_says_how_many_questions_each_run_has():
     record = {"unit_size": 1, "groups": {}, "text": "", "choice": None, "is_choice": False, "figures": {}}
     runs = [
         Run({"hosts": hosts}, {str(n): {**record, "unit": str(n), "right": n < 2} for n in range(number)})
@@ -114,3 +120,77 @@ def test_a_digest_covers_all_that_is_asked():
     digests = [digest_of([Sample(**{**base, **change})]) for change in ({}, *other)]
     assert len(set(digests)) == 5
     assert digest_of([Sample(**{**base, "videos": (Path("y/v.mp4"),)})]) == digests[0]  # moved, but the same
+
+
+# ---- subtitles ----
+
+SRT = """1
+00:00:00,000 --> 00:00:01,000
+<font color="white" size=".72c">first line</font>
+
+2
+00:00:01,100 --> 00:00:01,150
+between frames
+
+3
+00:00:02,000 --> 00:00:04,500
+last
+line
+
+"""
+
+
+def test_subrip_files(tmp_path):
+    (tmp_path / "s.srt").write_text(SRT.replace("\n", "\r\n") + "4\r\nno time\r\nlost", encoding="utf-8")
+    assert read_srt(tmp_path / "s.srt") == [
+        Subtitle(0.0, 1.0, "first line"),
+        Subtitle(1.1, 1.15, "between frames"),
+        Subtitle(2.0, 4.5, "last line"),
+    ]
+    (tmp_path / "other.srt").write_text("something else")
+    for name in ("other.srt", "missing.srt"):
+        with pytest.raises(ValueError, match=name):
+            read_srt(tmp_path / name)
+
+
+def test_an_end_is_no_longer_shown_and_equal_neighbours_are_one():
+    spans = {(0, 1): "a", (1, 2): "b", (1.5, 3): "b", (5, 6): "c", (7, 8): "d"}
+    lines = [Subtitle(*span, text) for span, text in spans.items()]
+    assert shown_at(lines, [0.5, 1.0, 1.7, 6.0]) == ["a", "b"]
+    assert shown_at(lines, [7.0, 0.0]) == ["a", "d"]
+
+
+def test_interleaving_agrees_with_its_definition():
+    """Each subtitle after the frames up to its middle, where the order of subtitles allows."""
+    assert interleaved([0.0, 2.0, 4.0], [Subtitle(0.0, 2.0, "a"), Subtitle(2.0, 4.0, "b")]) == [0, 1, 2]
+    assert interleaved([0.0, 2.0, 4.0], [Subtitle(1.9, 4.0, "a")]) == [0, 1, "a", 2]
+    generator = np.random.default_rng(3)
+    for _ in range(50):
+        times = np.unique(generator.integers(0, 30, size=8)).astype(float).tolist()
+        starts, lengths = np.sort(generator.uniform(0, 30, size=6)), generator.choice([0.1, 0.8, 3.0], size=6)
+        lines = [Subtitle(start, start + lengths[n], f"s{n}") for n, start in enumerate(starts)]
+        found, kept, reached = interleaved(times, lines), [], 0.0
+        for line in lines:
+            middle = (line.start + line.end) / 2
+            reached = max(reached, middle)
+            reach = 0.5 if line.end - line.start < 1 else (line.end - line.start) / 2
+            if any(abs(time - middle) < reach for time in times):
+                kept.append(line.text)
+                before = [item for item in found[: found.index(line.text)] if isinstance(item, int)]
+                assert before == [n for n, time in enumerate(times) if time <= reached]
+        assert [item for item in found if isinstance(item, int)] == list(range(len(times)))
+        assert [item for item in found if isinstance(item, str)] == kept
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"timestamp": [1.0], "text": "a"}, "'timestamp' must hold two numbers"),
+        ({"start": "1:2", "end": "0:0:1", "line": "a"}, "expected a time as in"),
+        ({"line": "a"}, "needs the text 'start'"),
+    ],
+)
+def test_a_wrong_subtitle_file_is_refused_with_the_place(tmp_path, row, message):
+    (tmp_path / "s.json").write_text(json.dumps([row]))
+    with pytest.raises(ValueError, match=message):
+        read_longvideobench(tmp_path / "s.json", 0.0, 1.0)

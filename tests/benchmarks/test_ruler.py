@@ -74,9 +74,8 @@ def most_frequent(words: list[str], number: int) -> set[str]:
 
 # The demo's tokenizer spells most words, so that a list of words needs many tokens.
 @pytest.mark.parametrize("task", [*SMALL_TASKS, *RULER_TASKS])
-@pytest.mark.parametrize("num_tokens", [2500, 6000])
-def test_a_reader_of_the_text_finds_the_answers(tokenizer, task, num_tokens):
-    for seed in range(3):
+def test_a_reader_of_the_text_finds_the_answers(tokenizer, task):
+    for seed, num_tokens in enumerate((2500, 4000)):
         made = make_task(task, seed, num_tokens, tokenizer)
         length = len(tokenizer(made.context).input_ids)
         assert 0.95 * num_tokens <= length <= num_tokens
@@ -89,11 +88,7 @@ def test_a_reader_of_the_text_finds_the_answers(tokenizer, task, num_tokens):
     ("task", "keys", "values", "asked"),
     [
         ("single", 1, 1, 1),
-        ("multikey4", 4, 1, 1),
         ("multikey8", 8, 1, 1),
-        ("niah_single_1", 1, 1, 1),
-        ("niah_single_3", 1, 1, 1),
-        ("niah_multikey_1", 4, 1, 1),
         ("niah_multivalue", 1, 4, 4),
         ("niah_multiquery", 4, 1, 4),
     ],
@@ -159,17 +154,13 @@ def test_no_word_is_part_of_another():
     assert len(set(words)) == len(words) > 250
     assert not [(a, b) for a in words for b in words if a != b and a in b]
 
-
-@pytest.mark.parametrize("number", [5, 9_000, 60_000])
-def test_words_do_not_run_out(number):
-    words = draw_words(Random(0), number)
-    assert len(set(words)) == number and all(set(word.split("-")) <= {*ADJECTIVES, *NOUNS} for word in words[:50])
+    drawn = draw_words(Random(0), 60_000)  # they do not run out
+    assert len(set(drawn)) == 60_000 and all(set(word.split("-")) <= set(words) for word in drawn[:50])
 
 
-@pytest.mark.parametrize("task", ["single", "multikey8"])
-def test_every_depth_is_equally_likely(tokenizer, task):
+def test_every_depth_is_equally_likely(tokenizer):
     num_tasks = 150
-    depths = [make_task(task, seed, 1000, tokenizer).depth for seed in range(num_tasks)]
+    depths = [make_task("multikey8", seed, 1000, tokenizer).depth for seed in range(num_tasks)]
     assert min(depths) == 0 and max(depths) == 1
     fifths = torch.histc(torch.tensor(depths), bins=5, min=0, max=1)
     # Four standard deviations of a count that expects a fifth of all, and the grain of few sentences.
@@ -185,7 +176,7 @@ def test_tasks_depend_on_nothing_but_their_arguments(tokenizer):
 def test_what_cannot_be_made_is_refused(tokenizer):
     with pytest.raises(ValueError, match="unknown task 'double'; known are single"):
         make_task("double", 0, 1000, tokenizer)
-    for task in [*SMALL_TASKS, *RULER_TASKS]:
+    for task in ("vt", "single", "cwe"):
         with pytest.raises(ValueError, match="does not fit into 100 tokens: it needs"):
             make_task(task, 0, 100, tokenizer)
 

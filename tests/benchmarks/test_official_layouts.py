@@ -1,0 +1,290 @@
+"""VNBench, Video-MME and LongVideoBench, from folders in their official layouts, about demo clips."""
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import longvideobench
+import numpy as np
+import pytest
+import videomme
+import vnbench
+
+from apbv.demo import clips
+from apbv.input.video import probe, read_frames, sample_uniform
+
+from asked import OPEN, answered, clip_of, summary_of, wrong_answers
+
+# ---- VNBench ----
+
+TYPES = {"ret_edit1": "edited", "ret_insert1": "inserted", "ord_insert1": "inserted", "cnt_edit1": "edited"}
+TASKS = {"ret": "retrieval", "ord": "ordering", "cnt": "counting"}
+
+
+@pytest.fixture(scope="module")
+def vnbench_file(tmp_path_factory) -> Path:
+    """VNBench's file beside VNBench_new, which has a video for each question; each is asked four times."""
+    folder = tmp_path_factory.mktemp("vnbench")
+    (folder / "VNBench_new").mkdir()
+    rows = []
+    for seed, (kind, needles) in enumerate(TYPES.items()):
+        name = f"./VNBench_new/{seed:03}_{kind}.mp4"
+        clip = clip_of(seed, needles, folder / name)
+        task = TASKS[kind[:3]]
+        _, question, answer = next(item for item in clips.questions(clip) if item[0] == task)
+        options = [answer, *wrong_answers(task, answer, seed)]
+        if kind == "cnt_edit1":  # one of the four tries has another right answer, so that the question is wrong
+            options = [*options[1:], answer]
+        for number in range(4):
+            turned = options[number:] + options[:number]
+            right = turned[(turned.index(answer) + 1) % 4] if (kind, number) == ("cnt_edit1", 2) else answer
+            row = {"video": name, "question": question, "options": turned, "gt": right, "type": kind}
+            row |= {"gt_option": "ABCD"[turned.index(right)], "try": number, "length": 10 + 40 * (seed % 4)}
+            rows.append({**row, "needle_time": [1.5]})
+    path = folder / "VNBench-main-4try.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_vnbench_counts_what_is_right_in_all_four_tries(vnbench_file, engine, tmp_path, capsys):
+    given = ["--questions", vnbench_file, *OPEN, "--json", tmp_path / "s.jsonl"]
+    records = answered(vnbench, tmp_path / "r.jsonl", *given)
+    rows = json.loads(vnbench_file.read_text())
+    assert len(records) == len(rows) == 16
+    # By itself: the questions whose answer is the right one in every try, by type, as the official script counts.
+    tries = defaultdict(list)
+    for row in rows:
+        text = engine.generate(row["question"], video=vnbench_file.parent / row["video"], max_new_tokens=16).text
+        tries[row["type"]].append(text == row["gt"])
+    right = {kind: all(of_kind) for kind, of_kind in tries.items()}
+    assert not right["cnt_edit1"] and sum(right.values()) >= 2
+    of_task = {task: [value for kind, value in right.items() if kind.startswith(task)] for task in TASKS}
+    summary = summary_of(tmp_path / "s.jsonl")
+    assert summary["overall"] == pytest.approx(statistics.fmean(map(statistics.fmean, of_task.values())))
+    assert summary["overall"] != pytest.approx(summary["share"])
+    assert (summary["right"], summary["total"]) == (sum(right.values()), 4)
+    groups = summary["groups"]
+    assert {kind: each["right"] for kind, each in groups["type"].items()} == right
+    assert groups["needle"]["insert"]["total"] == 2
+    by_length = {name: each["total"] for name, each in groups["length"].items()}
+    assert by_length == {"to  60 s": 2, "to 120 s": 1, "to 180 s": 1}
+    assert "overall, by the benchmark's rule" in capsys.readouterr().out
+
+
+def test_vnbench_asks_as_its_authors_do(vnbench_file, prompts, tmp_path, capsys):
+    records = answered(vnbench, tmp_path / "r.jsonl", "--questions", vnbench_file, "--limit", 3)
+    row = json.loads(vnbench_file.read_text())[0]
+    lines = [f"{letter}. {option}" for letter, option in zip("ABCD", row["options"], strict=True)]
+    instruction = "Answer with the option's letter from the given choices directly."
+    assert prompts[0]["prompt"] == "\n".join([row["question"], *lines, instruction])
+    assert len(records) == 3 and "| (incomplete) | 1 |" in capsys.readouterr().out  # of four tries
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": "see_edit1"}, "the type 'see_edit1' begins with none of ret, ord, cnt"),
+        ({"gt_option": "B"}, "needs one right answer"),
+        ({"gt": "nothing", "gt_option": None}, "needs one right answer"),
+        ({"gt_option": "E"}, "'gt_option' must be the letter of one of the 4 options"),
+        ({"try": None}, "needs the text 'try'"),
+    ],
+)
+def test_vnbench_refuses_a_wrong_file(tmp_path, capsys, change, message):
+    row = {"video": "v.mp4", "question": "q", "options": list("wxyz"), "gt": "w", "gt_option": "A", "try": 0}
+    (tmp_path / "q.json").write_text(json.dumps([{**row, "type": "ret_edit1", **change}]))
+    assert vnbench.main(["--model", "demo", "--questions", str(tmp_path / "q.json")]) == 1
+    assert f"question 1: {message}" in capsys.readouterr().err
+
+
+# ---- Video-MME ----
+
+SRT = """1
+00:00:00,000 --> 00:00:01,000
+<font color="white" size=".72c">first line</font>
+
+2
+00:00:01,200 --> 00:00:01,300
+between frames
+
+3
+00:00:02,000 --> 00:00:04,500
+last
+line
+"""
+
+
+@pytest.fixture(scope="module")
+def videomme_rows(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The file t.json beside data/ and subtitle/, and its rows."""
+    folder = tmp_path_factory.mktemp("videomme")
+    for name in ("data", "subtitle"):
+        (folder / name).mkdir()
+    rows = []
+    for seed, duration in enumerate(("short", "long")):
+        clip = clip_of(seed, "inserted", folder / "data" / f"yt_{seed}.mp4")
+        for number, (task, question, answer) in enumerate(clips.questions(clip)[-3:-1]):
+            options = [*wrong_answers(task, answer), answer]
+            row = {"video_id": f"{seed:03}", "videoID": f"yt_{seed}", "question_id": f"{seed:03}-{number}"}
+            row |= {"url": f"https://www.youtube.com/watch?v=yt_{seed}", "duration": duration}
+            row |= {"domain": "Knowledge", "sub_category": "Law", "task_type": task, "question": question}
+            lettered = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
+            rows.append({**row, "options": lettered, "answer": "D"})
+    (folder / "subtitle" / "yt_0.srt").write_text(SRT, encoding="utf-8-sig")
+    (folder / "t.json").write_text(json.dumps(rows))
+    return folder, rows
+
+
+def nested(rows: list[dict]) -> list[dict]:
+    """The rows in the form of the official scripts, which name a video by its address."""
+    found: dict[str, dict] = {}
+    for row in rows:
+        about = {"video_id": row["video_id"], "url": row["url"], "duration_category": row["duration"]}
+        about |= {"video_category": row["domain"], "video_sub_category": row["sub_category"], "questions": []}
+        asked = {name: row[name] for name in ("question_id", "task_type", "question", "answer")}
+        found.setdefault(row["video_id"], about)["questions"].append({**asked, "choices": row["options"]})
+    return list(found.values())
+
+
+def test_videomme_is_the_same_in_all_its_layouts(videomme_rows, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    folder, rows = videomme_rows
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "nested.json").write_text(json.dumps(nested(rows)))
+    first, *others = (
+        videomme.read(
+            videomme.parse_arguments(
+                ["--model", "demo", "--questions", str(path), "--videos", str(folder / "data")]
+            )
+        )
+        for path in (folder / "t.json", *(tmp_path / name for name in ("t.parquet", "t.jsonl", "nested.json")))
+    )
+    assert others == [first] * 3 and len(first) == 4
+    assert first[0].options[3] == rows[0]["options"][3].removeprefix("D. ")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"cannot read .*broken.parquet"):
+        videomme.read_parquet(tmp_path / "broken.parquet")
+
+
+def test_videomme_is_scored_by_duration(videomme_rows, engine, tmp_path):
+    folder, rows = videomme_rows
+    given = ["--questions", folder / "t.json", *OPEN, "--json", tmp_path / "s.jsonl"]
+    records = answered(videomme, tmp_path / "r.jsonl", *given)
+    summary = summary_of(tmp_path / "s.jsonl")
+    right = defaultdict(int)
+    for row in rows:
+        said = engine.generate(row["question"], video=folder / "data" / f"{row['videoID']}.mp4").text
+        assert records[row["question_id"]]["text"] == said
+        right[row["duration"]] += said == row["options"][3].removeprefix("D. ")
+    assert {name: each["right"] for name, each in summary["groups"]["duration"].items()} == right
+    assert sum(right.values()) >= 3
+    # An answer that names no option is wrong, but the official figure leaves it out.
+    assert summary["overall"] == pytest.approx(summary["right"] / (4 - summary["unanswered"]))
+
+
+def test_videomme_shows_the_subtitles_of_the_sampled_frames(videomme_rows, prompts, tmp_path):
+    folder, rows = videomme_rows
+    given = ["--questions", folder / "t.json", "--subtitles", folder / "subtitle", "--limit", 3]
+    answered(videomme, tmp_path / "r.jsonl", *given, "--frames", 4)
+    info = probe(folder / "data" / "yt_0.mp4")
+    times = info.timestamps[sample_uniform(info, 4)]
+    assert not any(1.2 <= time < 1.3 for time in times) and 1.25 in info.timestamps
+    asked = "\n".join([rows[0]["question"], *rows[0]["options"]])
+    instruction = (
+        "Select the best answer to the following multiple-choice question based on the video. "
+        "Respond with only the letter (A, B, C, or D) of the correct option."
+    )
+    listed = "This video's subtitles are listed below:\nfirst line\nlast line\n"
+    assert prompts[0]["prompt"] == f"{listed}{instruction}\n{asked}\nThe best answer is:"
+    assert prompts[2]["prompt"].startswith(instruction)  # a video without subtitles
+
+
+# ---- LongVideoBench ----
+
+
+@pytest.fixture(scope="module")
+def longvideobench_folder(tmp_path_factory) -> Path:
+    """A folder in LongVideoBench's layout, whose two videos have subtitles of the two forms."""
+    folder = tmp_path_factory.mktemp("longvideobench")
+    for name in ("videos", "subtitles"):
+        (folder / name).mkdir()
+    spans = {"said first": [99.8, 101.0], "said soon": [102.2, 102.3], "said to the end": [104.0, None]}
+    lines = [{"timestamp": span, "text": text} for text, span in spans.items()]
+    (folder / "subtitles" / "v0.json").write_text(json.dumps(lines))
+    lines = [{"start": "0:00:01.5", "end": "0:00:02.5", "line": "spoken"}]
+    (folder / "subtitles" / "v1_en.json").write_text(json.dumps(lines))
+    rows = []
+    for seed, subtitles in enumerate(("v0.json", "v1_en.json")):
+        clip = clip_of(seed, "inserted", folder / "videos" / f"v{seed}.mp4")
+        for number, (task, question, answer) in enumerate(clips.questions(clip)[-3:-1]):
+            row = {"video_id": f"v{seed}", "id": f"v{seed}_{number}", "question": question, "level": "L1"}
+            row |= {"candidates": [*wrong_answers(task, answer), answer, "none of these"], "correct_choice": 3}
+            row |= {"topic_category": "KS", "question_category": "TOS" if task == "ordering" else "SSS"}
+            row |= {"video_path": f"v{seed}.mp4", "subtitle_path": subtitles, "duration": 6.0, "view_count": 7}
+            row |= {"duration_group": 15 if seed else 60, "starting_timestamp_for_subtitles": 100 * (1 - seed)}
+            rows.append({**row, "question_wo_referring_query": question})
+    (folder / "lvb_val.json").write_text(json.dumps(rows))
+    return folder
+
+
+@pytest.fixture
+def ask_longvideobench(longvideobench_folder, tmp_path):
+    """Asks rows of the file, changed; the records."""
+
+    def ask(change, *options) -> list[dict]:
+        rows = change(json.loads((longvideobench_folder / "lvb_val.json").read_text()))
+        (tmp_path / "q.json").write_text(json.dumps(rows))
+        given = ["--data", longvideobench_folder, "--subtitles", "none", "--questions", tmp_path / "q.json", *OPEN]
+        records = answered(longvideobench, tmp_path / f"{len(options)}.jsonl", *given, *options)
+        return [records[row["id"]] for row in rows]
+
+    return ask
+
+
+def test_longvideobench_asks_about_the_video_and_scores_by_group(ask_longvideobench, tmp_path):
+    records = ask_longvideobench(lambda rows: rows, "--json", tmp_path / "s.jsonl")
+    summary = summary_of(tmp_path / "s.jsonl")
+    assert summary["right"] == sum(record["right"] for record in records) >= 3  # what names no option is drawn
+    assert {name: each["total"] for name, each in summary["groups"]["duration"].items()} == {"15": 2, "60": 2}
+    assert {name: each["total"] for name, each in summary["groups"]["question"].items()} == {"TOS": 2, "SSS": 2}
+
+
+def test_longvideobench_puts_subtitles_between_frames(longvideobench_folder, prompts, tmp_path):
+    given = ["--data", longvideobench_folder, "--frames", 6, "--hosts", 2]
+    records = answered(longvideobench, tmp_path / "r.jsonl", *given)
+    content = prompts[0]["messages"][0]["content"]
+    # Frames stand at whole seconds; the second subtitle is shorter than a second, so that it reaches frame 2.
+    said = ["image" if part["type"] == "image" else part["text"].strip() for part in content]
+    question = said.pop()
+    assert said == ["image", "said first", *["image"] * 2, "said soon", *["image"] * 3, "said to the end"]
+    assert question.startswith("Question: ") and question.count("\n") == 6 and "\nE. none of these\n" in question
+    info = probe(longvideobench_folder / "videos" / "v0.mp4")
+    shown = [np.asarray(part["image"]) for part in content if part["type"] == "image"]
+    assert np.array_equal(np.stack(shown), read_frames(info, [0, 4, 8, 12, 16, 20]))
+    assert len(records) == 4 and not any("error" in record for record in records.values())
+
+
+def test_longvideobench_draws_for_what_names_no_option(ask_longvideobench):
+    def ask(*options) -> list[dict]:
+        dogs = [f"{n} dogs" for n in "12345"]
+        return ask_longvideobench(
+            lambda rows: [{**rows[0], "id": f"q{n}", "candidates": dogs} for n in range(12)], *options
+        )
+
+    records, again = ask(), ask("--hosts", 1)
+    assert all(record["choice"] is None for record in records)
+    guesses = [record["guess"] for record in records]
+    assert len(set(guesses)) >= 3 and [record["guess"] for record in again] == guesses
+    assert [record["right"] for record in records] == [guess == "D" for guess in guesses]
+
+
+def test_longvideobench_test_questions_are_recorded_and_not_scored(ask_longvideobench, capsys):
+    def without_answers(rows):
+        return [{name: value for name, value in row.items() if name != "correct_choice"} for row in rows]
+
+    assert [record["right"] for record in ask_longvideobench(without_answers)] == [None] * 4
+    assert "| (unscored) | 4 |" in capsys.readouterr().out

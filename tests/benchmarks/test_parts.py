@@ -1,0 +1,346 @@
+"""What benchmarks are made of: their tables, plots and presets, and that what is wrong gets no figures."""
+
+import importlib
+import json
+from contextlib import contextmanager
+
+import decoding
+import layer_traffic
+import pytest
+import roofline
+import scaling
+import torch
+import video_tower
+from draft_views import seen
+from ensemble_weights import hits
+from passed_tokens import intensities
+from PIL import Image
+from speculation_memory import without_draft
+
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
+from apbv.config import METHOD_NAMES, REDUCER_NAMES
+from apbv.hosts.simulated import Link
+from apbv.kernels.roofline import cost_of
+from apbv.model.parts import inspect_model
+from apbv.speculate import theory
+from apbv.speculate.settings import require_consistent
+
+from scripts import assert_one_line_error
+from support import plots, workloads
+from support.cost_model.plan import prompt_of
+from support.decoding import batches
+from support.exams.candidate import Candidate
+from support.exams.exam import Exam
+from support.on_hosts import run_on
+from support.operators import attention
+from support.operators.presets import PRESETS as OPERATOR_PRESETS
+from support.prefills.presets import PRESETS as PREFILL_PRESETS
+from support.speculation.presets import PRESETS as DRAFT_PRESETS
+from support.systems import report, ways
+
+# ---- what is wrong ----
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("throughput", ["--resolutions", "big"], "'big' is no resolution"),
+        ("throughput", ["--hosts", "1"], "2 hosts at least"),
+        ("throughput", ["--tokens", "100", "--model", "no-such-model"], "cannot load the model no-such-model"),
+        ("scaling", ["plan", "--model", "no-such-model"], "cannot load the configuration of no-such-model"),
+        ("speculative", ["--draft-model", "no-such", "--clips", 1], "cannot load the model no-such"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
+    assert_one_line_error(name, options, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("systems", ["--labels", "full", "fastvid"], "no way 'fastvid'; there are: full; "),
+        ("roofline", ["--gpus", "H100", "TPU"], "the peak of TPU is not known"),
+        ("roofline", ["--tokens", "511"], "at least 64 for each host"),
+    ],
+)
+def test_wrong_options_are_refused(name, options, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(name).main(options)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("off", [1.01, float("nan")])
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, of_batch):
+    step, run = decoding.with_apbv, batches.BatchRunner.run
+
+    def wrong(*arguments):
+        right = step(*arguments)
+        return lambda tokens: right(tokens) * torch.tensor(off)
+
+    monkeypatch.setattr(decoding, "with_apbv", wrong)
+    monkeypatch.setattr(batches.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
+    path = tmp_path / "figures.jsonl"
+    what = ["--model", "demo", "--batch", "2", "--answer-tokens", "2"] if of_batch else ["--new-tokens", "1"]
+    assert decoding.main(["--tokens", "40", "--rounds", "1", "--json", str(path), *what]) == 1
+    right, ours = [json.loads(line) for line in path.read_text().splitlines()]
+    assert right["ms"] > 0 and ours["ms"] is None and ours["speedup"] is None
+    named = "apbv, in a batch" if of_batch else "apbv"
+    assert f"error: {named} over 40 tokens is off by" in capsys.readouterr().err
+
+
+TOWER = {"num_frames": 4, "size": (150, 260), "dtype": "float32", "device": "cpu", "rounds": 1}
+
+
+def test_a_vision_towers_calls_are_counted_and_wrong_embeddings_have_no_speed(monkeypatch):
+    """Two temporal patches of 2 x 3 windows each, of 8 x 8 patches, 8 x 2, 2 x 8 and 2 x 2."""
+    tower = video_tower.Tower(depth=2, hidden=16, heads=2)
+    figures = video_tower.measure(tower, **TOWER)
+    assert figures["grid"] == [2, 10, 18]
+    sdpa, packed = figures["ways"]["sdpa"], figures["ways"]["packed"]
+    assert sdpa["attention_calls"] == 2 * 6 + 2  # one layer of windows, one of frames
+    assert packed["attention_calls"] == 3 + 1  # 8 x 2 and 2 x 8 have one length
+    assert all(len(way["raw"]) == 1 and way["seconds"] > 0 and way["cpu_seconds"] > 0 for way in (sdpa, packed))
+
+    @contextmanager
+    def wrong(parts):
+        with torch.no_grad():
+            parts.model.model.visual.blocks[0].attn.proj.weight.neg_()
+        yield
+
+    monkeypatch.setitem(video_tower.WAYS, "packed", wrong)
+    with pytest.raises(AssertionError, match="differ by"):
+        video_tower.measure(tower, **TOWER)
+
+
+# ---- what is counted ----
+
+
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        # Of three partial results of a context token two are merged; and the question's scores are among it.
+        ("apbv", 10.5),
+        # The anchor and the block are one triangle, copied to its place, and the question's has another.
+        ("star", 2.5),
+        # In each step but the first, two results are read and one is written.
+        ("zigzag_ring", 6.5),
+    ],
+)
+def test_attention_writes_its_results_where_they_are_wanted(method, most):
+    """A needless copy of the result would exceed the bounds."""
+    for row in layer_traffic.main(["--method", method, "--tokens", "4096"]):
+        assert row["attention_calls"] and row["seconds"] > 0
+        assert row["other_bytes"] <= most * row["output_bytes"], row
+
+
+def test_traffic_is_of_operands_and_results():
+    x, y = torch.zeros(10, 10), torch.zeros(10, 10)
+    with layer_traffic.Traffic() as traffic:
+        z = (x.t() + y)[:5].clone()  # views are free
+        x.add_(1)
+        torch.add(x, y, out=torch.empty(10, 10))
+    assert traffic.bytes == {"add": 400 * 3 * 2, "clone": 200 * 2, "add_": 400} and z.shape == (5, 10)
+
+
+def test_predicted_calls_are_those_that_are_measured(capsys):
+    sizes = OPERATOR_PRESETS["h200"].sizes
+    calls = roofline.shapes(sizes).items()
+    predicted = {what: cost_of(operator, shapes, torch.bfloat16) for what, (operator, shapes) in calls}
+    for what, case in (
+        ("the whole prompt, `full`", attention.causal(sizes)),
+        ("a block behind anchor and passing blocks", attention.block(sizes)),
+        ("8 new tokens", attention.verify(sizes, 8)),
+    ):
+        # The benchmark of verification does not count the log-sum-exp.
+        lse = 4 * case.sizes["queries"] * sizes.heads if case.op == "verify_attention" else 0
+        assert predicted[what] == (case.flops, case.bytes(torch.bfloat16) + lse), what
+    assert roofline.main(["--gpus", "H100", "L4", "--tokens", "131072"]) == 0
+    header, _, full, *_ = capsys.readouterr().out.splitlines()
+    assert header == "| of a layer | GFLOP | MB | H100 | L4 |"
+    # 28 heads of 128 numbers, 989 and 121 TFLOP/s.
+    operations = 4 * 28 * 128 * 131072 * 131073 // 2
+    assert f"| {operations / 989e9:.3g} ms (arithmetic) | {operations / 121e9:.3g} ms (arithmetic) |" in full
+
+
+def test_where_kept_tokens_lie():
+    views = torch.zeros(50, 6, 6)
+    views[0, 0, 0] = views[1, 5, 5] = views[49, 2, 2] = views[20, 3, 3] = 1
+    found = seen(views, needle_shots=[20, 21])
+    assert found["kept"] == 4 and found["at_ends"] == pytest.approx(3 / 4)
+    assert found["histogram"][0] == pytest.approx(0.5) and found["histogram"][10] == pytest.approx(0.25)
+    # Of six rows the centres of the first and the last lie within a tenth of an edge.
+    assert found["at_border"] == pytest.approx(0.5) and found["border_share"] == pytest.approx(1 / 3)
+    assert found["of_needles"] == pytest.approx(1 / 72)
+    assert seen(torch.ones(50, 2, 2), [0])["at_border"] is None
+
+
+def test_intensity_is_the_share_of_layers_and_heads(tmp_path):
+    """Blocks that pass all of themselves on do so in every layer and head; what the anchor holds is not passed."""
+    engine = Engine.from_pretrained("demo", hosts=HostGroup.single(), dtype="float32")
+    clip = Exam(2, 16, 1).file(0, tmp_path)
+
+    def look(length: int):
+        def job(hosts, model):
+            candidate = Candidate(model, engine.processor, hosts)
+            config = PrefillConfig(anchor_len=12, passing_len=length)
+            return intensities(candidate, clip, "how many letters are shown", config)
+
+        return run_on(2, engine.hosts, engine.model, job)
+
+    everything, few = look(1000), look(2)
+    in_anchor = everything.isnan()
+    assert torch.equal(in_anchor, few.isnan()) and 0 < in_anchor.sum() < 12  # with the tokens before the video
+    assert (everything[~in_anchor] == 1).all()
+    assert few[~in_anchor].sum() == pytest.approx(4 * 2)  # two pairs of each of four blocks
+
+
+def test_hits_leave_out_what_no_weight_decides():
+    only_m = [True] * 3 + [False] * 8  # w(T) of 0, 0.1 or 0.2
+    record = {"weights": [0.5, 0.9, 0.2, 1.0], "accepted": [only_m, only_m, [True] * 11, [False] * 11]}
+    assert hits(record) == {"MT*": [1, 2], "M": [2, 2], "T": [0, 2], "MT": [0, 2]}
+
+
+def test_options_of_drafts_are_left_out():
+    given = ["--model", "a", "--draft-model", "b", "--frames", "8", "--draft-timeout=3"]
+    assert without_draft(given) == ["--model", "a", "--frames", "8"]
+
+
+def test_the_theorems():
+    assert theory.serial(5, 5, 0.4) == 5 * 3 / 10
+    assert theory.by_block_efficiency(3, 5, 5) == pytest.approx(theory.serial(5, 5, 0.4))
+    assert theory.parallel(8, 8) == 8 and theory.parallel(4, 8) == 4 and theory.parallel(16, 8, 0.5) == 4
+    # With the window as long as the cost ratio, Theorem 6 is half the sum of τ^k over 2c tokens.
+    c, tau = 6, 0.7
+    assert theory.parallel_with_rollback(c, c, tau) == pytest.approx(sum(tau**k for k in range(1, 2 * c + 1)) / 2)
+    assert theory.parallel_with_rollback(c, c) == theory.parallel(c, c)
+    # Accepting independently: the mean over all outcomes of a window.
+    chances = [tau**k * (1 - tau) for k in range(c)] + [tau**c]
+    assert theory.expected_accepted(c, tau) == pytest.approx(sum(k * p for k, p in enumerate(chances)))
+
+
+# ---- presets, and the models that they name ----
+
+
+def test_presets_cover_the_papers_sweeps():
+    assert set(PREFILL_PRESETS) == {
+        "table4", "table5", "table7", "table8", "table9", "fig6", "fig6_baselines", "fig7",
+    }  # fmt: skip
+    for build in PREFILL_PRESETS.values():
+        preset = build("cuda")
+        for hosts in preset.hosts:
+            labels = [case.label for case in preset.cases(hosts, Link(), PrefillConfig())]
+            assert len(labels) == len(set(labels)) >= 5
+    for name, preset in DRAFT_PRESETS.items():
+        labels, configs = zip(*preset(0.3), strict=True)
+        assert len(set(labels)) == len(labels) > 1, name
+        for config in configs:
+            require_consistent(config, PrefillConfig(on_single_host=True), HostGroup.single(), has_captioner=True)
+    amounts = {
+        label: (config.keep_tokens, config.num_draft_tokens) for label, config in DRAFT_PRESETS["std1"](0.3)
+    }
+    assert amounts["STD"] == amounts["Streaming"] == (1024, 9)  # Section 4 of the paper
+    # TABED's text-only context has line breaks (I.2); ParallelVLM's OnSD leaves the visual tokens out instead.
+    for name in ("tabed1", "tabed2"):
+        config = dict(DRAFT_PRESETS[name](0.3))["T"]
+        assert (config.strategy, config.ensemble) == ("tabed", "T")
+    assert dict(DRAFT_PRESETS["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
+
+
+def test_every_system_is_compared_once():
+    compared = ways.systems(1024, hosts=8)
+    by_label = {system.label: system for system in compared}
+    assert len(by_label) == len(compared)
+    assert {*METHOD_NAMES} - {"zigzag_ring", "ulysses"} <= {label.split(",")[0] for label in by_label}
+    for name in REDUCER_NAMES:
+        kept = [s.config.reduce.ratio for s in compared if s.config.reduce and s.config.reduce.method == name]
+        assert sorted(kept) == [0.25, 0.5]
+    assert (by_label["apbv"].config.anchor_len, by_label["apbv"].config.passing_len) == (16, 8)
+    assert by_label["apb"].config.passing_len == 16
+    settings = {json.dumps([system.settings, system.hosts], sort_keys=True) for system in compared}
+    assert len(settings) == len(compared)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("internvl3-2b", 2.09)])
+def test_models_have_as_many_weights_as_published(name, billions):
+    model = workloads.build_model(workloads.CONFIGS[name], torch.bfloat16, "meta")
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_frames_of_internvl_can_be_prefilled_and_planned():
+    config = workloads.internvl_config(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=2000)
+    tower = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "image_size": [56, 56]}
+    config.vision_config = type(config.vision_config)(num_attention_heads=2, **tower)
+    config.image_seq_length = 4
+    model, hosts = workloads.build_model(config, torch.float32, "cpu"), HostGroup.single("cpu")
+    prompt = workloads.internvl_prompt(model.config, num_frames=3, query_len=7)
+    inputs = ModelInputs.from_processor(inspect_model(model), prompt.batch, hosts)
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(method="full"))
+    assert state.inputs.num_visual_tokens == 3 * model.config.image_seq_length
+    assert state.num_tokens - state.inputs.query_start == 7 + 1  # and the end of the frames
+    assert state.logits.isfinite().all()
+    options = ["plan", "--model", "internvl3-2b", "--frames", "8", "--resolution", "1440p"]
+    options = scaling.parse_arguments(options)
+    num_tokens, start, query_start, video = prompt_of(options, None)
+    assert query_start - start == len(video.tokens) == 8 * 256 and video.frames == 8
+    assert num_tokens == query_start + 1 + options.query_len
+
+
+# ---- tables and plots ----
+
+
+def record(label: str, seed: int, right: dict, ttft_ms: list, kept: list, hosts: int = 1, kind: str = "exact"):
+    prompt = {"shots": 4, "grid": 2, "num_visual_tokens": 100, "num_visual_kept": kept}
+    times = {"ttft_ms": ttft_ms, "prefill_ms": [ms - 10 for ms in ttft_ms]}
+    return {"label": label, "kind": kind, "hosts": hosts, "seed": seed, "right": right, **prompt, **times}
+
+
+def test_clips_are_summed_and_times_are_medians():
+    right = {"ordering": [1, 1], "counting": [0, 2]}
+    records = [
+        record("full", 0, right, [100, 120], [100]),
+        record("full", 1, {"ordering": [0, 1], "counting": [2, 2]}, [140, 900], [100]),
+        record("half", 0, right, [65, 65], [40, 60], hosts=8, kind="fewer tokens"),
+    ]
+    full, half = report.summarise(records)
+    assert full.right == {"ordering": (1, 2), "counting": (2, 4)} and full.clips == 2
+    assert (full.ttft_ms, full.prefill_ms, full.kept, full.accuracy) == (130, 120, 1.0, 50.0)
+    assert (half.kept, half.hosts, half.accuracy) == (0.5, 8, 50.0)
+    lines = report.table(records).splitlines()
+    assert len(lines) == 4 and "2.00 ×" in lines[3] and "8 (simulated)" in lines[3] and "50 %" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "scale"),
+    [
+        ([131072, 8192, 8192], ["8k", "128k"], "log"),
+        ([0, 8, 1040, 3 * 2**20], ["0", "8", "1040", "3M"], "linear"),
+    ],
+)
+def test_ticks_are_where_something_was_measured(values, labels, scale):
+    figure, axes = plots.import_pyplot().subplots()
+    axes.plot(values, values)
+    plots.mark_values(axes.xaxis, values)
+    figure.draw_without_rendering()
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == labels
+    assert [tick.get_text() for tick in axes.get_xticklabels(minor=True)] == []
+    assert axes.get_xscale() == scale
+    plots.import_pyplot().close(figure)
+
+
+@pytest.mark.parametrize("place", ["legend_beside", "legend_above"])
+def test_a_legend_hides_nothing_and_is_saved(place, tmp_path):
+    figure, axes = plots.import_pyplot().subplots()
+    for number in range(16):
+        axes.plot([0, 1], [number, number], label=f"way {number}, 8 hosts")
+    getattr(plots, place)(axes)
+    figure.draw_without_rendering()
+    legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
+    assert legend.x0 >= inside.x1 or legend.y0 >= inside.y1
+    with pytest.raises(ValueError, match=r"cannot write .*figure\.png: "):
+        plots.save(figure, tmp_path / "nowhere" / "figure.png")
+    plots.save(figure, tmp_path / "figure.png")
+    width, height = Image.open(tmp_path / "figure.png").size
+    scale = 150 / figure.dpi
+    assert width > (legend.x1 - min(legend.x0, inside.x0)) * scale - 2
+    assert height > (legend.y1 - min(legend.y0, inside.y0)) * scale - 2

@@ -1,0 +1,329 @@
+"""Every benchmark once as a user runs it, at toy size: records keep to their schema, and say what they should."""
+
+import json
+import statistics
+from itertools import pairwise
+
+import pytest
+
+from apbv import demo
+from apbv.prefilling.methods import METHODS
+from apbv.speculate import STRATEGIES
+
+from scripts import figures_of, run_benchmark, valid_records
+from support.cost_model.costs import METHODS as COSTED
+
+SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a benchmark, which has to print a table: the records, and what it printed."""
+
+    def run(name: str, *options, hosts: int = 1, plot: bool = False) -> tuple[list[dict], str]:
+        path = tmp_path / "figures.png"
+        options = [*options, *(["--plot", path] if plot else [])]
+        records, output = figures_of(name, tmp_path / "figures.jsonl", *options, hosts=hosts)
+        assert sum(line.startswith("|") for line in output.splitlines()) > 2
+        assert not plot or path.read_bytes().startswith(b"\x89PNG")
+        return records, output
+
+    return run
+
+
+# ---- prefills ----
+
+
+def test_throughput_of_real_hosts(run):
+    options = ["--tokens", 300, "--query-len", 9, "--passing-len", 5, "--rounds", 1, "--warmup", 0]
+    rows, _ = run("throughput", *options, hosts=2)
+    assert [row["label"] for row in rows] == ["full", *SPLIT_METHODS]
+    by_label = {row["label"]: row for row in rows}
+    for row in rows:
+        assert row["label"] == row["method"] and not row["simulated"]
+        assert row["hosts"] == len(row["comm_bytes"]) == len(row["peak_memory_bytes"])
+        assert row["threads_per_host"] == (2 if row["method"] == "full" else 1)
+        assert sum(row["comm_bytes"]) > 0 or row["method"] == "full"
+        for baseline in ("full", "zigzag_ring"):
+            if row["method"] not in ("full", baseline):
+                speedup = by_label[baseline]["ttft_ms"]["p50"] / row["ttft_ms"]["p50"]
+                assert row[f"speedup_vs_{baseline}"] == pytest.approx(speedup)
+    # Rings carry every key and value to every host; APB-V five per block and layer.
+    assert sum(by_label["apbv"]["comm_bytes"]) < sum(by_label["zigzag_ring"]["comm_bytes"]) / 2
+
+
+def test_throughput_of_simulated_hosts_about_a_file(run):
+    options = ["--model", "demo", "--video", demo.video_path(), "--frames", 48, "--hosts", 2]
+    options += ["--methods", "full", "apbv", "--passing-len", 0, 8, "--rounds", 1, "--warmup", 0]
+    (full, none, some), _ = run("throughput", *options, plot=True)
+    assert (full["label"], full["hosts"]) == ("full", 1)
+    for row, length in ((none, 0), (some, 8)):
+        assert (row["label"], row["hosts"], row["passing_len"]) == ("apbv", 2, length)
+        assert row["simulated"] and row["peak_memory_bytes"] is None and row["num_video_tokens"] == 96
+        assert row["stages_ms"]["decode_video"] > 0
+    assert all(more > less for more, less in zip(some["comm_bytes"], none["comm_bytes"], strict=True))
+
+
+def test_throughput_presets_have_the_papers_rows(run):
+    options = ["--frames", 8, "--resolutions", "56x84", "--rounds", 1, "--warmup", 0]
+    rows, _ = run("throughput", "--preset", "fig6_baselines", *options, "--hosts", 2)
+    alone = ["full", "xattention", "spargeattn", "flexprefill"]
+    assert [row["label"] for row in rows] == [*alone, *SPLIT_METHODS, "slowfast, 0.5"]
+    assert [row["hosts"] for row in rows] == [1] * 4 + [2] * 5 + [1]
+    assert rows[0]["num_video_tokens"] == 4 * 6 and rows[-1]["num_video_tokens"] <= 12
+    rows, _ = run("throughput", "--preset", "table4", *options, "--hosts", 2)
+    without = ["apbv", "apbv -O", "apbv -O -F", "apbv -O -F -Z", "apbv -O -F -Z -V"]
+    assert [row["label"] for row in rows] == ["full", *without]
+    switches = ("overlap", "fused_query", "zigzag", "frame_parallel")
+    for before, after in pairwise(rows[1:]):
+        assert sum(before[name] != after[name] for name in switches) == 1
+    rows, _ = run("throughput", "--preset", "table7", *options, "--hosts", 4)
+    assert [row["network"]["group_size"] for row in rows] == [None, 2] * 5
+    assert [row["label"] for row in rows[:2]] == ["zigzag_ring (4)", "zigzag_ring (2, 2)"]
+
+
+def test_a_plan_of_a_long_video_on_eight_gpus(run):
+    options = ["--frames", 64, "--resolution", "1440p", "--hosts", 4, 8, "--explain"]
+    records, output = run("scaling", "plan", *options, plot=True)
+    split = [method for method in COSTED if method != "full"]
+    assert [(r["hosts"], r["method"]) for r in records] == [(1, "full"), *((h, m) for h in (4, 8) for m in split)]
+    ratio = {(r["method"], r["hosts"]): r["flop_ratio"] for r in records}
+    # Exact methods divide the work (the zigzag evenly), the approximate ones also save some of it.
+    assert ratio["full", 1] == 1 and ratio["zigzag_ring", 8] == pytest.approx(8, rel=1e-3)
+    assert ratio["ulysses", 8] <= 8 < ratio["apb", 8] < ratio["apbv", 8] > ratio["apbv", 4]
+    assert output.count("bound by ") >= len(records)
+
+
+def test_a_plan_of_fewer_tokens_and_blocks(run):
+    """Before the language model a reduction saves work in all layers, and encodes as much as without."""
+
+    def ratio(method: str, *options) -> float:
+        (record,), _ = run("scaling", "plan", "--resolution", "1080p", "--methods", method, *options)
+        return record["flop_ratio"]
+
+    whole = ratio("apbv")
+    between, before = (ratio("apbv", "--reduce", name, "--reduce-ratio", 0.25) for name in ("fastv", "slowfast"))
+    assert whole < between < before
+    assert ratio("full", "--density", 0.25) > 1.2
+
+
+def test_simulated_hosts_beside_the_cost_model(run):
+    options = ["--tokens", 512, "--hosts", 2, 3, "--rounds", 2, "--full-rounds", 3]
+    records, _ = run("scaling", "simulate", *options)
+    assert [r["hosts"] for r in records] == [2, 3]
+    for record in records:
+        assert record["simulated"] and len(record["full_ms"]) == 3 and len(record["noisy_critical_path_ms"]) == 2
+        full = statistics.mean(record["full_ms"])
+        assert record["speedup_vs_full"] == pytest.approx(full / record["critical_path_ms"])
+        # At its mean pace no host is slower than where the slowest one sets the pace of every run.
+        assert record["critical_path_ms"] <= 1.01 * statistics.mean(record["noisy_critical_path_ms"])
+        assert record["share_of_flop_ratio"] == record["speedup_vs_full"] / record["flop_ratio"]
+        assert record["rate_ratio"] > 0 and all(rate > 0 for rate in record["gflops"].values())
+
+
+def test_reuse_beside_none(run, tmp_path):
+    options = ["--hosts", 1, 2, "--shots", 16, "--clips", 1, "--passing-len", 2, "--folder", tmp_path / "clips"]
+    records, _ = run("reuse", *options)
+    assert [(r["hosts"], r["way"], r["simulated"]) for r in records] == [
+        (hosts, way, hosts == 2) for hosts in (1, 2) for way in ("none", "exact", "kv")
+    ]
+    for record in records:
+        assert record["reused"] == (0 if record["way"] == "none" else record["total"])
+        assert len(record["samples"]["ttft_ms"]) == record["total"] == sum(t for _, t in record["tasks"].values())
+        if record["way"] == "exact" or record["hosts"] == 1:
+            assert record["same_answer"] == record["total"]  # nothing approximate about it
+
+
+# ---- answers ----
+
+
+def test_accuracy_of_real_hosts(run, tmp_path):
+    options = ["--preset", "table8", "--clips", 1, "--shots", 16, "--labels", "l_p = 0", "l_p = 8"]
+    records, _ = run("accuracy", *options, "--split", "validation", "--folder", tmp_path, hosts=2)
+    assert {(r["label"], r["passing_len"], r["hosts"]) for r in records} == {("l_p = 0", 0, 2), ("l_p = 8", 8, 2)}
+
+
+@pytest.mark.thorough
+def test_methods_differ_where_they_should(run, tmp_path):
+    options = ["--preset", "methods", "--clips", 2, "--shots", 64, "--hosts", 1, 8]
+    records, _ = figures_of(
+        "accuracy", tmp_path / "f.jsonl", *options, "--split", "validation", "--folder", tmp_path / "clips"
+    )
+    assert {r["label"] for r in records} == {*METHODS, "apbv, default lengths"}
+
+    def right(label: str, hosts: int) -> int:
+        rows = [r for r in records if (r["label"], r["hosts"]) == (label, hosts) and r["task"] != "retrieval"]
+        assert sum(r["total"] for r in rows) == 4  # 2 clips, ordering and counting
+        return sum(r["right"] for r in rows)
+
+    full = right("full", 1)
+    assert full >= 3
+    # Exact methods answer as full attention does; without passing blocks these tasks cannot be solved.
+    assert right("zigzag_ring", 8) == right("ulysses", 8) == right("full", 8) == full
+    assert right("apbv", 8) >= full - 1 > right("star", 8)
+
+
+def test_systems_go_on_where_their_file_ends(tmp_path):
+    labels = ["full", "star", "apbv", "full, draft by hippo, 0.1"]
+    path, plot = tmp_path / "figures.jsonl", tmp_path / "figures.png"
+    options = ["--shots", 16, "--hosts", 2, "--folder", tmp_path / "clips", "--labels", *labels]
+    records, _ = figures_of("systems", path, "--clips", 1, *options)
+    assert sorted(record["label"] for record in records) == sorted(labels)
+    for record in records:
+        assert (record["hosts"] == 2) == record["simulated"] == (record["kind"] == "hosts")
+        assert len(record["ttft_ms"]) == len(record["num_visual_kept"]) == 4  # questions
+        assert set(record["num_visual_kept"]) == {record["num_visual_tokens"]} == {64}
+        assert min(record["ttft_ms"]) > record["reading_ms"]
+    by_label = {record["label"]: record for record in records}
+    # Speculation is lossless, whatever its draft sees.
+    assert by_label["full"]["right"] == by_label[labels[-1]]["right"]
+    before = path.read_text()
+    result = run_benchmark("systems", "--clips", 2, *options, "--json", path, "--plot", plot)
+    assert result.returncode == 0, result.stderr
+    assert path.read_text().startswith(before) and plot.read_bytes().startswith(b"\x89PNG")
+    added = [json.loads(line) for line in path.read_text()[len(before) :].splitlines()]
+    assert sorted((record["label"], record["seed"]) for record in added) == sorted((label, 1) for label in labels)
+    assert len(result.stdout.strip().splitlines()) == 2 + len(labels)
+
+
+# ---- decoding and speculation ----
+
+
+def test_decoding_steps_and_batches(run):
+    records, _ = run("decoding", "--tokens", 40, "--new-tokens", 1, 5, "--rounds", 2, "--warmup", 1)
+    ways = [(new, way) for new in (1, 5) for way in ("transformers", "apbv")]
+    assert [(r["num_new_tokens"], r["way"]) for r in records] == ways
+    assert all(r["speedup"] > 0 and r["ms"] > 0 for r in records)
+    options = ["--model", "demo", "--tokens", 40, "--batch", 3, "--answer-tokens", 3, "--rounds", 2, "--warmup", 1]
+    in_batch, _ = run("decoding", *options)
+    alone, together = in_batch
+    assert [r["way"] for r in in_batch] == ["apbv, one after the other", "apbv, in a batch"]
+    assert together["tokens_per_s"] == pytest.approx(3 / together["ms"] * 1e3)
+    assert together["speedup"] == pytest.approx(alone["ms"] / together["ms"])
+    for record in records + in_batch:
+        assert len(record["samples"]["ms"]) == 2 and record["error"] <= record["tolerance"]
+
+
+def of_clip(tmp_path, *options) -> list:
+    return ["--clips", 1, "--shots", 16, "--max-new-tokens", 12, "--folder", tmp_path / "clips", *options]
+
+
+def test_a_papers_table_of_drafts(run, tmp_path):
+    options = of_clip(tmp_path, "--preset", "hippo2", "--tasks", "describe", "counting")
+    records, output = run("speculative", *options, hosts=2)
+    assert [record["task"] for record in records] == ["describe"] * 3 + ["counting"] * 3
+    assert all(record["identical"] and record["preset"] == "hippo2" for record in records)
+    assert "| pruning |" in output
+    pruning = [record["breakdown_ms"]["pruning"] for record in records]
+    assert pruning[0] is None and all(ms > 0 for ms in pruning[1:3])
+    alone = records[0]
+    for record in records[1:3]:
+        figures = record["speculation"]
+        assert record["decode_speedup"] == pytest.approx(alone["decode_ms"][0] / record["decode_ms"][0])
+        assert record["end_to_end_speedup"] == pytest.approx(alone["total_ms"][0] / record["total_ms"][0])
+        assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
+
+
+def test_a_draft_host_beside_the_targets(run, tmp_path):
+    options = of_clip(tmp_path, "--draft-host", "--strategies", "vanilla", "ngram")
+    records, _ = run("speculative", *options, hosts=2)
+    labels = ["autoregressive", "vanilla, γ = 5", "ngram, γ = 5", "vanilla, γ = 5, draft host"]
+    assert [record["label"] for record in records] == labels
+    assert all(record["identical"] and record["hosts"] == 1 for record in records)
+    for record in (records[1], records[-1]):
+        figures = record["speculation"]
+        assert figures["draft_ms_per_token"] > 0 and figures["target_idle_ms"] > 0 and figures["draft_idle_ms"] > 0
+        assert 0 < record["breakdown_ms"]["draft prefill"] < record["total_ms"][0]
+
+
+@pytest.mark.thorough
+def test_every_strategy_on_a_scaled_model_with_sharded_kv(run, tmp_path):
+    options = of_clip(tmp_path, "--scale", 2, "--kv", "sharded", "--num-draft-tokens", 2)
+    records, _ = run("speculative", *options, hosts=2, plot=True)
+    assert [record["label"].split(",")[0] for record in records[1:]] == list(STRATEGIES)
+    assert all(record["identical"] and record["hosts"] == 2 for record in records)
+    for record in records[1:]:
+        figures = record["speculation"]
+        # What "uv_prune" looks at: layer 20 of a target whose layers are repeated.
+        assert figures["config"]["uv_layer"] == 40
+        assert figures["tokens_per_target_forward"] <= figures["config"]["num_draft_tokens"] + 1
+
+
+@pytest.mark.thorough
+def test_a_caption_is_what_the_draft_says(run, tmp_path):
+    records, _ = run("speculative", *of_clip(tmp_path, "--preset", "tabed2"))
+    assert [r["label"] for r in records] == ["autoregressive", "M", "T", "P", "C", "MTCP", "MTCP*"]
+    assert all(record["identical"] for record in records)
+
+
+@pytest.mark.thorough  # three processes that import everything
+def test_memory_of_every_way(tmp_path):
+    path = tmp_path / "memory.jsonl"
+    asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 8]
+    result = run_benchmark("speculation_memory", "--json", path, "--", *asked, "--draft-model=demo")
+    assert result.returncode == 0, result.stderr
+    records = valid_records("speculation_memory", path)
+    assert [record["label"] for record in records] == ["Autoregressive", "SD", "ParallelVLM"]
+    alone, in_turn, beside = records
+    assert all(record["token_ids"] == alone["token_ids"] and record["num_new_tokens"] == 8 for record in records)
+    assert all(record["peak_memory_bytes"] > 2**27 for record in records)
+    assert alone["draft_prefill_ms"] is None and in_turn["draft_prefill_ms"] > 0 and beside["overlaps"]
+    assert beside["draft_decode_ms"] > 0 and "All answers are the same: True" in result.stdout
+
+
+def test_views_of_a_draft(run, tmp_path):
+    options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 16, "--keep-ratio", 0.25]
+    records, output = run("draft_views", *options, "--keep", "full", "attention", "uniform_frames", plot=True)
+    full, attended, frames = records
+    assert (full["kept"], attended["kept"], frames["kept"]) == (64, 16, 16)
+    for record in records:
+        assert sum(record["histogram"]) == pytest.approx(1)
+        assert record["right"]["retrieval"][1] == 2 and record["right"]["description"][1] > 16
+    assert full["of_needles"] == 1 and attended["of_needles"] < 1
+    # The whole clip tells the draft more about what the target says of it than four of its frames do.
+    assert full["right"]["description"][0] > frames["right"]["description"][0]
+    assert run_benchmark("draft_views", "--table", tmp_path / "figures.jsonl").stdout == output
+
+
+def test_passed_tokens_are_drawn(run, tmp_path):
+    options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 48, "--hosts", 2, "--passing-len", 3]
+    (record,), _ = run("passed_tokens", *options, "--picture", tmp_path / "passed.png")
+    assert record["hosts"] == 2 and record["passing_len"] == 3
+    # The question's attention finds letters among noise.
+    assert record["of_asked"] > 2 * record["of_rest"]
+    assert (tmp_path / "passed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_weights_of_an_ensemble_are_traced(run, tmp_path):
+    options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 12, "--max-new-tokens", 20]
+    (record,), _ = run("ensemble_weights", *options, plot=True)
+    # The first token is the prefill's; of the others all are learnt but those of the last round.
+    assert 20 - 1 - 6 <= len(record["weights"]) == len(record["accepted"]) < 20
+    assert record["weights"][0] == 0.5 and all(len(row) == 11 for row in record["accepted"])
+
+
+# ---- the server, and KV on its way to another process ----
+
+
+def test_the_server_beside_the_engine(run):
+    options = ["--requests", 3, "--concurrency", 1, 3, "--frames", 16, "--max-new-tokens", 6, "--ignore-eos"]
+    records, _ = run("serving", *options, "--max-running", 1, "all", hosts=2)
+    assert [(r["way"], r["concurrency"], r["max_running"]) for r in records] == [
+        ("engine", 1, None),
+        *[("server", concurrency, most) for most in (1, None) for concurrency in (1, 3)],
+    ]
+    for record in records:
+        assert len(record["samples"]["ttft_ms"]) == record["num_requests"] == 3 and record["hosts"] == 2
+        assert record["ttft_ms"]["p50"] <= record["latency_ms"]["p50"]
+        assert record["output_throughput"] == pytest.approx(6 * record["request_throughput"])
+
+
+def test_kv_by_tcp_and_by_a_directory(run, tmp_path):
+    """It compares what arrives with what was sent, and fails where they differ."""
+    options = ["--tokens", 600, "--rounds", 2, "--shapes", "qwen2.5-vl-3b", "--directory", tmp_path / "shared"]
+    records, _ = run("kv_transfer", *options, hosts=2)
+    assert [record["way"] for record in records] == ["tcp", "directory"]
+    for record in records:
+        assert record["num_bytes"] == 2 * 36 * 2 * 600 * 128 * 2 and record["hosts"] == 2
+        assert 0 < record["first_layer_ms"] <= record["fetch_ms"] <= record["total_ms"]
+    assert not list((tmp_path / "shared").iterdir())
