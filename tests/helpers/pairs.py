@@ -4,34 +4,41 @@ A mistake seldom needs three particular choices at once, and the number of pairs
 combinations (all-pairs testing).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from itertools import combinations, product
 
 import pytest
 
 
-def pairwise(**columns: Iterable) -> pytest.MarkDecorator:
-    """Parametrize with combinations that show every two choices of different columns together."""
-    return _parametrized(2, columns)
-
-
-def each_choice(**columns: Iterable) -> pytest.MarkDecorator:
-    """Parametrize with combinations that show every choice of every column."""
-    return _parametrized(1, columns)
-
-
-def _parametrized(strength: int, columns: dict[str, Iterable]) -> pytest.MarkDecorator:
+def each_choice(**columns: Collection) -> pytest.MarkDecorator:
+    """Parametrize with as many rows as the longest column has; shorter ones begin again."""
     choices = [list(column) for column in columns.values()]
-    places = list(product(*(range(len(column)) for column in choices)))
-    rows = [tuple(map(list.__getitem__, choices, places[i])) for i in covering(places, strength)]
+    rows = [tuple(column[i % len(column)] for column in choices) for i in range(max(map(len, choices)))]
     return pytest.mark.parametrize(tuple(columns), rows)
 
 
-def covering(rows: Sequence[tuple], strength: int) -> list[int]:
-    """The places of some rows that show all that all rows show: every ``strength`` values in as many columns.
+def pairwise(**columns: Collection) -> pytest.MarkDecorator:
+    """Parametrize with rows that show every two choices of different columns together.
 
-    Chosen greedily: each time the first of the rows that add the most.
+    Chosen greedily: each time the first of all rows that adds the most pairs.
     """
+    choices = [list(column) for column in columns.values()]
+    rows = list(product(*map(range, map(len, choices))))
+    shown = [set(combinations(enumerate(row), 2)) for row in rows]
+    missing, chosen = set().union(*shown), []
+    while missing:
+        best = max(range(len(rows)), key=lambda place: len(shown[place] & missing))
+        missing -= shown[best]
+        chosen.append(best)
+    picked = [tuple(map(list.__getitem__, choices, rows[place])) for place in sorted(chosen)]
+    return pytest.mark.parametrize(tuple(columns), picked)
+
+
+# The marks of the same names, which say the same of a test's own parametrization.
+MARKS = {"each_choice": (1, "thorough"), "pairwise": (2, "exhaustive")}
+
+
+def covering(rows, strength: int) -> list[int]:
     together = min(strength, len(rows[0]))
     shown = [
         {tuple((i, row[i]) for i in columns) for columns in combinations(range(len(row)), together)}
@@ -45,11 +52,7 @@ def covering(rows: Sequence[tuple], strength: int) -> list[int]:
     return sorted(chosen)
 
 
-MARKS = {"each_choice": (1, "thorough"), "pairwise": (2, "exhaustive")}
-
-
-def leave_out_combinations(items: Sequence[pytest.Item]) -> None:
-    """Mark what a test has beyond the combinations that its own mark asks for."""
+def leave_out_combinations(items) -> None:
     for name, (strength, mark) in MARKS.items():
         tests: dict[str, list[pytest.Item]] = {}
         for item in items:

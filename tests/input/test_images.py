@@ -9,6 +9,7 @@ from apbv.input.images import Picture
 from apbv.input.visual import PromptError
 
 import families
+from pairs import each_choice
 
 ORIENTATION = 0x0112
 HEIGHT, WIDTH = 24, 40
@@ -22,9 +23,7 @@ def held(path, orientation: int) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("opened", [False, True])
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@each_choice(orientation=range(1, 9), suffix=["jpg", "png", "webp", "tiff"], opened=[False, True])
 def test_an_image_is_shown_upright(tmp_path, orientation, suffix, opened):
     path = held(tmp_path / f"held.{suffix}", orientation)
     expected = load_image(path)

@@ -16,7 +16,8 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 
 import families
-from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from families import OMNI, VIDEO_FAMILIES
+from pairs import each_choice
 
 QUESTION = "What happens?"
 
@@ -73,10 +74,7 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
     return families.timed(processor, batch, [metadata])
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
-@pytest.mark.parametrize("frames", [4, 13])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
-@pytest.mark.pairwise
+@each_choice(family=VIDEO_FAMILIES, frames=[4, 13], num_hosts=[3, 8, 1, 2])
 def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tmp_path):
     """Pixels to the bit; also with more hosts than frames, odd frame counts, and frames that get resized."""
     processor = families.build_processor(family)
@@ -122,8 +120,7 @@ def pixels_of(inputs: ModelInputs, chunk_size: int) -> torch.Tensor:
     return torch.cat(flat)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@each_choice(family=VIDEO_FAMILIES, num_hosts=[8, 2, 3])
 def test_pieces_of_a_processors_batch_encode_to_the_whole(family, num_hosts):
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
@@ -160,8 +157,7 @@ def test_a_long_video_is_resized_as_a_whole():
     assert not torch.equal(alone["video_grid_thw"][0, 1:], grid[0, 1:]), "the case must be one that differs"
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@each_choice(family=VIDEO_FAMILIES, count=[2, 1])
 def test_images_are_shared_out_and_encoded_as_by_the_model(family, count):
     processor = families.build_processor(family)
     model = families.build_model(family)
@@ -182,7 +178,7 @@ def test_images_are_shared_out_and_encoded_as_by_the_model(family, count):
     assert_encoded_alike([host_rows[:, : seen[0].shape[-1]] for host_rows in rows], seen[0][0, visual])
 
 
-@pytest.mark.parametrize("family", [*VIDEO_FAMILIES, *TEXT_FAMILIES])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", OMNI, "llama"])
 def test_a_text_prompt_has_plain_positions(family):
     parts = inspect_model(families.build_model(family))
     tokenizer = families.build_tokenizer(family)

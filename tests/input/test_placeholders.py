@@ -8,6 +8,7 @@ from apbv.input.placeholders import process
 
 import families
 from families import VIDEO_FAMILIES
+from pairs import each_choice
 
 FAMILY = pytest.mark.parametrize("family", VIDEO_FAMILIES)
 VIDEO, IMAGE = {"type": "video"}, {"type": "image"}
@@ -52,9 +53,7 @@ def require_equal(output, expected) -> None:
 QUESTIONS = ["What happens?", "", "  two  spaces,\n\n\ttabs   and é日 ", "\n \n  "]
 
 
-@FAMILY
-@pytest.mark.parametrize("question", QUESTIONS, ids=repr)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@each_choice(family=VIDEO_FAMILIES, question=QUESTIONS, device=["cpu", "meta"])
 def test_a_video(family, question, device):
     """Qwen3-VL has times between its frames, InternVL wraps each one, LLaVA-OneVision adds a newline."""
     output, expected = both(family, prompt(family, " ", VIDEO, question), **video(7, device))
@@ -67,17 +66,11 @@ def test_images(family):
     require_equal(*both(family, prompt(family, IMAGE, "What is this?"), **images((84, 112))))
     two = prompt(family, "One: ", IMAGE, " two:", IMAGE, ". Which?")
     require_equal(*both(family, two, **images((84, 112), (56, 140))))
+    neighbours = f"Which? {families.build_processor(family).image_token * 2}"
+    require_equal(*both(family, neighbours, **images((84, 112), (56, 140))))
 
 
-@FAMILY
-def test_neighbouring_images_are_one_run(family):
-    processor = families.build_processor(family)
-    text = f"Which? {processor.image_token * 2}"
-    require_equal(*both(family, text, **images((84, 112), (56, 140))))
-
-
-@FAMILY
-@pytest.mark.parametrize("copies", [1, 3])
+@each_choice(family=VIDEO_FAMILIES, copies=[1, 3])
 def test_a_placeholder_in_the_question(family, copies):
     """A video's prompt may have an image's placeholder as text; where both are one, transformers refuses."""
     processor = families.build_processor(family)

@@ -12,6 +12,7 @@ import torch
 from apbv.input.video import VideoError, iter_frames, probe, reading
 from apbv.input.video.torchcodec_reading import load_decoder, torchcodec_chunks
 
+from pairs import each_choice
 from video_files import encode, picture
 
 try:
@@ -21,10 +22,7 @@ except ImportError as error:
     missing = str(error).splitlines()[0]
 needs_torchcodec = pytest.mark.skipif(bool(missing), reason=missing)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-SAME = [
-    "mp4", "mp4 open gop", "mp4 gop 2", "mp4 fragments", "mp4 late, variable rate", "mp4 edit lists",
-    "mp4 hevc open gop", "mkv late, variable rate", "webm vp9", "flv", "avi mjpeg",
-]  # fmt: skip
+SAME = ["mp4 open gop", "mp4 late, variable rate", "mp4 edit lists", "mp4 hevc open gop", "webm vp9"]
 
 
 def read(info, indices, chunk_len=50, **options):
@@ -48,8 +46,7 @@ def test_without_torchcodec(encoded, monkeypatch):
 
 
 @needs_torchcodec
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", SAME)
+@each_choice(name=SAME, threads=[1, 2])
 def test_frames_are_those_of_pyav(encoded, name, threads):
     _, info, reference = encoded(name)
     for indices in (range(info.num_frames), [0, 7, 20], [info.num_frames - 1]):
@@ -60,7 +57,7 @@ def test_frames_are_those_of_pyav(encoded, name, threads):
 
 
 @needs_torchcodec
-@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+@pytest.mark.parametrize("degrees", [90, 180])
 def test_orientation(tmp_path, degrees):
     info = probe(encode(tmp_path / "a.mp4", n=12, rotate=(degrees,)))
     expected = np.concatenate(list(iter_frames(info, [0, 3, 11], 3, backend="pyav")))
