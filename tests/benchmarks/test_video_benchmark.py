@@ -85,12 +85,6 @@ def test_every_way_through_the_stages(run, tmp_path, capsys, options, expected):
         assert (record["max_difference"] is None) == is_approximate
 
 
-def test_a_library_that_is_not_there_is_left_out(monkeypatch, capsys):
-    monkeypatch.setitem(video.READERS, "opencv", replace(video.READERS["opencv"], module="no_such_module"))
-    assert video.find_ways(["opencv", "pyav"])[0] == ["pyav"]
-    assert "note: opencv cannot be used here, and is left out: No module named 'no_such" in capsys.readouterr().err
-
-
 def job_of(**settings):
     job = video.Job(
         "frames", "apbv", clip=Path("a"), warm_up=Path("b"), reader="pyav", num_frames=4, sampling="sparse",

@@ -268,24 +268,6 @@ def layers() -> list[tuple[str, ...]]:
     raise AssertionError("tests/test_structure.py has no LAYERS")
 
 
-def steps_up(road: str, layers: list[tuple[str, ...]]) -> list[str]:
-    """The steps of a nested list that lie in a higher layer than the step that they are nested in."""
-    height = {name: number for number, names in enumerate(layers) for name in names}
-    found, above = [], []  # above: indentation and height of the steps that the next one may lie in
-    for indent, step in re.findall(r"^( *)\d+\. (.*)$", road, re.MULTILINE):
-        above = [(width, number) for width, number in above if width < len(indent)]
-        places = places_named(step)
-        if not places:
-            continue
-        parts = Path(places[0].partition(":")[0]).with_suffix("").parts
-        parts = parts if parts[0] == "apbv" else ("apbv", *parts)
-        mine = next(height[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in height)
-        if above and mine > above[-1][1]:
-            found.append(step)
-        above.append((len(indent), mine))
-    return found
-
-
 def anchors_of(text: str) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     anchors, seen = set(), {}

@@ -11,13 +11,11 @@ from apbv.input.video import VideoError, probe, read_frames
 
 from pairs import each_choice
 from video_files import (
-    OPEN_GOP,
     decode_all,
     encode,
     overwrite,
     packets_of,
     picture,
-    remux,
 )
 
 
@@ -84,15 +82,6 @@ def test_first_frame_destroyed(tmp_path):
     at, size, *_ = packets_of(path)[0]
     with pytest.raises(VideoError, match=r"a\.mp4: .*cannot be decoded"):
         probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
-
-
-def test_stream_without_its_header(tmp_path):
-    """mpegts repeats the h264 header at some keyframes only, so what is cut out may lack it."""
-    path = encode(tmp_path / "b.mkv", gop=30, n=40, x264=OPEN_GOP)
-    second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
-    cut = remux(path, tmp_path / "a.ts", lambda i, packet: packet if i >= second else None)
-    with pytest.raises(VideoError, match=r"a\.ts: its first frame cannot be decoded"):
-        probe(cut)
 
 
 def test_cut_between_frames(tmp_path):

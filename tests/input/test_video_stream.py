@@ -121,15 +121,6 @@ def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop, threads):
     assert most[0] <= threads
 
 
-def test_nothing_is_decoded_for_chunks_that_nobody_asks_for(tmp_path, fed):
-    """But for the next one, and what each thread has in hand."""
-    info = probe(encode(tmp_path / "a.mp4", n=120, gop=10))
-    fed.clear()
-    with contextlib.closing(iter_frames(info, range(120), 10, 2)) as chunks:
-        next(chunks)
-    assert len(set(fed)) <= 40
-
-
 # An end before the end.
 
 
@@ -229,16 +220,6 @@ def test_a_file_that_is_gone(clip, tmp_path):
     copy.unlink()
     with pytest.raises(VideoError, match=r"b\.mp4: no such file"):
         next(iter_frames(info, range(0, 120, 20), 2, 3))
-
-
-def test_an_iterator_of_other_size_than_probed(clip, tmp_path):
-    """The size is that of the first frame; the error is told with the chunk in which it changes."""
-    parts = [encode(tmp_path / f"{h}.h264", n=10, size=(h, 64)) for h in (48, 96)]
-    (tmp_path / "a.h264").write_bytes(b"".join(Path(p).read_bytes() for p in parts))
-    chunks = iter_frames(probe(tmp_path / "a.h264"), range(20), 4)
-    assert [len(next(chunks)) for _ in range(2)] == [4, 4]
-    with pytest.raises(VideoError, match=r"a\.h264: the frame size changes"):
-        next(chunks)
 
 
 def test_default_threads_are_the_cpus_of_this_process(clip, monkeypatch):
