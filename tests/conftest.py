@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,3 +105,16 @@ def clip(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
     write_clip(path, families.synthetic_video(30, 64, 96))
     return path
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Say in two lines what was left out, and why."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ").split(":")[0]
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    if reasons:
+        told = (f"{reason} ({count})" for reason, count in sorted(reasons.items()))
+        terminalreporter.write_line(f"Skipped: {'; '.join(told)}.")
+    if "not thorough" in config.option.markexpr:
+        terminalreporter.write_line("Left out: slower tests, which pytest -n 2 --dist loadfile -m thorough runs.")

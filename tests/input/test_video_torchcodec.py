@@ -13,13 +13,18 @@ from apbv.input.video.torchcodec_reading import load_decoder, torchcodec_chunks
 from pairs import each_choice
 from video_files import encode
 
-try:
-    load_decoder()
-    missing = ""
-except ImportError as error:
-    missing = str(error).splitlines()[0]
-needs_torchcodec = pytest.mark.skipif(bool(missing), reason=missing)
 SAME = ["mp4 open gop", "mp4 late, variable rate", "mp4 edit lists", "mp4 hevc open gop", "webm vp9"]
+
+
+@pytest.fixture
+def decoder() -> type:
+    try:
+        return load_decoder()
+    except ImportError:
+        pytest.skip("torchcodec is not installed")
+
+
+needs_torchcodec = pytest.mark.usefixtures("decoder")
 
 
 def read(info, indices, chunk_len=50, **options):
