@@ -12,18 +12,13 @@ from flops import FLASH, flop_counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, SparseConfig, prefill
+from apbv import HostGroup, ModelInputs, PrefillConfig, SparseConfig, prefill
 from apbv.layout import ContextLayout, single_host_layout
 from apbv.model.parts import inspect_model
-from apbv.prefilling import forward, methods
+from apbv.prefilling import methods
 from apbv.prefilling.encode import encode_visual
-from apbv.prefilling.memory import Share
-from apbv.prefilling.reduction.forecast import Forecast, shape_left
-from apbv.prefilling.reduction.shape import PromptShape
 
 import families
-from pairs import each_choice
-from prompts import video_batch
 from support.cost_model.costs import (
     ATTENTION,
     PARTS,
@@ -36,7 +31,6 @@ from support.cost_model.costs import (
     share_beyond_paper,
     work_ratio,
 )
-from support.cost_model.reduced import reduced_cost
 from support.cost_model.times import Machine, explain, predict
 
 # The small model of benchmarks/support/workloads.py.
@@ -194,50 +188,6 @@ def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, 
         assert (predicted.received["embeddings"] > 0) == (num_hosts > 1 and video.frame_parallel)
 
 
-def reduced_job(hosts: HostGroup, config: PrefillConfig):
-    """What the layers of a host compute, and the cost of the runs that are predicted."""
-    model, counts = families.build_model("qwen2_5_vl", layers=5), Counter()
-    parts = inspect_model(model)
-    inputs = ModelInputs.from_processor(parts, video_batch("qwen2_5_vl"), hosts)
-    original = forward._forward
-
-    def counted(*args, **kwargs):
-        with flop_counter() as counter:
-            result = original(*args, **kwargs)
-        counts["attention"] = counter.flop_counts["Global"][FLASH]
-        for name, of_module in counter.get_flop_counts().items():
-            counts[name.split(".")[-1]] += sum(of_module.values())
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "_forward", counted)
-        state = prefill(parts, inputs, hosts=hosts, config=config)
-    shape = PromptShape.of(parts, inputs, config.reduce)
-    left = shape if config.reduce.is_late else shape_left(config.reduce, shape)
-    method = methods.METHODS[config.method]
-    layout = method.plan(hosts.size, left.num_tokens, left.context_start, left.query_start, config)
-    runs = Forecast.of(config, Share.of(parts).sizes, method, layout, left).most
-    return counts, reduced_cost(Shape.from_config(model.config, 4), config.method, runs), state.shards.nbytes()
-
-
-@each_choice(
-    name=["fastv", "pdrop", "uv_prune", "hippo"],
-    method=["apbv", "star", "zigzag_ring", "full"],
-    num_hosts=[1, 2, 3],
-)
-def test_every_run_of_layers_computes_its_own_tokens(pool, name, method, num_hosts):
-    lengths = {"anchor_len": 11, "passing_len": 3} if method == "apbv" else {}
-    reduce = ReduceConfig(method=name, ratio=0.5)
-    config = PrefillConfig(method=method, kv="sharded", on_single_host=True, reduce=reduce, **lengths)
-    for host, (counts, costs, kv_bytes) in enumerate(pool.run(num_hosts, reduced_job, config)):
-        flops = costs[host].flops
-        products = sum(counts[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp"))
-        assert flops["projections"] + flops["mlp"] + flops["query_pass"] == products
-        assert sum(flops[part] for part in ATTENTION) == counts["attention"]
-        assert (flops["lm_head"] > 0) == (counts["Linear"] > 0)
-        assert costs[host].kv_bytes == kv_bytes
-
-
 def sparse_job(hosts: HostGroup, config: PrefillConfig):
     with flop_counter() as counter:
         state = prefill(build_llama(), text_inputs(build_llama(), hosts, 500, 480), hosts=hosts, config=config)
@@ -365,23 +315,6 @@ def test_a_part_takes_its_arithmetic_or_its_memory_traffic():
     ranked = [8 * 32 * len(layout.blocks[0]), 8 * 32 * (len(layout.blocks[1]) + len(layout.blocks[2]))]
     assert [each["scoring"] for each in (first, second)] == pytest.approx([4 * n * 16 / 1e9 for n in ranked])
     assert first["query"] == pytest.approx(costs[0].kv_bytes / 1e9)
-
-
-@pytest.mark.parametrize("method", ["zigzag_ring", "apbv"])
-def test_links_within_and_between_groups(method):
-    """Four hosts in groups of two: a ring crosses at hosts 0 and 2 only, a gather brings two of three parts."""
-    costs = cost(SMALL, method, planned(method, 4, 32768))
-    kinds = {"zigzag_ring": ["ring"], "apbv": ["passing", "query_merge"]}[method]
-    near = replace(IDEAL, link_bytes=1e9, link_latency=1e-3)
-    far = replace(near, group_size=2, group_link_bytes=1e8, group_link_latency=5e-3)
-    for host in range(4):
-        count = sum(costs[host].received[kind] for kind in kinds)
-        exchanges = sum(costs[host].exchanges[kind] for kind in kinds)
-        seconds = [sum(predict(costs, machine).links[host][kind] for kind in kinds) for machine in (near, far)]
-        share = 2 / 3 if method == "apbv" else (1, 0, 1, 0)[host]
-        expected = count * ((1 - share) / 1e9 + share / 1e8) + exchanges * (5e-3 if share else 1e-3)
-        assert seconds == pytest.approx([count / 1e9 + exchanges * 1e-3, expected])
-    assert predict(costs, replace(near, group_size=2)) == predict(costs, near)
 
 
 @pytest.mark.parametrize(

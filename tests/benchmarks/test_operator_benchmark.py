@@ -103,15 +103,6 @@ def test_a_selection_must_be_exact(benchmark, monkeypatch):
     assert status == 1 and record["errors"][0] > 0 == record["errors"][1]
 
 
-def test_the_interpreter_is_never_timed(benchmark, monkeypatch, capsys):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    status, records = benchmark("--ops", "merge_states", "--backends", "triton")
-    printed = capsys.readouterr().err
-    assert status == 1 and not records
-    assert "note: triton is interpreted (TRITON_INTERPRET=1), and not timed" in printed
-    assert "error: none of these back ends can be used here" in printed
-
-
 def test_of_many_queries_the_first_and_the_last_are_compared():
     runs = attention._runs
     for length in (1, 127, 600, 2048):

@@ -12,9 +12,8 @@ import scaling
 import torch
 import video_tower
 from ensemble_weights import hits
-from passed_tokens import intensities
 
-from apbv import Engine, HostGroup, PrefillConfig
+from apbv import HostGroup, PrefillConfig
 from apbv.config import METHOD_NAMES, REDUCER_NAMES
 from apbv.hosts.simulated import Link
 from apbv.kernels.roofline import cost_of
@@ -25,9 +24,6 @@ from scripts import assert_one_line_error
 from support import plots, workloads
 from support.cost_model.plan import prompt_of
 from support.decoding import batches
-from support.exams.candidate import Candidate
-from support.exams.exam import Exam
-from support.on_hosts import run_on
 from support.operators import attention
 from support.operators.presets import PRESETS as OPERATOR_PRESETS
 from support.prefills.presets import PRESETS as PREFILL_PRESETS
@@ -130,15 +126,6 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
         assert row["other_bytes"] <= most * row["output_bytes"], row
 
 
-def test_traffic_is_of_operands_and_results():
-    x, y = torch.zeros(10, 10), torch.zeros(10, 10)
-    with layer_traffic.Traffic() as traffic:
-        z = (x.t() + y)[:5].clone()  # views are free
-        x.add_(1)
-        torch.add(x, y, out=torch.empty(10, 10))
-    assert traffic.bytes == {"add": 400 * 3 * 2, "clone": 200 * 2, "add_": 400} and z.shape == (5, 10)
-
-
 def test_predicted_calls_are_those_that_are_measured(capsys):
     sizes = OPERATOR_PRESETS["h200"].sizes
     calls = roofline.shapes(sizes).items()
@@ -157,26 +144,6 @@ def test_predicted_calls_are_those_that_are_measured(capsys):
     # 28 heads of 128 numbers, 989 and 121 TFLOP/s.
     operations = 4 * 28 * 128 * 131072 * 131073 // 2
     assert f"| {operations / 989e9:.3g} ms (arithmetic) | {operations / 121e9:.3g} ms (arithmetic) |" in full
-
-
-def test_intensity_is_the_share_of_layers_and_heads(tmp_path):
-    """Blocks that pass all of themselves on do so in every layer and head; what the anchor holds is not passed."""
-    engine = Engine.from_pretrained("demo", hosts=HostGroup.single(), dtype="float32")
-    clip = Exam(2, 16, 1).file(0, tmp_path)
-
-    def look(length: int):
-        def job(hosts, model):
-            candidate = Candidate(model, engine.processor, hosts)
-            config = PrefillConfig(anchor_len=12, passing_len=length)
-            return intensities(candidate, clip, "how many letters are shown", config)
-
-        return run_on(2, engine.hosts, engine.model, job)
-
-    everything, few = look(1000), look(2)
-    in_anchor = everything.isnan()
-    assert torch.equal(in_anchor, few.isnan()) and 0 < in_anchor.sum() < 12  # with the tokens before the video
-    assert (everything[~in_anchor] == 1).all()
-    assert few[~in_anchor].sum() == pytest.approx(4 * 2)  # two pairs of each of four blocks
 
 
 def test_hits_leave_out_what_no_weight_decides():

@@ -12,7 +12,6 @@ import video
 
 from scripts import BENCHMARKS
 from support.videos.worker import cores_of
-from video_files import decode_all, packets_of
 
 
 @pytest.fixture
@@ -130,16 +129,3 @@ def test_hosts_have_cores_of_their_own_and_dense_frames_adjoin():
     assert job_of(sampling="dense").job.choose(11) == [3, 4, 5, 6]
     assert job_of(sampling="dense").job.choose(3) == [0, 1, 2]
     assert job_of().job.choose(10) == [0, 3, 6, 9]
-
-
-def test_clips_are_as_asked_for(tmp_path):
-    spec = video.ClipSpec(32, 48, gop=7, num_frames=25, fps=25)
-    path = video.make_clip(spec, tmp_path / "clips")
-    packets, frames = packets_of(str(path)), decode_all(str(path))
-    assert [number for number, packet in enumerate(packets) if packet[3]] == [0, 7, 14, 21]
-    times = [packet[2] for packet in packets]
-    assert times != sorted(times)  # so there are B-frames
-    assert len(frames) == 25 and frames[0].shape == (32, 48, 3)
-    written = path.stat().st_mtime_ns
-    assert video.make_clip(spec, tmp_path / "clips") == path and path.stat().st_mtime_ns == written
-    assert video.make_clip(replace(spec, gop=8), tmp_path / "clips") != path

@@ -1,6 +1,6 @@
 """Prompts of several videos and images between texts, against transformers on the whole prompt."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,6 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, VideoConfig, load, plan, prefill
-from apbv.input.reading import PromptReader
 from apbv.input.video import probe, sample_uniform
 
 import families
@@ -153,28 +152,6 @@ def test_a_callers_batch_is_shared_out_too(pool, files, family, mix, nested):
         assert num_hosts == 2
 
 
-@pytest.mark.parametrize("family", ["llava_onevision", "internvl"])
-def test_images_are_those_of_transformers_own_chat(pool, files, family):
-    """Of several LLaVA-OneVision cuts none into tiles; each host makes pixels of one or two."""
-    messages, processor = chat("images", files), families.build_processor(family)
-    opened = [
-        part | ({"image": Image.open(part["image"]).convert("RGB")} if part["type"] == "image" else {})
-        for part in messages[0]["content"]
-    ]
-    batch = processor.apply_chat_template(
-        [{"role": "user", "content": opened}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    with torch.no_grad():
-        expected = families.build_model(family, dtype=torch.float64)(**batch).logits[:, -1]
-    for logits, shares in pool.run(3, logits_job, family, messages, {"method": "zigzag_ring"}):
-        assert sorted(shares) == [1, 1, 2]
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def one_frame_job(hosts: HostGroup, family: str, messages: list[dict]):
     """The last logits of a prompt with one frame of each video, and how many frames were read."""
     model = families.build_model(family, dtype=torch.float64)
@@ -203,41 +180,6 @@ def test_a_video_may_be_one_frame(pool, files, family):
     for logits, num_patches, num_planned in pool.run(2, one_frame_job, family, messages):
         assert num_patches == 2 and num_planned
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def logits_of_pieces(family: str, messages: list[dict]) -> torch.Tensor:
-    """The last logits of a prompt whose videos the processor cannot stack: each is expanded and encoded alone."""
-    model, processor = families.build_model(family, dtype=torch.float64), families.build_processor(family)
-    videos, metadata, _ = decoded(messages)
-    token = processor.video_token
-    pieces, embeds = rendered(processor, messages).split(token), []
-    text = pieces[0]
-    for video, about, behind in zip(videos, metadata, pieces[1:], strict=True):
-        batch = processor(
-            text=[token], videos=[video], video_metadata=[about], do_sample_frames=False, return_tensors="pt"
-        )
-        text += processor.tokenizer.decode(batch["input_ids"][0]) + behind
-        if family == "internvl":
-            found = model.model.get_image_features(batch["pixel_values"], return_dict=True).pooler_output
-        else:
-            found = model.model.get_video_features(batch["pixel_values_videos"], return_dict=True).pooler_output
-        embeds.append(found.flatten(0, 1))
-    ids = processor.tokenizer(text, return_tensors="pt")["input_ids"]
-    inputs_embeds = model.get_input_embeddings()(ids)
-    token_id = model.config.image_token_id if family == "internvl" else model.config.video_token_id
-    inputs_embeds[ids == token_id] = torch.cat(embeds).to(inputs_embeds)
-    return model(inputs_embeds=inputs_embeds).logits[:, -1]
-
-
-@pytest.mark.parametrize(("family", "num_hosts"), [("internvl", 1), ("llava_onevision", 3)])
-def test_videos_may_have_different_numbers_of_frames(pool, files, family, num_hosts):
-    """These families' processors take only videos that can be stacked; the others' are among the mixes."""
-    messages = chat("two videos", replace(files, videos=[files.videos[2], files.videos[0]]))
-    expected = logits_of_pieces(family, messages)
-    for logits, shares in pool.run(num_hosts, logits_job, family, messages, {"method": "zigzag_ring"}):
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        assert sum(shares) == 3 + FRAMES
 
 
 def answers_job(hosts: HostGroup, family: str, messages: list[dict], ways: list[SpeculativeConfig | None]):
@@ -325,34 +267,6 @@ def test_images_that_differ_between_hosts_are_refused(pool, tmp_path):
     families.synthetic_image(60, 60).save(paths[1])
     for failure in pool.run(2, different_files_job, paths):
         assert failure.startswith("HostError: the number of videos, or an image file")
-
-
-def vanishing_job(hosts: HostGroup, images: list[str]):
-    """How a request fails whose image is removed from the last host as soon as it has been looked at."""
-    engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
-    render = PromptReader.render
-
-    def render_and_remove(reader, question):
-        rendered = render(reader, question)
-        if hosts.rank == hosts.size - 1:
-            Path(images[hosts.rank]).unlink()
-        return rendered
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PromptReader, "render", render_and_remove)
-        try:
-            engine.prefill("a?", images=[images[hosts.rank]])
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    return failure, engine.prefill("still there?").num_tokens
-
-
-def test_an_image_that_vanishes_is_one_error_on_every_host(pool, tmp_path):
-    paths = [str(tmp_path / f"{number}.png") for number in range(2)]
-    for path in paths:
-        families.synthetic_image(60, 60).save(path)
-    for failure, num_tokens in pool.run(2, vanishing_job, paths):
-        assert "1.png" in failure and num_tokens
 
 
 @pytest.mark.parametrize("how", ["cut short", "missing video"])

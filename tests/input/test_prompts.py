@@ -168,14 +168,6 @@ def test_a_context_whose_question_is_altered_is_refused():
         render_prompt(reader.parts, reader.processor, "why?", context="because")
 
 
-def test_one_image_need_not_be_a_list(tmp_path):
-    picture, reader = families.synthetic_image(84, 112), reader_of("qwen2_5_vl")
-    picture.save(tmp_path / "a.png")
-    for image in (picture, tmp_path / "a.png", str(tmp_path / "a.png"), torch.zeros(3, 84, 112)):
-        (found,) = reader.render(Question("what?", images=image)).pictures
-        assert (found.height, found.width) == (84, 112)
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,30 +137,6 @@ def test_closing_ends_the_threads_and_closes_the_file(clip, threads, taken):
         next(chunks)
 
 
-def test_closing_on_the_way_to_a_frame_decodes_no_further(tmp_path, monkeypatch):
-    info = probe(encode(tmp_path / "a.mp4", n=60, gop=60, bframes=0))
-    decode, close = VideoFile.decode, streaming._Chunks.close
-    fed, on_the_way, closed = [], threading.Event(), threading.Event()
-
-    def slow_decode(file, packet, *args):
-        fed.append(packet)
-        if len(fed) == 30:
-            on_the_way.set()
-            closed.wait()
-        return decode(file, packet, *args)
-
-    def told_close(chunks):
-        close(chunks)
-        closed.set()
-
-    monkeypatch.setattr(VideoFile, "decode", slow_decode)
-    monkeypatch.setattr(streaming._Chunks, "close", told_close)
-    with contextlib.closing(iter_frames(info, [0, 59], 1, 1)) as chunks:
-        assert len(next(chunks)) == 1
-        on_the_way.wait()
-    assert len(fed) == 30
-
-
 def test_threads_end_with_the_last_chunk_and_with_a_dropped_iterator(clip):
     path, info, _ = clip
     before = set(threading.enumerate())
@@ -210,26 +185,3 @@ def test_damage_is_told_with_the_chunk_that_it_is_in(clip, tmp_path, threads):
         assert set(threading.enumerate()) <= before and open_files(tmp_path / "b.mp4") == 0
     good = [i for i in range(120) if i not in bad]
     assert np.array_equal(np.concatenate(list(iter_frames(broken, good, 7, threads))), reference[good])
-
-
-def test_a_file_that_is_gone(clip, tmp_path):
-    path, _, _ = clip
-    copy = tmp_path / "b.mp4"
-    copy.write_bytes(Path(path).read_bytes())
-    info = probe(copy)
-    copy.unlink()
-    with pytest.raises(VideoError, match=r"b\.mp4: no such file"):
-        next(iter_frames(info, range(0, 120, 20), 2, 3))
-
-
-def test_default_threads_are_the_cpus_of_this_process(clip, monkeypatch):
-    """However many the machine has."""
-    path, info, _ = clip
-    for cpus in (1, 3):
-        opened = []
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "sched_getaffinity", lambda pid, cpus=cpus: set(range(cpus)), raising=False)
-            patch.setattr(streaming, "VideoFile", lambda p, opened=opened: opened.append(p) or VideoFile(p))
-            assert len(read_frames(info, range(0, 120, 3))) == 40
-        assert 1 <= len(opened) <= cpus
-    assert opened[0] == path
