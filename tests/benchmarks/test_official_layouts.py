@@ -268,20 +268,6 @@ def test_longvideobench_puts_subtitles_between_frames(longvideobench_folder, pro
     assert len(records) == 4 and not any("error" in record for record in records.values())
 
 
-def test_longvideobench_draws_for_what_names_no_option(ask_longvideobench):
-    def ask(*options) -> list[dict]:
-        dogs = [f"{n} dogs" for n in "12345"]
-        return ask_longvideobench(
-            lambda rows: [{**rows[0], "id": f"q{n}", "candidates": dogs} for n in range(12)], *options
-        )
-
-    records, again = ask(), ask("--hosts", 1)
-    assert all(record["choice"] is None for record in records)
-    guesses = [record["guess"] for record in records]
-    assert len(set(guesses)) >= 3 and [record["guess"] for record in again] == guesses
-    assert [record["right"] for record in records] == [guess == "D" for guess in guesses]
-
-
 def test_longvideobench_test_questions_are_recorded_and_not_scored(ask_longvideobench, capsys):
     def without_answers(rows):
         return [{name: value for name, value in row.items() if name != "correct_choice"} for row in rows]

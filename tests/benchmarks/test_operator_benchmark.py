@@ -93,16 +93,6 @@ def test_what_is_wrong_gets_no_speed(benchmark, monkeypatch, capsys, function):
     assert ("out of registers" in printed.err) == (function is crashing) and "and more" not in printed.err
 
 
-def test_a_selection_must_be_exact(benchmark, monkeypatch):
-    def shifted(scores, k, v, count, *, backend):
-        chosen, out = reference.select_topk(scores, k, v, count)
-        return torch.cat([chosen[..., 1:], chosen[..., :1]], dim=-1), out
-
-    monkeypatch.setattr("support.operators.selection.select_topk", shifted)
-    status, [record] = benchmark("--ops", "select_topk")
-    assert status == 1 and record["errors"][0] > 0 == record["errors"][1]
-
-
 def test_of_many_queries_the_first_and_the_last_are_compared():
     runs = attention._runs
     for length in (1, 127, 600, 2048):

@@ -18,6 +18,7 @@ from apbv.prefilling.encode import encode_visual
 import families
 from families import OMNI, VIDEO_FAMILIES
 from pairs import each_choice
+from video_files import VFR, encode
 
 QUESTION = "What happens?"
 
@@ -39,19 +40,6 @@ def render(processor, kind: str, count: int = 1) -> str:
     content = [{"type": kind}] * count + [{"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": content}]
     return processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
-def write_clip(path, frames: torch.Tensor, fps: int = 8) -> VideoInfo:
-    """Lossless enough is not needed: what is compared is what was decoded."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=fps)
-        stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-        for frame in frames.numpy():
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    return probe(path)
 
 
 def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dict:
@@ -76,11 +64,10 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
 
 @each_choice(family=VIDEO_FAMILIES, frames=[4, 13], num_hosts=[3, 8, 1, 2])
 def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tmp_path):
-    """Pixels to the bit; also with more hosts than frames, odd frame counts, and frames that get resized."""
+    """Pixels to the bit; with more hosts than frames, odd frame counts, a variable rate, frames that get resized."""
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
-    clip = families.synthetic_video(20, 150, 222).permute(0, 2, 3, 1)
-    info = write_clip(tmp_path / "clip.mp4", clip)
+    info = probe(encode(tmp_path / "clip.mp4", n=20, pts=VFR[:20], size=(150, 222)))
     picked = sample_uniform(info, frames)
 
     pieces = []
@@ -242,8 +229,7 @@ def test_pixels_of_other_items_than_the_prompts_are_refused():
 
 
 def test_each_host_decodes_only_its_own_frames(tmp_path, monkeypatch):
-    clip = families.synthetic_video(20, 64, 64).permute(0, 2, 3, 1)
-    info = write_clip(tmp_path / "clip.mp4", clip)
+    info = probe(encode(tmp_path / "clip.mp4", n=20))
     processor = families.build_processor("qwen2_5_vl")
     parts = inspect_model(families.build_model("qwen2_5_vl"))
     decoded = []
