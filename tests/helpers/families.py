@@ -23,20 +23,9 @@ OMNI = "qwen2_5_omni_thinker"
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", OMNI)
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<image>",
-    "<video>",
-    "<img>",
-    "</img>",
-    "<IMG_CONTEXT>",
+SPECIAL_TOKENS = tuple(
+    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
+    "<image> <video> <img> </img> <IMG_CONTEXT>".split()
 )
 # Named as the processor asks its tokenizer for them; one added token a name.
 _OMNI_NAMED_TOKENS = {
@@ -238,11 +227,7 @@ def build_config(
             "vision_start_token_id": ids["<|vision_start|>"],
             "vision_end_token_id": ids["<|vision_end|>"],
         }
-        classes = {
-            "qwen2_vl": tf.Qwen2VLConfig,
-            "qwen2_5_vl": tf.Qwen2_5_VLConfig,
-            "qwen3_vl": tf.Qwen3VLConfig,
-        }
+        classes = {"qwen2_vl": tf.Qwen2VLConfig, "qwen2_5_vl": tf.Qwen2_5_VLConfig, "qwen3_vl": tf.Qwen3VLConfig}
         return classes[family](**common)
 
     text["model_type"] = "qwen2"
@@ -276,24 +261,14 @@ def _qwen_vision_config(family: str) -> dict:
     """Qwen2-VL names its widths differently; 2.5 mixes windowed and full blocks; 3 has deepstack."""
     common = {"num_heads": VISION_HEADS, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if family == "qwen2_vl":
-        return {
-            **common,
-            "depth": 2,
-            "embed_dim": VISION_HIDDEN,
-            "hidden_size": HIDDEN,
-            "patch_size": QWEN_PATCH,
-        }
+        return {**common, "depth": 2, "embed_dim": VISION_HIDDEN, "hidden_size": HIDDEN, "patch_size": QWEN_PATCH}
     common |= {"depth": 3, "hidden_size": VISION_HIDDEN, "intermediate_size": 2 * VISION_HIDDEN}
     common["out_hidden_size"] = HIDDEN
     if family == "qwen2_5_vl":
         # 56 pixels are 2 x 2 merged tokens; block 1 attends to whole frames, blocks 0 and 2 to windows.
         return {**common, "patch_size": QWEN_PATCH, "window_size": 56, "fullatt_block_indexes": [1]}
-    return {
-        **common,
-        "patch_size": QWEN3_PATCH,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
+    deepstack = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    return {**common, "patch_size": QWEN3_PATCH, **deepstack}
 
 
 def build_model(

@@ -64,7 +64,7 @@ def whole_batch(processor, info: VideoInfo, picked, pixels: torch.Tensor) -> dic
 
 @each_choice(family=VIDEO_FAMILIES, frames=[4, 13], num_hosts=[3, 8, 1, 2])
 def test_pieces_from_a_file_are_those_of_the_whole(family, frames, num_hosts, tmp_path):
-    """Pixels to the bit; with more hosts than frames, odd frame counts, a variable rate, frames that get resized."""
+    """Pixels to the bit; more hosts than frames, odd frame counts, a variable rate, frames that get resized."""
     processor = families.build_processor(family)
     parts = inspect_model(families.build_model(family))
     info = probe(encode(tmp_path / "clip.mp4", n=20, pts=VFR[:20], size=(150, 222)))
