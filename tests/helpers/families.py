@@ -23,9 +23,9 @@ OMNI = "qwen2_5_omni_thinker"
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", OMNI)
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 
-SPECIAL_TOKENS = tuple(
-    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
-    "<image> <video> <img> </img> <IMG_CONTEXT>".split()
+SPECIAL_TOKENS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image_pad|>", "<|video_pad|>", "<image>", "<video>", "<img>", "</img>", "<IMG_CONTEXT>"),
 )
 # Named as the processor asks its tokenizer for them; one added token a name.
 _OMNI_NAMED_TOKENS = {
