@@ -46,7 +46,6 @@ def engine_of(hosts: HostGroup, models: tuple, way: dict | None, kv: str) -> Eng
 WAYS = [
     {"strategy": "vanilla"},
     {"strategy": "specvlm", "num_draft_tokens": "auto"},
-    {"strategy": "tabed"},
     {"strategy": "tabed", "ensemble": "MT"},
     {"strategy": "sd_tree"},
 ]
@@ -111,10 +110,9 @@ def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, value, 
     check_drafts(results, WAYS, plain_tokens(clip, sampled), sampled, from_the_start=not after)
 
 
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("after", [0, 1, 7])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
-@pytest.mark.each_choice
+@pytest.mark.parametrize(
+    ("num_hosts", "after", "sampled"), [(1, 1, {}), (2, 0, SAMPLED), (3, 7, SAMPLED)], ids=str
+)
 def test_beside_the_target_too(pool, clip, num_hosts, after, sampled):
     """On a host of its own, or on a thread; it is asked again for the next request."""
     results = pool.run(num_hosts, draft_job, "gathered", BESIDE, str(clip), sampled, "nan", after)
@@ -143,7 +141,7 @@ def target_job(hosts: HostGroup, kv: str, ways: list, path: str, sampled: dict, 
 
 @pytest.mark.parametrize(
     ("num_hosts", "kv", "after", "sampled"),
-    [(1, "gathered", 2, {}), (2, "gathered", 0, SAMPLED), (2, "gathered", 2, {}), (3, "sharded", 2, SAMPLED)],
+    [(2, "gathered", 0, SAMPLED), (2, "gathered", 2, {}), (3, "sharded", 2, SAMPLED)],
     ids=str,
 )
 def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, after, sampled):
@@ -156,7 +154,7 @@ def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_
             assert len(again) == STEPS
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("num_hosts", [1, 3])
 def test_a_target_beside_a_draft_too(pool, clip, num_hosts):
     ways = [{"strategy": "vanilla", "draft_host": True}]
     results = pool.run(num_hosts, target_job, "gathered", ways, str(clip), {}, 2)
@@ -165,23 +163,3 @@ def test_a_target_beside_a_draft_too(pool, clip, num_hosts):
             assert said == ("HostError", "the target's hosts failed")
         else:
             assert said[0] == "AgreedError" and "the model gave NaN or infinite logits" in said[1]
-
-
-def test_what_is_ruled_out_is_not_broken():
-    """Vocabularies are padded, and tokens forbidden, with minus infinity."""
-    from apbv.config import SamplingConfig
-    from apbv.decode.sampling import NotFiniteError, probabilities, sample
-
-    logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
-    assert sample(logits, SamplingConfig(), 0) == 2
-    assert sample(logits, SamplingConfig(temperature=1.0), 0) in (1, 2)
-    for value in BREAKS.values():
-        broken = torch.full((4,), value)
-        for config in (
-            SamplingConfig(),
-            SamplingConfig(temperature=1.0),
-            SamplingConfig(temperature=1.0, top_p=0.5),
-        ):
-            with pytest.raises(NotFiniteError):
-                sample(broken, config, 0)
-    assert probabilities(logits, 1.0, 1.0).sum() == 1

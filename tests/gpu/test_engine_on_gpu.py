@@ -24,53 +24,47 @@ from patience import GROUP_TIMEOUT, HANGING
 from pretend_gpu import rehearsal
 from rehearsals import on_gpus, resizing_as_on_gpu
 
-REQUEST = {"num_frames": 8, "max_new_tokens": 5}
+FAMILY, REQUEST = "qwen2_5_vl", {"num_frames": 8, "max_new_tokens": 5}
 
 
 def loaded(path: Path, hosts: HostGroup, **prefill) -> Engine:
     return Engine.from_pretrained(path, hosts=hosts, dtype="float32", prefill=PrefillConfig(**prefill))
 
 
-def test_a_checkpoint_is_loaded_and_its_kv_saved(checkpoints, clip, tmp_path):
-    path = checkpoints("qwen2_5_vl")
+@pytest.fixture(scope="module")
+def expected(checkpoints, clip) -> list[int]:
     with resizing_as_on_gpu():
-        expected = loaded(path, HostGroup.single("cpu")).generate(QUESTION, video=clip, **REQUEST).token_ids
-        with rehearsal():
-            engine = loaded(path, HostGroup.single("cuda:0"))
-            assert engine.model.device.type == "cuda"
-            engine.prefill(QUESTION, video=clip, num_frames=8).save(tmp_path / "kv")
-            state = apbv.load(tmp_path / "kv", engine.model, hosts=engine.hosts)
-            assert state.to_dynamic_cache().layers[0].keys.is_cuda
-            assert engine.decode(state, max_new_tokens=5).token_ids == expected
+        return (
+            loaded(checkpoints(FAMILY), HostGroup.single("cpu"))
+            .generate(QUESTION, video=clip, **REQUEST)
+            .token_ids
+        )
 
 
-def test_a_host_computes_on_its_gpu_whichever_is_current(checkpoints, clip):
-    path = checkpoints("qwen2_vl")
-    with resizing_as_on_gpu():
-        expected = loaded(path, HostGroup.single("cpu")).generate(QUESTION, video=clip, **REQUEST).token_ids
-        with rehearsal() as gpu:
-            engine = loaded(path, HostGroup.single("cuda:1"))
-            assert torch.cuda.current_device() == 0
+def test_a_host_computes_on_its_gpu_whichever_is_current_and_saves_its_kv(checkpoints, clip, tmp_path, expected):
+    with resizing_as_on_gpu(), rehearsal() as gpu:
+        engine = loaded(checkpoints(FAMILY), HostGroup.single("cuda:1"))
+        assert torch.cuda.current_device() == 0 and engine.model.device == torch.device("cuda:1")
+        engine.prefill(QUESTION, video=clip, num_frames=8).save(tmp_path / "kv")
+        state = apbv.load(tmp_path / "kv", engine.model, hosts=engine.hosts)
+        assert state.to_dynamic_cache().layers[0].keys.is_cuda
+        assert engine.decode(state, max_new_tokens=5).token_ids == expected
+        assert gpu.events.of("triton") and gpu.events.of("replay")
+
+
+def test_a_model_whose_steps_cannot_be_recorded_goes_on_without(checkpoints, clip, expected):
+    with resizing_as_on_gpu(), rehearsal() as gpu:
+        engine = loaded(checkpoints(FAMILY), HostGroup.single("cuda:0"))
+        layer = engine.model.model.language_model.layers[1]
+        layer.register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
+        with pytest.warns(UserWarning, match="goes on without CUDA graphs: GpuError: the host waits"):
             assert engine.generate(QUESTION, video=clip, **REQUEST).token_ids == expected
-            assert gpu.events.of("triton") and gpu.events.of("replay")
-
-
-def test_a_model_whose_steps_cannot_be_recorded_goes_on_without(checkpoints, clip):
-    path = checkpoints("qwen2_5_vl")
-    with resizing_as_on_gpu():
-        expected = loaded(path, HostGroup.single("cpu")).generate(QUESTION, video=clip, **REQUEST).token_ids
-        with rehearsal() as gpu:
-            engine = loaded(path, HostGroup.single("cuda:0"))
-            layer = engine.model.model.language_model.layers[1]
-            layer.register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
-            with pytest.warns(UserWarning, match="goes on without CUDA graphs: GpuError: the host waits"):
-                assert engine.generate(QUESTION, video=clip, **REQUEST).token_ids == expected
-            assert gpu.faults and all("while" in fault for fault in gpu.faults)
-            gpu.faults.clear()
-            torch.cuda.empty_cache()  # the allocator is as it was
-            with pytest.warns(UserWarning, match="decoding without CUDA graphs: GpuError"):
-                assert engine.generate(QUESTION, video=clip, **REQUEST).token_ids == expected
-            assert not gpu.faults  # it is not tried again
+        assert gpu.faults and all("while" in fault for fault in gpu.faults)
+        gpu.faults.clear()
+        torch.cuda.empty_cache()  # the allocator is as it was
+        with pytest.warns(UserWarning, match="decoding without CUDA graphs: GpuError"):
+            assert engine.generate(QUESTION, video=clip, **REQUEST).token_ids == expected
+        assert not gpu.faults  # it is not tried again
 
 
 def shared_job(processes: HostGroup, size: int, path: Path, clip: Path) -> list[list[int]]:
@@ -90,9 +84,8 @@ def _ask_shared(group, device, size: int, path: Path, clip: Path) -> list[int]:
     return engine.generate(QUESTION, video=clip, **REQUEST).token_ids
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_hosts_of_two_gpus_answer_alike(pool, checkpoints, clip, num_processes):
-    for on_cpu, on_gpu in pool.run(num_processes, shared_job, 2, checkpoints("qwen2_5_vl"), clip):
+def test_a_host_of_two_gpus_answers_alike(pool, checkpoints, clip):
+    for on_cpu, on_gpu in pool.run(2, shared_job, 2, checkpoints(FAMILY), clip):
         assert on_gpu == on_cpu
 
 
@@ -131,6 +124,7 @@ async def _text_of(job) -> str:
     return text
 
 
+@pytest.mark.thorough
 def test_the_server_answers_several_requests(checkpoints, clip):
     path, questions = checkpoints("qwen3_vl"), [QUESTION, "And then?", QUESTION]
     with resizing_as_on_gpu():

@@ -239,18 +239,18 @@ def nccl_only(hosts):
     )
 
 
-@pytest.mark.parametrize(
-    ("plant", "because"),
-    [
-        ("nothing", None),
-        ("written", "writes a buffer that is sent"),
-        ("read", "reads a buffer that receives"),
-        ("host", "host tensors in a group that has NCCL only"),
-        ("thread", "another thread's exchange"),
-    ],
-)
-def test_exchanges_have_rules(pool, plant, because):
-    outcomes = pool.run(2, exchange_job, plant)
+RULES = {
+    "nothing": None,
+    "written": "writes a buffer that is sent",
+    "read": "reads a buffer that receives",
+    "host": "host tensors in a group that has NCCL only",
+    "thread": "another thread's exchange",
+}
+
+
+@pytest.mark.parametrize("plant", RULES)
+def test_exchanges_have_rules(pool, plant):
+    outcomes, because = pool.run(2, exchange_job, plant), RULES[plant]
     for faults, _ in outcomes:
         assert (because is None and not faults) or any(because in fault for fault in faults)
     assert_same_order([events for _, events in outcomes])
