@@ -1,6 +1,5 @@
-"""Engines on pretended GPUs: loaded, shared out, saved, and asked by the server's worker."""
+"""Engines on pretended GPUs: loaded, shared out, and saved."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,19 +7,9 @@ import torch
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig
-from apbv.serve.executor import Executor
-from apbv.serve.job import Finished, Piece
-from apbv.serve.ledger import Ledger, Limits
-from apbv.serve.media import MediaSettings
-from apbv.serve.metrics import Metrics
-from apbv.serve.private_files import PrivateFiles
-from apbv.serve.reading import Reader, RequestSettings
-from apbv.serve.report import Reporter
-from apbv.serve.requests import ChatRequest
-from apbv.serve.worker import Worker
 
 from engines import QUESTION
-from patience import GROUP_TIMEOUT, HANGING
+from patience import GROUP_TIMEOUT
 from pretend_gpu import rehearsal
 from rehearsals import on_gpus, resizing_as_on_gpu
 
@@ -87,48 +76,3 @@ def _ask_shared(group, device, size: int, path: Path, clip: Path) -> list[int]:
 def test_a_host_of_two_gpus_answers_alike(pool, checkpoints, clip):
     for on_cpu, on_gpu in pool.run(2, shared_job, 2, checkpoints(FAMILY), clip):
         assert on_gpu == on_cpu
-
-
-def served(engine: Engine, clip: Path, questions: list[str]) -> list[str]:
-    """The texts of answers to requests that wait together for the server's worker."""
-    private_files = PrivateFiles()
-    settings = RequestSettings(num_frames=8, max_new_tokens=5, media=MediaSettings(folder=clip.parent))
-    limits = Limits(max_queue=len(questions), max_kv_bytes=2**30, token_bytes=2**10)
-    reader, ledger = Reader(engine, settings, private_files), Ledger(Reporter(Metrics("demo")), limits)
-    worker = Worker(Executor(engine, engine.hosts), reader, ledger)
-
-    async def ask() -> list[str]:
-        worker.start(on_stop=lambda: None, on_end=lambda: None)
-        jobs = []
-        for question in questions:
-            parts = [{"type": "video_url", "video_url": {"url": clip.name}}, {"type": "text", "text": question}]
-            request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": parts}]})
-            jobs.append(worker.admit())
-            worker.submit(jobs[-1], request)
-        return [await asyncio.wait_for(_text_of(job), HANGING) for job in jobs]
-
-    try:
-        return asyncio.run(ask())
-    finally:
-        worker.stop()
-        worker.join(HANGING)
-        private_files.close()
-        assert worker.failure is None
-
-
-async def _text_of(job) -> str:
-    text = ""
-    while isinstance(event := await job.events.get(), Piece):
-        text += event.text
-    assert isinstance(event, Finished), event
-    return text
-
-
-@pytest.mark.thorough
-def test_the_server_answers_several_requests(checkpoints, clip):
-    path, questions = checkpoints("qwen3_vl"), [QUESTION, "And then?", QUESTION]
-    with resizing_as_on_gpu():
-        expected = served(loaded(path, HostGroup.single("cpu")), clip, questions)
-        with rehearsal():
-            assert served(loaded(path, HostGroup.single("cuda:0")), clip, questions) == expected
-    assert expected[0] == expected[2] != expected[1]

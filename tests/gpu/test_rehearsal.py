@@ -26,12 +26,12 @@ def drafting(strategy: str, **options) -> Case:
     return Case(family, prefill=prefill, speculate={"strategy": strategy, **options}, request=request)
 
 
-def reducing(family: str, method: str, reduce: dict | None = None, **prefill) -> Case:
-    return Case(family, prefill={"reduce": ReduceConfig(method=method, **(reduce or {})), **SHORT, **prefill})
+def reducing(family: str, reducer: str, reduce: dict | None = None, **prefill) -> Case:
+    return Case(family, prefill={"reduce": ReduceConfig(method=reducer, **(reduce or {})), **SHORT, **prefill})
 
 
-def sparse(family: str = "internvl", prefill: dict | None = None, **settings) -> Case:
-    return Case(family, prefill={"sparse": SparseConfig(block_size=32, **settings), **(prefill or {})})
+def sparse(prefill: dict | None = None, **settings) -> Case:
+    return Case("internvl", prefill={"sparse": SparseConfig(block_size=32, **settings), **(prefill or {})})
 
 
 # (hosts, case): every family, kind of attention, exchange and draft; what is behind those is thorough.
@@ -52,7 +52,7 @@ THOROUGH = [
     (1, reducing("llava_onevision", "uv_prune", {"ratio": 0.3})),
     (2, reducing("llava_onevision", "hippo_attention", {"layer": 2})),
     (1, sparse(method="flexprefill", min_blocks=1)),
-    (2, sparse("internvl", SHORT, method="spargeattn", skip_margin=0.5)),
+    (2, sparse(SHORT, method="spargeattn", skip_margin=0.5)),
     (2, Case("qwen2_5_vl", prefill={"importance": "dot", "overlap": False, **SHORT}, request=SAMPLED)),
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
     (3, Case("qwen3_vl", prefill={"frame_parallel": False, "zigzag": False, **SHORT}, reuse="exact")),
