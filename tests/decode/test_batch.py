@@ -22,7 +22,7 @@ from apbv.stats import StageTimer
 
 from answers import plain_tokens
 from families import TEXT_FAMILIES
-from prompts import ALL_FAMILIES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
+from prompts import POSITIONS, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
 from recorded import recorded_on_a_cpu
 
 STEPS = 10
@@ -85,7 +85,7 @@ def generated(family: str, number: int) -> list[int]:
     return output[0, batch["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", POSITIONS)
 def test_members_that_come_and_go_say_what_the_model_says(family):
     parts = parts_of(family)
     batch, members = Batch(parts), []

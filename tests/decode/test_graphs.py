@@ -15,7 +15,7 @@ from apbv.model.parts import inspect_model
 from apbv.speculate.tree import Tree
 
 from families import TEXT_FAMILIES
-from prompts import ALL_FAMILIES, as_inputs, build, text_batch, video_batch
+from prompts import POSITIONS, as_inputs, build, text_batch, video_batch
 from recorded import recorded_on_a_cpu
 
 QUESTION, FRAMES = "name the letters in order", 16
@@ -57,7 +57,7 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
     return said + [states for layer in decoder.newest_kv(length) for states in layer]
 
 
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, "shorter layers"])
+@pytest.mark.parametrize("family", [*POSITIONS, "shorter layers"])
 def test_a_walk_says_the_same(family, monkeypatch):
     """Where tokens were dropped inside the model every layer has another number of rows to write behind."""
     monkeypatch.setattr(growing, "GROWTH_ROWS", 24)  # so that buffers are left for new ones

@@ -20,7 +20,7 @@ from apbv.kv.writer import Writer, lock_for_saving
 
 from families import TEXT_FAMILIES
 from pool import start
-from prompts import ALL_FAMILIES, batch_of, build, reset_rope
+from prompts import POSITIONS, batch_of, build, reset_rope
 from tampering import flip_bit, remove, truncate
 
 QUESTION, FRAMES, STEPS = "name the letters in order", 48, 6
@@ -89,7 +89,7 @@ def test_any_part_of_a_layer_can_be_read(saved_once):
     assert torch.equal(parts[1], torch.cat([values[:, 70:], values[:, :9]], dim=1))
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", POSITIONS)
 def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is refused."""
     model, batch = build(family, torch.float32), batch_of(family, 60 if family in TEXT_FAMILIES else None)

@@ -8,18 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, HostError, HostGroup, SpeculativeConfig, demo
 from apbv.speculate import builders
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
 from apbv.speculate.pair import Pair
 
-import families
-from engines import QUESTION
+from engines import QUESTION, build_engine
 from patience import HANGING, wait_for
 from scripts import infer, run_hosts
 
-FAMILY = "qwen2_5_vl"
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 WAYS = [
     {"strategy": "vanilla"},
@@ -30,16 +28,9 @@ MORE_WAYS = [{**HIPPO, "num_draft_tokens": "auto"}, {**HIPPO, "vision_first": Tr
 MORE_WAYS += [{"strategy": "parallelvlm", "keep_ratio": 0.3}]
 
 
-def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, **prefill) -> Engine:
-    """An engine that has the target and the draft where they are needed."""
-    is_draft = way is not None and hosts.size > 1 and hosts.rank == hosts.size - 1
-    model = None if is_draft else families.build_model(FAMILY, dtype=torch.float64)
-    draft = None
-    if is_draft or (way is not None and hosts.size == 1):
-        draft = families.build_model(FAMILY, dtype=torch.float64, seed=draft_seed)
+def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill) -> Engine:
     speculate = way and SpeculativeConfig(**{"draft_host": True, "keep_losing_draft": True, **way})
-    processor = families.build_processor(FAMILY)
-    return Engine(model, processor, hosts, PrefillConfig(**prefill), speculate=speculate, draft=draft)
+    return build_engine(hosts, "qwen2_5_vl", kv, speculate, draft_seed, **prefill)
 
 
 @pytest.fixture(scope="module")
