@@ -102,7 +102,10 @@ def test_members_that_come_and_go_say_what_the_model_says(family):
         assert member.finish_reason == "length" and member.error is None
 
 
-@pytest.mark.parametrize(("way", "seed"), [("plain", 0), ("ahead", 1), ("ahead", 2), ("recorded", 0)])
+@pytest.mark.parametrize(
+    ("way", "seed"),
+    [("plain", 0), ("ahead", 1), ("ahead", 2), pytest.param("recorded", 0, marks=pytest.mark.thorough)],
+)
 def test_a_walk_with_every_way_to_choose(way, seed, monkeypatch):
     """Ahead: as a GPU gets a step before the tokens of the last one are read; recorded: as graphs repeat steps."""
     monkeypatch.setattr(growing, "GROWTH_ROWS", 3)  # so that buffers are left for new ones

@@ -267,6 +267,10 @@ def test_a_draft_begins_before_the_target_has_prefilled(
 def late_job(hosts: HostGroup, request: dict):
     """Tokens, scores received, and how often asked, where the draft seems not to have answered so many times."""
     engine, found = engine_of(hosts, UV_PRUNE), []
+    if hosts.is_leader:
+        engine.model.get_decoder().layers[0].register_forward_pre_hook(
+            lambda *args: wait_for(engine._way._pair.link.other_has_answered)
+        )
     offer_scores, receive = Pair.offer_scores, Link.receive
     for times in (0, 1, 99):
         received, asked = [], []
