@@ -93,7 +93,9 @@ def test_a_losing_draft_costs_its_trial_and_no_more(wanted, draft, extra, chance
 def test_a_winning_draft_stays_whatever_holds_it_up_once():
     for seed in range(4):
         pace = Pace(5, keep_losing_draft=False)
-        rounds_of(pace, 10, 0.7, 0.1, 1.0, seed=seed)
+        pace.learn(5, 0, 1, 0.0, 1000.0)  # the first round is slow everywhere
+        _, _, windows = rounds_of(pace, 40, 0.7, 0.1, 1.0, seed=seed)
+        assert [round_ for round_, window in enumerate(windows, start=1) if not window] == [2, 8, 32]
         pace.learn(5, 3, 4, 0.5, 1000.0)
         pace.learn(0, 0, 1, 0.0, 1000.0)
         _, _, windows = rounds_of(pace, 300, 0.7, 0.1, 1.0, seed=seed)
