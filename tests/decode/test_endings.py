@@ -38,6 +38,9 @@ def test_every_way_heeds_end_tokens_alike(plain, way):
     engine = plain if way == "plain" else engine_of(way, HostGroup.single())
     usual, ends = asked(plain).token_ids, set(plain.parts.eos_token_ids)
     assert asked(engine).token_ids == usual and len(ends & set(usual)) == 1 and usual[-1] in ends
+    # An end token counts, though there may be none behind it.
+    assert engine.generate(QUESTION, **VIDEO, max_new_tokens=len(usual)).finish_reason == "stop"
+    assert engine.generate(QUESTION, **VIDEO, max_new_tokens=len(usual) - 1).finish_reason == "length"
     fewest = len(usual) + 2
     assert fewest < MOST
     for options in ({"ignore_eos": True}, {"min_tokens": fewest}, {"min_tokens": fewest, "ignore_eos": True}):

@@ -80,6 +80,7 @@ def test_still_scenes_stand_and_moving_ones_move(grid):
         for seed in range(8):
             shots = tuple(clips.Shot(seed, scene, age) for age in range(2))
             frames = clips.render(clips.ClipSpec(shots, grid)).astype(int)
+            assert not np.array_equal(frames[:2], frames[2:])  # a scene goes on where its last shot ended
             # Smoothed, so that the noise over every frame does not count as motion.
             blocks = frames.reshape(4, grid * 7, 4, grid * 7, 4, 3).mean((2, 4))
             differences.setdefault(scene, []).append(np.abs(np.diff(blocks, axis=0)).max((1, 2, 3)).min())

@@ -169,6 +169,7 @@ def test_what_is_printed_of_an_engine_and_its_results_is_short(engines):
     assert repr(answer) == f"GenerateResult({answer.text!r}, 3 tokens, 'length', {taken})"
     long = replace(answer, text="a" * 61)
     assert repr(long).startswith(f"GenerateResult({'a' * 60 + '…'!r}, ")
+    assert repr(replace(answer, text="a" * 60)).startswith(f"GenerateResult({'a' * 60!r}, ")
 
 
 @pytest.mark.parametrize("is_on", [True, False])

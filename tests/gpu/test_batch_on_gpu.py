@@ -1,6 +1,7 @@
 """Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no fault."""
 
 import queue
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -77,9 +78,13 @@ def gpu():
         yield gpu
 
 
-def test_the_answers_are_those_of_the_cpu(gpu, clip, expected):
-    found = together(engine_of(on_gpus(HostGroup.single("cpu")), gpu), clip, lambda: gpu.mark("step"))
+def test_the_answers_are_those_of_the_cpu(gpu, clip, expected, monkeypatch):
+    engine, used_by = engine_of(on_gpus(HostGroup.single("cpu")), gpu), Counter()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used_by.update([id(stream)]))
+    found = together(engine, clip, lambda: gpu.mark("step"))
     assert found == expected
+    # The allocator knows that logits, keys and values of every prompt are used by the batch's stream, too.
+    assert len(QUESTIONS) * (1 + 2 * engine.parts.num_layers) in used_by.values()
     assert [len(tokens) for tokens in found] == [sampling.max_new_tokens for sampling in SAMPLINGS]
     steps = [step for number, step in enumerate(gpu.events.between("step"), start=1) if number not in JOINS]
     assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RECORDING} for step in steps)
