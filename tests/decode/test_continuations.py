@@ -10,7 +10,7 @@ from apbv.model.parts import inspect_model
 
 from answers import plain_tokens
 from families import TEXT_FAMILIES
-from prompts import ALL_FAMILIES, EXAMPLES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
+from prompts import ALL_FAMILIES, UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
 
 
 def continuation_job(
@@ -34,23 +34,12 @@ def continuation_job(
     return continued
 
 
-@pytest.mark.parametrize(
-    ("family", "num_hosts"),
-    [(family, hosts) for family in ALL_FAMILIES for hosts in (1, 2, 3)] + [(family, 8) for family in EXAMPLES],
-)
-@pytest.mark.each_choice
-def test_continuations_equal_hugging_face_generate(on_hosts, family, num_hosts):
-    check_continuations(on_hosts, family, num_hosts, "apbv")
+CASES = [(family, 1 + place % 3, "apbv") for place, family in enumerate(ALL_FAMILIES)]
+CASES += [("llama", 8, "apbv"), ("qwen2_5_vl", 3, "zigzag_ring"), ("llama", 2, "ulysses")]
 
 
-@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
-@pytest.mark.parametrize("num_hosts", [2, 3])
-@pytest.mark.parametrize("family", EXAMPLES)
-def test_continuations_after_exact_methods(on_hosts, family, num_hosts, method):
-    check_continuations(on_hosts, family, num_hosts, method)
-
-
-def check_continuations(on_hosts, family, num_hosts, method):
+@pytest.mark.parametrize(("family", "num_hosts", "method"), CASES)
+def test_continuations_equal_hugging_face_generate(on_hosts, family, num_hosts, method):
     batch, query_start, expected = continuation(family)
     assert len(set(expected)) > 2
     steps = len(expected)
@@ -79,7 +68,7 @@ def sampled_job(hosts: HostGroup, seed: int):
     for kv in ("gathered", "sharded"):
         inputs = as_inputs("llama", text_batch(120), 108, hosts)
         state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv=kv, passing_len=UNCOMPRESSED))
-        sampling = SamplingConfig(max_new_tokens=24, temperature=1.5, top_p=0.9, seed=seed)
+        sampling = SamplingConfig(max_new_tokens=12, temperature=1.5, top_p=0.9, seed=seed)
         tokens.append(plain_tokens(state, model, sampling))
     return tokens
 
@@ -89,26 +78,4 @@ def test_sampling_depends_on_the_seed_and_on_nothing_else(pool):
     drawn = [tokens for result in (*one, *again) for tokens in result]
     assert all(tokens == drawn[0] for tokens in drawn)
     assert other[0][0] != drawn[0]
-    assert len(set(drawn[0])) > 5
-
-
-def eos_job(hosts: HostGroup, kv: str, end: tuple[int, ...]):
-    model = build("qwen3", torch.float32)
-    state = prefill(
-        model,
-        as_inputs("qwen3", text_batch(120), 108, hosts),
-        hosts=hosts,
-        config=PrefillConfig(kv="gathered", passing_len=UNCOMPRESSED),
-    )
-    seen = []
-    sampling = SamplingConfig(max_new_tokens=12)
-    tokens = plain_tokens(state, model, sampling, end, seen.append)
-    return tokens, seen
-
-
-def test_decoding_stops_at_an_end_token_and_streams_every_token(pool):
-    free, _ = pool.run(2, eos_job, "gathered", ())[0]
-    end = free[4]
-    for tokens, seen in pool.run(2, eos_job, "gathered", (end, 10**6)):
-        assert tokens == free[: free.index(end) + 1]
-        assert seen == tokens
+    assert len(set(drawn[0])) > 3

@@ -1,7 +1,6 @@
 """The packaged model answers about held-out clips, from H.264 file to text, prefilled by two hosts with APB-V."""
 
 import itertools
-import json
 import re
 from types import SimpleNamespace
 
@@ -14,10 +13,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata, load_video
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, prefill
+from apbv import Engine, HostGroup, PrefillConfig, demo
 from apbv.demo import clips
-from apbv.model.parts import inspect_model
-from apbv.speculate.strategies import make_observer
 
 from support.demo_training import data, vision
 from support.demo_training import trainer as training
@@ -61,9 +58,9 @@ def score_job(hosts: HostGroup, exam: Exam, configs: list[PrefillConfig], folder
     return list(score(candidate, exam, configs, folder))
 
 
-@pytest.mark.parametrize("grid, num_shots", [(2, 48), pytest.param(6, 16, marks=pytest.mark.thorough)])
-def test_held_out_clips_are_answered_right(pool, tmp_path, grid, num_shots):
-    exam = Exam(grid, num_shots, num_clips=6, split="validation")
+@pytest.mark.thorough
+def test_held_out_clips_are_answered_right(pool, tmp_path):
+    exam = Exam(grid=6, num_shots=16, num_clips=6, split="validation")
     records, others = pool.run(2, score_job, exam, [PrefillConfig()], tmp_path)
     assert records == others
     assert {record["task"] for record in records} == {"retrieval", "ordering", "counting", "describe"}
@@ -75,6 +72,7 @@ def test_held_out_clips_are_answered_right(pool, tmp_path, grid, num_shots):
         assert right >= 0.85 * total, (task, right, total)
 
 
+@pytest.mark.thorough
 def test_without_passing_blocks_the_same_clips_lose_ordering(pool, tmp_path):
     """What the paper says of Star Attention; and a scorer that calls everything right would be seen."""
     exam = Exam(2, 48, 8, ("ordering",), "validation")
@@ -90,7 +88,7 @@ def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, pro
     assert len(frames) == 2 * len(clip.shots)
     asked = clips.questions(clip)
     assert set(demo.EXAMPLE_QUESTIONS) <= {question for _, question, _ in asked}
-    for _, question, answer in asked:
+    for _, question, answer in asked[-3:]:
         content = [{"type": "video"}, {"type": "text", "text": question}]
         text = processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
@@ -100,34 +98,25 @@ def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, pro
         assert processor.batch_decode(output, skip_special_tokens=True) == [answer]
 
 
-def test_the_checkpoint_is_genuine_small_and_lists_no_foreign_path(target):
-    assert type(target) is Qwen2_5_VLForConditionalGeneration
-    assert 3_000_000 <= target.num_parameters() <= 8_000_000
-    files = list(demo.model_path().iterdir())
-    assert sum(file.stat().st_size for file in files) < 10_000_000
-    assert demo.video_path().stat().st_size < 300_000
-    config = json.loads((demo.model_path() / "config.json").read_text())
-    assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
-    for file in demo.model_path().glob("*.json"):
-        assert not re.search(r'"(/|[A-Z]:\\\\)\w+/', file.read_text()), file
-
-
-def test_the_draft_is_small_and_reads_and_writes_as_the_target_does():
+def test_the_checkpoints_are_genuine_and_small_and_list_no_foreign_path(target):
     draft = load(demo.draft_path())
-    assert type(draft) is Qwen2_5_VLForConditionalGeneration
-    assert draft.num_parameters() <= 1_000_000
+    assert type(target) is type(draft) is Qwen2_5_VLForConditionalGeneration
+    assert 3_000_000 <= target.num_parameters() <= 8_000_000 and draft.num_parameters() <= 1_000_000
     files = [*demo.model_path().iterdir(), *demo.draft_path().iterdir()]
     assert sum(file.stat().st_size for file in files) < 20_000_000
+    assert demo.video_path().stat().st_size < 300_000
+    for file in demo.model_path().glob("*.json"):
+        assert not re.search(r'"(/|[A-Z]:\\\\)\w+/', file.read_text()), file
     shared = ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja")
-    for name in (*shared, "generation_config.json"):
+    for name in (*shared, "generation_config.json"):  # the draft reads and writes as the target does
         assert (demo.draft_path() / name).read_bytes() == (demo.model_path() / name).read_bytes()
 
 
-@pytest.mark.parametrize("grid, num_shots", [(2, 64), (6, 24)])
-def test_the_draft_agrees_with_the_target(target, processor, tmp_path, grid, num_shots):
+@pytest.mark.thorough
+def test_the_draft_agrees_with_the_target(target, processor, tmp_path):
     """On clips that neither was trained on; less so where it sees a tenth of the visual tokens."""
     candidate, draft = Candidate(target, processor, HostGroup.single()), load(demo.draft_path())
-    exam = Exam(grid, num_shots, 3, split="validation")
+    exam = Exam(2, 64, 3, split="validation")
     agreed, total = count_agreements(candidate, draft, exam, (1.0, 0.1), tmp_path)
     assert agreed[1.0] >= 0.8 * total
     assert agreed[0.1] < agreed[1.0]
@@ -160,19 +149,6 @@ def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
         assert not torch.allclose(scaled(ids).logits, target(ids).logits)
     with pytest.raises(ValueError, match="not by 0"):
         scale_model(target, 0)
-
-
-@pytest.mark.parametrize("keep", ["attention", "uv_prune"])
-def test_a_scaled_model_finds_the_same_tokens_important(target, processor, tmp_path, keep):
-    """Layers that add nothing to what is said must have no vote in what the draft sees, either."""
-    hosts = HostGroup.single()
-    inputs = Candidate(target, processor, hosts).read(Exam(6, 10, 1).file(0, tmp_path), clips.DESCRIBE_QUESTION)
-    scores = []
-    for model, times in ((target, 1), (scale_model(target, 3), 3)):
-        observer = make_observer(SpeculativeConfig(keep=keep, uv_layer=20 * times), inspect_model(model))
-        prefill(model, inputs, hosts=hosts, observer=observer)
-        scores.append(observer.result())
-    torch.testing.assert_close(*scores)
 
 
 @pytest.fixture(scope="module")
@@ -210,39 +186,6 @@ def test_training_sequences_equal_what_the_processor_makes(target, processor, gr
         torch.testing.assert_close(row.ids[chosen], inputs["input_ids"][0])
         positions, _ = target.model.get_rope_index(**inputs)
         torch.testing.assert_close(row.positions[:, chosen], positions[:, 0])
-
-
-def test_a_packed_batch_gives_the_logits_of_its_questions_alone(target, shot_pool):
-    """The shared sequence hides every question from the others."""
-    maker = data.BatchMaker({2: shot_pool}, seed=9)
-    places = shot_pool.draw_clip(12, maker.rng)
-    clip = clips.ClipSpec(tuple(shot_pool.shots[place] for place in places))
-    packed = load(demo.model_path())
-    packed.set_attn_implementation(vision.ATTENTION)
-    asked = clips.questions(clip)
-    row = maker.row(clip, torch.arange(12) * data.STRIDE, None, asked)
-    patches = maker.normalise(shot_pool.patches[places])
-    with torch.no_grad():
-        visual = vision.encode_shots(target.model.visual, patches).flatten(0, 1)
-        embeds = target.get_input_embeddings()(row.ids)[None]
-        embeds[0, row.ids == target.config.video_token_id] = visual
-        before = len(row.ids) - len(row.labels)
-        same = row.segments[:, None] == row.segments[None, :]
-        own = same & torch.ones_like(same).tril()
-        visible = torch.cat([torch.ones(len(row.labels), before, dtype=torch.bool), own], dim=1)
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
-        together = packed.model.language_model(
-            inputs_embeds=embeds,
-            position_ids=row.positions[:, None],
-            attention_mask={"full_attention": mask},
-            use_cache=False,
-        ).last_hidden_state[0, before:]
-        for number in range(1, len(asked) + 1):
-            chosen = torch.cat([torch.ones(before, dtype=torch.bool), row.segments == number])
-            alone = target.model.language_model(
-                inputs_embeds=embeds[:, chosen], position_ids=row.positions[:, None, chosen], use_cache=False
-            ).last_hidden_state[0, before:]
-            torch.testing.assert_close(together[row.segments == number], alone, atol=1e-4, rtol=1e-4)
 
 
 def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
@@ -294,6 +237,7 @@ def test_token_labels_lie_where_the_needle_is():
         assert scenes == ({-100} if needle.kind == "inserted" else {-100, data.SCENE_IDS["still disc"]})
 
 
+@pytest.mark.thorough
 def test_a_draft_learns_from_the_target(tmp_path, monkeypatch, shot_pool):
     """A few steps of distilling, on all and on a part of the visual tokens, with both vision towers frozen."""
     monkeypatch.setattr(training, "CURRICULUM", {"draft": ((0.0, {2: 8}),)})

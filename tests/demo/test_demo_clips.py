@@ -51,8 +51,9 @@ def test_every_split_has_its_share_of_placements():
     assert counts["test"] == pytest.approx(300, rel=0.25)
 
 
-@pytest.mark.parametrize("num_shots", [3, 8, 64, 1024])
-@pytest.mark.parametrize("needles", [["edited"], ["inserted"], list(clips.NEEDLES)])
+@pytest.mark.parametrize(
+    ("num_shots", "needles"), [(3, ["edited"]), (8, ["inserted"]), (300, list(clips.NEEDLES))]
+)
 def test_clip_keeps_its_rules(num_shots, needles):
     for seed in range(10):
         clip = clips.make_clip(seed, num_shots, "validation", needles=needles)
@@ -79,6 +80,7 @@ def test_still_scenes_stand_and_moving_ones_move(grid):
         for seed in range(8):
             shots = tuple(clips.Shot(seed, scene, age) for age in range(2))
             frames = clips.render(clips.ClipSpec(shots, grid)).astype(int)
+            assert not np.array_equal(frames[:2], frames[2:])  # a scene goes on where its last shot ended
             # Smoothed, so that the noise over every frame does not count as motion.
             blocks = frames.reshape(4, grid * 7, 4, grid * 7, 4, 3).mean((2, 4))
             differences.setdefault(scene, []).append(np.abs(np.diff(blocks, axis=0)).max((1, 2, 3)).min())
@@ -86,8 +88,7 @@ def test_still_scenes_stand_and_moving_ones_move(grid):
     assert max(max(v) for scene, v in differences.items() if not scene.startswith("moving")) < 15
 
 
-@SIZES
-@pytest.mark.parametrize("kind", clips.NEEDLES)
+@pytest.mark.parametrize(("grid", "kind"), [(6, "edited"), (6, "inserted"), (2, "edited")])
 def test_a_needle_has_its_border_where_it_says(grid, kind):
     size = clips.TOKEN_SIZE * grid
     for seed in range(12):
@@ -108,17 +109,8 @@ def test_a_needle_has_its_border_where_it_says(grid, kind):
             assert changed < 8 if kind == "edited" else changed > 8
 
 
-@SIZES
-def test_mp4_round_trip_keeps_frames(tmp_path, grid):
-    frames = clips.render(clips.make_clip(0, 16, "test", grid))
-    clips.write_mp4(frames, tmp_path / "clip.mp4")
-    decoded = clips.read_mp4(tmp_path / "clip.mp4")
-    assert decoded.shape == frames.shape
-    assert np.abs(decoded.astype(int) - frames).mean() < 8
-
-
 def test_answers_follow_from_the_clip():
-    for seed in range(20):
+    for seed in range(5):
         clip = clips.make_clip(seed, 20, "test")
         by_task: dict[str, list[tuple[str, str]]] = {}
         for task, question, answer in clips.questions(clip):
@@ -147,7 +139,8 @@ def render_command(tmp_path, monkeypatch):
 def test_the_render_command_writes_what_it_says(render_command, tmp_path, capsys):
     render_command("--seed", "7", "--shots", "10", "--grid", "6")
     clip = clips.make_clip(7, 10, "test", 6)
-    assert clips.read_mp4(tmp_path / "clip.mp4").shape == (20, 168, 168, 3)
+    decoded, frames = clips.read_mp4(tmp_path / "clip.mp4"), clips.render(clip)
+    assert decoded.shape == frames.shape and np.abs(decoded.astype(int) - frames).mean() < 8
     said = [line.strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert said == [line for _, question, answer in clips.questions(clip) for line in (question, answer)]
 

@@ -1,187 +1,125 @@
 """Models that give NaN or infinite logits: a draft is dropped, a target is one clear error, hosts stay usable."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.speculate import STRATEGIES
+from apbv import Engine, HostError, HostGroup, SpeculativeConfig
 
-import families
-from engines import QUESTION
+from engines import QUESTION, build_engine
 
-FAMILY, STEPS = "qwen2_5_vl", 12
+REQUEST = {"num_frames": 8, "max_new_tokens": 12}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
-BREAKS = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
-
-
-def break_logits(model, value: str, after: int = 0):
-    """From the ``after``-th forward pass on all logits are this; returns what mends the model."""
-    passes = 0
-
-    def hook(module, args, output):
-        nonlocal passes
-        passes += 1
-        return output if passes <= after else torch.full_like(output, BREAKS[value])
-
-    return model.get_output_embeddings().register_forward_hook(hook).remove
-
-
-def build_models(hosts: HostGroup, way: dict | None) -> tuple:
-    """The target and the draft where this host has them."""
-    beside = way and way.get("draft_host") and hosts.size > 1
-    is_draft = beside and hosts.rank == hosts.size - 1
-    needs_draft = way and STRATEGIES[way["strategy"]].needs_draft_model and (is_draft or not beside)
-    model = None if is_draft else families.build_model(FAMILY, dtype=torch.float64)
-    return model, families.build_model(FAMILY, dtype=torch.float64, seed=1) if needs_draft else None
-
-
-def engine_of(hosts: HostGroup, models: tuple, way: dict | None, kv: str) -> Engine:
-    speculate = None if way is None else SpeculativeConfig(keep_losing_draft=True, **way)
-    processor = families.build_processor(FAMILY)
-    return Engine(models[0], processor, hosts, PrefillConfig(kv=kv), speculate=speculate, draft=models[1])
-
-
-WAYS = [
-    {"strategy": "vanilla"},
-    {"strategy": "specvlm", "num_draft_tokens": "auto"},
-    {"strategy": "tabed"},
-    {"strategy": "tabed", "ensemble": "MT"},
-    {"strategy": "sd_tree"},
-]
+WAYS = [{"strategy": "vanilla"}, {"strategy": "specvlm", "num_draft_tokens": "auto"}]
+WAYS += [{"strategy": "tabed", "ensemble": "MT"}, {"strategy": "sd_tree"}]
 BESIDE = [
-    {"strategy": "vanilla", "draft_host": True},
-    {"strategy": "hippo", "draft_host": True, "prune": "kv"},
-    {"strategy": "hippo", "draft_host": True, "vision_first": True},
+    {"strategy": "vanilla"},
+    {"strategy": "hippo", "prune": "kv"},
+    {"strategy": "hippo", "vision_first": True},
 ]
+BESIDE = [{**way, "draft_host": True} for way in BESIDE]
 
 
-def draft_job(hosts: HostGroup, kv: str, ways: list, path: str, sampled: dict, value: str, after: int):
-    """For each way an answer with a broken draft, its figures, what was warned of, and an answer afterwards."""
-    request = {"video": path, "num_frames": 8, "max_new_tokens": STEPS, **sampled}
+def engine_of(hosts: HostGroup, way: dict | None, kv: str = "gathered") -> Engine:
+    speculate = way and SpeculativeConfig(keep_losing_draft=True, **way)
+    return build_engine(hosts, "qwen2_5_vl", kv, speculate, 1)
+
+
+@contextmanager
+def broken(model, value: float, after: int) -> Iterator[None]:
+    """From the ``after``-th forward pass on all logits are this."""
+    passes = []
+
+    def spoil(module, args, output):
+        passes.append(1)
+        return output if len(passes) <= after else torch.full_like(output, value)
+
+    spoilt = model and model.get_output_embeddings().register_forward_hook(spoil)
+    yield
+    if spoilt:
+        spoilt.remove()
+
+
+def draft_job(hosts: HostGroup, kv: str, ways: list, request: dict, value: float, after: int):
+    """For each way an answer with a broken draft, what was warned of, and an answer afterwards."""
     found = []
     for way in ways:
-        models = build_models(hosts, way)
-        engine = engine_of(hosts, models, way, kv)
-        mend = break_logits(models[1], value, after) if models[1] is not None else lambda: None
-        with warnings.catch_warnings(record=True) as caught:
+        engine = engine_of(hosts, way, kv)
+        with broken(engine.draft_model, value, after), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             answer = engine.generate(QUESTION, **request)
-        mend()
         said = [str(w.message) for w in caught if "draft" in str(w.message)]
-        found.append(
-            (answer.token_ids, answer.stats.get("speculation"), said, engine.generate(QUESTION, **request))
-        )
-    return [
-        (tokens, figures, said, again.token_ids, again.stats.get("speculation"))
-        for tokens, figures, said, again in found
-    ]
+        again = engine.generate(QUESTION, **request)
+        found.append((answer.token_ids, answer.stats, said, again.token_ids, again.stats))
+    return found
 
 
-def check_drafts(results: list, ways: list, plain: list[int], sampled: dict, from_the_start: bool) -> None:
-    for host, answers in enumerate(results):
-        for way, (tokens, figures, said, again, figures_again) in zip(ways, answers, strict=True):
-            if from_the_start or not sampled or way["strategy"] == "sd_tree":
+@pytest.mark.parametrize(
+    ("num_hosts", "ways", "value", "after", "sampled"),
+    [
+        (1, WAYS, torch.nan, 0, SAMPLED),
+        (2, WAYS, torch.inf, 4, {}),
+        # On a host of its own, or on a thread; it is asked again for the next request.
+        (1, BESIDE, torch.nan, 1, {}),
+        (2, BESIDE, torch.nan, 0, SAMPLED),
+        (3, BESIDE, -torch.inf, 7, SAMPLED),
+    ],
+    ids=["one host", "two hosts", "a thread", "beside one", "beside two"],
+)
+def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, value, after, sampled):
+    request = {"video": str(clip), **REQUEST, **sampled}
+    plain = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids
+    kv = "gathered" if num_hosts == 1 or ways is BESIDE else "sharded"
+    for host, answers in enumerate(pool.run(num_hosts, draft_job, kv, ways, request, value, after)):
+        for way, (tokens, stats, said, again, stats_again) in zip(ways, answers, strict=True):
+            if not after or not sampled or way["strategy"] == "sd_tree":
                 assert tokens == plain, f"host {host}: {way}"
-            if not sampled:
-                assert again == plain
-            assert len(tokens) == len(again)
-            is_draft_host = way.get("draft_host") and len(results) > 1 and host == len(results) - 1
-            if is_draft_host:
+            assert len(tokens) == len(again) and (sampled or again == plain)
+            if stats.get("role") == "draft":
                 continue
             assert len(said) == (host == 0), (way, said)
             if host == 0:
+                figures, figures_again = stats["speculation"], stats_again["speculation"]
                 assert "NaN or infinite" in said[0] and "NaN or infinite" in figures["switched_off"]
                 assert figures["switched_off_after"] >= 0 and figures_again["switched_off"] is None
                 assert figures_again["num_drafted"] > 0
 
 
-def plain_tokens(clip, sampled: dict) -> list[int]:
-    engine = engine_of(HostGroup.single(), build_models(HostGroup.single(), None), None, "gathered")
-    return engine.generate(QUESTION, video=str(clip), num_frames=8, max_new_tokens=STEPS, **sampled).token_ids
-
-
-@pytest.mark.parametrize(
-    ("num_hosts", "value", "after", "sampled"), [(1, "nan", 0, SAMPLED), (2, "inf", 4, {})], ids=str
-)
-def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, value, after, sampled):
-    kv = "gathered" if num_hosts == 1 else "sharded"
-    results = pool.run(num_hosts, draft_job, kv, WAYS, str(clip), sampled, value, after)
-    check_drafts(results, WAYS, plain_tokens(clip, sampled), sampled, from_the_start=not after)
-
-
-@pytest.mark.parametrize("sampled", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("after", [0, 1, 7])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
-@pytest.mark.each_choice
-def test_beside_the_target_too(pool, clip, num_hosts, after, sampled):
-    """On a host of its own, or on a thread; it is asked again for the next request."""
-    results = pool.run(num_hosts, draft_job, "gathered", BESIDE, str(clip), sampled, "nan", after)
-    check_drafts(results, BESIDE, plain_tokens(clip, sampled), sampled, from_the_start=not after)
-
-
-def target_job(hosts: HostGroup, kv: str, ways: list, path: str, sampled: dict, after: int):
-    """What a broken target makes every host say, and the answer of the same engine once it is mended."""
-    request = {"video": path, "num_frames": 8, "max_new_tokens": STEPS, **sampled}
+def target_job(hosts: HostGroup, kv: str, ways: list, request: dict, after: int):
+    """What a broken target makes every host say; the same engine answers once it is mended."""
     found = []
     for way in ways:
-        models = build_models(hosts, way)
-        engine = engine_of(hosts, models, way, kv)
-        mend = break_logits(models[0], "nan", after) if models[0] is not None else lambda: None
-        try:
+        engine = engine_of(hosts, way, kv)
+        with broken(engine.model, torch.nan, after), pytest.raises((ValueError, HostError)) as error:
             engine.generate(QUESTION, **request)
-            said = None
-        except (ValueError, HostError) as error:
-            said = type(error).__name__, str(error)
-        mend()
-        beside = way and way.get("draft_host") and hosts.size > 1
-        again = [] if beside else engine.generate(QUESTION, **request).token_ids
-        found.append((said, again))
+        found.append(f"{error.typename}: {error.value}")
+        if not (way and way.get("draft_host") and hosts.size > 1):
+            assert len(engine.generate(QUESTION, **request).token_ids) == REQUEST["max_new_tokens"]
     return found
 
 
+TURNS = [None, {"strategy": "vanilla"}, {"strategy": "sd_tree"}, {"strategy": "ngram"}]
+
+
 @pytest.mark.parametrize(
-    ("num_hosts", "kv", "after", "sampled"),
-    [(1, "gathered", 2, {}), (2, "gathered", 0, SAMPLED), (2, "gathered", 2, {}), (3, "sharded", 2, SAMPLED)],
-    ids=str,
+    ("num_hosts", "kv", "ways", "after", "sampled"),
+    [
+        (2, "gathered", TURNS, 0, SAMPLED),
+        (2, "gathered", TURNS, 2, {}),
+        (3, "sharded", TURNS, 2, SAMPLED),
+        (1, "gathered", BESIDE[:1], 2, {}),
+        (3, "gathered", BESIDE[:1], 2, {}),
+    ],
+    ids=["at once", "later", "shares", "a thread", "beside"],
 )
-def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, after, sampled):
-    ways = [None, {"strategy": "vanilla"}, {"strategy": "sd_tree"}, {"strategy": "ngram"}]
-    for host, results in enumerate(pool.run(num_hosts, target_job, kv, ways, str(clip), sampled, after)):
-        for way, (said, again) in zip(ways, results, strict=True):
-            # With gathered KV the other hosts run the head once, in the prefill.
-            kind, message = said
-            assert kind == "AgreedError" and "the model gave NaN or infinite logits" in message, (host, way)
-            assert len(again) == STEPS
-
-
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
-def test_a_target_beside_a_draft_too(pool, clip, num_hosts):
-    ways = [{"strategy": "vanilla", "draft_host": True}]
-    results = pool.run(num_hosts, target_job, "gathered", ways, str(clip), {}, 2)
-    for host, ((said, _),) in enumerate(results):
-        if num_hosts > 1 and host == num_hosts - 1:
-            assert said == ("HostError", "the target's hosts failed")
-        else:
-            assert said[0] == "AgreedError" and "the model gave NaN or infinite logits" in said[1]
-
-
-def test_what_is_ruled_out_is_not_broken():
-    """Vocabularies are padded, and tokens forbidden, with minus infinity."""
-    from apbv.config import SamplingConfig
-    from apbv.decode.sampling import NotFiniteError, probabilities, sample
-
-    logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
-    assert sample(logits, SamplingConfig(), 0) == 2
-    assert sample(logits, SamplingConfig(temperature=1.0), 0) in (1, 2)
-    for value in BREAKS.values():
-        broken = torch.full((4,), value)
-        for config in (
-            SamplingConfig(),
-            SamplingConfig(temperature=1.0),
-            SamplingConfig(temperature=1.0, top_p=0.5),
-        ):
-            with pytest.raises(NotFiniteError):
-                sample(broken, config, 0)
-    assert probabilities(logits, 1.0, 1.0).sum() == 1
+def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after, sampled):
+    request = {"video": str(clip), **REQUEST, **sampled}
+    for host, found in enumerate(pool.run(num_hosts, target_job, kv, ways, request, after)):
+        if ways is not TURNS and host == num_hosts - 1 > 0:
+            assert found == ["HostError: the target's hosts failed"]
+            continue
+        for said in found:
+            assert said.startswith("AgreedError") and "the model gave NaN or infinite logits" in said

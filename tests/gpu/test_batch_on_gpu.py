@@ -1,12 +1,13 @@
 """Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no fault."""
 
 import queue
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from apbv import DecodeConfig, Engine, HostGroup, SamplingConfig
+from apbv import Engine, HostGroup, SamplingConfig
 from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
@@ -27,11 +28,11 @@ JOINS = [0, 2, 3]  # before which step
 ARRIVAL, RECORDING = ("event", "apbv/transfer.py:read"), ("synchronize", "apbv/decode/graphs.py:record")
 
 
-def engine_of(family: str, hosts: HostGroup, gpu=None, graphs: str = "auto") -> Engine:
-    model = families.build_model(family)
+def engine_of(hosts: HostGroup, gpu=None) -> Engine:
+    model = families.build_model("qwen2_5_vl")
     if gpu is not None:
         to_gpu(model, gpu)
-    return Engine(model, families.build_processor(family), hosts, decode=DecodeConfig(cuda_graphs=graphs))
+    return Engine(model, families.build_processor("qwen2_5_vl"), hosts)
 
 
 def request(state, number: int) -> Request:
@@ -65,67 +66,65 @@ def together(engine: Engine, clip, on_step=lambda: None) -> list[list[int]]:
     return [member.tokens for member in members]
 
 
-@pytest.mark.parametrize(
-    ("family", "graphs"),
-    [
-        ("qwen2_5_vl", "auto"),
-        pytest.param("qwen2_5_vl", "off", marks=pytest.mark.thorough),
-        pytest.param("internvl", "auto", marks=pytest.mark.thorough),
-    ],
-)
-def test_the_answers_are_those_of_the_cpu(clip, family, graphs):
+@pytest.fixture(scope="module")
+def expected(clip) -> list[list[int]]:
     with resizing_as_on_gpu():
-        expected = alone(engine_of(family, HostGroup.single("cpu")), clip)
-        with rehearsal() as gpu:
-            engine = engine_of(family, on_gpus(HostGroup.single("cpu")), gpu, graphs)
-            found = together(engine, clip, lambda: gpu.mark("step"))
+        return alone(engine_of(HostGroup.single("cpu")), clip)
+
+
+@pytest.fixture
+def gpu():
+    with resizing_as_on_gpu(), rehearsal() as gpu:
+        yield gpu
+
+
+def test_the_answers_are_those_of_the_cpu(gpu, clip, expected, monkeypatch):
+    engine, used_by = engine_of(on_gpus(HostGroup.single("cpu")), gpu), Counter()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used_by.update([id(stream)]))
+    found = together(engine, clip, lambda: gpu.mark("step"))
     assert found == expected
+    # The allocator knows that logits, keys and values of every prompt are used by the batch's stream, too.
+    assert len(QUESTIONS) * (1 + 2 * engine.parts.num_layers) in used_by.values()
     assert [len(tokens) for tokens in found] == [sampling.max_new_tokens for sampling in SAMPLINGS]
     steps = [step for number, step in enumerate(gpu.events.between("step"), start=1) if number not in JOINS]
     assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RECORDING} for step in steps)
     replays = [len(step.of("replay")) for step in steps]
-    assert max(replays) == (1 if graphs == "auto" else 0) and sum(replays) >= (2 if graphs == "auto" else 0)
+    assert max(replays) == 1 and sum(replays) >= 2
 
 
 @pytest.mark.thorough
-def test_a_prompt_is_prefilled_in_another_thread_and_stream(clip):
-    with resizing_as_on_gpu():
-        expected = alone(engine_of("qwen2_5_vl", HostGroup.single("cpu")), clip)
-        with rehearsal() as gpu:
-            engine = engine_of("qwen2_5_vl", on_gpus(HostGroup.single("cpu")), gpu)
-            arriving, members = queue.Queue(), []
+def test_a_prompt_is_prefilled_in_another_thread_and_stream(gpu, clip, expected):
+    engine = engine_of(on_gpus(HostGroup.single("cpu")), gpu)
+    arriving, members = queue.Queue(), []
 
-            @torch.no_grad()
-            def decode() -> None:
-                batch = Batch(engine.parts)
-                while len(members) < len(QUESTIONS) or len(batch):
-                    while len(members) < len(QUESTIONS) and not (len(batch) and arriving.empty()):
-                        state = arriving.get()
-                        members.append(batch.join(state, request(state, len(members))))
-                    batch.step()
+    @torch.no_grad()
+    def decode() -> None:
+        batch = Batch(engine.parts)
+        while len(members) < len(QUESTIONS) or len(batch):
+            while len(members) < len(QUESTIONS) and not (len(batch) and arriving.empty()):
+                state = arriving.get()
+                members.append(batch.join(state, request(state, len(members))))
+            batch.step()
 
-            with apbv_attention(engine.parts.language_model), ThreadPoolExecutor(1) as thread:
-                decoding = thread.submit(decode)
-                for question in QUESTIONS:
-                    arriving.put(engine.prefill(question, video=clip, num_frames=4))
-                decoding.result()
+    with apbv_attention(engine.parts.language_model), ThreadPoolExecutor(1) as thread:
+        decoding = thread.submit(decode)
+        for question in QUESTIONS:
+            arriving.put(engine.prefill(question, video=clip, num_frames=4))
+        decoding.result()
     assert [member.tokens for member in members] == expected
 
 
+class Fails:
+    def __init__(self, device):
+        pass
+
+    def record(self, function):
+        raise batch_steps.CaptureError("RuntimeError: a wait in the middle")
+
+
 @pytest.mark.thorough
-def test_what_cannot_be_recorded_runs_one_by_one(clip, monkeypatch):
-    class Fails:
-        def __init__(self, device):
-            pass
-
-        def record(self, function):
-            raise batch_steps.CaptureError("RuntimeError: a wait in the middle")
-
+def test_what_cannot_be_recorded_runs_one_by_one(gpu, clip, expected, monkeypatch):
     monkeypatch.setattr(batch_steps, "GraphRecorder", Fails)
-    with resizing_as_on_gpu():
-        expected = alone(engine_of("qwen2_5_vl", HostGroup.single("cpu")), clip)
-        with rehearsal() as gpu:
-            engine = engine_of("qwen2_5_vl", on_gpus(HostGroup.single("cpu")), gpu)
-            with pytest.warns(UserWarning, match="without CUDA graphs: RuntimeError: a wait in"):
-                assert together(engine, clip) == expected
+    with pytest.warns(UserWarning, match="without CUDA graphs: RuntimeError: a wait in"):
+        assert together(engine_of(on_gpus(HostGroup.single("cpu")), gpu), clip) == expected
     assert not gpu.events.of("replay")

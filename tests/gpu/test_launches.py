@@ -25,21 +25,14 @@ def test_a_layer_of_the_prefill_waits_for_nothing():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_token_is_waited_for_once(temperature):
-    events = token_events(1, temperature)
-    assert len(events.of("replay")) == len(events.of("wait")) == 1
-    assert events.nbytes("to_gpu") <= BYTES_PER_TOKEN_TO_GPU
-    assert events.nbytes("to_host") <= BYTES_PER_TOKEN_TO_HOST
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_several_answers_are_waited_for_once(temperature):
+def test_a_token_of_one_answer_or_of_several_is_waited_for_once(temperature):
     one, several = token_events(1, temperature), batch_events(1, temperature)
-    assert len(several.of("replay")) == len(several.of("wait")) == 1
+    for events, answers in ((one, 1), (several, ANSWERS)):
+        assert len(events.of("replay")) == len(events.of("wait")) == 1
+        assert events.nbytes("to_gpu") <= answers * BYTES_PER_TOKEN_TO_GPU
+        assert events.nbytes("to_host") <= answers * BYTES_PER_TOKEN_TO_HOST
     assert several.num_launches <= one.num_launches
     assert len(several.of("in_graph")) < len(one.of("in_graph"))
-    assert several.nbytes("to_gpu") <= ANSWERS * BYTES_PER_TOKEN_TO_GPU
-    assert several.nbytes("to_host") <= ANSWERS * BYTES_PER_TOKEN_TO_HOST
 
 
 def test_the_prompt_goes_to_the_gpu_once():

@@ -16,7 +16,6 @@ from rehearsals import FURTHER_QUESTION, Case, rehearse, resizing_as_on_gpu
 SHORT = {"anchor_len": 4, "passing_len": 4}  # so that blocks are compressed
 SAMPLED = {"temperature": 0.9, "top_p": 0.9}
 TREE = {"num_tree_nodes": 6}
-FAMILIES = families.VIDEO_FAMILIES
 
 
 def drafting(strategy: str, **options) -> Case:
@@ -27,72 +26,51 @@ def drafting(strategy: str, **options) -> Case:
     return Case(family, prefill=prefill, speculate={"strategy": strategy, **options}, request=request)
 
 
-# (hosts, case)
+def reducing(family: str, reducer: str, reduce: dict | None = None, **prefill) -> Case:
+    return Case(family, prefill={"reduce": ReduceConfig(method=reducer, **(reduce or {})), **SHORT, **prefill})
+
+
+def sparse(prefill: dict | None = None, **settings) -> Case:
+    return Case("internvl", prefill={"sparse": SparseConfig(block_size=32, **settings), **(prefill or {})})
+
+
+# (hosts, case): every family, kind of attention, exchange and draft; what is behind those is thorough.
 QUICK = [
-    (1, Case("internvl")),
-    (1, Case("qwen2_vl", request=SAMPLED)),
-    (2, Case("qwen3_vl", prefill={"reduce": ReduceConfig(method="fastv", ratio=0.3, layer=1), **SHORT})),
-    (1, Case("qwen3_vl", reuse="kv")),
-    (2, Case("qwen2_5_vl", prefill=SHORT)),
-    (2, Case("llava_onevision", prefill={"method": "star", "kv": "sharded", **SHORT})),
-    (2, Case("qwen3_vl", prefill={"method": "ulysses"})),
+    (2, reducing("qwen3_vl", "fastv", {"ratio": 0.3, "layer": 1})),
+    (1, Case("qwen3_vl", reuse="kv", request=SAMPLED)),
     (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
-    (3, Case("internvl", prefill={"method": "zigzag_ring"})),
-    (1, Case("internvl", prefill={"sparse": SparseConfig(block_size=32)})),
-    (1, drafting("vanilla", draft_host=True)),
-    (1, drafting("hippo", family="qwen2_vl", prune="kv")),
+    (1, sparse()),
     (1, drafting("tabed", family="llava_onevision")),
-    (1, drafting("std", family="qwen3_vl", **TREE)),
     (2, drafting("sd_tree", prefill={"kv": "sharded"})),
-    (2, drafting("vanilla", family="qwen3_vl", draft_host=True)),
-    (1, drafting("specvlm", family="internvl", request=SAMPLED)),
+    (1, drafting("hippo", family="qwen2_vl", prune="kv", draft_host=True)),
 ]
 THOROUGH = [
-    (2, Case("internvl", prefill={"method": "full"})),
-    (
-        2,
-        Case(
-            "qwen2_5_vl", prefill={"reduce": ReduceConfig(method="sparsevlm", layer=1), "kv": "sharded", **SHORT}
-        ),
-    ),
-    (3, Case("internvl", prefill={"reduce": ReduceConfig(method="pdrop", layer=1), "method": "ulysses"})),
-    (1, Case("llava_onevision", prefill={"reduce": ReduceConfig(method="uv_prune", ratio=0.3)})),
-    (2, Case("llava_onevision", prefill={"reduce": ReduceConfig(method="hippo_attention", layer=2), **SHORT})),
-    (1, Case("internvl", prefill={"sparse": SparseConfig(method="flexprefill", block_size=32, min_blocks=1)})),
-    (
-        2,
-        Case(
-            "internvl",
-            prefill={"sparse": SparseConfig(method="spargeattn", block_size=32, skip_margin=0.5), **SHORT},
-        ),
-    ),
+    (2, Case("llava_onevision", prefill={"method": "star", "kv": "sharded", **SHORT})),
+    (3, Case("internvl", prefill={"method": "zigzag_ring"})),
+    (2, reducing("qwen2_5_vl", "sparsevlm", {"layer": 1}, kv="sharded")),
+    (3, reducing("internvl", "pdrop", {"layer": 1}, method="ulysses")),
+    (1, reducing("llava_onevision", "uv_prune", {"ratio": 0.3})),
+    (2, reducing("llava_onevision", "hippo_attention", {"layer": 2})),
+    (1, sparse(method="flexprefill", min_blocks=1)),
+    (2, sparse(SHORT, method="spargeattn", skip_margin=0.5)),
     (2, Case("qwen2_5_vl", prefill={"importance": "dot", "overlap": False, **SHORT}, request=SAMPLED)),
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
-    (3, Case("llava_onevision", prefill={"zigzag": False, "kv": "sharded", **SHORT})),
-    (3, Case("qwen3_vl", prefill={"frame_parallel": False, **SHORT})),
-    (3, Case("qwen2_5_vl", prefill={"method": "ulysses", "kv": "sharded"})),
-    (2, Case("qwen2_5_vl", prefill={"method": "zigzag_ring", "kv": "sharded"})),
-    (2, Case("qwen2_5_vl", prefill={"kv": "sharded", **SHORT}, reuse="kv")),
-    (2, Case("internvl", prefill=SHORT, reuse="exact")),
-    (1, drafting("vanilla", **TREE)),
+    (3, Case("qwen3_vl", prefill={"frame_parallel": False, "zigzag": False, **SHORT}, reuse="exact")),
+    (2, drafting("vanilla", family="qwen3_vl", draft_host=True)),
+    (3, drafting("hippo", family="qwen3_vl", vision_first=True, draft_host=True, request=SAMPLED)),
+    (1, drafting("std", family="qwen3_vl", **TREE)),
     (1, drafting("specvlm", prune="kv", **TREE)),
-    (1, drafting("specvlm", family="internvl", keep="random", num_draft_tokens="auto")),
-    (1, drafting("hippo", draft_host=True, prune="kv", request=SAMPLED)),
+    (1, drafting("specvlm", family="internvl", num_draft_tokens="auto", request=SAMPLED)),
     (1, drafting("text_only", family="llava_onevision", request=SAMPLED)),
     (1, drafting("streaming", family="qwen3_vl")),
-    (1, drafting("layerskip", family="qwen2_vl")),
-    (1, drafting("ngram")),
     (1, drafting("tabed", ensemble="MTCP*", request=SAMPLED)),
     (2, drafting("parallelvlm", family="qwen2_vl", prefill={"kv": "sharded"})),
-    (2, drafting("specvlm", family="llava_onevision", request=SAMPLED)),
     (2, drafting("std_apbv", prefill={"kv": "sharded"})),
     (2, drafting("layerskip", prefill={"kv": "sharded"}, request=SAMPLED)),
-    (2, drafting("tabed", family="qwen2_vl", prefill={"kv": "sharded"})),
-    (3, drafting("hippo", family="qwen3_vl", vision_first=True, draft_host=True)),
-    (3, drafting("std", family="llava_onevision", prefill={"kv": "sharded"}, **TREE)),
 ]
-CASES = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in QUICK] + [
-    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.thorough) for case in THOROUGH
+CASES = [
+    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.thorough] * (case in THOROUGH))
+    for case in [*QUICK, *THOROUGH]
 ]
 
 
@@ -133,10 +111,7 @@ def regrets_job(hosts, case: Case, clip) -> list[float]:
     ("num_hosts", "case"),
     [
         (1, Case("qwen2_5_vl", torch.float16, reuse="kv")),
-        (2, Case("internvl", torch.float16, prefill={"kv": "sharded"})),
-        pytest.param(1, Case("internvl", torch.float16, reuse="exact"), marks=pytest.mark.thorough),
-        pytest.param(2, Case("qwen3_vl", torch.float16), marks=pytest.mark.thorough),
-        pytest.param(3, Case("qwen2_vl", torch.float16, {"method": "ulysses"}), marks=pytest.mark.thorough),
+        pytest.param(2, Case("internvl", torch.float16, {"method": "ulysses"}), marks=pytest.mark.thorough),
     ],
     ids=str,
 )

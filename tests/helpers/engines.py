@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig
 from apbv.speculate import STRATEGIES
 
 import families
@@ -24,15 +24,24 @@ def write_clip(path: Path, frames: torch.Tensor) -> None:
 
 
 def build_engine(
-    hosts: HostGroup, family: str, kv: str, speculate: SpeculativeConfig | None, draft_seed: int, captioner=None
-):
-    model = families.build_model(family, dtype=torch.float64)
-    draft = None
-    if speculate and STRATEGIES[speculate.strategy].needs_draft_model:
-        draft = families.build_model(family, dtype=torch.float64, seed=draft_seed)
-    processor = families.build_processor(family)
-    prefill = PrefillConfig(kv=kv)
-    return Engine(model, processor, hosts, prefill, speculate=speculate, draft=draft, captioner=captioner)
+    hosts: HostGroup,
+    family: str,
+    kv: str = "gathered",
+    speculate: SpeculativeConfig | None = None,
+    draft_seed: int = 1,
+    captioner=None,
+    reuse: ReuseConfig | None = None,
+    **prefill,
+) -> Engine:
+    """An engine in fp64 that has the target and the draft on the hosts that need them."""
+    is_beside = speculate is not None and speculate.draft_host and hosts.size > 1
+    is_draft = is_beside and hosts.rank == hosts.size - 1
+    needs_draft = speculate and STRATEGIES[speculate.strategy].needs_draft_model and (is_draft or not is_beside)
+    model = None if is_draft else families.build_model(family, dtype=torch.float64)
+    draft = families.build_model(family, dtype=torch.float64, seed=draft_seed) if needs_draft else None
+    processor, config = families.build_processor(family), PrefillConfig(kv=kv, **prefill)
+    with_draft = {"speculate": speculate, "draft": draft, "captioner": captioner}
+    return Engine(model, processor, hosts, config, reuse=reuse, **with_draft)
 
 
 CAPTION = "a long caption of what may be seen, longer than the video itself " * 3

@@ -14,6 +14,7 @@ from families import TEXT_FAMILIES, VIDEO_FAMILIES
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
 EXAMPLES = ("qwen2_5_vl", "llama")  # one video and one text family, where others add nothing
+POSITIONS = ("qwen2_5_vl", "qwen3_vl", "internvl", "llama")  # each way to count positions
 UNCOMPRESSED = 10**6
 
 

@@ -14,7 +14,7 @@ from apbv.speculate.drafters import Proposal
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 
-NUM_TOKENS, NUM_SAMPLES = 3, 3000
+NUM_TOKENS, NUM_SAMPLES = 3, 800
 
 
 class TableModel:
@@ -42,10 +42,10 @@ class TableModel:
             rows.append(row)
         return Proposal(drafted, None if self.greedy_draft or not rows else torch.stack(rows))
 
-    def generate(self, seed: int, num_draft_tokens: int = 2) -> tuple[int, ...]:
+    def generate(self, seed: int) -> tuple[int, ...]:
         self.seed, self.said = seed, []
         config = SamplingConfig(max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed)
-        tokens, _ = generate_speculatively(self.answer(config), self, Pace(num_draft_tokens))
+        tokens, _ = generate_speculatively(self.answer(config), self, Pace(2))
         assert self.said == tokens[:-1]
         return tuple(tokens)
 

@@ -9,32 +9,19 @@ from apbv.kv.cache import ShardedCache
 from apbv.kv.growing import appending_in_place
 from apbv.layout import plan_layout, single_host_layout
 
-LAYERS, HEADS, DIM = 2, 2, 4
+from pairs import each_choice
 
-LAYOUTS = {
-    "H1": (1, True, 6),
-    "H2": (2, True, 6),
-    "H3": (3, True, 7),
-    "H3-no-zigzag": (3, False, 7),
-    "H2-no-anchor": (2, True, 0),
-    "H8-anchor-of-3": (8, True, 3),
-    "H2-one-run-per-host": (2, False, 0),
-}
+LAYERS, HEADS, DIM = 2, 2, 4
 
 
 def make_layout(num_hosts, zigzag, anchor_len):
-    return plan_layout(
-        num_hosts=num_hosts,
-        num_tokens=61,
-        context_start=2,
-        query_start=54,
-        anchor_len=anchor_len,
-        passing_len=2,
-        zigzag=zigzag,
-    )
+    lengths = {"num_tokens": 61, "context_start": 2, "query_start": 54, "anchor_len": anchor_len, "passing_len": 2}
+    return plan_layout(num_hosts=num_hosts, zigzag=zigzag, **lengths)
 
 
-layouts = pytest.mark.parametrize("layout", [make_layout(*spec) for spec in LAYOUTS.values()], ids=LAYOUTS)
+# Of one host, an anchor that does not divide evenly, one run per host, and hosts without anchor tokens.
+LAYOUTS = [make_layout(*spec) for spec in ((1, True, 6), (3, True, 7), (2, False, 0), (8, True, 3))]
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["H1", "H3", "H2-no-anchor", "H8"])
 
 
 def kept_tokens(layout, host, with_query=True):
@@ -89,18 +76,11 @@ def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout)
         assert cache.get_seq_length() == layout.num_tokens
         assert [token for span in cache.owned_spans(host) for token in span] == kept
         assert cache.nbytes() == LAYERS * 2 * HEADS * len(kept) * DIM * 8
-        everything += kept
-    assert sorted(everything) == list(range(layout.num_tokens))
-
-
-@layouts
-def test_prefill_does_not_keep_the_replicated_rows_alive(layout):
-    """On host 0, which appends the answer, there is room for some of that besides."""
-    for host in range(layout.num_hosts):
-        cache, kept = prefilled(layout, host)
-        for layer in cache.layers:
+        for layer in cache.layers:  # no replicated row is kept alive; where the answer comes there is room besides
             rows = layer.keys.untyped_storage().nbytes() // (HEADS * DIM * layer.keys.itemsize)
             assert rows == len(kept) + (256 if host == 0 else 0)
+        everything += kept
+    assert sorted(everything) == list(range(layout.num_tokens))
 
 
 @layouts
@@ -128,14 +108,11 @@ def test_prompt_that_host_zero_computes_alone():
         assert cache.get_seq_length() == 62
 
 
-@layouts
-@pytest.mark.parametrize(
-    "steps", [[1] * 600, [255, 1, 1], [256, 1], [257, 300, 1], [1, 700]], ids=lambda s: str(s[:3])
-)
+@each_choice(layout=LAYOUTS[:3], steps=[[1] * 257, [255, 1, 1], [256, 1], [257, 300, 1]])
 def test_generated_tokens_go_to_host_zero_across_buffer_growth(layout, steps):
     for host in range(min(2, layout.num_hosts)):
         cache, kept = prefilled(layout, host)
-        position = layout.num_tokens
+        position, places = layout.num_tokens, set()
         for step in steps:
             new = range(position, position + step)
             kept += new if host == 0 else []
@@ -144,71 +121,42 @@ def test_generated_tokens_go_to_host_zero_across_buffer_growth(layout, steps):
                 if host == 0:
                     assert torch.equal(keys[:, :, -step:], states_of(new, index)[0])
             position += step
+            places.add(cache.layers[0].keys.data_ptr())
             assert cache.get_seq_length() == position
+        assert len(places) <= 3  # the cache is copied rarely
         assert_holds(cache, kept)
         assert [token for span in cache.owned_spans(host) for token in span] == kept
         # A host also knows what the others hold.
         assert cache.owned_spans(0)[-1] == range(layout.num_tokens, position)
 
 
-def test_appending_rarely_copies_the_cache():
-    cache, _ = prefilled(make_layout(2, True, 6), 0)
-    places = set()
-    for token in range(61, 61 + 600):
-        update(cache, [token])
-        places.add(cache.layers[0].keys.data_ptr())
-    assert len(places) == 3
-
-
-@layouts
-@pytest.mark.parametrize(("generated", "removed"), [(5, 2), (5, 5), (5, 0), (300, 100), (300, 290), (5, 9)])
-def test_cropped_tokens_make_room_for_others(layout, generated, removed):
+@each_choice(layout=LAYOUTS[:3], count=[(5, 2), (5, 0), (300, 100), (5, 9), (0, 6), (0, 7)])
+def test_cropped_tokens_make_room_for_others(layout, count):
+    generated, removed = count
     for host in range(min(2, layout.num_hosts)):
         cache, kept = prefilled(layout, host)
-        for token in range(61, 61 + generated):
-            update(cache, [token])
+        update(cache, range(61, 61 + generated))
         kept += range(61, 61 + generated) if host == 0 else []
         cache.crop(-removed)
         kept = kept[: len(kept) - removed] if host == 0 else kept
         left = 61 + generated - removed
         assert_holds(cache, kept)
         assert cache.get_seq_length() == left
+        assert [token for span in cache.owned_spans(host) for token in span] == kept
         # Other tokens than the first time, so that stale rows would show.
         new = range(1000, 1300)
-        for token in new:
-            update(cache, [token])
+        update(cache, new)
         assert_holds(cache, kept + (list(new) if host == 0 else []))
         assert cache.get_seq_length() == left + 300
 
 
-@pytest.mark.parametrize("removed", [1, 6])
-def test_owned_spans_after_cropping_into_the_query(removed):
-    layout = make_layout(2, True, 6)
-    cache, kept = prefilled(layout, 0)
-    cache.crop(-removed)
-    assert [token for span in cache.owned_spans(0) for token in span] == kept[:-removed]
-
-
-def test_crop_takes_a_negative_count():
+def test_a_crop_that_cannot_be_changes_nothing():
     cache, kept = prefilled(make_layout(2, True, 6), 0)
-    with pytest.raises(ValueError, match="not 3"):
-        cache.crop(3)
-    assert_holds(cache, kept)
-    assert cache.get_seq_length() == 61
-
-
-def test_crop_of_more_than_there_is():
-    cache, kept = prefilled(make_layout(2, True, 6), 0)
-    with pytest.raises(ValueError, match="62 tokens: only the last 7 of 61"):
-        cache.crop(-62)
-    assert_holds(cache, kept)
-
-
-def test_crop_that_fails_changes_nothing():
-    cache, _ = prefilled(make_layout(2, True, 6), 0)
-    with pytest.raises(ValueError, match="cannot remove"):
-        cache.crop(-62)
-    assert cache.get_seq_length() == 61
+    for count, message in ((3, "not 3"), (-62, "62 tokens: only the last 7 of 61"), (-8, "cannot remove 8")):
+        with pytest.raises(ValueError, match=message):
+            cache.crop(count)
+        assert_holds(cache, kept)
+        assert cache.get_seq_length() == 61
 
 
 def test_gather_on_a_single_host_is_a_plain_cache_in_position_order():

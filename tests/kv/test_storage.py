@@ -1,12 +1,12 @@
 """KV on disk: what was saved is what is loaded, on any number of hosts, or it is refused with the reason."""
 
+import itertools
 import json
 import os
-import random
 import shutil
 import signal
-import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ from apbv.kv.reader import SavedKV
 from apbv.kv.writer import Writer, lock_for_saving
 
 from families import TEXT_FAMILIES
-from patience import wait_for
 from pool import start
-from prompts import ALL_FAMILIES, batch_of, build, reset_rope
+from prompts import POSITIONS, batch_of, build, reset_rope
+from tampering import flip_bit, remove, truncate
 
 QUESTION, FRAMES, STEPS = "name the letters in order", 48, 6
 
@@ -52,27 +52,35 @@ def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
     return answer.token_ids, layers, state.logits
 
 
-@pytest.mark.parametrize("written", ["gathered", "sharded"])
-def test_any_number_of_hosts_reads_what_two_have_written(pool, tmp_path, written):
-    path = tmp_path / "kv"
-    tokens, _ = pool.run(2, save_job, path, {"kv": written, "passing_len": 8})
-    saved = SavedKV.open(path)
-    (group,) = saved.manifest.groups
-    assert len(group.shards) == {"gathered": 1, "sharded": 2}[written]
-    assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
-    logits = saved.prompt()["logits"]
-    for hosts, kv in ((1, "gathered"), (3, "sharded"), (2, "gathered"), (4, "sharded")):
-        (read, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
-        assert all(result[0] == tokens and torch.equal(result[2], logits) for result in results)
-        assert all(result[1] is None for result in others) and read == tokens
-        for index, (keys, values) in enumerate(layers):
-            stored = saved.layer(index)
-            assert torch.equal(keys[0], stored[0]) and torch.equal(values[0], stored[1])
+@pytest.fixture(scope="module")
+def saved_once(pool, tmp_path_factory) -> tuple[Path, list[int]]:
+    """What two hosts have saved, and the answer to it."""
+    path = tmp_path_factory.mktemp("saved") / "kv"
+    return path, pool.run(2, save_job, path, {"kv": "sharded", "passing_len": 8})[0]
 
 
-def test_any_part_of_a_layer_can_be_read(pool, tmp_path):
-    pool.run(2, save_job, tmp_path, {"kv": "sharded", "passing_len": 8})
-    saved = SavedKV.open(tmp_path)
+def test_any_number_of_hosts_reads_what_two_have_written(pool, saved_once, tmp_path):
+    pool.run(2, save_job, tmp_path, {"kv": "gathered", "passing_len": 8})
+    for path, num_shards, loads in (
+        (saved_once[0], 2, [(1, "gathered"), (3, "sharded")]),
+        (tmp_path, 1, [(2, "sharded")]),
+    ):
+        saved, tokens = SavedKV.open(path), saved_once[1]
+        (group,) = saved.manifest.groups
+        assert len(group.shards) == num_shards
+        assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
+        logits = saved.prompt()["logits"]
+        for hosts, kv in loads:
+            (_, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
+            assert all(result[0] == tokens and torch.equal(result[2], logits) for result in results)
+            assert all(result[1] is None for result in others)
+            for index, (keys, values) in enumerate(layers):
+                stored = saved.layer(index)
+                assert torch.equal(keys[0], stored[0]) and torch.equal(values[0], stored[1])
+
+
+def test_any_part_of_a_layer_can_be_read(saved_once):
+    saved = SavedKV.open(saved_once[0])
     n, heads = saved.manifest.num_tokens, saved.manifest.num_kv_heads
     keys, values = saved.layer(1)
     assert keys.shape == (heads, n, saved.manifest.head_dim)
@@ -81,7 +89,7 @@ def test_any_part_of_a_layer_can_be_read(pool, tmp_path):
     assert torch.equal(parts[1], torch.cat([values[:, 70:], values[:, :9]], dim=1))
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", POSITIONS)
 def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is refused."""
     model, batch = build(family, torch.float32), batch_of(family, 60 if family in TEXT_FAMILIES else None)
@@ -99,26 +107,10 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
         model.generate(**state.generate_inputs(), **settings, num_beams=2)
 
 
-def repeating_job(hosts: HostGroup, kv: str) -> tuple:
-    """Two answers, and by how many tokens the KV is longer than the prompt afterwards."""
-    engine = engine_on(hosts, kv=kv, passing_len=8)
-    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
-    answers = [engine.decode(state, max_new_tokens=STEPS).token_ids for _ in range(2)]
-    lengths = [layer.keys.shape[2] for layer in getattr(state.to_dynamic_cache(), "layers", ())]
-    return answers, {length - state.num_tokens for length in lengths}
-
-
-@pytest.mark.parametrize("kv", ["gathered", "sharded"])
-def test_an_answer_leaves_its_prompt_as_it_was(pool, kv):
-    for (first, second), longer in pool.run(2, repeating_job, kv):
-        assert first == second and len(first) > 1 and longer <= {0}
-
-
 def test_what_star_computed_on_one_host_is_shared_out(pool, tmp_path):
     """Its anchor is all of the context."""
     (tokens,) = pool.run(1, save_job, tmp_path, {"method": "star", "on_single_host": True})
-    for hosts, kv in ((1, "gathered"), (2, "sharded")):
-        assert pool.run(hosts, answer_job, tmp_path, kv) == [tokens] * hosts
+    assert pool.run(2, answer_job, tmp_path, "sharded") == [tokens] * 2
 
 
 def answer_job(hosts: HostGroup, path: Path, kv: str) -> list[int]:
@@ -138,11 +130,10 @@ def format_1_job(hosts: HostGroup, kv: str) -> list | None:
     return cache and [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
-@pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (3, "sharded")])
-def test_the_first_format_is_read(pool, num_hosts, kv):
+def test_the_first_format_is_read(pool):
     (folder,) = FORMAT_1.glob("kv-*")
     tokens = torch.cat([torch.tensor([0, 2, 3, 4, 5, *range(13, 20)]), torch.tensor([1, *range(6, 13)])])
-    layers, *_ = pool.run(num_hosts, format_1_job, kv)
+    layers, *_ = pool.run(3, format_1_job, "sharded")
     assert len(layers) == 3
     for index, layer in enumerate(layers):
         shards = [load_file(folder / f"layer-0000{index}.shard-0000{host}.safetensors") for host in (0, 1)]
@@ -153,32 +144,10 @@ def test_the_first_format_is_read(pool, num_hosts, kv):
 # ---- what is refused ----
 
 
-@pytest.fixture(scope="module")
-def saved_once(pool, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("saved") / "kv"
-    pool.run(2, save_job, path, {"kv": "sharded", "passing_len": 8})
-    return path
-
-
 @pytest.fixture
 def saved(saved_once, tmp_path) -> Path:
     """A copy to spoil."""
-    return Path(shutil.copytree(saved_once, tmp_path / "copy"))
-
-
-def a_tensor_file(path: Path) -> Path:
-    return next(path.glob("kv-*/layer-00002.shard-00001.*"))
-
-
-def truncate(path: Path) -> None:
-    file = a_tensor_file(path)
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(a_tensor_file(path).read_bytes())
-    content[-50] ^= 1
-    a_tensor_file(path).write_bytes(content)
+    return Path(shutil.copytree(saved_once[0], tmp_path / "copy"))
 
 
 def nest(path: Path, depth: int) -> None:
@@ -200,10 +169,17 @@ def sign(path: Path, change) -> None:
     change_manifest(path, lambda record: record.update(sha256=digest_of(record)))
 
 
+def overlap(record: dict) -> None:
+    """Let one host's tokens begin where the last one of another's lies: as many tokens, one twice."""
+    run = record["groups"][0]["shards"][1]["tokens"][0]
+    run[:] = [number - 1 for number in run]
+
+
 SPOILS = {
     "truncated": (truncate, "bytes instead of"),
-    "changed": (flip_a_bit, "checksum"),
-    "gone": (lambda path: a_tensor_file(path).unlink(), "incomplete"),
+    "changed": (flip_bit, "checksum"),
+    "gone": (remove, "incomplete"),
+    "tokens that are held twice": (lambda path: sign(path, overlap), "every token exactly once"),
     "other tokens": (lambda path: change_manifest(path, lambda r: r["token_ids"].reverse()), "digest"),
     "newer format": (lambda path: change_manifest(path, lambda r: r.update(format_version=9)), "format 9"),
     "half a manifest": (lambda path: os.truncate(path / "manifest.json", 200), "cannot read"),
@@ -262,7 +238,8 @@ def spoilt_for_one_job(hosts: HostGroup, paths: list[Path]) -> str:
 
 def test_what_one_host_cannot_read_is_refused_on_all(pool, saved, saved_once):
     truncate(saved)
-    assert all("bytes instead of" in message for message in pool.run(2, spoilt_for_one_job, [saved_once, saved]))
+    for message in pool.run(2, spoilt_for_one_job, [saved_once[0], saved]):
+        assert "bytes instead of" in message
 
 
 def unshared_job(hosts: HostGroup, folder: Path) -> str:
@@ -299,38 +276,37 @@ def test_a_video_that_changed_since_is_not_vouched_for(tmp_path):
 # ---- crashes ----
 
 
-def save_for_ever(path: Path) -> None:
-    """Save states one after the other, each with tensors that say which it is."""
-    torch.set_num_threads(1)
-    model, single, number = build("llama", torch.float32), HostGroup.single("cpu"), 0
-    while True:
-        number += 1
-        batch = {"input_ids": torch.full((1, 40 + number % 5), number % 30)}
-        apbv.prefill(model, batch, hosts=single).save(path)
+def saved_state(number: int):
+    batch = {"input_ids": torch.full((1, 40 + number), number)}
+    return apbv.prefill(build("llama", torch.float32), batch, hosts=HostGroup.single("cpu"))
 
 
-def written_at(path: Path) -> int | None:
-    manifest = path / "manifest.json"
-    return manifest.stat().st_mtime_ns if manifest.exists() else None
+def save_until(path: Path, steps: int) -> None:
+    """Save the second state, and be killed at the so-manieth step that reaches the disk."""
+    left = itertools.count(1)
+
+    def counted(step):
+        return lambda *args: os.kill(os.getpid(), signal.SIGKILL) if next(left) == steps else step(*args)
+
+    with patch.object(os, "fsync", counted(os.fsync)), patch.object(os, "replace", counted(os.replace)):
+        saved_state(2).save(path)
 
 
-def test_a_crash_leaves_the_old_state_or_none(tmp_path):
-    """Killed at any moment: what is there can be read in full, and saving goes on."""
-    path, chance, before, seen = tmp_path / "kv", random.Random(0), None, set()
-    for _ in range(12):
-        process = start(save_for_ever, path)
-        wait_for(lambda before=before: written_at(path) != before)
-        time.sleep(chance.uniform(0.0, 0.1))
-        os.kill(process.pid, signal.SIGKILL)
+def test_a_crash_leaves_the_old_state_or_the_new_one(tmp_path):
+    """Killed at any step: what is there can be read in full, and saving goes on."""
+    saved_state(1).save(tmp_path)
+    seen, was_killed, steps = [], True, 0
+    while was_killed:
+        steps += 1
+        process = start(save_until, tmp_path, steps)
         process.join()
-        before = written_at(path)
-        state = apbv.load(path, hosts=HostGroup.single("cpu"))
-        assert len(set(state.inputs.input_ids[0].tolist())) == 1
-        assert state.to_dynamic_cache().layers[0].keys.shape[2] == state.num_tokens
-        seen.add(SavedKV.open(path).manifest.generation)
-    assert len(seen) == 12
-    apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(path)
-    assert len(list(path.glob("kv-*"))) == 1  # and what the crashes left is gone
+        was_killed = process.exitcode == -signal.SIGKILL
+        state = apbv.load(tmp_path, hosts=HostGroup.single("cpu"))
+        (number,) = set(state.inputs.input_ids[0].tolist())
+        assert state.to_dynamic_cache().layers[0].keys.shape[2] == state.num_tokens == 40 + number
+        seen.append(number)
+    assert seen == sorted(seen) and {1, 2} == set(seen) and len(seen) > 6
+    assert len(list(tmp_path.glob("kv-*"))) == 1  # and what the crashes left is gone
 
 
 def test_a_save_that_fails_at_its_end_leaves_nothing(tmp_path):
@@ -365,15 +341,14 @@ def shared_out_job(processes: HostGroup, path: Path, kv: str, writes: bool) -> l
     return engine.decode(state, max_new_tokens=STEPS).token_ids
 
 
-@pytest.mark.parametrize("kv", ["gathered", "sharded"])
-def test_processes_that_share_a_model_save_and_load_their_heads(pool, tmp_path, kv):
+def test_processes_that_share_a_model_save_and_load_their_heads(pool, saved_once, tmp_path):
+    (path, whole), kv = saved_once, "sharded"
     tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", kv, True)
     assert others == [tokens] * 3
     saved = SavedKV.open(tmp_path / "a")
     shards = saved.manifest.groups[0].shards
-    assert [shard.kv_heads for shard in shards] == [(0, 1), (1, 2)] * (2 if kv == "sharded" else 1)
-    whole, *_ = pool.run(2, save_job, tmp_path / "b", {"kv": kv, "passing_len": 8})
+    assert [shard.kv_heads for shard in shards] == [(0, 1), (1, 2)] * 2
     for index in range(saved.manifest.num_layers):
-        torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(tmp_path / "b").layer(index)[0])
+        torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(path).layer(index)[0])
     assert pool.run(1, load_job, tmp_path / "a", "gathered")[0][0] == tokens == whole
-    assert pool.run(4, shared_out_job, tmp_path / "b", kv, False) == [tokens] * 4
+    assert pool.run(4, shared_out_job, path, kv, False) == [tokens] * 4

@@ -1,28 +1,30 @@
 """Drafting on another host: the tokens of decoding without, whatever the timing and whoever is lost."""
 
-import random
-import time
+import queue
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from apbv import HostError, HostGroup, SpeculativeConfig
+from apbv import HostGroup, SpeculativeConfig
 from apbv.config import SamplingConfig
 from apbv.decode.answer import generate_tokens
 from apbv.speculate import pipeline
 from apbv.speculate.draft import Draft
+from apbv.speculate.link import DONE, GO_ON, Link
 from apbv.speculate.pace import Pace
 from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
+from apbv.speculate.threads import LocalChannel
 from apbv.speculate.verify import verify_window
 
 from answers import answer_by
 from drafters import PATTERNS, STEPS, VOCABULARY, decoders
-from patience import GROUP_TIMEOUT, limit
+from patience import GROUP_TIMEOUT, HANGING
 from prompts import build, text_batch
 from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
@@ -30,10 +32,10 @@ from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 
 
 class ScriptedStream:
-    """Writes the answer, errs where it is told to, and takes its time."""
+    """Writes the answer, and errs or fails where it is told to."""
 
-    def __init__(self, answer: list[int], pattern, delay: float = 0.0, fail_after: int | None = None):
-        self.answer, self.pattern, self.delay, self.left = answer, pattern, delay, fail_after
+    def __init__(self, answer: list[int], pattern, fail_after: int | None = None):
+        self.answer, self.pattern, self.left = answer, pattern, fail_after
 
     def stream(self, sequence):
         said = list(sequence[1:])
@@ -41,70 +43,36 @@ class ScriptedStream:
             if self.left == 0:
                 raise RuntimeError("out of memory")
             self.left = None if self.left is None else self.left - 1
-            time.sleep(random.uniform(0, self.delay))
             right = self.answer[len(said)] if said == self.answer[: len(said)] and len(said) < STEPS else 0
             said.append(right if self.pattern(place) else (right + 1) % VOCABULARY)
             yield said[-1], None
 
 
-class SlowDecoder:
-    """A decoder that takes its time."""
-
-    def __init__(self, decoder, delay: float):
-        self._decoder, self._delay = decoder, delay
-        self.take_back, self.hosts = decoder.take_back, decoder.hosts
-
-    def advance(self, tokens):
-        time.sleep(random.uniform(0, self._delay))
-        return self._decoder.advance(tokens)
-
-
-def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict], draft_timeout: float = GROUP_TIMEOUT):
+def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
     """Each run's tokens and statistics on the target's hosts; what the draft said at the end on the last one."""
-    config = SpeculativeConfig(strategy="vanilla", draft_host=True, draft_timeout=draft_timeout)
-    pair = Pair.of(hosts, config)
-    batch, model = text_batch(60), build("llama", torch.float64)
-    single = HostGroup.single()
-    decoder, state, _ = decoders(model, single, batch, 48, "gathered")
+    config = SpeculativeConfig(strategy="vanilla", draft_host=True, draft_timeout=GROUP_TIMEOUT)
+    pair, batch, model = Pair.of(hosts, config), text_batch(60), build("llama", torch.float64)
+    decoder, state, _ = decoders(model, HostGroup.single(), batch, 48, "gathered")
     plain = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS)))
     results = []
     for run in runs:
-        settings = {
-            "pattern": "all",
-            "gamma": 5,
-            "most": STEPS,
-            "end": None,
-            "delays": (0, 0),
-            "fail_after": None,
-            "late": 0,
-            "auto": False,
-        } | run
-        config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=settings["gamma"])
-        with pair.beginning(config, VOCABULARY, False):
+        gamma, pattern = run.get("gamma", 5), PATTERNS[run.get("pattern", "all")]
+        with pair.beginning(replace(config, num_draft_tokens=gamma), VOCABULARY, False):
             pass
         if pair.is_draft:
-            stream = ScriptedStream(
-                plain, PATTERNS[settings["pattern"]], settings["delays"][0], settings["fail_after"]
-            )
             try:
-                tokens, *_ = draft_beside(pair.link, Draft(stream, 0), 0, stops_with_target=settings["auto"])
-                results.append(tokens)
-            except (HostError, RuntimeError) as error:
+                stream = ScriptedStream(plain, pattern, run.get("fail_after"))
+                results.append(draft_beside(pair.link, Draft(stream, 0), 0)[0])
+                continue
+            except RuntimeError as error:
                 results.append(str(error))
-                pair.link = None
                 break
-            continue
         decoder, state, look = decoders(model, pair.hosts, batch, 48, kv)
-        time.sleep(settings["late"])
+        end = (plain[run["end"]],) if "end" in run else ()
+        answer = answer_by(decoder, state, SamplingConfig(max_new_tokens=run.get("most", STEPS)), end)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            answer = answer_by(
-                SlowDecoder(decoder, settings["delays"][1]),
-                state,
-                SamplingConfig(max_new_tokens=settings["most"]),
-                () if settings["end"] is None else (plain[settings["end"]],),
-            )
-            tokens, stats = generate_beside_draft(answer, pair.open_link(), Pace(settings["gamma"]))
+            tokens, stats = generate_beside_draft(answer, pair.open_link(), Pace(gamma))
         if stats.lost_draft:
             pair.link = None
         cache = look()
@@ -129,57 +97,27 @@ def check(results, runs: list[dict]) -> list:
     return targets[0][1]
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "kv"),
-    [
-        (2, "gathered"),
-        pytest.param(3, "gathered", marks=pytest.mark.exhaustive),
-        pytest.param(3, "sharded", marks=pytest.mark.thorough),
-    ],
-)
+RUNS = [{"pattern": "all", "gamma": 5}, {"pattern": "none", "gamma": 5}, {"pattern": "all", "gamma": 1}]
+RUNS += [{"pattern": "alternating", "gamma": 2}, {"pattern": "alternating", "gamma": 13}]
+RUNS += [{"pattern": "all but the first", "gamma": 5}, {"pattern": "all but the last", "gamma": 13}]
+RUNS += [{"most": most, "pattern": "all but the last"} for most in (1, 2, 4, 5, 6, 7)]
+RUNS += [{"end": place, "gamma": 4} for place in (1, 3, 4, 5, 8, 11)]
+
+
+@pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
 def test_a_pipeline_changes_no_token(pool, num_hosts, kv):
-    runs = [{"pattern": pattern, "gamma": gamma} for pattern in PATTERNS for gamma in (1, 2, 5, 13)]
-    runs += [{"most": most, "pattern": "all but the last"} for most in range(1, 10)]
-    runs += [{"end": place, "gamma": 4} for place in range(1, 12)]
-    answers = check(pool.run(num_hosts, pipeline_job, kv, runs), runs)
-    stats = {(run.get("pattern"), run.get("gamma")): answer[1] for run, answer in zip(runs, answers, strict=True)}
+    all_right, none, one, *_ = (stats for _, stats, *_ in check(pool.run(num_hosts, pipeline_job, kv, RUNS), RUNS))
     # Five at a time once the pipeline runs, up to three times as many at first; one where nothing is right.
-    assert STEPS // 5 - 2 <= stats["all", 5].num_target_forwards <= STEPS // 5
-    assert stats["all", 5].num_pre_verify == 0
-    assert stats["none", 5].num_target_forwards == STEPS - 1 and stats["none", 5].num_post_verify == 0
-    assert STEPS - 3 <= stats["all", 1].num_target_forwards <= STEPS - 1
+    assert STEPS // 5 - 2 <= all_right.num_target_forwards <= STEPS // 5 and all_right.num_pre_verify == 0
+    assert none.num_target_forwards == STEPS - 1 and none.num_post_verify == 0
+    assert STEPS - 3 <= one.num_target_forwards <= STEPS - 1
+    # Three windows while the target prefills, which verifies the first token; the first pass verifies the others.
+    windows = [span.details["tokens"] for span in all_right.of_draft.spans if span.name == "draft"]
+    assert windows[0] == 15 and max(windows[1:]) == 5
+    assert next(span.details["tokens"] for span in all_right.record.spans if span.name == "verify") == 15
 
 
-def test_what_is_drafted_while_the_target_prefills_is_verified_at_once(pool):
-    """Three windows at most, however much time there is."""
-    runs = [{"late": limit(1.5), "gamma": 4, "pattern": pattern} for pattern in PATTERNS]
-    answers = check(pool.run(2, pipeline_job, "gathered", runs), runs)
-    stats = dict(zip(PATTERNS, (answer[1] for answer in answers), strict=True))
-    windows = [span.details["tokens"] for span in stats["all"].of_draft.spans if span.name == "draft"]
-    assert windows[0] == 12 and max(windows[1:]) == 4
-    # The prefill verifies the first, the first pass the other eleven and the next window's first.
-    assert next(span.details["tokens"] for span in stats["all"].record.spans if span.name == "verify") == 12
-    assert stats["all but the first"].num_drafted == stats["none"].num_drafted
-
-
-def test_a_window_can_be_as_long_as_the_target_takes(pool):
-    """The target takes three times as long as a drafted token, on average; eight would keep it waiting."""
-    runs = [{"gamma": 16 if auto else 8, "delays": (0.06, 0.18), "auto": auto} for auto in (True, False)]
-    answers = check(pool.run(2, pipeline_job, "gathered", runs), runs)
-    lengths = []
-    for _, stats, *_ in answers:
-        lengths.append([s.details["tokens"] for s in stats.of_draft.spans if s.name == "draft"][1:])
-    assert sum(lengths[0]) / len(lengths[0]) < 8 and max(lengths[1]) == 8
-
-
-def test_time_changes_nothing(pool):
-    random.seed(1)
-    delays = [(0.01, 0), (0, 0.01), (0.01, 0.01)]
-    runs = [{"pattern": p, "delays": d, "most": 20} for d in delays for p in ("alternating", "all but the last")]
-    check(pool.run(2, pipeline_job, "gathered", runs), runs)
-
-
-@pytest.mark.parametrize("fail_after", [0, 1, 3, 11])
+@pytest.mark.parametrize("fail_after", [0, 1, 11])
 def test_the_target_goes_on_without_a_draft_that_fails(pool, fail_after):
     runs = [{"pattern": "all", "fail_after": fail_after}, {"most": 7}]
     answers = check(pool.run(3, pipeline_job, "sharded", runs), runs)
@@ -188,54 +126,39 @@ def test_the_target_goes_on_without_a_draft_that_fails(pool, fail_after):
     assert alone.lost_draft is None and not silent and alone.num_drafted == 0
 
 
-def sampled_job(hosts: HostGroup, count: int):
-    """Counts of three tokens, drawn through the pipeline."""
-    config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=2)
-    pair = Pair.of(hosts, config)
-    model = TableModel(tables(4), tables(4, 1))
-    counts: Counter = Counter()
-    for seed in range(count):
-        with pair.beginning(config, 4, True):
-            pass
-        model.seed, model.said = seed, []
-        sampling = SamplingConfig(max_new_tokens=3, temperature=1.0, seed=seed)
-        if pair.is_draft:
-            tokens, *_ = draft_beside(pair.link, Draft(TableStream(model), 0), 0)
-        else:
-            tokens, _ = generate_beside_draft(model.answer(sampling, pair.hosts), pair.open_link(), Pace(2))
-        counts[tuple(tokens)] += 1
-    return counts
+def links(window: int, drawn: bool = False) -> list[Link]:
+    """Both ends between two threads, which have agreed on a request."""
+    queues = queue.Queue(), queue.Queue()
+    ends = [Link(*(LocalChannel(rank, messages, HANGING) for messages in queues)) for rank in (0, 1)]
+    for link in ends:
+        link.begin(True, window, 4, drawn)
+    assert all(link.other_is_ready() for link in ends)
+    return ends
 
 
-def judged_job(hosts: HostGroup, count: int) -> list[list[tuple[int, int]]]:
-    """For every answer: where each part of a window that was judged begins, and how long it is."""
-    config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=3)
-    pair, model, answers = Pair.of(hosts, config), TableModel(tables(4), tables(4)), []
+class Meanwhile:
+    """A draft of which the target judges each window while its third token is written."""
 
-    def listened(proposal, logits, index, sampling):
-        answers[-1].append((index, len(proposal.tokens)))
-        return verify_window(proposal, logits, index, sampling)
+    def __init__(self, target: Link):
+        self.target, self.verdicts = target, iter([GO_ON, GO_ON, DONE])
 
-    for seed in range(count):
-        answers.append([])
-        with pair.beginning(config, 4, True):
-            pass
-        model.seed, model.said = seed, []
-        if pair.is_draft:
-            draft_beside(pair.link, Draft(TableStream(model), 0), 0)
-            continue
-        sampling = SamplingConfig(max_new_tokens=20, temperature=1.0, seed=seed)
-        with patch.object(pipeline, "verify_window", listened):
-            generate_beside_draft(model.answer(sampling, pair.hosts), pair.open_link(), Pace(3))
-    return answers
+    def stream(self, sequence):
+        for place in range(100):
+            if place == 2:
+                self.target.send_verdict(next(self.verdicts), len(sequence) - 1, 7)
+            yield place, None
 
 
-def test_no_place_of_the_sequence_is_judged_by_another_ones_numbers(pool):
-    """The target itself drafts and is always right: so every part begins where the one before ended."""
-    for parts in pool.run(2, judged_job, 5)[0]:
-        assert len(parts) > 3 and any(length > 1 for _, length in parts)
-        for (index, length), (following, _) in pairwise(parts):
-            assert following == index + length
+@pytest.mark.parametrize(("stops", "windows"), [(True, [3, 3, 3]), (False, [12, 4, 3])])
+def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
+    """And once it is known that the answer has ended, or goes on otherwise, none is longer."""
+    target, draft = links(4)
+    _, report, _ = draft_beside(draft, Draft(Meanwhile(target), 0), 0, stops_with_target=stops)
+    assert [span.details["tokens"] for span in report.spans if span.name == "draft"] == windows
+    assert report.num_drafted == sum(windows)
+
+
+# ---- drawn answers ----
 
 
 class TableStream:
@@ -252,7 +175,35 @@ class TableStream:
             yield proposal.tokens[0], proposal.q[0]
 
 
-@pytest.mark.parametrize("count", [NUM_SAMPLES // 8, pytest.param(NUM_SAMPLES // 3, marks=pytest.mark.exhaustive)])
-def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own(pool, count):
-    for counts in pool.run(2, sampled_job, count):
-        assert surprise_of(counts, TableModel(tables(4), tables(4, 1))) < 4
+def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -> list[int]:
+    model.seed, model.said = seed, []
+    target, draft = links(gamma, drawn=True)
+    sampling = SamplingConfig(max_new_tokens=most, temperature=1.0, seed=seed)
+    with ThreadPoolExecutor(1) as executor:
+        drafting = executor.submit(draft_beside, draft, Draft(TableStream(model), 0), 0)
+        tokens, _ = generate_beside_draft(model.answer(sampling), target, Pace(gamma))
+        assert drafting.result()[0] == tokens
+    return tokens
+
+
+def test_no_place_of_the_sequence_is_judged_by_another_ones_numbers(monkeypatch):
+    """The target itself drafts and is always right: so every part begins where the one before ended."""
+    parts, model = [], TableModel(tables(4), tables(4))
+
+    def listened(proposal, logits, index, sampling):
+        parts.append((index, len(proposal.tokens)))
+        return verify_window(proposal, logits, index, sampling)
+
+    monkeypatch.setattr(pipeline, "verify_window", listened)
+    for seed in range(5):
+        parts.clear()
+        drawn_beside_a_thread(model, seed, 20, 3)
+        assert len(parts) > 3 and any(length > 1 for _, length in parts)
+        for (index, length), (following, _) in pairwise(parts):
+            assert following == index + length
+
+
+def test_sampling_through_the_pipeline_is_distributed_as_the_targets_own():
+    model = TableModel(tables(4), tables(4, 1))
+    counts = Counter(tuple(drawn_beside_a_thread(model, seed, 3, 2)) for seed in range(NUM_SAMPLES // 2))
+    assert surprise_of(counts, model) < 4

@@ -1,44 +1,37 @@
-"""Draft trees: the tokens of autoregressive decoding, drawn ones too, and the cache that it would leave."""
+"""Draft trees: their shape, what sees what, which branch is right, and what a model drafts from what stood."""
 
 import copy
-import json
 
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, prefill
+from apbv import Engine, HostGroup, SpeculativeConfig
 from apbv.config import SamplingConfig
 from apbv.decode.answer import generate_tokens
 from apbv.kernels import reference, verify_attention
 from apbv.model.parts import inspect_model
-from apbv.speculate import STRATEGIES
 from apbv.speculate.pace import Pace
 from apbv.speculate.tree import Tree, verify_tree
 from apbv.speculate.tree_decoding import generate_by_tree
 from apbv.speculate.tree_drafter import TreeDrafter
 
 import families
-from answers import answer_by, decoder_behind
-from attention_cases import LSE_TOLERANCE, OUT_TOLERANCE, assert_lse_close, assert_out_close, dtypes, make_inputs
+from answers import answer_by
+from attention_cases import (
+    LSE_TOLERANCE,
+    OUT_TOLERANCE,
+    assert_lse_close,
+    assert_out_close,
+    make_inputs,
+)
 from device import DEVICE
-from drafters import ScriptedTree, decoders
-from engines import QUESTION
-from prompts import as_inputs, build, text_batch, video_batch
-from scripts import infer
+from drafters import decoders
+from pairs import each_choice
+from prompts import text_batch, video_batch
 
 STEPS = 24
-VOCABULARY = 250
 TREE = Tree.of(25, 5)
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
-
-# Which child of a node on the right path is the right one; None: no child is. By the place in the answer.
-PATTERNS = {
-    "no child": lambda place: None,
-    "the first": lambda place: 0,
-    "the second": lambda place: 1,
-    "alternating": lambda place: place % 2,
-    "another each time": lambda place: (2, 0, 1, 0, None, 0, 0)[place % 7],
-}
 
 
 # ---- the shape ----
@@ -48,7 +41,7 @@ def ancestors(tree: Tree, node: int) -> set[int]:
     return {node} | (ancestors(tree, tree.parents[node]) if node else set())
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (7, 1), (25, 5), (40, 3), (256, 256)])
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (25, 5), (40, 3), (256, 256)])
 def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
     tree = Tree.of(nodes, depth)
     assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth == min(nodes, depth)
@@ -73,26 +66,6 @@ def test_a_tree_has_no_more_children_than_there_are_tokens(nodes, depth, vocabul
     assert list(tree.parents[1:]) == sorted(tree.parents[1:])
 
 
-def small_vocabulary_job(hosts: HostGroup, num_tree_nodes: int):
-    """Greedy tokens of a target and a draft of few tokens, without and with trees wider than the vocabulary."""
-    found = []
-    for speculate in (None, {"strategy": "sd_tree", "num_tree_nodes": num_tree_nodes, "num_draft_tokens": 2}):
-        models = [families.build_model("llama", dtype=torch.float64, seed=seed) for seed in (0, 1)]
-        draft = models[1] if speculate else None
-        for model in models:
-            model.set_output_embeddings(narrowed(model.get_output_embeddings(), 4))
-        engine = Engine(
-            models[0],
-            families.build_processor("llama"),
-            hosts,
-            speculate=speculate and SpeculativeConfig(**speculate),
-            draft=draft,
-        )
-        answer = engine.generate(QUESTION, max_new_tokens=12)
-        found.append((answer.token_ids, answer.stats["speculation"]))
-    return found
-
-
 def narrowed(head: torch.nn.Linear, count: int) -> torch.nn.Linear:
     """A head of the first tokens only."""
     narrow = torch.nn.Linear(head.in_features, count, bias=False, dtype=head.weight.dtype)
@@ -100,17 +73,17 @@ def narrowed(head: torch.nn.Linear, count: int) -> torch.nn.Linear:
     return narrow
 
 
-def test_a_tree_may_be_asked_for_that_is_wider_than_the_vocabulary(pool):
-    for (plain, _), (tokens, figures) in pool.run(2, small_vocabulary_job, 40):
-        assert tokens == plain and figures["num_tree_nodes"] == 4 + 16
-
-
-def test_the_default_tree_is_five_deep_and_wide_at_the_top():
-    assert [TREE.depths.count(depth) for depth in range(6)] == [1, 4, 6, 9, 5, 1]
-    # No node outside is likelier than one inside.
-    inside = {ranks(TREE, node) for node in range(1, len(TREE))}
-    largest = ranks_of_tree(Tree.of(256, 5)) - inside
-    assert min(len(r) + sum(r) for r in largest) >= max(len(r) + sum(r) for r in inside)
+def test_a_tree_may_be_asked_for_that_is_wider_than_the_vocabulary():
+    found = []
+    for speculate in (None, SpeculativeConfig(strategy="sd_tree", num_tree_nodes=40, num_draft_tokens=2)):
+        model, draft = (families.build_model("llama", dtype=torch.float64, seed=seed) for seed in (0, 1))
+        for each in (model, draft):
+            each.set_output_embeddings(narrowed(each.get_output_embeddings(), 4))
+        parts = model, families.build_processor("llama"), HostGroup.single()
+        engine = Engine(*parts, speculate=speculate, draft=speculate and draft)
+        found.append(engine.generate("What?", max_new_tokens=12))
+    assert found[0].token_ids == found[1].token_ids
+    assert found[1].stats["speculation"]["num_tree_nodes"] == 4 + 16
 
 
 def ranks(tree: Tree, node: int) -> tuple[int, ...]:
@@ -118,16 +91,17 @@ def ranks(tree: Tree, node: int) -> tuple[int, ...]:
     return () if parent < 0 else (*ranks(tree, parent), tree.children[parent].index(node))
 
 
-def ranks_of_tree(tree: Tree) -> set:
-    return {ranks(tree, node) for node in range(1, len(tree))}
+def test_the_default_tree_is_five_deep_and_wide_at_the_top():
+    assert [TREE.depths.count(depth) for depth in range(6)] == [1, 4, 6, 9, 5, 1]
+    # No node outside is likelier than one inside.
+    inside, all_nodes = ({ranks(tree, node) for node in range(1, len(tree))} for tree in (TREE, Tree.of(256, 5)))
+    assert min(len(r) + sum(r) for r in all_nodes - inside) >= max(len(r) + sum(r) for r in inside)
 
 
 # ---- attention ----
 
 
-@pytest.mark.parametrize("past", [0, 1, 129])
-@pytest.mark.parametrize("near", ["none", "tree", "level", "blind"])
-@dtypes
+@each_choice(past=[0, 1, 129], near=["none", "tree", "level", "blind"], dtype=list(OUT_TOLERANCE))
 def test_tree_attention_equals_its_definition(past, near, dtype):
     visible = {
         "none": TREE.visible[:, :0],  # a host that does not hold the new tokens
@@ -182,73 +156,7 @@ def test_a_drawn_token_is_accepted_as_often_as_the_children_are_likely():
     assert float(((counts / count - p) ** 2 / p).sum()) * count < 30  # chi square, 4 degrees of freedom
 
 
-# ---- decoding ----
-
-
-def decode_job(hosts: HostGroup, family: str, batch: dict, query_start, kv: str):
-    model = build(family, torch.float64)
-    results = {}
-    for way in ({}, SAMPLED):
-        decoder, state, _ = decoders(model, hosts, batch, query_start, kv)
-        config = SamplingConfig(max_new_tokens=STEPS + 8, **way)
-        # Some tokens more than are asked for: what the tree says of places that are never reached.
-        plain = generate_tokens(answer_by(decoder, state, config))
-
-        def speculate(pattern, tree=TREE, end=(), most=STEPS, plain=plain, way=way):
-            decoder, state, look = decoders(model, hosts, batch, query_start, kv)
-            drafter = ScriptedTree(plain, PATTERNS[pattern]) if hosts.rank == 0 else None
-            shown, config = [], SamplingConfig(max_new_tokens=most, **way)
-            answer = answer_by(decoder, state, config, end, shown.append)
-            tokens, stats = generate_by_tree(answer, drafter, tree, Pace(tree.depth))
-            assert shown == tokens
-            cache = look()
-            return tokens, stats, None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
-
-        stats = {}
-        for pattern in PATTERNS:
-            tokens, stats[pattern], kv_states = speculate(pattern)
-            assert tokens == plain[:STEPS], pattern
-        assert speculate("alternating", Tree.of(6, 3))[0] == plain[:STEPS]
-        assert stats["the first"].num_target_forwards == -(-(STEPS - 1) // 6)
-        assert stats["the second"].num_target_forwards < STEPS / 2
-        assert stats["no child"].num_target_forwards == STEPS - 1 and stats["no child"].num_accepted == 0
-        # The pattern with gaps, last: branches were left at every depth.
-        results[bool(way)] = tokens, kv_states
-        for most in range(1, 10):  # every offset in a tree
-            assert speculate("alternating", most=most)[0] == plain[:most]
-        ends = [place for place in range(1, 10) if plain[place] not in plain[:place]]
-        assert len(ends) > 4
-        for place in ends:
-            tokens, _, kv_states = speculate("alternating", end=(plain[place],))
-            assert tokens == plain[: place + 1]
-        results[bool(way), "ended"] = tokens, kv_states
-    return results
-
-
-@pytest.mark.parametrize(
-    ("family", "num_hosts", "kv"),
-    [
-        pytest.param("qwen2_5_vl", 1, "gathered", marks=pytest.mark.exhaustive),
-        ("qwen2_5_vl", 2, "sharded"),
-        ("llama", 2, "gathered"),
-        pytest.param("llama", 3, "sharded", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_tree_changes_no_token_and_leaves_the_right_kv(pool, family, num_hosts, kv):
-    batch = text_batch(60) if family == "llama" else video_batch(family, frames=12)
-    query_start = 48 if family == "llama" else None
-    first, *others = pool.run(num_hosts, decode_job, family, batch, query_start, kv)
-    assert all(result[key] == (first[key][0], None) for result in others for key in first)
-    assert first[False][0] != first[True][0]
-    model = build(family, torch.float64)
-    inputs = as_inputs(family, batch, query_start, HostGroup.single(), torch.float64)
-    for tokens, states in first.values():
-        # The KV of a prefill of the same tokens, the last one aside, by the model itself.
-        state = prefill(model, inputs, hosts=HostGroup.single())
-        decoder_behind(state, model).advance(tokens[:-1])
-        for (keys, values), layer in zip(states, state.kv.cache.layers, strict=True):
-            torch.testing.assert_close(keys, layer.keys, rtol=1e-9, atol=1e-9)
-            torch.testing.assert_close(values, layer.values, rtol=1e-9, atol=1e-9)
+# ---- drafting ----
 
 
 class Checked(TreeDrafter):
@@ -265,8 +173,7 @@ class Checked(TreeDrafter):
         return proposed
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
-@pytest.mark.parametrize("noise", [0.0, 0.01])
+@pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.0), ("llama", 0.01)])
 def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
     model, hosts = families.build_model(family, dtype=torch.float64), HostGroup.single()
     draft = families.build_model(family, dtype=torch.float64)
@@ -289,89 +196,3 @@ def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
             assert best < stats.num_target_forwards < STEPS - 4  # branches are left, and taken
         elif not way:
             assert stats.num_target_forwards == best
-
-
-# ---- through the engine ----
-
-
-def engine_job(hosts: HostGroup, kv: str, ways: list, draft_seed: int, request: dict):
-    answers = []
-    for way in ways:
-        speculate = None if way is None else SpeculativeConfig(keep_losing_draft=True, **way)
-        needs_draft = speculate and STRATEGIES[speculate.strategy].needs_draft_model
-        draft = families.build_model("qwen2_5_vl", dtype=torch.float64, seed=draft_seed) if needs_draft else None
-        model = families.build_model("qwen2_5_vl", dtype=torch.float64)
-        engine = Engine(
-            model,
-            families.build_processor("qwen2_5_vl"),
-            hosts,
-            PrefillConfig(kv=kv),
-            speculate=speculate,
-            draft=draft,
-        )
-        answer = engine.generate(QUESTION, max_new_tokens=24, **request)
-        answers.append((answer.token_ids, answer.stats["speculation"]))
-    return answers
-
-
-SEES_ALL = [
-    {"strategy": "sd_tree"},
-    {"strategy": "specvlm", "keep_ratio": 1.0, "num_tree_nodes": 25},
-    {"strategy": "std", "keep_ratio": 1.0, "num_tree_nodes": 25},
-    {"strategy": "layerskip", "layer_ratio": 1.0, "num_tree_nodes": 25},
-]
-
-
-@pytest.mark.parametrize(
-    "sampled",
-    [pytest.param({}, marks=pytest.mark.thorough), pytest.param(SAMPLED, marks=pytest.mark.exhaustive)],
-    ids=["greedy", "sampled"],
-)
-def test_every_drafting_model_can_draft_a_tree(pool, clip, sampled):
-    request = {"video": str(clip), "num_frames": 12, **sampled}
-    names = [name for name, strategy in STRATEGIES.items() if strategy.drafts_trees]
-    asked = [None, *({"strategy": name, "num_tree_nodes": 12, "keep_ratio": 0.3} for name in names), *SEES_ALL]
-    for answers in pool.run(2, engine_job, "gathered", asked, 0, request):
-        for way, (tokens, figures) in zip(asked[1:], answers[1:], strict=True):
-            assert tokens == answers[0][0], way
-            assert figures["num_tree_nodes"] == way.get("num_tree_nodes", 25)
-            if way in SEES_ALL and not sampled:
-                assert figures["num_target_forwards"] == 4, way  # 23 tokens, up to 6 at once
-    for answers in pool.run(3, engine_job, "sharded", [None, {"strategy": "sd_tree"}], 1, request):
-        assert answers[0][0] == answers[1][0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "ngram", "num_tree_nodes": 8}, "ngram drafts a chain of tokens: it cannot draft a tree"),
-        ({"num_tree_nodes": 0}, "num_tree_nodes must lie in 1 .. 256, not 0"),
-        ({"num_tree_nodes": True}, "num_tree_nodes must lie in 1 .. 256, not True"),
-    ],
-)
-def test_what_cannot_be_a_tree_is_refused(settings, message):
-    parts = families.build_model("llama"), families.build_processor("llama"), HostGroup.single()
-    with pytest.raises(ValueError, match=message):
-        Engine(*parts, speculate=SpeculativeConfig(**settings))
-
-
-def beside_job(hosts: HostGroup):
-    with pytest.raises(ValueError, match="a draft host drafts a chain of tokens: it cannot draft a tree"):
-        Engine(None, None, hosts, speculate=SpeculativeConfig(strategy="sd_tree", draft_host=True))
-
-
-def test_a_draft_host_drafts_no_tree(pool):
-    pool.run(2, beside_job)
-
-
-def test_the_command_line_drafts_a_tree(clip, tmp_path):
-    families.save_checkpoint("qwen2_5_vl", tmp_path / "model")
-    options = ["--model", tmp_path / "model", "--video", clip, "--frames", 12, "--prompt", QUESTION]
-    options += ["--max-new-tokens", 9, "--draft-model", tmp_path / "model", "--speculate", "vanilla"]
-    result = infer(
-        *options, "--num-tree-nodes", 8, "--keep-losing-draft", "--json", tmp_path / "figures.jsonl", hosts=1
-    )
-    assert result.returncode == 0, result.stderr
-    figures = json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
-    assert figures["keep_losing_draft"] is True and figures["switched_off"] is None
-    assert figures["num_tree_nodes"] == 8 and figures["num_drafted"] > figures["num_accepted"] > 0

@@ -1,0 +1,124 @@
+"""Where answers end, by every way to decode: at end tokens, where the caller says, or before they begin."""
+
+import pytest
+import torch
+
+from apbv import Engine, HostGroup, PrefillConfig, RequestCancelled, SamplingConfig, SpeculativeConfig, demo
+from apbv.decode.answer import Answer
+from apbv.input.request import Question, Request
+from apbv.stats import StageTimer
+
+QUESTION, FRAMES, MOST = "name the letters in order", 24, 14
+VIDEO = {"video": demo.video_path(), "num_frames": FRAMES}
+WAYS = {
+    "plain": None,
+    "window": SpeculativeConfig(strategy="vanilla", draft_model="demo", keep_losing_draft=True),
+    "tree": SpeculativeConfig(strategy="sd_tree", draft_model="demo", keep_losing_draft=True),
+    "thread": SpeculativeConfig(strategy="vanilla", draft_model="demo", draft_host=True, keep_losing_draft=True),
+}
+
+
+def engine_of(way: str, hosts: HostGroup, kv: str = "gathered") -> Engine:
+    prefill = PrefillConfig(kv=kv)
+    return Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, speculate=WAYS[way], dtype="float32")
+
+
+def asked(engine: Engine, **sampling):
+    by = SamplingConfig(max_new_tokens=MOST, **sampling)
+    return engine.answer(Request(Question(QUESTION, **VIDEO), StageTimer(engine.hosts), sampling=by))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return engine_of("plain", HostGroup.single())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_heeds_end_tokens_alike(plain, way):
+    engine = plain if way == "plain" else engine_of(way, HostGroup.single())
+    usual, ends = asked(plain).token_ids, set(plain.parts.eos_token_ids)
+    assert asked(engine).token_ids == usual and len(ends & set(usual)) == 1 and usual[-1] in ends
+    # An end token counts, though there may be none behind it.
+    assert engine.generate(QUESTION, **VIDEO, max_new_tokens=len(usual)).finish_reason == "stop"
+    assert engine.generate(QUESTION, **VIDEO, max_new_tokens=len(usual) - 1).finish_reason == "length"
+    fewest = len(usual) + 2
+    assert fewest < MOST
+    for options in ({"ignore_eos": True}, {"min_tokens": fewest}, {"min_tokens": fewest, "ignore_eos": True}):
+        expected, found = asked(plain, **options), asked(engine, **options)
+        assert found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
+        assert found.token_ids[: len(usual) - 1] == usual[:-1] and len(found.token_ids) >= fewest
+        if options.get("ignore_eos"):
+            assert len(found.token_ids) == MOST and found.finish_reason == "length"
+        if "min_tokens" in options:
+            assert not ends & set(found.token_ids[:fewest])
+        else:
+            assert found.token_ids[len(usual) - 1] == usual[-1]
+    for seed in range(2) if way != "thread" else ():  # none is drawn too early
+        tokens = asked(engine, temperature=1.5, seed=seed, min_tokens=MOST - 2).token_ids
+        assert len(tokens) >= MOST - 2 and not ends & set(tokens[: MOST - 2])
+
+
+def test_only_rows_that_come_too_early_are_changed():
+    logits = torch.randn(4, 9)
+    answer = Answer(None, logits[0], 60, SamplingConfig(max_new_tokens=8, min_tokens=2), (3, 5, 10**6))
+    allowed = answer.allowed(logits, [61, 62, 60, 63])
+    expected = logits.clone()
+    expected[0, [3, 5]] = expected[2, [3, 5]] = -torch.inf
+    assert torch.equal(allowed, expected)
+    assert answer.allowed(logits, [62]) is logits
+
+
+def stops_job(hosts: HostGroup, way: str, kv: str, at: tuple[int, ...]) -> list:
+    """Answers in full, then stopped after so many tokens each; and how often host 0 asked."""
+    engine = engine_of(way, hosts, kv)
+    full = engine.generate(QUESTION, **VIDEO, max_new_tokens=12)
+    answers = [(full.token_ids, full.finish_reason, None, None)]
+    for count in at:
+        asked, shown = [], []
+
+        def stop(tokens, count=count, asked=asked) -> bool:
+            asked.append(list(tokens))
+            return len(tokens) == count
+
+        answer = engine.generate(QUESTION, **VIDEO, max_new_tokens=12, stop=stop, on_token=shown.append)
+        answers.append((answer.token_ids, answer.finish_reason, shown, asked))
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("way", "hosts", "kv"),
+    [("plain", 2, "sharded"), ("window", 2, "gathered"), ("tree", 2, "sharded"), ("thread", 1, "gathered")],
+)
+def test_an_answer_ends_where_host_0_says(pool, way, hosts, kv):
+    counts = 1, 4
+    for rank, ((full, reason, *_), *answers) in enumerate(pool.run(hosts, stops_job, way, kv, counts)):
+        assert len(full) > 4 and reason == "stop"  # an end token
+        for count, (tokens, reason, shown, asked) in zip(counts, answers, strict=True):
+            assert (tokens, reason, shown) == (full[:count], "stop", full[:count])
+            before = [[], []]  # before the prompt is read, and after
+            assert asked == (before + [full[:length] for length in range(1, count + 1)] if rank == 0 else [])
+
+
+def ended_early_job(hosts: HostGroup) -> list[str]:
+    """What is said of requests that are cancelled before they begin, or whose caller fails when asked."""
+    engine, said = engine_of("plain", hosts), []
+    for times, error in ((1, RequestCancelled), (2, RequestCancelled), (2, (ZeroDivisionError, RuntimeError))):
+        asked = []
+
+        def stop(tokens, asked=asked, times=times, error=error) -> bool:
+            asked.append(tokens)
+            if len(asked) == times and error is not RequestCancelled:
+                raise ZeroDivisionError("of the caller's")
+            return len(asked) == times
+
+        with pytest.raises(error) as ended:
+            engine.generate(QUESTION, **VIDEO, max_new_tokens=3, stop=stop)
+        assert not hosts.is_broken
+        said.append(str(ended.value))
+    assert len(engine.generate(QUESTION, **VIDEO, max_new_tokens=3).token_ids) == 3
+    return said
+
+
+def test_a_request_that_is_cancelled_or_whose_caller_fails_ends_on_every_host(pool):
+    for first, second, failed in pool.run(2, ended_early_job):
+        assert "cancelled before" in first and "cancelled before" in second and "of the caller's" in failed

@@ -1,0 +1,360 @@
+"""Every way to draft, through the engine: the answer of decoding without one, from what the draft should see."""
+
+import json
+import runpy
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv.config import KEEP_POLICIES
+from apbv.hosts import HostError
+from apbv.prefilling.reduction.choosing import keep_even
+from apbv.speculate import STRATEGIES
+from apbv.speculate.picture import draw_kept
+
+import families
+from answers import decoder_behind
+from engines import CAPTION, QUESTION, build_engine
+from scripts import INFER, infer
+
+STEPS = 13
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
+
+
+def caption(prompt) -> str:
+    """A captioner; it sees the source and the question."""
+    assert prompt.videos or prompt.pictures
+    assert QUESTION in prompt.text
+    return CAPTION
+
+
+def answers_job(hosts: HostGroup, family: str, kv: str, ways: list, request: dict, draft_seed: int = 1):
+    answers = []
+    for way in ways:
+        speculate = way and SpeculativeConfig(**{"keep_losing_draft": True, **way})
+        engine = build_engine(hosts, family, kv, speculate, draft_seed, caption)
+        answer = engine.generate(QUESTION, **{"max_new_tokens": STEPS, **request})
+        answers.append((answer.token_ids, answer.stats["speculation"], answer.kept))
+    return answers
+
+
+def on_one_host(clip, way: dict | None, draft_seed: int = 1, **request):
+    request = {"video": str(clip), "num_frames": 12, **request}
+    return answers_job(HostGroup.single(), "qwen2_5_vl", "gathered", [way], request, draft_seed)[0]
+
+
+# ---- no way changes an answer ----
+
+
+HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
+WAYS = [{"strategy": name} for name, way in STRATEGIES.items() if not way.needs_passing]
+WAYS += [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
+WAYS += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
+WAYS += [{**HIPPO, "num_draft_tokens": "auto"}, {"strategy": "vanilla", "num_draft_tokens": "auto"}]
+WAYS += [{"strategy": name, "num_tree_nodes": 12, "keep_ratio": 0.3} for name in ("hippo", "std", "layerskip")]
+WAYS += [{"strategy": "tabed", "ensemble": "MT", "keep_ratio": 0.3}]
+WAYS += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": keep, "keep_ratio": 0.3} for keep in ("full", "hippo")]
+PASSED = [{"strategy": "std_apbv"}, {"strategy": "std_apbv", "num_tree_nodes": 12}]
+# What differs between families is how the draft's prompt is put together.
+OF_FAMILIES = [way for way in WAYS if way.get("keep") in ("hippo", "uv_prune")]
+OF_TEXT = [{"strategy": name} for name in ("vanilla", "specvlm", "std", "std_apbv", "layerskip", "ngram", "tabed")]
+CASES = {
+    "one host": ("qwen2_5_vl", 1, "gathered", WAYS[::2], "video"),
+    "shares": ("qwen2_5_vl", 2, "sharded", [*WAYS[1::2], *PASSED], "video"),
+    "three": ("internvl", 3, "gathered", OF_FAMILIES, "video"),
+    "deep features": ("qwen3_vl", 2, "sharded", OF_FAMILIES, "video"),
+    "drawn": ("qwen2_5_vl", 2, "gathered", [{"strategy": "sd_tree"}], "drawn"),
+    "a text": ("llama", 2, "sharded", OF_TEXT, "text"),
+    "too short to be split": ("llama", 2, "gathered", OF_TEXT, "nothing"),
+    "an image": ("qwen2_5_vl", 2, "gathered", OF_TEXT[:-1], "image"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_way_to_draft_changes_an_answer(pool, clip, case):
+    family, num_hosts, kv, ways, kind = CASES[case]
+    video = {"video": str(clip), "num_frames": 12}
+    request = {
+        "video": video,
+        "drawn": {**video, **SAMPLED},
+        "text": {"context": "one two three four five six seven eight nine ten " * 3},
+        "nothing": {},
+        "image": {"images": [families.synthetic_image()]},
+    }[kind]
+    for host, (plain, *answers) in enumerate(pool.run(num_hosts, answers_job, family, kv, [None, *ways], request)):
+        assert len(set(plain[0])) > 3
+        for way, (tokens, figures, _) in zip(ways, answers, strict=True):
+            assert tokens == plain[0], f"host {host}: {way}"
+            assert all(figures[name] == value for name, value in way.items() if name != "hippo_terms")
+            assert figures["num_target_forwards"] >= 1
+            if way["strategy"] == "sd_tree":
+                assert figures["num_tree_nodes"] == 25
+
+
+ALL = {"keep_ratio": 1.0}
+SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "layerskip", "layer_ratio": 1.0}, {"strategy": "sd_tree"}]
+SEES_ALL += [{"strategy": name, **ALL} for name in ("std", "streaming")]
+SEES_ALL += [{"strategy": "specvlm", "keep": keep, **ALL} for keep in ("hippo", "attention_per_frame", "even")]
+SEES_ALL += [{"strategy": "specvlm", "prune": "kv", **ALL}, {"strategy": "tabed", "ensemble": "M"}]
+SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "std")]
+
+
+@pytest.mark.parametrize(
+    ("family", "num_hosts", "kv"),
+    [("internvl", 2, "gathered"), ("qwen3_vl", 2, "sharded"), ("qwen2_5_vl", 1, "gathered")],
+)
+def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip, family, num_hosts, kv):
+    """The target itself drafts, with the seed it is built with: so its prompt, positions and KV must be right."""
+    request = {"video": str(clip), "num_frames": 12}
+    for answers in pool.run(num_hosts, answers_job, family, kv, SEES_ALL, request, 0):
+        for way, (_, figures, _) in zip(SEES_ALL, answers, strict=True):
+            assert figures["num_target_forwards"] == 2, way  # 12 tokens, up to 6 at once
+            assert figures["num_tree_nodes"] or figures["num_accepted"] == figures["num_drafted"]
+    sampled = {**request, "temperature": 1.0, "top_p": 0.9, "seed": 3}
+    for ((_, figures, _),) in pool.run(num_hosts, answers_job, family, kv, SEES_ALL[:1], sampled, 0):
+        assert figures["acceptance_rate"] == 1.0
+
+
+def test_a_context_that_is_always_right_takes_over(pool, clip):
+    """The target itself drafts; one context is its own prompt. Only the first block can be wrong."""
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 24}
+    way = {"strategy": "tabed", "ensemble": "MT*", "keep": "full"}
+    for sampled, most, kv in (({}, 2, "gathered"), ({**SAMPLED, "temperature": 0.9}, 1, "sharded")):
+        ways = [{**way, "num_draft_tokens": most}]
+        for ((tokens, figures, _),) in pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0):
+            assert len(tokens) == 24 and figures["num_drafted"] - figures["num_accepted"] <= most
+
+
+@pytest.mark.parametrize("strategy", ["vanilla", "std"])
+def test_in_half_precision_every_token_is_the_targets_choice_or_as_good(clip, strategy):
+    """In bf16 a window's logits are not those of one token at a time: they differ by the rounding of a forward."""
+    family, request = "qwen2_5_vl", {"video": str(clip), "num_frames": 12}
+    model, processor = families.build_model(family, dtype=torch.bfloat16), families.build_processor(family)
+    draft = families.build_model(family, dtype=torch.bfloat16) if strategy == "vanilla" else None
+    speculate = SpeculativeConfig(strategy=strategy, keep_ratio=0.5, keep_losing_draft=True)
+    engine = Engine(model, processor, HostGroup.single(), speculate=speculate, draft=draft)
+    answer = engine.generate(QUESTION, **request, max_new_tokens=STEPS)
+    assert answer.stats["speculation"]["num_accepted"] > 0
+    state = engine.prefill(QUESTION, **request)
+    decoder = decoder_behind(state, model)
+    # Teacher-forced, one token at a time.
+    rows = [state.logits[0], *(decoder.advance([token])[-1] for token in answer.token_ids[:-1])]
+    for row, token in zip(rows, answer.token_ids, strict=True):
+        # Two roundings of the highest logit in either forward: bf16 has 8 bits of precision.
+        assert row.max() - row[token] <= 4 * 2**-8 * row.abs().max()
+
+
+def test_the_demo_pair_drafts_most_of_a_description():
+    speculate = SpeculativeConfig(strategy="vanilla", keep_losing_draft=True)
+    engine = Engine.from_pretrained("demo", speculate=speculate, dtype="float32")
+    request = {"video": demo.video_path(), "num_frames": 2048, "max_new_tokens": 40}
+    stats = engine.generate("describe the clip shot by shot", **request).stats
+    assert stats["speculation"]["tokens_per_target_forward"] > 3 and stats["stages_ms"]["draft"] > 0
+
+
+# ---- what the draft sees ----
+
+
+def test_the_draft_sees_what_was_asked_for(clip):
+    """Of 6 frames of 2 x 3 visual tokens; "specvlm" is what the strategy of that name means by itself."""
+    kept = {}
+    for keep, ratio in (("attention", 1 / 36), ("attention", 0.8), (None, 0.8), ("specvlm", 0.8), ("even", 0.8)):
+        *_, seen = on_one_host(clip, {"strategy": "specvlm", "keep": keep, "keep_ratio": ratio}, max_new_tokens=2)
+        assert seen.shape == (6, 2, 3)
+        kept[keep, ratio] = set(seen.flatten().nonzero().flatten().tolist())
+        assert len(kept[keep, ratio]) == round(36 * ratio)
+    assert kept["even", 0.8] == set(keep_even(36, 29).tolist())
+    assert kept[None, 0.8] == kept["specvlm", 0.8] not in (kept["attention", 0.8], kept["even", 0.8])
+    assert kept["attention", 1 / 36] <= kept["specvlm", 0.8] & kept["attention", 0.8]
+
+
+def test_a_draft_that_guides_itself_sees_what_it_attends_to(clip):
+    """With the target as its own draft that is what the target attends to, however it is read."""
+    guided = {"strategy": "specvlm", "keep": "draft_guided", "keep_ratio": 0.3}
+    ways = [{**guided, "keep": "attention"}, guided, {**guided, "prune": "kv"}, {**guided, "strategy": "tabed"}]
+    first, *others = (on_one_host(clip, way, draft_seed=0, max_new_tokens=3)[2] for way in ways)
+    assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("strategy", ["std", "streaming", "specvlm"])
+def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip, strategy):
+    """STD's K + m_t; never less than one visual token, and never more than there are."""
+    num_text = 0
+    for beyond_text, expected in ((1, 1), (6, 6), (10_000, 36)):
+        way = {"strategy": strategy, "keep_tokens": num_text + beyond_text, "keep_losing_draft": True}
+        engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(**way), 1)
+        stats = engine.generate(QUESTION, video=str(clip), num_frames=12, max_new_tokens=2).stats
+        num_text = stats["num_input_tokens"] - stats["num_video_tokens"]
+        assert num_text > 6 and stats["speculation"]["num_visual_tokens_drafted_from"] == expected
+        assert stats["speculation"]["keep_ratio"] is None
+
+
+def test_the_picture_of_what_the_draft_saw():
+    """Each frame under its number; small ones are enlarged, here four times; and what it means, below."""
+    frames = np.full((3, 16, 24, 3), (200, 100, 0), dtype=np.uint8)
+    kept = np.zeros((3, 2, 3), dtype=bool)
+    kept[1, 0, 2] = True
+    pixels = np.asarray(draw_kept(frames, kept, [0, 7, 15], columns=2))
+    lit = np.argwhere((pixels == (200, 100, 0)).all(axis=-1))
+    top, left = 16, 96 + 6  # the second frame: under its caption, behind the gap
+    assert lit.min(axis=0).tolist() == [top, left + 64]
+    assert lit.max(axis=0).tolist() == [top + 31, left + 95] and len(lit) == 32 * 32
+    dark = (pixels == (50, 25, 0)).all(axis=-1)
+    assert dark.sum() == 3 * 64 * 96 - len(lit)
+    # Of the second row the caption is written on, of its second place nothing; the legend fills the lines below.
+    below = 2 * (16 + 64 + 6)
+    assert (pixels[:16, :96] < 128).any() and (pixels[below // 2 : below // 2 + 16, :96] < 128).any()
+    assert (pixels[below // 2 : below, left:] == 255).all()
+    assert pixels.shape[1] == 2 * 96 + 6 and (pixels.shape[0] - below) % 16 == 0
+    assert (pixels[below:] < 128).any()
+
+
+def test_the_command_line_speculates_and_draws(clip, tmp_path):
+    families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
+    families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
+    plain = Engine.from_pretrained(tmp_path / "target", hosts=HostGroup.single())
+    expected = plain.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=9)
+    options = ["--model", tmp_path / "target", "--video", clip, "--frames", 12, "--prompt", QUESTION]
+    options += ["--max-new-tokens", 9, "--speculate", "specvlm", "--draft-model", tmp_path / "draft"]
+    options += ["--keep", "hippo", "--num-draft-tokens", 3, "--keep-tokens", 40, "--num-tree-nodes", 8]
+    options += ["--keep-losing-draft", "--passing-len", 10**6]
+    kept, figures = tmp_path / "kept.png", tmp_path / "figures.jsonl"
+    result = infer(*options, "--save-kept", kept, "--json", figures)
+    assert result.returncode == 0, result.stderr
+    record = json.loads(figures.read_text())
+    assert record["token_ids"] == expected.token_ids and expected.text in result.stdout
+    wanted = {"num_draft_tokens": 3, "keep": "hippo", "keep_tokens": 40, "num_tree_nodes": 8}
+    wanted |= {"keep_losing_draft": True, "switched_off": None}
+    assert wanted.items() <= record["speculation"].items() and record["speculation"]["num_drafted"] > 0
+    # 12 frames are merged in pairs; six pictures in three columns.
+    assert Image.open(kept).width == 3 * 96 + 2 * 6
+
+
+# ---- captions ----
+
+
+def beside_job(hosts: HostGroup, path: str):
+    """The target's first layer waits until the captioner is at work, which waits until the last one is reached."""
+    is_captioning, is_at_last = threading.Event(), threading.Event()
+
+    def slow(prompt) -> str:
+        is_captioning.set()
+        assert is_at_last.wait(60), "the captioner waits in vain for the target"
+        return caption(prompt)
+
+    def enter_first(*args) -> None:
+        assert hosts.rank or is_captioning.wait(60), "the target waits in vain for the captioner"
+
+    speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*", keep_losing_draft=True)
+    engine = build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, slow)
+    layers = engine.model.get_decoder().layers
+    layers[0].register_forward_pre_hook(enter_first)
+    layers[-1].register_forward_pre_hook(lambda *args: is_at_last.set())
+    return [engine.generate(QUESTION, video=path, num_frames=6, max_new_tokens=4).token_ids for _ in range(2)]
+
+
+def test_the_caption_is_made_while_the_target_prefills(pool, clip):
+    results = pool.run(2, beside_job, str(clip))
+    assert all(answers == results[0] and answers[0] == answers[1] for answers in results)
+
+
+def failing(prompt) -> str:
+    raise RuntimeError("no such model")
+
+
+def blank(prompt) -> str:
+    return " \n"
+
+
+def errors_job(hosts: HostGroup, path: str) -> tuple[list[str], list[int]]:
+    speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*")
+    engine, said = partial(build_engine, hosts, "qwen2_5_vl", "gathered", speculate, 1), []
+    request = {"video": path, "num_frames": 6, "max_new_tokens": 4}
+    for captioner in (failing, blank):
+        with pytest.raises((ValueError, HostError)) as error:
+            engine(captioner).generate(QUESTION, **request)
+        said.append(str(error.value))
+    return said, engine(caption).generate(QUESTION, **request).token_ids  # the hosts are as they were
+
+
+def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
+    (first, tokens), (second, others) = pool.run(2, errors_job, str(clip))
+    assert first[0] == "the captioner failed: RuntimeError: no such model"
+    assert first[1] == "the captioner returned ' \\n' instead of a caption"
+    assert all(
+        ours in theirs and "host 0 failed in captioning" in theirs
+        for ours, theirs in zip(first, second, strict=True)
+    )
+    assert tokens == others and len(tokens) == 4
+
+
+# ---- what cannot work ----
+
+NO_CAPTIONER = r"the ensemble MTCP\* drafts from a caption: it needs a captioner"
+REFUSED = [
+    ({"strategy": "magic"}, None, "strategy must be one of vanilla, "),
+    ({"strategy": "text_only", "draft_host": True}, "qwen2", "the draft does not read the target's"),
+    ({"strategy": "std_apbv"}, None, "this one passes nothing"),
+    ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
+    ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
+    ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
+    ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP.*not 'MM'"),
+    ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", NO_CAPTIONER),
+    (
+        {"strategy": "tabed", "draft_host": True},
+        "qwen2_5_vl",
+        "learns from every verification before it drafts on",
+    ),
+    ({"strategy": "sd_tree", "draft_host": True}, "qwen2_5_vl", "a draft host drafts a chain of tokens"),
+    ({"strategy": "ngram", "num_tree_nodes": 8}, None, "ngram drafts a chain of tokens: it cannot draft a tree"),
+    ({"num_tree_nodes": 0}, None, "num_tree_nodes must lie in 1 .. 256, not 0"),
+    ({"num_tree_nodes": True}, None, "num_tree_nodes must lie in 1 .. 256, not True"),
+    ({"prune": "hedge"}, None, "prune must be one of"),
+    ({"vision_first": True}, None, "vision_first needs keep='hippo'"),
+    ({"strategy": "vanilla"}, None, "needs a draft model"),
+    ({"strategy": "vanilla"}, "qwen3_vl", "does not read the target's prompts: qwen3_vl"),
+    ({"keep": "best"}, None, "keep must be one of"),
+    ({"keep_ratio": 0}, None, "keep_ratio must lie in"),
+    ({"keep_tokens": 0}, None, "keep_tokens must lie in"),
+    ({"keep_ratio": 0.1, "keep_tokens": 64}, None, "give one of them"),
+    ({"strategy": "vanilla", "keep_tokens": 64}, None, "keep_tokens does not apply"),
+    ({"strategy": "std_apbv", "keep_tokens": 64}, None, "keep_tokens does not apply"),
+    ({"num_draft_tokens": 0}, None, "num_draft_tokens must lie in 1 .. 256 or be 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "draft", "message"), REFUSED, ids=[f"{row[0]}" for row in REFUSED])
+def test_what_cannot_work_is_refused(settings, draft, message):
+    parts = families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), HostGroup.single()
+    draft = draft and families.build_model(draft)
+    with pytest.raises(ValueError, match=message):
+        Engine(*parts, PrefillConfig(), speculate=SpeculativeConfig(**settings), draft=draft)
+
+
+@pytest.mark.parametrize("keep", ["hippo", "attention_per_frame", "uniform_frames"])
+def test_frames_of_an_image_cannot_be_kept(keep):
+    engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep=keep), 1)
+    with pytest.raises(ValueError, match="the prompt has no video"):
+        engine.generate(QUESTION, images=[families.synthetic_image()])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"], "cannot load no.such:caption"),
+        (
+            ["tabed", "--ensemble", "MTCP", "--captioner", "json:caption"],
+            "cannot load json:caption, which should be",
+        ),
+        (["ngram", "--save-kept", "none.png"], "ngram does not choose the same visual tokens"),
+    ],
+)
+def test_the_command_line_says_what_cannot_work(options, message, capsys):
+    main = runpy.run_path(str(INFER))["main"]
+    assert main(["--model", "demo", "--speculate", *options]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""Chains and trees of scripted drafts: the tokens of decoding without, and the cache that it would leave."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from apbv import HostGroup, prefill
+from apbv.config import SamplingConfig
+from apbv.decode.answer import generate_tokens
+from apbv.speculate.pace import Pace
+from apbv.speculate.serial import generate_speculatively
+from apbv.speculate.tree import Tree
+from apbv.speculate.tree_decoding import generate_by_tree
+
+from answers import answer_by, decoder_behind
+from drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders
+from prompts import as_inputs, build, text_batch, video_batch
+
+STEPS = 24
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
+# Every pattern of errors with lengths of a window, the last one such that something has to be taken back.
+CHAINS = [("none", 5), ("all", 5), ("none", 1), ("alternating", 2), ("alternating", 13), ("all but the first", 5)]
+CHAINS += [("all", 1), ("all but the last", 13), ("all but the last", 5)]
+TREE = Tree.of(25, 5)
+# Which child of a node on the right path is the right one; None: no child is. By the place in the answer.
+BRANCHES = {
+    "no child": lambda place: None,
+    "the first": lambda place: 0,
+    "the second": lambda place: 1,
+    "alternating": lambda place: place % 2,
+    "another each time": lambda place: (2, 0, 1, 0, None, 0, 0)[place % 7],
+}
+
+
+def chain(answer, plain: list[int], pattern: str, gamma: int):
+    return generate_speculatively(answer, ScriptedDrafter(plain, PATTERNS[pattern]), Pace(gamma))
+
+
+def tree(answer, plain: list[int], pattern: str, shape: Tree = TREE):
+    return generate_by_tree(answer, ScriptedTree(plain, BRANCHES[pattern]), shape, Pace(shape.depth))
+
+
+def prompt(family: str):
+    return (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
+
+
+def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
+    """Tokens and the KV that they have left, of a chain and a tree to their end, and to an end token."""
+    model = build(family, torch.float64)
+    fresh = partial(decoders, model, hosts, *prompt(family), kv)
+    decoder, state, _ = fresh()
+    # Some tokens more than are asked for: what a draft says of places that are never reached.
+    plain = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS + 8, **drawn)))
+
+    def check(loop, *shape, most: int = STEPS, end: tuple[int, ...] = ()):
+        decoder, state, look = fresh()
+        shown, by = [], SamplingConfig(max_new_tokens=most, **drawn)
+        tokens, stats = loop(answer_by(decoder, state, by, end, shown.append), plain, *shape)
+        expected = plain[: plain.index(end[0]) + 1] if end else plain[:most]
+        assert tokens == shown == expected, (loop, shape)
+        cache = look()
+        return stats, tokens, None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
+
+    left = []
+    ends = [place for place in range(1, 10) if plain[place] not in plain[:place]]
+    assert len(ends) > 4
+    for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES])):
+        if drawn and loop is chain:
+            continue  # it draws with other numbers
+        runs = {shape: check(loop, *shape) for shape in shapes}
+        left.append(runs[shapes[-1]][1:])
+        for most in range(1, 9):  # every offset in a window, or in a tree
+            check(loop, *shapes[-1], most=most)
+        left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends][-1][1:])
+        stats = {shape: run[0] for shape, run in runs.items()}
+        best, worst = (
+            (stats["all", 5], stats["none", 5]) if loop is chain else (stats["the first",], stats["no child",])
+        )
+        assert best.num_target_forwards == -(-(STEPS - 1) // 6)
+        assert worst.num_target_forwards == STEPS - 1 and worst.num_accepted == 0
+    check(tree, "alternating", Tree.of(6, 3))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("family", "num_hosts", "kv", "drawn"),
+    [("qwen2_5_vl", 2, "sharded", {}), ("llama", 3, "gathered", {}), ("llama", 1, "gathered", SAMPLED)],
+)
+def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_hosts, kv, drawn):
+    left, *others = pool.run(num_hosts, loops_job, family, kv, drawn)
+    assert all(result == [(tokens, None) for tokens, _ in left] for result in others)
+    # The KV of a prefill of the same tokens, the last one aside, by the model itself.
+    model, (batch, query_start) = build(family, torch.float64), prompt(family)
+    inputs = as_inputs(family, batch, query_start, HostGroup.single(), torch.float64)
+    for tokens, states in left:
+        state = prefill(model, inputs, hosts=HostGroup.single())
+        decoder_behind(state, model).advance(tokens[:-1])
+        for (keys, values), layer in zip(states, state.kv.cache.layers, strict=True):
+            torch.testing.assert_close(keys, layer.keys, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(values, layer.values, rtol=1e-9, atol=1e-9)

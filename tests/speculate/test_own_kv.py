@@ -1,0 +1,145 @@
+"""Drafts by the target itself on a part of its KV: where that lies, and what of the answer it holds."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv.config import SamplingConfig
+from apbv.decode.decoder import Decoder
+from apbv.kv import placement
+from apbv.kv.select import select_kv
+from apbv.model.attention import ChosenKV
+from apbv.model.parts import inspect_model
+from apbv.speculate import builders
+from apbv.speculate.drafters import ModelDrafter
+from apbv.speculate.tree_drafter import TreeDrafter
+
+import families
+from engines import QUESTION
+
+VISIBLE = 7  # the latest visual tokens, which is what "streaming" sees
+
+
+def test_kept_kv_is_read_where_it_lies_as_if_it_were_copied(monkeypatch):
+    """Over tokens that stand and tokens that are taken back; and nothing is read but what is kept."""
+    monkeypatch.setenv("APBV_BACKEND", "triton")
+    model = families.build_model("llama", layers=2)
+    parts = inspect_model(model)
+    prompt = model(input_ids=torch.arange(70)[None]).past_key_values
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(parts.num_layers, parts.num_kv_heads, 70, generator=generator)
+    seen = chance.topk(40).indices.sort().values
+    copy = select_kv(prompt, seen)
+    for layer, rows in zip(prompt.layers, seen, strict=True):
+        is_unseen = torch.ones(1, parts.num_kv_heads, 70, 1, dtype=torch.bool).scatter(2, rows[None, ..., None], 0)
+        layer.keys.masked_fill_(is_unseen, float("nan"))
+        layer.values.masked_fill_(is_unseen, float("nan"))
+    chosen = ChosenKV(
+        [(layer.keys, layer.values, rows.int()[None]) for layer, rows in zip(prompt.layers, seen, strict=True)]
+    )
+    own = DynamicCache()
+    settings = 70, 70, SamplingConfig(temperature=1.0), parts.vocab_size
+    with_copy, in_place = ModelDrafter(parts, copy, *settings), ModelDrafter(parts, own, *settings, chosen)
+    for tokens in ([5], [5, 9, 11], [6, 2]):
+        expected, found = with_copy.propose(tokens, 2), in_place.propose(tokens, 2)
+        assert found.tokens == expected.tokens
+        torch.testing.assert_close(found.q, expected.q, rtol=1e-4, atol=1e-7)
+        assert own.get_seq_length() == copy.get_seq_length() - 40 == len(tokens) + 1
+    with pytest.raises(ValueError, match="does not hold the prompt"):
+        in_place.prune_prompt(torch.arange(9))
+
+
+@pytest.mark.parametrize(("nodes", "copies"), [(None, 0), (4, 1)], ids=["a chain", "a tree"])
+def test_where_triton_computes_a_chain_is_drafted_on_the_targets_kv_itself(clip, nodes, copies):
+    """All that the target and the draft are given of the prompt's KV lies at one place."""
+    model, processor = families.build_model("qwen2_5_vl", layers=2), families.build_processor("qwen2_5_vl")
+    continued, places, answers = placement.GatheredKV.continued, [], []
+
+    def located(kv):
+        cache = continued(kv)
+        places.append([layer.keys.data_ptr() for layer in cache.layers])
+        return cache
+
+    way = {"strategy": "streaming", "num_tree_nodes": nodes, "num_draft_tokens": 2, "keep_ratio": 0.6}
+    speculate = SpeculativeConfig(keep_losing_draft=True, **way)
+    for backend in ("triton", "torch"):
+        with (
+            patch.object(placement.GatheredKV, "continued", located),
+            patch.object(placement, "select_kv", wraps=select_kv) as copy,
+            patch.object(builders, "ChosenKV", wraps=ChosenKV) as read,
+        ):
+            engine = Engine(
+                model, processor, HostGroup.single(), PrefillConfig(backend=backend), speculate=speculate
+            )
+            places.clear()
+            answer = engine.generate(QUESTION, video=clip, num_frames=8, max_new_tokens=5)
+        if read.called:
+            places.append([keys.data_ptr() for keys, _, _ in read.call_args.args[0]])
+        assert all(place == places[0] for place in places)
+        assert copy.call_count == (copies if backend == "triton" else 1) == 1 - read.call_count
+        figures = answer.stats["speculation"]
+        answers.append((answer.token_ids, figures["num_drafted"], figures["num_accepted"]))
+    assert answers[0] == answers[1]
+
+
+def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
+    """What was proposed in every round, and what a fresh drafter proposes that begins with all verified KV."""
+    model = families.build_model("qwen2_5_vl", dtype=torch.float64)
+    processor, kind = families.build_processor("qwen2_5_vl"), ModelDrafter if num_nodes is None else TreeDrafter
+    parts, proposed = inspect_model(model), []
+
+    def listened(drafter, tokens, count, propose=kind.propose):
+        proposed.append((list(tokens), count, propose(drafter, tokens, count)))
+        return proposed[-1][2]
+
+    share = VISIBLE / 36  # of 12 frames, merged in pairs, of 2 x 3 tokens
+    way = {"strategy": "streaming", "keep_ratio": share, "num_tree_nodes": num_nodes, "keep_losing_draft": True}
+    with patch.object(kind, "propose", listened):
+        engine = Engine(model, processor, hosts, PrefillConfig(kv=kv), speculate=SpeculativeConfig(**way))
+        figures = engine.generate(QUESTION, **request).stats["speculation"]
+    if hosts.rank:
+        return None
+    state = Engine(model, processor, HostGroup.single()).prefill(
+        QUESTION, video=request["video"], num_frames=request["num_frames"]
+    )
+    prompt, expected = state.to_dynamic_cache(), []
+    visual = parts.is_visual(state.inputs.input_ids[0]).nonzero().flatten()
+    hidden = set(visual[:-VISIBLE].tolist())
+    for tokens, count, _ in proposed:
+        cache = copy.deepcopy(prompt)
+        if tokens[1:]:
+            Decoder(parts, state.kv, state.next_position).advance(tokens[:-1])
+            cache = state.kv.cache
+        rows = torch.tensor([row for row in range(cache.get_seq_length()) if row not in hidden])
+        seen = select_kv(cache, [rows.expand(parts.num_kv_heads, -1)] * parts.num_layers)
+        position, length = state.next_position + len(tokens) - 1, state.num_tokens + len(tokens) - 1
+        if num_nodes is None:
+            by = SamplingConfig(temperature=1.0, seed=request["seed"])
+            fresh = ModelDrafter(parts, seen, position, length, by, parts.vocab_size)
+        else:
+            fresh = TreeDrafter(parts, seen, position, parts.vocab_size)
+        expected.append(fresh.propose(tokens[-1:], count))
+    return figures, [proposal for *_, proposal in proposed], expected
+
+
+@pytest.mark.parametrize(("kv", "num_nodes", "seeds"), [("gathered", None, [5]), ("sharded", 8, range(5, 8))])
+def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, seeds):
+    """STD: the verification's dense KV takes the place of what the sparse draft computed of the same tokens."""
+    num_accepted = num_drafted = 0
+    # A tree of this model's guesses is seldom right: several answers, so that one of them accepts something.
+    for seed in seeds:
+        request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 24, "temperature": 1.0, "seed": seed}
+        figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
+        assert figures["num_visual_tokens_drafted_from"] == VISIBLE
+        num_accepted, num_drafted = num_accepted + figures["num_accepted"], num_drafted + figures["num_drafted"]
+        for found, right in zip(proposed, expected, strict=True):
+            if num_nodes is None:
+                assert found.tokens == right.tokens
+                torch.testing.assert_close(found.q, right.q, rtol=1e-4, atol=1e-9)
+            else:
+                assert found == right
+    assert 0 < num_accepted < num_drafted

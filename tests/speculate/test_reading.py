@@ -1,0 +1,179 @@
+"""What drafts read that do not read all: the text alone, sound and a few frames, or nothing but n-grams."""
+
+import json
+from functools import partial
+from unittest.mock import patch
+
+import audio_files
+import pytest
+import torch
+from omni_prompts import ASKED, FRAMES, embedded, omni_batch
+from transformers import DynamicCache
+
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SpeculativeConfig
+from apbv.config import SamplingConfig
+from apbv.model.parts import inspect_model
+from apbv.prefilling.encode import encode_visual
+from apbv.speculate import builders
+from apbv.speculate.draft_kv import prefill_draft
+from apbv.speculate.drafters import ModelDrafter, NgramDrafter
+
+import families
+from engines import QUESTION
+from families import OMNI
+from oracle import as_double
+from patience import HANGING
+
+STEPS = 16
+
+
+# ---- text ----
+
+
+def test_lookup_takes_the_latest_longest_match():
+    drafter = NgramDrafter([5, 6, 7, 8, 5, 6, 9])
+    assert drafter.propose([1, 5, 6], 3).tokens == [9, 1, 5]
+    assert drafter.propose([6, 7], 2).tokens == [8, 5]
+    assert drafter.propose([4], 2).tokens == []
+    assert NgramDrafter([1, 2, 3, 9, 2, 3, 7, 1]).propose([2, 3], 1).tokens == [9]  # a longer match before a later
+
+
+def test_a_draft_says_nothing_that_the_target_cannot_read():
+    """And reads what it has no token for as something else, instead of failing."""
+    model = families.build_model("llama", dtype=torch.float64)
+    parts = inspect_model(model)
+    cache = model(input_ids=torch.arange(20)[None]).past_key_values
+    drafter = ModelDrafter(parts, cache, 20, 20, SamplingConfig(temperature=1.0), vocab_size=12)
+    proposal = drafter.propose([5, parts.vocab_size + 3], 30)
+    assert max(proposal.tokens) < 12 and proposal.q.shape == (30, 12)
+    assert cache.get_seq_length() == 20 + 2 + 29
+
+
+def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
+    """The answer without and with a draft that reads text only; what it read, what it was asked and proposed."""
+    model, draft = (families.build_model(name, dtype=torch.float64) for name in ("qwen2_5_vl", "qwen2"))
+    way = SpeculativeConfig(strategy="text_only", num_tree_nodes=nodes, keep_losing_draft=True)
+    engine = partial(Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded"))
+    run_prompt, propose = builders.run_prompt, ModelDrafter.propose
+    read, asked, request = [], [], {"video": path, "num_frames": 8, "max_new_tokens": STEPS}
+
+    def reading(parts, input_ids, *args):
+        read.append(input_ids[0].tolist())
+        return run_prompt(parts, input_ids, *args)
+
+    def proposing(self, tokens, count):
+        asked.append((list(tokens), propose(self, tokens, count)))
+        return asked[-1][1]
+
+    plain = engine().generate(QUESTION, **request).token_ids
+    with patch.object(builders, "run_prompt", reading), patch.object(ModelDrafter, "propose", proposing):
+        assert engine(speculate=way, draft=draft).generate(QUESTION, **request).token_ids == plain
+    return read, [(tokens, proposal.tokens) for tokens, proposal in asked]
+
+
+def test_a_text_only_model_drafts_from_the_text(pool, clip):
+    (read,), asked = pool.run(2, text_draft_job, str(clip), None)[0]
+    parts = inspect_model(families.build_model("qwen2_5_vl"))
+    assert QUESTION in families.build_tokenizer("qwen2_5_vl").decode(read) and parts.video_token_id not in read
+    model = families.build_model("qwen2", dtype=torch.float64)
+    for tokens, proposed in asked:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*read, *tokens, *proposed]])).logits[0]
+        assert proposed == logits[len(read) + len(tokens) - 1 : -1].argmax(dim=-1).tolist()
+    pool.run(2, text_draft_job, str(clip), 6)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_text_only_draft_has_the_targets_tokens(tmp_path, agrees):
+    families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
+    folder = families.save_checkpoint("qwen2", tmp_path / "draft")
+    if not agrees:
+        saved = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = saved["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        (folder / "tokenizer.json").write_text(json.dumps(saved))
+    speculate = SpeculativeConfig(strategy="text_only", draft_model=str(folder))
+    load = partial(Engine.from_pretrained, tmp_path / "target", speculate=speculate, hosts=HostGroup.single())
+    if agrees:
+        assert load().draft_model is not None
+        return
+    with pytest.raises(ValueError, match=r"the draft has other tokens than the target: \d+ is '[ab]', not '[ab]'"):
+        load()
+
+
+# ---- sound ----
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory):
+    path = tmp_path_factory.mktemp("heard") / "a.mkv"
+    return audio_files.write(path, [(0, 3)], "flac", audio_files.RATE, video=(0, 3), size=(56, 84))
+
+
+def kept_job(hosts: HostGroup, batch: dict, kept: torch.Tensor):
+    """What a draft has of a prompt of which it sees these visual tokens."""
+    parts = inspect_model(families.build_model(OMNI, dtype=torch.float64))
+    inputs = ModelInputs.from_processor(parts, batch, hosts)
+    cache = prefill_draft(parts, inputs, kept, hosts, encode_visual(parts, inputs.visual))
+    return cache and [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("num_hosts", "share"), [(1, 0), (3, 2)])
+def test_a_draft_hears_everything_and_sees_what_it_keeps(pool, heard, num_hosts, share):
+    """Against the model's own embeddings of the whole prompt, of which some are left out."""
+    batch = as_double(omni_batch([heard]))
+    model = families.build_model(OMNI, dtype=torch.float64)
+    seen, ids = embedded(model, batch), batch["input_ids"][0]
+    visual = (ids == model.config.video_token_id).nonzero().flatten()
+    kept = torch.arange(0, len(visual), share) if share else torch.empty(0, dtype=torch.long)
+    left = torch.ones(len(ids), dtype=torch.bool)
+    left[visual] = False
+    left[visual[kept]] = True
+    embeds, positions = seen["inputs_embeds"][:, left], seen["position_ids"][..., left]
+    cache = DynamicCache()
+    model.get_decoder()(inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True)
+    first, *others = pool.run(num_hosts, kept_job, batch, kept)
+    assert others == [None] * (num_hosts - 1)
+    for (keys, values), layer in zip(first, cache.layers, strict=True):
+        torch.testing.assert_close(keys, layer.keys, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(values, layer.values, rtol=1e-9, atol=1e-9)
+
+
+def heard_job(hosts: HostGroup, path: str, ways: list):
+    processor, answers = families.build_processor(OMNI), []
+    for way in ways:
+        model, draft = (families.build_model(OMNI, dtype=torch.float64) for _ in range(2))
+        speculate = way and SpeculativeConfig(keep_losing_draft=True, **way)
+        prefill = PrefillConfig(passing_len=10**6)
+        engine = Engine(model, processor, hosts, prefill, speculate=speculate, draft=speculate and draft)
+        answer = engine.generate(ASKED, video=path, num_frames=FRAMES, max_new_tokens=STEPS)
+        answers.append((answer.token_ids, answer.stats))
+    return answers
+
+
+BESIDE = {"strategy": "hippo", "keep_ratio": 0.5, "draft_host": True, "draft_timeout": HANGING}
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "ways"),
+    [
+        (
+            2,
+            [
+                {"strategy": "vanilla"},
+                {"strategy": "hippo", "keep_ratio": 0.5},
+                {"strategy": "tabed", "ensemble": "MTP"},
+            ],
+        ),
+        (3, [BESIDE]),
+    ],
+    ids=["taking turns", "beside"],
+)
+def test_drafts_that_hear_change_no_token(pool, heard, num_hosts, ways):
+    ((plain, _),) = pool.run(1, heard_job, heard, [None])[0]
+    for answers in pool.run(num_hosts, heard_job, heard, ways):
+        for way, (tokens, stats) in zip(ways, answers, strict=True):
+            assert tokens == plain and stats.get("num_audio_tokens", 75) == 75
+            if way["strategy"] == "vanilla":  # the same model: it drafts what the target says
+                assert stats["speculation"]["acceptance_rate"] == 1
