@@ -1,7 +1,7 @@
 """Block-sparse attention and the scores of blocks: every back end against plain loops in fp64."""
 
+import itertools
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,18 +17,12 @@ from apbv.kernels import (
     triton_block_sparse,
 )
 
-from attention_cases import (
-    LSE_TOLERANCE,
-    OUT_TOLERANCE,
-    assert_lse_close,
-    assert_out_close,
-    sliced_rows,
-    transposed,
-)
+from attention_cases import BACKENDS, assert_attention, sliced_rows, transposed
 from device import DEVICE, TRITON_DTYPES
+from pairs import pairwise
 
-backends = pytest.mark.parametrize("backend", ["torch", "triton"])
-dtypes = pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+backends = pytest.mark.parametrize("backend", BACKENDS)
+DTYPES = [torch.float32, TRITON_DTYPES[-1]]
 HEADS, KV_HEADS = 4, 2
 
 
@@ -63,39 +57,34 @@ def token_by_token(q, k, v, kept, scale, query_block, key_block):
     return out.to(DEVICE), lse.to(DEVICE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize(
-    ("tokens", "blocks"), [(1, (32, 32)), (63, (32, 16)), (96, (32, 32)), (150, (64, 32))], ids=str
-)
-def test_each_query_sees_its_block_and_the_listed_ones(backend, tokens, blocks):
+@pairwise(backend=[*BACKENDS, "reference"], case=[(1, (32, 32)), (63, (32, 16)), (150, (64, 32))])
+def test_each_query_sees_its_block_and_the_listed_ones(backend, case):
+    tokens, blocks = case
     q, k, v = states(tokens, 16, torch.float32)
     kept = masked(tokens, *blocks, 0.4)
-    exact_out, exact_lse = token_by_token(q, k, v, kept, 0.3, *blocks)
-    out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(kept, *blocks), 0.3, backend=backend)
-    assert out.dtype == lse.dtype == torch.float32
-    assert_out_close(out, exact_out, OUT_TOLERANCE[torch.float32])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[torch.float32])
+    result = block_sparse_attention(q, k, v, ListedBlocks.of(kept, *blocks), 0.3, backend=backend)
+    assert_attention(result, token_by_token(q, k, v, kept, 0.3, *blocks), torch.float32)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 80, 128])
-@pytest.mark.parametrize("tokens", [129, 256, 300])
-@pytest.mark.parametrize("blocks", [(128, 128), (128, 64), (64, 16), (256, 32)], ids=str)
-@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
-@pytest.mark.pairwise
-def test_block_sparse_attention(backend, dtype, dim, tokens, blocks, density):
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    shape=[(129, 80), (256, 16), (300, 128)],
+    blocks=[(128, 128), (128, 64), (64, 16), (256, 32)],
+    density=[0.0, 0.3, 1.0],
+)
+def test_many_blocks(backend, dtype, shape, blocks, density):
+    (tokens, dim), (query_block, key_block) = shape, blocks
     q, k, v = (sliced_rows(x) for x in states(tokens, dim, dtype))
-    listed = ListedBlocks.of(masked(tokens, *blocks, density), *blocks)
-    exact, exact_lse = reference.block_sparse_attention(
+    listed = ListedBlocks.of(masked(tokens, query_block, key_block, density), query_block, key_block)
+    exact = reference.block_sparse_attention(
         *(x.double() for x in (q, k, v)), listed, dim**-0.5, out=torch.empty_like(q, dtype=torch.float64)
     )
     given = transposed(torch.full_like(q, math.nan))
     for out in (None, given):
-        result, lse = block_sparse_attention(q, k, v, listed, dim**-0.5, out=out, backend=backend)
-        assert out is None or result.data_ptr() == out.data_ptr()
-        assert_out_close(result, exact, OUT_TOLERANCE[dtype])
-        assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
+        result = block_sparse_attention(q, k, v, listed, dim**-0.5, out=out, backend=backend)
+        assert out is None or result[0].data_ptr() == out.data_ptr()
+        assert_attention(result, exact, dtype)
 
 
 @backends
@@ -180,13 +169,15 @@ def between(behinds):
     """A margin that no rounding mistakes: in the middle of the widest gap, leaving a third on either side."""
     ordered = sorted(behind for behind in behinds if behind > 0)
     middle = ordered[len(ordered) // 3 : -len(ordered) // 3 or None]
-    gap, margin = max((b - a, (a + b) / 2) for a, b in pairwise(middle))
+    gap, margin = max((b - a, (a + b) / 2) for a, b in itertools.pairwise(middle))
     assert gap > 1e-3 and any(behind > margin for behind in behinds)
     return margin
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize(("tokens", "blocks"), [(150, (32, 16)), (230, (64, 32))], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "tokens", "blocks"),
+    [("torch", 150, (32, 16)), ("triton", 230, (64, 32)), ("reference", 150, (32, 16))],
+)
 def test_values_behind_negligible_weights_are_skipped(backend, tokens, blocks):
     q, k, v = fading_states(tokens, 16, torch.float32)
     kept = masked(tokens, *blocks, 0.8)
@@ -195,13 +186,13 @@ def test_values_behind_negligible_weights_are_skipped(backend, tokens, blocks):
     everything, exact_lse, behinds = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, math.inf)
     margin = between(behinds)
     exact, _, _ = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, margin)
-    given = transposed(torch.full_like(q, math.nan))
-    options = {"skip_margin": margin, "out": given, "backend": backend}
-    out, lse = block_sparse_attention(q, k, v, listed, 0.3, **options)
-    assert out.data_ptr() == given.data_ptr()
-    assert (everything - exact).norm() > 100 * OUT_TOLERANCE[torch.float32] * exact.norm()
-    assert_out_close(out, exact, OUT_TOLERANCE[torch.float32])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[torch.float32])  # which counts what is skipped
+    assert (everything - exact).norm() > 1e-4 * exact.norm()
+    for λ, out in ((margin, exact), (math.inf, everything)):
+        given = transposed(torch.full_like(q, math.nan))
+        options = {"skip_margin": λ, "out": given, "backend": backend}
+        result = block_sparse_attention(q, k, v, listed, 0.3, **options)
+        assert result[0].data_ptr() == given.data_ptr()
+        assert_attention(result, (out, exact_lse), torch.float32)  # whose lse counts what is skipped
 
 
 def certain_states(tokens, dim, dtype):
@@ -212,44 +203,28 @@ def certain_states(tokens, dim, dtype):
     return [transposed(x.to(dtype)) for x in (q, k, v)]
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 80])
-@pytest.mark.parametrize("blocks", [(64, 32), (128, 32)], ids=str)
-@pytest.mark.parametrize("tokens", [192, 231])
-@pytest.mark.pairwise
-def test_what_is_skipped_is_not_multiplied(backend, dtype, dim, blocks, tokens):
+@pairwise(backend=BACKENDS, dtype=DTYPES, case=[(16, (64, 32), 192), (80, (128, 32), 231)])
+def test_what_is_skipped_is_not_multiplied(backend, dtype, case):
+    dim, blocks, tokens = case
     q, k, v = certain_states(tokens, dim, dtype)
     listed = ListedBlocks.of(torch.ones_like(masked(tokens, *blocks, 1)), *blocks)
     options = {"skip_margin": 5.0, "out": torch.empty_like(q, dtype=torch.float64)}
-    exact, exact_lse = reference.block_sparse_attention(*(x.double() for x in (q, k, v)), listed, 1.0, **options)
+    exact = reference.block_sparse_attention(*(x.double() for x in (q, k, v)), listed, 1.0, **options)
     last = slice((tokens - 1) // blocks[0] * blocks[0], tokens)  # no other queries see its keys as their own
     odd = torch.arange(tokens, device=DEVICE) // 32 % 2 == 1
     odd[last] = False
     v[:, 0, odd] = math.nan
     out, lse = block_sparse_attention(q, k, v, listed, 1.0, skip_margin=5.0, backend=backend)
-    assert_out_close(out[:, :, last], exact[:, :, last], OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
-
-
-@backends
-def test_an_infinite_margin_skips_nothing(backend):
-    q, k, v = fading_states(100, 16, torch.float32)
-    listed = ListedBlocks.of(masked(100, 32, 16, 0.7), 32, 16)
-    expected = block_sparse_attention(q, k, v, listed, 0.8, backend=backend)
-    found = block_sparse_attention(q, k, v, listed, 0.8, skip_margin=math.inf, backend=backend)
-    assert_out_close(found[0], expected[0].double(), OUT_TOLERANCE[torch.float32])
-    assert_lse_close(found[1], expected[1].double(), LSE_TOLERANCE[torch.float32])
+    assert_attention((out[:, :, last], lse[:, :, last]), [x[:, :, last] for x in exact], dtype)
 
 
 @pytest.mark.parametrize("gpu", [(8, 163), (8, 99), (9, 227), (10, 227), (12, 99)], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("rows", [32, 64, 128])
-def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu, dim, rows):
+def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu):
     monkeypatch.setattr(triton_attention, "_generation", lambda device: (gpu[0], gpu[1] * 1024))
-    listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
-    tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)
-    assert (tile.rows, tile.keys) == (rows, rows // 2)
+    for rows, dim in itertools.product((32, 64, 128), (64, 80, 128)):
+        listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
+        tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)
+        assert (tile.rows, tile.keys) == (rows, rows // 2)
 
 
 def test_lists_hold_what_a_mask_keeps_before_the_diagonal():
@@ -289,58 +264,49 @@ def antidiagonals_by_hand(q, k, scale, stride, block):
     return result.to(DEVICE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize(
-    ("tokens", "stride", "block"), [(1, 4, 8), (32, 8, 16), (37, 4, 8), (41, 3, 12), (29, 1, 8)]
-)
-def test_antidiagonals_are_those_of_the_paper(backend, tokens, stride, block):
+@pairwise(backend=[*BACKENDS, "reference"], shape=[(1, 4, 8), (32, 8, 16), (41, 3, 12), (29, 1, 8)])
+def test_antidiagonals_are_those_of_the_paper(backend, shape):
+    tokens, *sizes = shape
     q, k, _ = states(tokens, 16, torch.float32)
-    scores = antidiagonal_scores(q, k, 0.5, stride, block, backend=backend)
+    scores = antidiagonal_scores(q, k, 0.5, *sizes, backend=backend)
+    expected = antidiagonals_by_hand(q, k, 0.5, *sizes)
     assert scores.dtype == torch.float32
-    torch.testing.assert_close(
-        scores.double(), antidiagonals_by_hand(q, k, 0.5, stride, block), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 80])
-@pytest.mark.parametrize(
-    ("tokens", "stride", "block"), [(500, 8, 128), (515, 16, 64), (150, 1, 128), (420, 4, 32)]
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    shape=[(500, 16, 8, 128), (515, 80, 16, 64), (150, 80, 1, 128), (420, 16, 4, 32)],
 )
-@pytest.mark.pairwise
-def test_antidiagonal_scores(backend, dtype, dim, tokens, stride, block):
+def test_many_antidiagonals(backend, dtype, shape):
+    tokens, dim, *sizes = shape
     q, k = (sliced_rows(x) for x in states(tokens, dim, dtype)[:2])
-    exact = reference.antidiagonal_scores(q, k, 3 * dim**-0.5, stride, block)
-    scores = antidiagonal_scores(q, k, 3 * dim**-0.5, stride, block, backend=backend)
+    exact = reference.antidiagonal_scores(q, k, 3 * dim**-0.5, *sizes)
+    scores = antidiagonal_scores(q, k, 3 * dim**-0.5, *sizes, backend=backend)
     torch.testing.assert_close(scores, exact, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(scores.sum(dim=-1), torch.ones_like(scores[..., 0]), rtol=1e-5, atol=0)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("is_centered", [False, True])
-@pytest.mark.parametrize(("tokens", "dim", "block"), [(1, 16, 64), (64, 80, 64), (200, 128, 64), (301, 33, 128)])
-@pytest.mark.pairwise
-def test_block_means(backend, dtype, is_centered, tokens, dim, block):
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    is_centered=[False, True],
+    shape=[(1, 16, 64), (64, 80, 64), (200, 128, 64), (301, 33, 128)],
+    most=[None, 1, 2 * 64 * KV_HEADS * 16],
+)
+def test_means_of_blocks(monkeypatch, backend, dtype, is_centered, shape, most):
+    """However few rows are widened at a time."""
+    tokens, dim, block = shape
     rows = states(tokens, dim, dtype)[1] + torch.randn(dim, device=DEVICE).to(dtype)
     rows[:, :, tokens // 2] = 0
     rows = sliced_rows(rows)
     center = rows.float().mean(dim=2) if is_centered else None
-    means, similarities = block_means(rows, block, center=center, backend=backend)
-    exact = reference.block_means(rows, block, center=center)
-    for ours, its in zip((means, similarities), exact, strict=True):
+    if most is not None:
+        monkeypatch.setattr(torch_block_scores, "_MOST_NUMBERS", most)
+    found = block_means(rows, block, center=center, backend=backend)
+    for ours, its in zip(found, reference.block_means(rows, block, center=center), strict=True):
         torch.testing.assert_close(ours, its, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("most", [1, 2 * 32 * KV_HEADS * 16])
-def test_means_are_the_same_however_few_rows_are_widened_at_a_time(monkeypatch, most):
-    _, k, _ = states(300, 16, torch.float16)
-    center = k.mean(dim=2, dtype=torch.float32)
-    expected = block_means(k, 32, center=center, backend="reference")
-    monkeypatch.setattr(torch_block_scores, "_MOST_NUMBERS", most)
-    for mine, theirs in zip(block_means(k, 32, center=center, backend="torch"), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
