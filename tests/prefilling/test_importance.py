@@ -9,6 +9,8 @@ from apbv import PrefillConfig
 from apbv.kernels import torch_importance as importance
 from apbv.prefilling.methods.importance import IMPORTANCE
 
+from pairs import each_choice
+
 BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
 
 
@@ -108,33 +110,27 @@ def test_registry_has_the_documented_names_and_the_default():
 
 
 @names
-@pytest.mark.parametrize(
-    ("length", "group", "queries"),
-    [(1, 1, 1), (4, 1, 3), (11, 3, 5), (63, 2, 1), (129, 2, 3)],
-    ids=["one-key", "fewer-than-pool", "l_b=11", "l_b=63", "l_b=129"],
-)
-def test_equals_its_definition(name, length, group, queries):
-    tensors = block(length, group=group, queries=queries)
-    result = IMPORTANCE[name](*tensors, SCALE)
-    assert result.shape == (BATCH, KV_HEADS, length)
-    # dot accumulates in fp32
-    tolerance = 1e-5 if name == "dot" else 1e-12
-    torch.testing.assert_close(result.double(), DEFINITIONS[name](*tensors), rtol=tolerance, atol=tolerance)
+def test_equals_its_definition(name):
+    for length, group, queries in ((1, 1, 1), (4, 1, 3), (11, 3, 5), (129, 2, 3)):
+        tensors = block(length, group=group, queries=queries)
+        result = IMPORTANCE[name](*tensors, SCALE)
+        assert result.shape == (BATCH, KV_HEADS, length)
+        # dot accumulates in fp32
+        tolerance = 1e-5 if name == "dot" else 1e-12
+        torch.testing.assert_close(result.double(), DEFINITIONS[name](*tensors), rtol=tolerance, atol=tolerance)
 
 
 @names
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_ranks_in_fp32(name, dtype):
-    tensors = block(40, dtype=dtype)
-    result = IMPORTANCE[name](*tensors, SCALE)
-    assert result.dtype == torch.float32
-    exact = DEFINITIONS[name](*(states.double() for states in tensors))
-    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
-    assert (result - exact).norm() < tolerance * exact.norm()
+def test_ranks_in_fp32(name):
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)):
+        tensors = block(40, dtype=dtype)
+        result = IMPORTANCE[name](*tensors, SCALE)
+        assert result.dtype == torch.float32
+        exact = DEFINITIONS[name](*(states.double() for states in tensors))
+        assert (result - exact).norm() < tolerance * exact.norm()
 
 
-@names
-@pytest.mark.parametrize("max_scores", [1, 100, 1000])
+@each_choice(name=sorted(DEFINITIONS), max_scores=[1, 1000])
 def test_chunks_bound_memory_and_do_not_change_the_result(monkeypatch, name, max_scores):
     tensors, rows_at_once = block(70), []
     whole = IMPORTANCE[name](*tensors, SCALE)
@@ -153,28 +149,6 @@ def test_chunks_bound_memory_and_do_not_change_the_result(monkeypatch, name, max
         num_rows = 3 * (64 if name == "received" else 5)
         assert sum(rows_at_once) == num_rows
         assert max(rows_at_once) == min(num_rows, max(1, max_scores // (KV_HEADS * 70)))
-
-
-@pytest.mark.parametrize("name", ["softmax", "received"])
-def test_attention_is_handed_out_in_full(name):
-    tensors = block(90)
-    torch.testing.assert_close(
-        IMPORTANCE[name](*tensors, SCALE).sum(dim=-1), torch.ones(BATCH, KV_HEADS, dtype=torch.float64)
-    )
-
-
-@names
-def test_the_key_that_was_asked_for_comes_first(name):
-    q_query, q_block, k_block = block(33)
-    wanted = [7, 20]
-    for head, key in enumerate(wanted):
-        k_block[:, head, key] = 4.0
-        q_query[:, 3 * head : 3 * head + 3] = 4.0
-        q_block[:, 3 * head : 3 * head + 3] = 4.0
-    best = IMPORTANCE[name](q_query, q_block, k_block, SCALE).argmax(dim=-1)
-    # max-pooling lifts the two neighbours on either side as well
-    slack = 2 if name == "dot" else 0
-    assert (best - torch.tensor(wanted)).abs().max() <= slack
 
 
 def test_only_received_reads_the_blocks_own_queries():
