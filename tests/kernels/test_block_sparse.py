@@ -40,21 +40,36 @@ def masked(tokens, query_block, key_block, density, seed=0):
     return (torch.rand(shape, generator=generator) < density).to(DEVICE)
 
 
-def token_by_token(q, k, v, kept, scale, query_block, key_block):
-    """Attention of each query to the keys that it sees, one after the other."""
+def tile_by_tile(q, k, v, kept, scale, blocks, tile, skip_margin):
+    """The sparse online softmax, row by row of a tile: out, lse, and by how much each listed tile is behind."""
     q, k, v = (x.double().cpu() for x in (q, k, v))
+    (query_block, key_block), (of_rows, of_keys) = blocks, tile
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
+    behinds = []
     for head in range(q.shape[1]):
-        of_kv = head // (q.shape[1] // k.shape[1])
-        for i in range(q.shape[2]):
-            block = i // query_block
-            seen = [
-                j for j in range(i + 1) if j // query_block == block or kept[0, head, block, j // key_block].item()
-            ]
-            scores = k[0, of_kv, seen] @ q[0, head, i] * scale
-            lse[0, head, i] = scores.logsumexp(dim=0)
-            out[0, head, i] = scores.softmax(dim=0) @ v[0, of_kv, seen]
-    return out.to(DEVICE), lse.to(DEVICE)
+        keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
+        for first in range(0, q.shape[2], of_rows):
+            rows = range(first, min(first + of_rows, q.shape[2]))
+            start = first // query_block * query_block
+            met = {row: [] for row in rows}
+            added = {row: [] for row in rows}
+            for tile_start in range(0, start, of_keys):
+                if not kept[0, head, first // query_block, tile_start // key_block]:
+                    continue
+                those = range(tile_start, tile_start + of_keys)
+                for row in rows:
+                    met[row] += (keys[those.start : those.stop] @ q[0, head, row] * scale).tolist()
+                behind = min(max(met[row]) - max(met[row][-of_keys:]) for row in rows)
+                behinds.append(behind)
+                for row in rows if behind <= skip_margin else ():
+                    added[row] += zip(met[row][-of_keys:], those, strict=True)
+            for row in rows:
+                own = (keys[start : row + 1] @ q[0, head, row] * scale).tolist()
+                lse[0, head, row] = torch.tensor(met[row] + own, dtype=torch.float64).logsumexp(dim=0)
+                scores, places = zip(*added[row], *zip(own, range(start, row + 1), strict=True), strict=True)
+                weights = torch.exp(torch.tensor(scores, dtype=torch.float64) - lse[0, head, row])
+                out[0, head, row] = weights @ values[list(places)]
+    return out.to(DEVICE), lse.to(DEVICE), behinds
 
 
 @pairwise(backend=[*BACKENDS, "reference"], case=[(1, (32, 32)), (63, (32, 16)), (150, (64, 32))])
@@ -63,7 +78,7 @@ def test_each_query_sees_its_block_and_the_listed_ones(backend, case):
     q, k, v = states(tokens, 16, torch.float32)
     kept = masked(tokens, *blocks, 0.4)
     result = block_sparse_attention(q, k, v, ListedBlocks.of(kept, *blocks), 0.3, backend=backend)
-    assert_attention(result, token_by_token(q, k, v, kept, 0.3, *blocks), torch.float32)
+    assert_attention(result, tile_by_tile(q, k, v, kept, 0.3, blocks, blocks, math.inf)[:2], torch.float32)
 
 
 @pairwise(
@@ -123,38 +138,6 @@ def fading_states(tokens, dim, dtype, seed=0):
     is_short = torch.rand(1, KV_HEADS, -(-tokens // 32), 1, generator=generator) < 0.5
     k = k * torch.where(is_short, 0.1, 2.0).repeat_interleave(32, dim=2)[:, :, :tokens].to(DEVICE)
     return [transposed(x.to(dtype)) for x in (q, k, v)]
-
-
-def tile_by_tile(q, k, v, kept, scale, blocks, tile, skip_margin):
-    """The sparse online softmax, row by row of a tile: out, lse, and by how much each listed tile is behind."""
-    q, k, v = (x.double().cpu() for x in (q, k, v))
-    (query_block, key_block), (of_rows, of_keys) = blocks, tile
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
-    behinds = []
-    for head in range(q.shape[1]):
-        keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
-        for first in range(0, q.shape[2], of_rows):
-            rows = range(first, min(first + of_rows, q.shape[2]))
-            start = first // query_block * query_block
-            met = {row: [] for row in rows}
-            added = {row: [] for row in rows}
-            for tile_start in range(0, start, of_keys):
-                if not kept[0, head, first // query_block, tile_start // key_block]:
-                    continue
-                those = range(tile_start, tile_start + of_keys)
-                for row in rows:
-                    met[row] += (keys[those.start : those.stop] @ q[0, head, row] * scale).tolist()
-                behind = min(max(met[row]) - max(met[row][-of_keys:]) for row in rows)
-                behinds.append(behind)
-                for row in rows if behind <= skip_margin else ():
-                    added[row] += zip(met[row][-of_keys:], those, strict=True)
-            for row in rows:
-                own = (keys[start : row + 1] @ q[0, head, row] * scale).tolist()
-                lse[0, head, row] = torch.tensor(met[row] + own, dtype=torch.float64).logsumexp(dim=0)
-                scores, places = zip(*added[row], *zip(own, range(start, row + 1), strict=True), strict=True)
-                weights = torch.exp(torch.tensor(scores, dtype=torch.float64) - lse[0, head, row])
-                out[0, head, row] = weights @ values[list(places)]
-    return out.to(DEVICE), lse.to(DEVICE), behinds
 
 
 def tile_of(backend, q, listed):
@@ -291,13 +274,15 @@ def test_many_antidiagonals(backend, dtype, shape):
 @pairwise(
     backend=BACKENDS,
     dtype=DTYPES,
-    is_centered=[False, True],
-    shape=[(1, 16, 64), (64, 80, 64), (200, 128, 64), (301, 33, 128)],
-    most=[None, 1, 2 * 64 * KV_HEADS * 16],
+    case=[  # rows, numbers, rows of a block, whether centred, how many numbers are widened at a time
+        (1, 16, 64, True, None),
+        (64, 80, 64, False, 1),
+        (200, 128, 64, True, 2 * 64 * KV_HEADS * 128),
+        (301, 33, 128, False, None),
+    ],
 )
-def test_means_of_blocks(monkeypatch, backend, dtype, is_centered, shape, most):
-    """However few rows are widened at a time."""
-    tokens, dim, block = shape
+def test_means_of_blocks(monkeypatch, backend, dtype, case):
+    tokens, dim, block, is_centered, most = case
     rows = states(tokens, dim, dtype)[1] + torch.randn(dim, device=DEVICE).to(dtype)
     rows[:, :, tokens // 2] = 0
     rows = sliced_rows(rows)
@@ -324,33 +309,27 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(backend):
             torch.testing.assert_close(similarities[0, head, block].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda q, k, b: block_sparse_attention(q, k[:, :, 1:], k[:, :, 1:], b, 1.0), "of the same tokens"),
-        (lambda q, k, b: block_sparse_attention(q[:, :3], k, k, b, 1.0), "3 query heads are not a multiple of 2"),
-        (
-            lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, out=q[:, :2]),
-            r"out is of shape \[1, 2, 40, 16\]",
-        ),
-        (lambda q, k, b: block_sparse_attention(q[:, :2], k, k, b, 1.0), r"lists of shape \[1, 2, 2, 3\], not"),
-        (lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=0.0), "must be above 0, not 0.0"),
-        (
-            lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=math.nan),
-            "must be above 0, not nan",
-        ),
-        (lambda q, k, b: ListedBlocks.of(b.kept, 16, 32), "16 queries and 32 keys are no blocks"),
-        (lambda q, k, b: ListedBlocks.of(b.kept, 48, 16), "48 queries and 16 keys are no blocks"),
-        (lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32), "a stride of 3 does not divide a block of 32"),
-        (lambda q, k, b: antidiagonal_scores(q, k[:, :, 1:], 1.0, 4, 32), "not of the same tokens"),
-        (lambda q, k, b: block_means(k, 0), "at least one row, not 0"),
-        (lambda q, k, b: block_means(k, 8, center=k[:, :, :1]), r"center \[1, 2, 1, 16\] does not fit"),
-    ],
-)
-def test_shapes_must_fit(call, message):
+REFUSED = {
+    "of the same tokens": lambda q, k, b: block_sparse_attention(q, k[:, :, 1:], k[:, :, 1:], b, 1.0),
+    "3 query heads are not a multiple of 2": lambda q, k, b: block_sparse_attention(q[:, :3], k, k, b, 1.0),
+    r"out is of shape \[1, 2, 40, 16\]": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, out=q[:, :2]),
+    r"lists of shape \[1, 2, 2, 3\], not": lambda q, k, b: block_sparse_attention(q[:, :2], k, k, b, 1.0),
+    "must be above 0, not 0.0": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=0.0),
+    "must be above 0, not nan": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=math.nan),
+    "16 queries and 32 keys are no blocks": lambda q, k, b: ListedBlocks.of(b.kept, 16, 32),
+    "48 queries and 16 keys are no blocks": lambda q, k, b: ListedBlocks.of(b.kept, 48, 16),
+    "a stride of 3 does not divide a block of 32": lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32),
+    "not of the same tokens": lambda q, k, b: antidiagonal_scores(q, k[:, :, 1:], 1.0, 4, 32),
+    "at least one row, not 0": lambda q, k, b: block_means(k, 0),
+    r"center \[1, 2, 1, 16\] does not fit": lambda q, k, b: block_means(k, 8, center=k[:, :, :1]),
+}
+
+
+def test_shapes_must_fit():
     q, k, _ = states(40, 16)
-    with pytest.raises(ValueError, match=message):
-        call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
+    for message, call in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
 
 
 def test_no_tokens():

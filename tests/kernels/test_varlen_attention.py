@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from apbv.kernels import PackedSequences, backends, library_attention, reference, varlen_attention
 from apbv.kernels import torch_varlen_attention as varlen
 
-from pairs import pairwise
+from pairs import each_choice
 
 CPU = torch.device("cpu")
 LENGTHS = {
@@ -34,7 +34,7 @@ def draw(rows: int, *, heads: int = 2, groups: int = 1, dim: int = 24, dtype=tor
     return q, k, v
 
 
-@pairwise(dtype=[torch.float32, torch.bfloat16], groups=[1, 3], lengths=LENGTHS.values())
+@each_choice(lengths=LENGTHS.values(), dtype=[torch.float32, torch.bfloat16], groups=[1, 1, 3])
 def test_every_sequence_attends_to_itself(lengths, groups, dtype):
     q, k, v = draw(sum(lengths), groups=groups, dtype=dtype)
     out = varlen_attention(q, k, v, pack(lengths), 0.2)
