@@ -123,25 +123,23 @@ def test_wrong_functions_fail_the_probe():
 # --- the choice on a GPU, which needs none ---
 
 
-@pytest.mark.parametrize(
-    ("capability", "flash", "order"),
-    [
+def test_the_order_for_long_queries():
+    def preferred(capability, flash, queries, keys):
+        work = libraries.Work(28, queries, keys, 132)
+        return list(libraries.preferred(capability, torch.bfloat16, work, flash))
+
+    for capability, flash, order in (
         ((9, 0), 3, ["flash_attn", "cudnn", "torch", "triton"]),
         ((9, 0), 2, ["cudnn", "torch", "triton"]),
         ((10, 0), 4, ["flash_attn", "cudnn", "torch", "triton"]),
         ((8, 0), 2, ["flash_attn", "torch", "cudnn", "triton"]),
         ((12, 0), None, ["flash_attn", "torch", "cudnn", "triton"]),
-    ],
-)
-def test_the_order_for_long_queries(capability, flash, order):
-    def preferred(queries, keys):
-        return list(libraries.preferred(capability, torch.bfloat16, libraries.Work(28, queries, keys, 132), flash))
-
-    assert preferred(16384, 16384) == order
-    # A block of a prompt of 128k tokens on 8 hosts, behind its passing blocks.
-    assert preferred(8062, 23000) == order
-    # A plan of cuDNN's would not pay.
-    assert preferred(512, 512) == [name for name in order if name != "cudnn"]
+    ):
+        assert preferred(capability, flash, 16384, 16384) == order
+        # A block of a prompt of 128k tokens on 8 hosts, behind its passing blocks.
+        assert preferred(capability, flash, 8062, 23000) == order
+        # A plan of cuDNN's would not pay.
+        assert preferred(capability, flash, 512, 512) == [name for name in order if name != "cudnn"]
 
 
 def test_the_order_for_few_queries_and_wide_dtypes():

@@ -158,47 +158,30 @@ def between(behinds):
 
 
 @pytest.mark.parametrize(
-    ("backend", "tokens", "blocks"),
-    [("torch", 150, (32, 16)), ("triton", 230, (64, 32)), ("reference", 150, (32, 16))],
+    ("backend", "dtype", "tokens", "blocks"),
+    [
+        ("torch", torch.float32, 150, (32, 16)),
+        ("torch", torch.float16, 230, (64, 32)),
+        ("triton", torch.float32, 230, (64, 32)),
+        ("triton", torch.float16, 150, (32, 16)),
+        ("reference", torch.float32, 150, (32, 16)),
+    ],
 )
-def test_values_behind_negligible_weights_are_skipped(backend, tokens, blocks):
-    q, k, v = fading_states(tokens, 16, torch.float32)
+def test_values_behind_negligible_weights_are_skipped(backend, dtype, tokens, blocks):
+    q, k, v = fading_states(tokens, 16, dtype)
     kept = masked(tokens, *blocks, 0.8)
     listed = ListedBlocks.of(kept, *blocks)
     tile = tile_of(backend, q, listed)
     everything, exact_lse, behinds = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, math.inf)
     margin = between(behinds)
     exact, _, _ = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, margin)
-    assert (everything - exact).norm() > 1e-4 * exact.norm()
+    assert (everything - exact).norm() > 4e-3 * exact.norm()
     for λ, out in ((margin, exact), (math.inf, everything)):
         given = transposed(torch.full_like(q, math.nan))
         options = {"skip_margin": λ, "out": given, "backend": backend}
         result = block_sparse_attention(q, k, v, listed, 0.3, **options)
         assert result[0].data_ptr() == given.data_ptr()
-        assert_attention(result, (out, exact_lse), torch.float32)  # whose lse counts what is skipped
-
-
-def certain_states(tokens, dim, dtype):
-    """q, k and v where every second 32 keys of the first KV head are 8 behind, whatever is compared at once."""
-    q, k, v = (0.1 * x for x in states(tokens, dim, torch.float64))
-    q[..., 0], k[..., 0] = 1, 0
-    k[:, 0, torch.arange(tokens) // 32 % 2 == 1, 0] = -8
-    return [transposed(x.to(dtype)) for x in (q, k, v)]
-
-
-@pairwise(backend=BACKENDS, dtype=DTYPES, case=[(16, (64, 32), 192), (80, (128, 32), 231)])
-def test_what_is_skipped_is_not_multiplied(backend, dtype, case):
-    dim, blocks, tokens = case
-    q, k, v = certain_states(tokens, dim, dtype)
-    listed = ListedBlocks.of(torch.ones_like(masked(tokens, *blocks, 1)), *blocks)
-    options = {"skip_margin": 5.0, "out": torch.empty_like(q, dtype=torch.float64)}
-    exact = reference.block_sparse_attention(*(x.double() for x in (q, k, v)), listed, 1.0, **options)
-    last = slice((tokens - 1) // blocks[0] * blocks[0], tokens)  # no other queries see its keys as their own
-    odd = torch.arange(tokens, device=DEVICE) // 32 % 2 == 1
-    odd[last] = False
-    v[:, 0, odd] = math.nan
-    out, lse = block_sparse_attention(q, k, v, listed, 1.0, skip_margin=5.0, backend=backend)
-    assert_attention((out[:, :, last], lse[:, :, last]), [x[:, :, last] for x in exact], dtype)
+        assert_attention(result, (out, exact_lse), dtype)  # whose lse counts what is skipped
 
 
 @pytest.mark.parametrize("gpu", [(8, 163), (8, 99), (9, 227), (10, 227), (12, 99)], ids=str)

@@ -155,26 +155,6 @@ def test_how_sparse_attention_was_is_still_known(tmp_path):
     assert 0 < apbv.load(tmp_path, hosts=hosts).density == state.density < 0.9
 
 
-def engine_job(hosts: HostGroup, folder: Path, name: str, kv: str):
-    """An engine's answers to a prompt that it has prefilled, and to the same from the disk."""
-    reduce = ReduceConfig(method=name, ratio=0.3)
-    engine = Engine.from_pretrained("demo", prefill=PrefillConfig(kv=kv, reduce=reduce), hosts=hosts)
-    state = engine.prefill("name the letters in order", video=demo.video_path(), num_frames=48)
-    state.save(folder)
-    loaded = apbv.load(folder, engine.model, hosts=hosts, kv=kv)
-    answers = [engine.decode(each, max_new_tokens=8) for each in (state, loaded, loaded)]
-    assert not loaded.exact and name in repr(loaded)
-    return [(answer.token_ids, answer.stats["reduction"]) for answer in answers]
-
-
-@pytest.mark.parametrize(("name", "kv"), [("pdrop", "sharded")])
-def test_an_engine_answers_from_the_disk_with_the_figures_of_the_reduction(pool, tmp_path, name, kv):
-    for first, loaded, again in pool.run(2, engine_job, tmp_path, name, kv):
-        assert first == loaded == again
-        assert first[1]["method"] == name and first[1]["num_video_tokens_after"] < 96
-        assert (first[1]["num_video_tokens_by_layer"] is None) == (name == "dycoke")
-
-
 def refusal_job(hosts: HostGroup, path: Path, name: str, kv: str) -> None:
     state = apbv.load(path, hosts=hosts, kv=kv)
     with Offers(hosts) as offers:
