@@ -81,6 +81,10 @@ def test_of_equal_scores_the_earlier_block_is_taken():
     q, k = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
     kept = BLOCK_SELECTION["xattention"](q, k, 1.0, SparseConfig(block_size=32, threshold=0.5), "torch")
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9]
+    sparse = SparseConfig(
+        block_size=32, stride=32, threshold=0.75
+    )  # which three of four equal blocks hold exactly
+    assert BLOCK_SELECTION["xattention"](q, k, 1.0, sparse, "torch")[0, 0, 3].tolist() == [1, 1, 0, 1] + [0] * 6
     q[..., 0], k[..., 0] = 1, 1
     k[:, :, 160:, 1] = 1e-3  # the mean key is subtracted first: what is left is alike within blocks
     k[:, :, :160, 1] = -1e-3

@@ -57,7 +57,7 @@ def test_answers_in_a_batch_say_what_each_says_alone(way, monkeypatch):
             batch.step()
         while len(batch):
             batch.step()
-    assert way == "plain" or len(repeated) > 5
+    assert way == "plain" or len(repeated) > 2
     assert [member.tokens for member in members] == expected
 
 

@@ -73,8 +73,8 @@ def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
     family=["qwen2_5_vl", "llava_onevision"],
     method=["apbv", "star", "zigzag_ring", "full"],
     ratio=[0.6, 0.3, 0.01],
-    num_hosts=[1, 2, 3],
-    kv=["sharded", "gathered"],
+    num_hosts=[1, 2, 3] * 3,
+    kv=["sharded", "gathered"] * 4,
 )
 def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, method, ratio, num_hosts, kv):
     """One family has positions in space, the other a row that ends the video."""
