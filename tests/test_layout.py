@@ -19,6 +19,8 @@ from apbv.layout import (
     star_layout,
 )
 
+from pairs import each_choice
+
 
 @dataclass(frozen=True)
 class Request:
@@ -94,48 +96,41 @@ def tokens(spans) -> list[int]:
 @example(Request(num_hosts=4, num_tokens=512, context_start=3, query_start=500))
 @example(Request(num_hosts=1, num_tokens=1, context_start=0, query_start=0))
 def test_anchor_blocks_and_query_partition_the_prompt(request):
-    layout = request.plan()
-    assert layout.num_tokens == request.num_tokens
+    layout, hosts = request.plan(), range(request.num_hosts)
+    assert layout.num_tokens == request.num_tokens and layout.is_split == request.fits
     assert tokens([layout.anchor, *layout.blocks, layout.query]) == list(range(request.num_tokens))
-    assert layout.is_split == request.fits
-    if layout.is_split:
+    slices, passed = list(map(layout.anchor_slice, hosts)), list(map(layout.num_passed, range(len(layout.blocks))))
+    assert tokens(slices) == list(layout.anchor)
+    assert max(map(len, slices)) - min(map(len, slices)) <= 1
+    assert passed == [min(request.expected_passing_len, len(block)) for block in layout.blocks]
+    assert layout.max_passed == max(passed, default=0)
+    if request.fits:
+        assert layout.passing_len == request.expected_passing_len
         assert layout.anchor == range(0, request.anchor_stop)
         assert tokens(layout.blocks) == list(range(request.anchor_stop, request.query_start))
-        assert layout.query == range(request.query_start, request.num_tokens)
-
-
-@given(requests(must_fit=True))
-def test_blocks_are_as_equal_as_they_can_be(request):
-    layout = request.plan()
-    lengths = [len(block) for block in layout.blocks]
-    assert len(lengths) == request.num_blocks
-    assert min(lengths) >= 1
-    assert max(lengths) - min(lengths) <= 1
-    assert lengths == sorted(lengths, reverse=True)
-
-
-@given(requests())
-def test_every_token_is_kept_by_exactly_one_host(request):
-    layout = request.plan()
-    kept = [tokens(layout.cache_spans(host)) for host in range(request.num_hosts)]
-    assert sorted(token for of_host in kept for token in of_host) == list(range(request.num_tokens))
-    assert all(of_host == sorted(of_host) for of_host in kept)
+        lengths = [len(block) for block in layout.blocks]
+        assert len(lengths) == request.num_blocks and min(lengths) >= 1
+        assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
 
 
 @given(requests(max_tokens=400))
-def test_owner_follows_from_anchor_slices_blocks_and_query(request):
+def test_every_token_is_kept_by_the_host_of_its_block(request):
     layout = request.plan()
     owners = [0] * request.num_tokens
     if request.fits:
-        anchor = range(request.anchor_stop)
-        longer = len(anchor) % request.num_hosts
+        longer = request.anchor_stop % request.num_hosts
         owners = [
-            h for h in range(request.num_hosts) for _ in range(len(anchor) // request.num_hosts + (h < longer))
+            h
+            for h in range(request.num_hosts)
+            for _ in range(request.anchor_stop // request.num_hosts + (h < longer))
         ]
         for block, span in enumerate(layout.blocks):
             owners += [request.host_of_block(block)] * len(span)
         owners += [0] * (request.num_tokens - request.query_start)
     assert [layout.owner(token) for token in range(request.num_tokens)] == owners
+    for host in range(request.num_hosts):
+        kept = tokens(layout.cache_spans(host))
+        assert kept == [token for token, owner in enumerate(owners) if owner == host]
     for stranger in (-1, request.num_tokens):
         with pytest.raises(IndexError, match=rf"{stranger} .* {request.num_tokens}"):
             layout.owner(stranger)
@@ -152,37 +147,18 @@ def test_virtual_hosts_pair_up_and_invert(request):
 
 
 @given(requests())
-def test_anchor_slices_partition_the_anchor(request):
-    layout = request.plan()
-    slices = [layout.anchor_slice(host) for host in range(request.num_hosts)]
-    assert tokens(slices) == list(layout.anchor)
-    lengths = [len(part) for part in slices]
-    assert max(lengths) - min(lengths) <= 1
-
-
-@given(requests())
 def test_local_spans_are_what_a_host_computes_in_token_order(request):
     layout = request.plan()
     for host in range(request.num_hosts):
-        spans = layout.local_spans(host)
+        spans, kept = layout.local_spans(host), layout.cache_spans(host)
         local = tokens(spans)
         assert local == sorted(set(local))
+        assert [local[row] for row in tokens(offsets_within(spans, kept))] == tokens(kept)
         if not request.fits:
             assert local == (list(range(request.num_tokens)) if host == 0 else [])
             continue
         own = [span for v, span in enumerate(layout.blocks) if request.host_of_block(v) == host]
         assert spans == (layout.anchor, *own, layout.query)
-        assert set(tokens(layout.cache_spans(host))) <= set(local)
-
-
-@given(requests())
-def test_passing_lengths(request):
-    layout = request.plan()
-    passed = [layout.num_passed(v) for v in range(len(layout.blocks))]
-    assert passed == [min(request.expected_passing_len, len(block)) for block in layout.blocks]
-    assert layout.max_passed == max(passed, default=0)
-    if request.fits:
-        assert layout.passing_len == request.expected_passing_len
 
 
 @pytest.mark.parametrize(
@@ -246,8 +222,7 @@ def test_star_needs_a_query():
         star_layout(2, 50, 50)
 
 
-@pytest.mark.parametrize("zigzag", [True, False])
-@pytest.mark.parametrize("num_hosts", [1, 2, 5])
+@each_choice(num_hosts=[1, 2, 5], zigzag=[True, False])
 def test_context_too_short_to_cut_runs_on_host_zero(num_hosts, zigzag):
     blocks = num_hosts * (2 if zigzag else 1)
     enough = Request(num_hosts, 4 + blocks + 3, 4, 4 + blocks, anchor_len=2, passing_len=1, zigzag=zigzag)
@@ -262,23 +237,19 @@ def test_context_too_short_to_cut_runs_on_host_zero(num_hosts, zigzag):
         assert layout.local_spans(host) == layout.cache_spans(host) == layout.virtual_hosts(host) == ()
 
 
-@pytest.mark.parametrize(
-    ("request_", "numbers"),
-    [
-        pytest.param(Request(2, 100, 5, 90, anchor_len=90), (90, 100), id="anchor-is-context"),
-        pytest.param(Request(2, 100, 5, 70, anchor_len=4096), (4096, 70, 100), id="anchor-beyond-prompt"),
-        pytest.param(Request(2, 100, 5, 100), (5, 100), id="no-query"),
-        pytest.param(Request(2, 100, 5, 101), (101, 100), id="query-beyond-prompt"),
-        pytest.param(Request(2, 100, 51, 50), (51, 50), id="context-after-query"),
-        pytest.param(Request(2, 100, -1, 50), (-1, 50), id="context-before-prompt"),
-        pytest.param(Request(2, 0, 0, 0), (0,), id="no-tokens"),
-    ],
-)
-def test_impossible_requests_name_their_numbers(request_, numbers):
-    with pytest.raises(LayoutError) as raised:
-        request_.plan()
-    for number in numbers:
-        assert str(number) in str(raised.value)
+def test_impossible_requests_name_their_numbers():
+    for request, numbers in (
+        (Request(2, 100, 5, 90, anchor_len=90), (90, 100)),  # the anchor is the context
+        (Request(2, 100, 5, 70, anchor_len=4096), (4096, 70, 100)),  # and beyond the prompt
+        (Request(2, 100, 5, 100), (5, 100)),  # no query
+        (Request(2, 100, 5, 101), (101, 100)),  # a query beyond the prompt
+        (Request(2, 100, 51, 50), (51, 50)),  # a context behind the query
+        (Request(2, 100, -1, 50), (-1, 50)),  # before the prompt
+        (Request(2, 0, 0, 0), (0,)),  # no tokens
+    ):
+        with pytest.raises(LayoutError) as raised:
+            request.plan()
+        assert all(str(number) in str(raised.value) for number in numbers)
 
 
 def test_prompt_without_context_takes_any_anchor_length():
@@ -318,12 +289,3 @@ def test_offsets_within_point_at_the_wanted_tokens(gaps_and_lengths, data):
     offsets = offsets_within(spans, wanted)
     assert [[concatenation[i] for i in run] for run in offsets] == [list(run) for run in wanted]
     assert all(run.start >= 0 for run in offsets)
-
-
-@given(requests())
-def test_kept_tokens_lie_among_the_computed_ones(request):
-    layout = request.plan()
-    for host in range(request.num_hosts):
-        local = tokens(layout.local_spans(host))
-        rows = offsets_within(layout.local_spans(host), layout.cache_spans(host))
-        assert [local[row] for row in tokens(rows)] == tokens(layout.cache_spans(host))

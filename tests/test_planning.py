@@ -13,12 +13,12 @@ from apbv.model.sizes import num_weights
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from pairs import each_choice
 
 LLAMA = families.build_config("llama", layers=4)
 
 
-@pytest.mark.parametrize("frames", [2, 7, 30])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@each_choice(family=VIDEO_FAMILIES, frames=[2, 7, 30])
 def test_a_videos_tokens_are_those_of_the_whole_processor(family, frames):
     model, processor = families.build_model(family), families.build_processor(family)
     text = processor.apply_chat_template(
@@ -72,8 +72,7 @@ def test_the_packaged_model_is_planned_as_it_is_prefilled():
     assert planned.fits
 
 
-@pytest.mark.parametrize("kv", ["gathered", "sharded"])
-@pytest.mark.parametrize("hosts", [1, 4])
+@each_choice(hosts=[1, 4], kv=["gathered", "sharded"])
 def test_as_many_tokens_fit_as_it_says(hosts, kv):
     settings = {"hosts": hosts, "prefill": PrefillConfig(kv=kv), "dtype": "bfloat16"}
     memory = 2 * 10**9

@@ -1,4 +1,4 @@
-"""Inputs, shapes and tolerances for tests of attention."""
+"""Inputs, layouts in memory and tolerances for tests of attention."""
 
 import math
 
@@ -9,8 +9,10 @@ from device import DEVICE
 
 BATCH, KV_HEADS = 2, 2
 INF = math.inf
+# Beside which the reference is compared with its definition.
+BACKENDS = ["torch", "triton"]
 # |out - exact| / |exact| over the whole result; half precision rounds inputs of P V and, where there are
-# several segments, every partial result.
+# several segments, every partial result. Triton has exp2 in fp32 only.
 OUT_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Scores are accumulated in fp32 at least.
 LSE_TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-4, torch.bfloat16: 4e-4}
@@ -21,38 +23,18 @@ def dtype_name(dtype):
 
 
 dtypes = pytest.mark.parametrize("dtype", list(OUT_TOLERANCE), ids=dtype_name)
-causality = pytest.mark.parametrize("causal_last", [False, True], ids=["visible", "causal"])
-LENGTHS = {
-    "one-query-one-key": (1, [1]),
-    "decode": (1, [129]),
-    "square": (63, [63]),
-    "fewer-queries-than-keys": (63, [129]),
-    "more-queries-than-keys": (129, [63]),
-    "one-visible-key": (111, [1]),
-    "one-fully-visible-key": (63, [1, 63]),
-    "three-segments": (111, [63, 1, 111]),
-    "more-queries-than-last-keys": (129, [111, 63]),
-    "decode-two-segments": (1, [111, 129]),
-    "few-queries-many-keys": (7, [129, 1, 111, 63]),
-    "decode-long": (1, [8200]),
-    "verify-long": (5, [8200, 63]),
-    "empty-first": (63, [0, 63]),
-    "empty-middle": (63, [111, 0, 63]),
-    "empty-last": (63, [129, 0]),
-    "empty-but-first": (1, [63, 0, 0]),
-    "all-empty": (63, [0, 0]),
-}
-lengths = pytest.mark.parametrize(("queries", "keys"), LENGTHS.values(), ids=LENGTHS)
 
 
-def make_inputs(queries, keys, *, dim=80, group=4, dtype=torch.float64, seed=0):
+def randn(*shape, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
-    q = randn(BATCH, KV_HEADS * group, queries, dim)
-    return q, [(randn(BATCH, KV_HEADS, n, dim), randn(BATCH, KV_HEADS, n, dim)) for n in keys]
+def make_inputs(queries, keys, *, dim=80, group=4, dtype=torch.float64):
+    """q, and (k, v) of segments of so many keys."""
+    q = randn(BATCH, KV_HEADS * group, queries, dim, dtype=dtype)
+    pairs = [randn(2, BATCH, KV_HEADS, n, dim, dtype=dtype, seed=i + 1) for i, n in enumerate(keys)]
+    return q, [tuple(pair) for pair in pairs]
 
 
 def in_fp64(q, segments):
@@ -71,6 +53,14 @@ def assert_lse_close(lse, exact, tolerance):
     assert torch.equal(lse == -INF, nothing)
     difference = (lse.double() - exact)[~nothing].abs()
     assert not len(difference) or difference.max() <= tolerance * max(1.0, float(exact[~nothing].abs().max()))
+
+
+def assert_attention(result, exact, dtype):
+    """Out and lse are exact but for rounding, and zeros and -inf where nothing is seen."""
+    out, lse = result
+    assert_out_close(out, exact[0], OUT_TOLERANCE[dtype])
+    assert_lse_close(lse, exact[1], LSE_TOLERANCE[dtype])
+    assert not out[lse == -INF].any()
 
 
 def transposed(states):
@@ -92,3 +82,27 @@ def sliced_heads_and_dim(states):
     buffer = states.new_full((batch, 2 * heads, rows, 3 * dim), math.nan)
     buffer[:, ::2, :, :dim] = states
     return buffer[:, ::2, :, :dim]
+
+
+PLACES = [transposed, sliced_rows, sliced_heads_and_dim]
+
+
+def poisoned(place, shape, dtype):
+    """A view to be filled inside a buffer of NaN, and a look at what of the buffer must stay so."""
+    view = place(torch.full(shape, math.nan, dtype=dtype, device=DEVICE))
+    buffer = view if view._base is None else view._base
+    inside = torch.zeros_like(buffer, dtype=torch.bool)
+    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    return view, lambda: buffer[~inside]
+
+
+@pytest.fixture
+def nan_where_unwritten(monkeypatch):
+    """What a kernel does not write is NaN."""
+    empty = torch.Tensor.new_empty
+
+    def new_empty(self, *size, **kwargs):
+        tensor = empty(self, *size, **kwargs)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

@@ -7,28 +7,18 @@ import torch
 
 from apbv.kernels import BufferTable, SequenceBuffers, batch_decode_attention, reference
 
-from attention_cases import OUT_TOLERANCE, assert_out_close, dtype_name, sliced_heads_and_dim, transposed
+from attention_cases import OUT_TOLERANCE, PLACES, assert_out_close, randn
 from device import DEVICE, TRITON_DTYPES
-
-# In the interpreter a head's keys are split into ranges of 256 at least, over 8 programs at most.
-LENGTHS = {"one": [0], "short": [5, 0, 63], "split": [700, 1, 256, 255, 257], "long": [2300, 8]}
+from pairs import pairwise
 
 
-def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32, seed=0):
+def make(lengths, *, dim=64, group=2, kv_heads=2, dtype=torch.float32):
     """Queries, newest keys and values, and buffers with NaN behind their rows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-
-    q, k, v = (randn(1, heads, len(lengths), dim) for heads in (kv_heads * group, kv_heads, kv_heads))
-    buffers = []
-    for _ in range(2):
-        buffers.append(
-            [torch.full((1, kv_heads, n + 3, dim), math.nan, dtype=dtype, device=DEVICE) for n in lengths]
-        )
-        for buffer, length in zip(buffers[-1], lengths, strict=True):
-            buffer[:, :, :length] = randn(1, kv_heads, length, dim)
+    heads = kv_heads * group, kv_heads, kv_heads
+    q, k, v = (randn(1, n, len(lengths), dim, dtype=dtype, seed=seed) for seed, n in enumerate(heads))
+    buffers = [[randn(1, kv_heads, n + 3, dim, dtype=dtype, seed=n + s) for n in lengths] for s in (3, 4)]
+    for buffer, length in zip(buffers[0] + buffers[1], lengths * 2, strict=True):
+        buffer[:, :, length:] = math.nan
     return q, k, v, SequenceBuffers(*buffers, lengths)
 
 
@@ -62,31 +52,22 @@ def test_the_definition_is_that_of_attention():
         assert torch.equal(buffers.keys[r][0, :, length], k[0, :, r]) and buffers.keys[r][0, :, -1].isnan().all()
 
 
-BACKENDS = [("triton", dtype) for dtype in TRITON_DTYPES] + [
-    ("torch", dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)
-]
-backends = pytest.mark.parametrize(
-    ("backend", "dtype"), BACKENDS, ids=[f"{backend}-{dtype_name(dtype)}" for backend, dtype in BACKENDS]
+@pairwise(
+    way=[
+        ("triton", torch.float32),
+        ("triton", TRITON_DTYPES[-1]),
+        ("torch", torch.float64),
+        ("torch", torch.bfloat16),
+    ],
+    # In the interpreter a head's keys are split into ranges of 256 at least, over 8 programs at most.
+    lengths=[[0], [5, 0, 63], [700, 1, 256, 255, 257], [2300, 8]],
+    heads=[(16, 7, 1), (64, 2, 2), (80, 1, 4), (128, 7, 4), (20, 3, 16)],
+    place=PLACES,
 )
-
-
-@backends
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_lengths(lengths, backend, dtype):
-    check(*make(lengths, dtype=dtype), backend)
-
-
-@backends
-@pytest.mark.parametrize(("dim", "group", "kv_heads"), [(16, 7, 1), (80, 1, 4), (128, 7, 4), (20, 3, 16)])
-def test_heads(dim, group, kv_heads, backend, dtype):
-    check(*make([40, 300], dim=dim, group=group, kv_heads=kv_heads, dtype=dtype), backend, -(dim**-0.5))
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("strided", [transposed, sliced_heads_and_dim], ids=lambda f: f.__name__)
-def test_strides_of_what_is_new(strided, backend):
-    q, k, v, buffers = make([40, 3, 300])
-    check(strided(q), strided(k), strided(v), buffers, backend)
+def test_each_sequence_sees_its_own_keys(way, lengths, heads, place):
+    (backend, dtype), (dim, group, kv_heads) = way, heads
+    q, k, v, buffers = make(lengths, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype)
+    check(place(q), place(k), place(v), buffers, backend, -(dim**-0.5))
 
 
 def table_of(buffers: SequenceBuffers, num_rows: int) -> BufferTable:

@@ -1,7 +1,7 @@
 """Block-sparse attention and the scores of blocks: every back end against plain loops in fp64."""
 
+import itertools
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -17,18 +17,12 @@ from apbv.kernels import (
     triton_block_sparse,
 )
 
-from attention_cases import (
-    LSE_TOLERANCE,
-    OUT_TOLERANCE,
-    assert_lse_close,
-    assert_out_close,
-    sliced_rows,
-    transposed,
-)
+from attention_cases import BACKENDS, assert_attention, sliced_rows, transposed
 from device import DEVICE, TRITON_DTYPES
+from pairs import pairwise
 
-backends = pytest.mark.parametrize("backend", ["torch", "triton"])
-dtypes = pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+backends = pytest.mark.parametrize("backend", BACKENDS)
+DTYPES = [torch.float32, TRITON_DTYPES[-1]]
 HEADS, KV_HEADS = 4, 2
 
 
@@ -46,56 +40,66 @@ def masked(tokens, query_block, key_block, density, seed=0):
     return (torch.rand(shape, generator=generator) < density).to(DEVICE)
 
 
-def token_by_token(q, k, v, kept, scale, query_block, key_block):
-    """Attention of each query to the keys that it sees, one after the other."""
+def tile_by_tile(q, k, v, kept, scale, blocks, tile, skip_margin):
+    """The sparse online softmax, row by row of a tile: out, lse, and by how much each listed tile is behind."""
     q, k, v = (x.double().cpu() for x in (q, k, v))
+    (query_block, key_block), (of_rows, of_keys) = blocks, tile
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
+    behinds = []
     for head in range(q.shape[1]):
-        of_kv = head // (q.shape[1] // k.shape[1])
-        for i in range(q.shape[2]):
-            block = i // query_block
-            seen = [
-                j for j in range(i + 1) if j // query_block == block or kept[0, head, block, j // key_block].item()
-            ]
-            scores = k[0, of_kv, seen] @ q[0, head, i] * scale
-            lse[0, head, i] = scores.logsumexp(dim=0)
-            out[0, head, i] = scores.softmax(dim=0) @ v[0, of_kv, seen]
-    return out.to(DEVICE), lse.to(DEVICE)
+        keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
+        for first in range(0, q.shape[2], of_rows):
+            rows = range(first, min(first + of_rows, q.shape[2]))
+            start = first // query_block * query_block
+            met = {row: [] for row in rows}
+            added = {row: [] for row in rows}
+            for tile_start in range(0, start, of_keys):
+                if not kept[0, head, first // query_block, tile_start // key_block]:
+                    continue
+                those = range(tile_start, tile_start + of_keys)
+                for row in rows:
+                    met[row] += (keys[those.start : those.stop] @ q[0, head, row] * scale).tolist()
+                behind = min(max(met[row]) - max(met[row][-of_keys:]) for row in rows)
+                behinds.append(behind)
+                for row in rows if behind <= skip_margin else ():
+                    added[row] += zip(met[row][-of_keys:], those, strict=True)
+            for row in rows:
+                own = (keys[start : row + 1] @ q[0, head, row] * scale).tolist()
+                lse[0, head, row] = torch.tensor(met[row] + own, dtype=torch.float64).logsumexp(dim=0)
+                scores, places = zip(*added[row], *zip(own, range(start, row + 1), strict=True), strict=True)
+                weights = torch.exp(torch.tensor(scores, dtype=torch.float64) - lse[0, head, row])
+                out[0, head, row] = weights @ values[list(places)]
+    return out.to(DEVICE), lse.to(DEVICE), behinds
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize(
-    ("tokens", "blocks"), [(1, (32, 32)), (63, (32, 16)), (96, (32, 32)), (150, (64, 32))], ids=str
-)
-def test_each_query_sees_its_block_and_the_listed_ones(backend, tokens, blocks):
+@pairwise(backend=[*BACKENDS, "reference"], case=[(1, (32, 32)), (63, (32, 16)), (150, (64, 32))])
+def test_each_query_sees_its_block_and_the_listed_ones(backend, case):
+    tokens, blocks = case
     q, k, v = states(tokens, 16, torch.float32)
     kept = masked(tokens, *blocks, 0.4)
-    exact_out, exact_lse = token_by_token(q, k, v, kept, 0.3, *blocks)
-    out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(kept, *blocks), 0.3, backend=backend)
-    assert out.dtype == lse.dtype == torch.float32
-    assert_out_close(out, exact_out, OUT_TOLERANCE[torch.float32])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[torch.float32])
+    result = block_sparse_attention(q, k, v, ListedBlocks.of(kept, *blocks), 0.3, backend=backend)
+    assert_attention(result, tile_by_tile(q, k, v, kept, 0.3, blocks, blocks, math.inf)[:2], torch.float32)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 80, 128])
-@pytest.mark.parametrize("tokens", [129, 256, 300])
-@pytest.mark.parametrize("blocks", [(128, 128), (128, 64), (64, 16), (256, 32)], ids=str)
-@pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
-@pytest.mark.pairwise
-def test_block_sparse_attention(backend, dtype, dim, tokens, blocks, density):
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    shape=[(129, 80), (256, 16), (300, 128)],
+    blocks=[(128, 128), (128, 64), (64, 16), (256, 32)],
+    density=[0.0, 0.3, 1.0],
+)
+def test_many_blocks(backend, dtype, shape, blocks, density):
+    (tokens, dim), (query_block, key_block) = shape, blocks
     q, k, v = (sliced_rows(x) for x in states(tokens, dim, dtype))
-    listed = ListedBlocks.of(masked(tokens, *blocks, density), *blocks)
-    exact, exact_lse = reference.block_sparse_attention(
+    listed = ListedBlocks.of(masked(tokens, query_block, key_block, density), query_block, key_block)
+    exact = reference.block_sparse_attention(
         *(x.double() for x in (q, k, v)), listed, dim**-0.5, out=torch.empty_like(q, dtype=torch.float64)
     )
     given = transposed(torch.full_like(q, math.nan))
     for out in (None, given):
-        result, lse = block_sparse_attention(q, k, v, listed, dim**-0.5, out=out, backend=backend)
-        assert out is None or result.data_ptr() == out.data_ptr()
-        assert_out_close(result, exact, OUT_TOLERANCE[dtype])
-        assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
+        result = block_sparse_attention(q, k, v, listed, dim**-0.5, out=out, backend=backend)
+        assert out is None or result[0].data_ptr() == out.data_ptr()
+        assert_attention(result, exact, dtype)
 
 
 @backends
@@ -136,38 +140,6 @@ def fading_states(tokens, dim, dtype, seed=0):
     return [transposed(x.to(dtype)) for x in (q, k, v)]
 
 
-def tile_by_tile(q, k, v, kept, scale, blocks, tile, skip_margin):
-    """The sparse online softmax, row by row of a tile: out, lse, and by how much each listed tile is behind."""
-    q, k, v = (x.double().cpu() for x in (q, k, v))
-    (query_block, key_block), (of_rows, of_keys) = blocks, tile
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=torch.float64)
-    behinds = []
-    for head in range(q.shape[1]):
-        keys, values = (x[0, head // (q.shape[1] // k.shape[1])] for x in (k, v))
-        for first in range(0, q.shape[2], of_rows):
-            rows = range(first, min(first + of_rows, q.shape[2]))
-            start = first // query_block * query_block
-            met = {row: [] for row in rows}
-            added = {row: [] for row in rows}
-            for tile_start in range(0, start, of_keys):
-                if not kept[0, head, first // query_block, tile_start // key_block]:
-                    continue
-                those = range(tile_start, tile_start + of_keys)
-                for row in rows:
-                    met[row] += (keys[those.start : those.stop] @ q[0, head, row] * scale).tolist()
-                behind = min(max(met[row]) - max(met[row][-of_keys:]) for row in rows)
-                behinds.append(behind)
-                for row in rows if behind <= skip_margin else ():
-                    added[row] += zip(met[row][-of_keys:], those, strict=True)
-            for row in rows:
-                own = (keys[start : row + 1] @ q[0, head, row] * scale).tolist()
-                lse[0, head, row] = torch.tensor(met[row] + own, dtype=torch.float64).logsumexp(dim=0)
-                scores, places = zip(*added[row], *zip(own, range(start, row + 1), strict=True), strict=True)
-                weights = torch.exp(torch.tensor(scores, dtype=torch.float64) - lse[0, head, row])
-                out[0, head, row] = weights @ values[list(places)]
-    return out.to(DEVICE), lse.to(DEVICE), behinds
-
-
 def tile_of(backend, q, listed):
     """Rows and keys of what a back end decides on at once."""
     if backend != "triton":
@@ -180,76 +152,45 @@ def between(behinds):
     """A margin that no rounding mistakes: in the middle of the widest gap, leaving a third on either side."""
     ordered = sorted(behind for behind in behinds if behind > 0)
     middle = ordered[len(ordered) // 3 : -len(ordered) // 3 or None]
-    gap, margin = max((b - a, (a + b) / 2) for a, b in pairwise(middle))
+    gap, margin = max((b - a, (a + b) / 2) for a, b in itertools.pairwise(middle))
     assert gap > 1e-3 and any(behind > margin for behind in behinds)
     return margin
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize(("tokens", "blocks"), [(150, (32, 16)), (230, (64, 32))], ids=str)
-def test_values_behind_negligible_weights_are_skipped(backend, tokens, blocks):
-    q, k, v = fading_states(tokens, 16, torch.float32)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tokens", "blocks"),
+    [
+        ("torch", torch.float32, 150, (32, 16)),
+        ("torch", torch.float16, 230, (64, 32)),
+        ("triton", torch.float32, 230, (64, 32)),
+        ("triton", torch.float16, 150, (32, 16)),
+        ("reference", torch.float32, 150, (32, 16)),
+    ],
+)
+def test_values_behind_negligible_weights_are_skipped(backend, dtype, tokens, blocks):
+    q, k, v = fading_states(tokens, 16, dtype)
     kept = masked(tokens, *blocks, 0.8)
     listed = ListedBlocks.of(kept, *blocks)
     tile = tile_of(backend, q, listed)
     everything, exact_lse, behinds = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, math.inf)
     margin = between(behinds)
     exact, _, _ = tile_by_tile(q, k, v, kept, 0.3, blocks, tile, margin)
-    given = transposed(torch.full_like(q, math.nan))
-    options = {"skip_margin": margin, "out": given, "backend": backend}
-    out, lse = block_sparse_attention(q, k, v, listed, 0.3, **options)
-    assert out.data_ptr() == given.data_ptr()
-    assert (everything - exact).norm() > 100 * OUT_TOLERANCE[torch.float32] * exact.norm()
-    assert_out_close(out, exact, OUT_TOLERANCE[torch.float32])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[torch.float32])  # which counts what is skipped
-
-
-def certain_states(tokens, dim, dtype):
-    """q, k and v where every second 32 keys of the first KV head are 8 behind, whatever is compared at once."""
-    q, k, v = (0.1 * x for x in states(tokens, dim, torch.float64))
-    q[..., 0], k[..., 0] = 1, 0
-    k[:, 0, torch.arange(tokens) // 32 % 2 == 1, 0] = -8
-    return [transposed(x.to(dtype)) for x in (q, k, v)]
-
-
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 80])
-@pytest.mark.parametrize("blocks", [(64, 32), (128, 32)], ids=str)
-@pytest.mark.parametrize("tokens", [192, 231])
-@pytest.mark.pairwise
-def test_what_is_skipped_is_not_multiplied(backend, dtype, dim, blocks, tokens):
-    q, k, v = certain_states(tokens, dim, dtype)
-    listed = ListedBlocks.of(torch.ones_like(masked(tokens, *blocks, 1)), *blocks)
-    options = {"skip_margin": 5.0, "out": torch.empty_like(q, dtype=torch.float64)}
-    exact, exact_lse = reference.block_sparse_attention(*(x.double() for x in (q, k, v)), listed, 1.0, **options)
-    last = slice((tokens - 1) // blocks[0] * blocks[0], tokens)  # no other queries see its keys as their own
-    odd = torch.arange(tokens, device=DEVICE) // 32 % 2 == 1
-    odd[last] = False
-    v[:, 0, odd] = math.nan
-    out, lse = block_sparse_attention(q, k, v, listed, 1.0, skip_margin=5.0, backend=backend)
-    assert_out_close(out[:, :, last], exact[:, :, last], OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
-
-
-@backends
-def test_an_infinite_margin_skips_nothing(backend):
-    q, k, v = fading_states(100, 16, torch.float32)
-    listed = ListedBlocks.of(masked(100, 32, 16, 0.7), 32, 16)
-    expected = block_sparse_attention(q, k, v, listed, 0.8, backend=backend)
-    found = block_sparse_attention(q, k, v, listed, 0.8, skip_margin=math.inf, backend=backend)
-    assert_out_close(found[0], expected[0].double(), OUT_TOLERANCE[torch.float32])
-    assert_lse_close(found[1], expected[1].double(), LSE_TOLERANCE[torch.float32])
+    assert (everything - exact).norm() > 4e-3 * exact.norm()
+    for λ, out in ((margin, exact), (math.inf, everything)):
+        given = transposed(torch.full_like(q, math.nan))
+        options = {"skip_margin": λ, "out": given, "backend": backend}
+        result = block_sparse_attention(q, k, v, listed, 0.3, **options)
+        assert result[0].data_ptr() == given.data_ptr()
+        assert_attention(result, (out, exact_lse), dtype)  # whose lse counts what is skipped
 
 
 @pytest.mark.parametrize("gpu", [(8, 163), (8, 99), (9, 227), (10, 227), (12, 99)], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("rows", [32, 64, 128])
-def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu, dim, rows):
+def test_spargeattns_blocks_are_tiles_in_half_precision(monkeypatch, gpu):
     monkeypatch.setattr(triton_attention, "_generation", lambda device: (gpu[0], gpu[1] * 1024))
-    listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
-    tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)
-    assert (tile.rows, tile.keys) == (rows, rows // 2)
+    for rows, dim in itertools.product((32, 64, 128), (64, 80, 128)):
+        listed = ListedBlocks.of(masked(300, rows, rows // 2, 1), rows, rows // 2)
+        tile = triton_block_sparse.tiles(torch.empty(1, HEADS, 300, dim, dtype=torch.bfloat16), listed)
+        assert (tile.rows, tile.keys) == (rows, rows // 2)
 
 
 def test_lists_hold_what_a_mask_keeps_before_the_diagonal():
@@ -289,58 +230,51 @@ def antidiagonals_by_hand(q, k, scale, stride, block):
     return result.to(DEVICE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
-@pytest.mark.parametrize(
-    ("tokens", "stride", "block"), [(1, 4, 8), (32, 8, 16), (37, 4, 8), (41, 3, 12), (29, 1, 8)]
-)
-def test_antidiagonals_are_those_of_the_paper(backend, tokens, stride, block):
+@pairwise(backend=[*BACKENDS, "reference"], shape=[(1, 4, 8), (32, 8, 16), (41, 3, 12), (29, 1, 8)])
+def test_antidiagonals_are_those_of_the_paper(backend, shape):
+    tokens, *sizes = shape
     q, k, _ = states(tokens, 16, torch.float32)
-    scores = antidiagonal_scores(q, k, 0.5, stride, block, backend=backend)
+    scores = antidiagonal_scores(q, k, 0.5, *sizes, backend=backend)
+    expected = antidiagonals_by_hand(q, k, 0.5, *sizes)
     assert scores.dtype == torch.float32
-    torch.testing.assert_close(
-        scores.double(), antidiagonals_by_hand(q, k, 0.5, stride, block), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 80])
-@pytest.mark.parametrize(
-    ("tokens", "stride", "block"), [(500, 8, 128), (515, 16, 64), (150, 1, 128), (420, 4, 32)]
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    shape=[(500, 16, 8, 128), (515, 80, 16, 64), (150, 80, 1, 128), (420, 16, 4, 32)],
 )
-@pytest.mark.pairwise
-def test_antidiagonal_scores(backend, dtype, dim, tokens, stride, block):
+def test_many_antidiagonals(backend, dtype, shape):
+    tokens, dim, *sizes = shape
     q, k = (sliced_rows(x) for x in states(tokens, dim, dtype)[:2])
-    exact = reference.antidiagonal_scores(q, k, 3 * dim**-0.5, stride, block)
-    scores = antidiagonal_scores(q, k, 3 * dim**-0.5, stride, block, backend=backend)
+    exact = reference.antidiagonal_scores(q, k, 3 * dim**-0.5, *sizes)
+    scores = antidiagonal_scores(q, k, 3 * dim**-0.5, *sizes, backend=backend)
     torch.testing.assert_close(scores, exact, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(scores.sum(dim=-1), torch.ones_like(scores[..., 0]), rtol=1e-5, atol=0)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("is_centered", [False, True])
-@pytest.mark.parametrize(("tokens", "dim", "block"), [(1, 16, 64), (64, 80, 64), (200, 128, 64), (301, 33, 128)])
-@pytest.mark.pairwise
-def test_block_means(backend, dtype, is_centered, tokens, dim, block):
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    case=[  # rows, numbers, rows of a block, whether centred, how many numbers are widened at a time
+        (1, 16, 64, True, None),
+        (64, 80, 64, False, 1),
+        (200, 128, 64, True, 2 * 64 * KV_HEADS * 128),
+        (301, 33, 128, False, None),
+    ],
+)
+def test_means_of_blocks(monkeypatch, backend, dtype, case):
+    tokens, dim, block, is_centered, most = case
     rows = states(tokens, dim, dtype)[1] + torch.randn(dim, device=DEVICE).to(dtype)
     rows[:, :, tokens // 2] = 0
     rows = sliced_rows(rows)
     center = rows.float().mean(dim=2) if is_centered else None
-    means, similarities = block_means(rows, block, center=center, backend=backend)
-    exact = reference.block_means(rows, block, center=center)
-    for ours, its in zip((means, similarities), exact, strict=True):
+    if most is not None:
+        monkeypatch.setattr(torch_block_scores, "_MOST_NUMBERS", most)
+    found = block_means(rows, block, center=center, backend=backend)
+    for ours, its in zip(found, reference.block_means(rows, block, center=center), strict=True):
         torch.testing.assert_close(ours, its, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("most", [1, 2 * 32 * KV_HEADS * 16])
-def test_means_are_the_same_however_few_rows_are_widened_at_a_time(monkeypatch, most):
-    _, k, _ = states(300, 16, torch.float16)
-    center = k.mean(dim=2, dtype=torch.float32)
-    expected = block_means(k, 32, center=center, backend="reference")
-    monkeypatch.setattr(torch_block_scores, "_MOST_NUMBERS", most)
-    for mine, theirs in zip(block_means(k, 32, center=center, backend="torch"), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
@@ -358,33 +292,27 @@ def test_similarity_is_the_mean_cosine_of_all_pairs(backend):
             torch.testing.assert_close(similarities[0, head, block].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda q, k, b: block_sparse_attention(q, k[:, :, 1:], k[:, :, 1:], b, 1.0), "of the same tokens"),
-        (lambda q, k, b: block_sparse_attention(q[:, :3], k, k, b, 1.0), "3 query heads are not a multiple of 2"),
-        (
-            lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, out=q[:, :2]),
-            r"out is of shape \[1, 2, 40, 16\]",
-        ),
-        (lambda q, k, b: block_sparse_attention(q[:, :2], k, k, b, 1.0), r"lists of shape \[1, 2, 2, 3\], not"),
-        (lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=0.0), "must be above 0, not 0.0"),
-        (
-            lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=math.nan),
-            "must be above 0, not nan",
-        ),
-        (lambda q, k, b: ListedBlocks.of(b.kept, 16, 32), "16 queries and 32 keys are no blocks"),
-        (lambda q, k, b: ListedBlocks.of(b.kept, 48, 16), "48 queries and 16 keys are no blocks"),
-        (lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32), "a stride of 3 does not divide a block of 32"),
-        (lambda q, k, b: antidiagonal_scores(q, k[:, :, 1:], 1.0, 4, 32), "not of the same tokens"),
-        (lambda q, k, b: block_means(k, 0), "at least one row, not 0"),
-        (lambda q, k, b: block_means(k, 8, center=k[:, :, :1]), r"center \[1, 2, 1, 16\] does not fit"),
-    ],
-)
-def test_shapes_must_fit(call, message):
+REFUSED = {
+    "of the same tokens": lambda q, k, b: block_sparse_attention(q, k[:, :, 1:], k[:, :, 1:], b, 1.0),
+    "3 query heads are not a multiple of 2": lambda q, k, b: block_sparse_attention(q[:, :3], k, k, b, 1.0),
+    r"out is of shape \[1, 2, 40, 16\]": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, out=q[:, :2]),
+    r"lists of shape \[1, 2, 2, 3\], not": lambda q, k, b: block_sparse_attention(q[:, :2], k, k, b, 1.0),
+    "must be above 0, not 0.0": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=0.0),
+    "must be above 0, not nan": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=math.nan),
+    "16 queries and 32 keys are no blocks": lambda q, k, b: ListedBlocks.of(b.kept, 16, 32),
+    "48 queries and 16 keys are no blocks": lambda q, k, b: ListedBlocks.of(b.kept, 48, 16),
+    "a stride of 3 does not divide a block of 32": lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32),
+    "not of the same tokens": lambda q, k, b: antidiagonal_scores(q, k[:, :, 1:], 1.0, 4, 32),
+    "at least one row, not 0": lambda q, k, b: block_means(k, 0),
+    r"center \[1, 2, 1, 16\] does not fit": lambda q, k, b: block_means(k, 8, center=k[:, :, :1]),
+}
+
+
+def test_shapes_must_fit():
     q, k, _ = states(40, 16)
-    with pytest.raises(ValueError, match=message):
-        call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
+    for message, call in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
 
 
 def test_no_tokens():

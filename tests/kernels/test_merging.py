@@ -5,165 +5,159 @@ import math
 import pytest
 import torch
 
-from apbv.kernels import merge_states, reference, segmented_attention
+from apbv.kernels import BackendError, merge_states, reference
 
 from attention_cases import (
+    BACKENDS,
     BATCH,
-    LSE_TOLERANCE,
     OUT_TOLERANCE,
+    PLACES,
     assert_lse_close,
     assert_out_close,
-    in_fp64,
-    make_inputs,
-    sliced_heads_and_dim,
+    poisoned,
+    randn,
     sliced_rows,
     transposed,
 )
-from device import DEVICE
+from pairs import pairwise
 
-HEADS = 3
-BACKENDS = ["torch", "triton", "reference"]
+INF, HEADS = math.inf, 3
 # Triton does not merge in fp64, and the interpreter computes products of bf16 wrongly.
 DTYPES = [torch.float32, torch.float16]
-PLACES = [transposed, sliced_rows, sliced_heads_and_dim]
-
 backends = pytest.mark.parametrize("backend", BACKENDS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16"])
-places = pytest.mark.parametrize("place", PLACES, ids=lambda function: function.__name__)
 
 
 def partial_results(lengths, *, dim=80, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    outs = [torch.randn(BATCH, HEADS, length, dim, generator=generator) for length in lengths]
-    lses = [3 * torch.randn(BATCH, HEADS, length, generator=generator) for length in lengths]
-    return [out.to(DEVICE, dtype) for out in outs], [lse.to(DEVICE) for lse in lses]
+    outs = [randn(BATCH, HEADS, length, dim, dtype=dtype, seed=i) for i, length in enumerate(lengths)]
+    lses = [3 * randn(BATCH, HEADS, n, dtype=torch.float32, seed=9 + i) for i, n in enumerate(lengths)]
+    return outs, lses
 
 
-def expected(outs, lses, queries):
-    """Eq. 5 query by query, of those results that reach so far back."""
-    merged = torch.zeros(BATCH, HEADS, queries, outs[0].shape[3], dtype=torch.float64, device=DEVICE)
-    lse = torch.full(merged.shape[:3], -math.inf, dtype=torch.float64, device=DEVICE)
-    for query in range(queries):
-        seen = [(o, x) for o, x in zip(outs, lses, strict=True) if query >= queries - o.shape[2]]
+def by_definition(outs, lses, queries=None):
+    """Eq. 5 number by number, of those results that reach so far back and saw anything; in fp64."""
+    queries = queries or max(out.shape[2] for out in outs)
+    merged = torch.zeros(BATCH, HEADS, queries, outs[0].shape[3], dtype=torch.float64, device=outs[0].device)
+    lse = torch.full(merged.shape[:3], -INF, dtype=torch.float64, device=merged.device)
+    for b, h, row in torch.cartesian_prod(*map(torch.arange, lse.shape)).tolist():
+        last = row - queries
+        reaching = [i for i, out in enumerate(outs) if -last <= out.shape[2]]
+        seen = [i for i in reaching if math.isfinite(lses[i][b, h, last])]
         if seen:
-            last = query - queries
-            ranked = torch.stack([x[:, :, last].double() for _, x in seen])
-            parts = torch.stack([o[:, :, last].double() for o, _ in seen])
-            merged[:, :, query] = (ranked.softmax(dim=0)[..., None] * parts).sum(dim=0)
-            lse[:, :, query] = ranked.logsumexp(dim=0)
+            highest = max(float(lses[i][b, h, last]) for i in seen)
+            weights = [math.exp(float(lses[i][b, h, last]) - highest) for i in seen]
+            parts = [w / sum(weights) * outs[i][b, h, last].double() for i, w in zip(seen, weights, strict=True)]
+            lse[b, h, row], merged[b, h, row] = highest + math.log(math.fsum(weights)), sum(parts)
     return merged, lse
 
 
-def poisoned(place, shape, dtype):
-    """A view to be filled inside a buffer of NaN, and a look at what of the buffer must stay so."""
-    view = place(torch.full(shape, math.nan, dtype=dtype, device=DEVICE))
-    inside = torch.zeros_like(view._base, dtype=torch.bool)
-    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
-    return view, lambda: view._base[~inside]
+def check(found, exact, dtype=torch.float32):
+    out, lse = found
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert_out_close(out, exact[0], OUT_TOLERANCE[dtype])
+    assert_lse_close(lse, exact[1], 3e-6)
+    assert not out[lse == -INF].any()
 
 
-@backends
-@dtypes
-@places
-@pytest.mark.parametrize(
-    "lengths", [(9, 9), (37, 12), (12, 37, 5), (63,), (5, 1, 5, 2)], ids=lambda x: "-".join(map(str, x))
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    place=PLACES,
+    nothing=[None, -INF, INF],
+    lengths=[(9, 9), (37, 12), (12, 37, 5), (63,), (5, 1, 5, 2)],
 )
-@pytest.mark.pairwise
-def test_results_of_the_last_queries_go_where_they_are_wanted(backend, dtype, place, lengths):
+def test_results_of_the_last_queries_go_where_they_are_wanted(backend, dtype, place, nothing, lengths):
+    """What saw nothing may hold anything, and before the earliest query there is room for others."""
     outs, lses = partial_results(lengths, dtype=dtype)
-    queries = max(lengths)
+    if nothing is not None:
+        outs[0][:, :, -2:], lses[0][:, :, -2:] = math.nan, nothing
+        for out, lse in zip(outs, lses, strict=True):
+            out[:, :, -1], lse[:, :, -1] = math.nan, nothing
+    queries = max(lengths) + 2
+    exact = by_definition(outs, lses, queries)
+    check(reference.merge_states(outs, lses, out=torch.empty_like(exact[0], dtype=dtype)), exact, dtype)
     out, untouched = poisoned(place, (BATCH, HEADS, queries, 80), dtype)
-    result, lse = merge_states(outs, lses, out=out, backend=backend)
-    assert result is out and lse.dtype == torch.float32
-    merged, merged_lse = expected(outs, lses, queries)
-    assert_out_close(out, merged, OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, merged_lse, 3e-6)
+    result, lse = merge_states([place(out) for out in outs], lses, out=out, backend=backend)
+    assert result is out
+    check((out, lse), exact, dtype)
     assert untouched().isnan().all(), "what lies beside the result was written"
 
 
-@backends
-def test_queries_that_no_result_is_of_saw_nothing(backend):
-    outs, lses = partial_results((7, 4))
-    for of in (outs, torch.stack([out[:, :, -4:] for out in outs])):
-        given = lses if of is outs else torch.stack([lse[:, :, -4:] for lse in lses])
-        out, lse = merge_states(of, given, out=torch.full((BATCH, HEADS, 11, 80), math.nan), backend=backend)
-        merged, merged_lse = expected(list(of), list(given), 11)
-        assert_out_close(out, merged, 2e-6)
-        assert_lse_close(lse, merged_lse, 3e-6)
+def in_one_buffer(outs, lses):
+    """As a host receives them: the bytes of one out, then those of its lse; and NaN between them and the next."""
+    parts, rows = outs.flatten(1).view(torch.uint8), lses.flatten(1).view(torch.uint8)
+    buffer = outs.new_full((len(outs), (parts.shape[1] + rows.shape[1]) // outs.element_size() + 8), math.nan)
+    packed = buffer.view(torch.uint8)[:, : parts.shape[1] + rows.shape[1]]
+    packed.copy_(torch.cat([parts, rows], dim=1))
+    received = packed.split([parts.shape[1], rows.shape[1]], dim=1)
+    return received[0].view(outs.dtype).view(outs.shape), received[1].view(lses.dtype).view(lses.shape)
 
 
-@backends
-@dtypes
-def test_the_first_result_may_be_overwritten(backend, dtype):
-    """So results that come one after the other, as in a ring, need room for one."""
-    outs, lses = partial_results((37, 37, 12), dtype=dtype)
-    merged, merged_lse = expected(outs, lses, 37)
-    running = transposed(outs[0])
-    out, lse = merge_states([running, *outs[1:]], lses, out=running, backend=backend)
-    assert out is running
-    assert_out_close(out, merged, OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, merged_lse, 3e-6)
+def of_other_layouts(outs, lses):
+    """Queries before heads, cut out of NaN; lses likewise, and the batch first."""
+    outs = torch.stack([sliced_rows(transposed(out)) for out in outs]).transpose(2, 3).contiguous()
+    return outs.transpose(2, 3), lses.permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1)
 
 
-@backends
-@pytest.mark.parametrize("nothing", [-math.inf, math.inf], ids=["minus-inf", "plus-inf"])
-def test_what_saw_nothing_may_hold_anything(backend, nothing):
-    outs, lses = partial_results((9, 9, 4))
-    for part in (0, 2):
-        outs[part][:, :, -2:], lses[part][:, :, -2:] = math.nan, nothing
-    outs[1][:, :, -1], lses[1][:, :, -1] = math.nan, nothing
+@pairwise(
+    backend=BACKENDS,
+    dtype=[*DTYPES, torch.bfloat16],
+    shape=[(1, 2, 256), (2, 1, 128), (3, 9, 80), (9, 63, 16), (17, 3, 129)],  # results, queries, numbers
+    layout=[None, in_one_buffer, of_other_layouts],
+)
+def test_results_in_one_tensor_are_merged_wherever_they_lie(backend, dtype, shape, layout):
+    parts, queries, dim = shape
+    outs, lses = map(torch.stack, partial_results([queries] * parts, dim=dim, dtype=dtype))
+    lses[0, :, 1] = INF
+    outs[0, :, 1] = math.nan
+    exact = by_definition(outs, lses)
+    check(reference.merge_states(outs, lses), exact)
+    outs, lses = layout(outs, lses) if layout else (outs, lses)
+    before = outs.clone(), lses.clone()
+    check(merge_states(outs, lses, backend=backend), exact)
+    assert torch.equal(lses, before[1]) and torch.equal(outs.nan_to_num(7.0), before[0].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_results_in_fp64(backend):
+    outs, lses = (torch.stack(states).double() for states in partial_results([5] * 9))
     out, lse = merge_states(outs, lses, backend=backend)
-    seen = [torch.where(x.isinf(), -math.inf, x).double() for x in lses]
-    finite = [o.nan_to_num(0.0) for o in outs]
-    merged, merged_lse = expected(finite, seen, 9)
-    assert_out_close(out[:, :, :-1], merged[:, :, :-1], 2e-6)
-    assert_lse_close(lse[:, :, :-1], merged_lse[:, :, :-1], 3e-6)
-    assert not out[:, :, -1].any() and (lse[:, :, -1] == -math.inf).all()
+    assert_out_close(out, by_definition(outs, lses)[0], 1e-13)
+    assert_lse_close(lse, by_definition(outs, lses)[1], 1e-13)
 
 
-def test_room_for_fewer_queries_is_refused():
+@backends
+def test_the_first_result_may_be_overwritten(backend):
+    """So results that come one after the other, as in a ring, need room for one."""
+    outs, lses = partial_results((37, 37, 12), dtype=torch.float16)
+    exact, running = by_definition(outs, lses), transposed(outs[0])
+    result = merge_states([running, *outs[1:]], lses, out=running, backend=backend)
+    assert result[0] is running
+    check(result, exact, torch.float16)
+
+
+@backends
+def test_results_that_are_far_apart(backend):
+    outs, lses = map(torch.stack, partial_results([5] * 3, dim=8))
+    for base in (-1e4, -200.0, 0.0, 1e4):
+        for gap in (10.0, 100.0, 1000.0):
+            lses = lses * 0 + base + gap * torch.tensor([-1.0, 1.0, 0.0], device=lses.device).view(3, 1, 1, 1)
+            check(merge_states(outs, lses, backend=backend), by_definition(outs, lses))
+
+
+@backends
+def test_no_queries(backend):
+    out, lse = merge_states(torch.zeros(3, 1, 2, 0, 16), torch.zeros(3, 1, 2, 0), backend=backend)
+    assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0)
+
+
+def test_what_does_not_fit_is_refused():
     outs, lses = partial_results((7, 4))
     with pytest.raises(ValueError, match="results of 7 queries do not fit into 5 rows"):
         merge_states(outs, lses, out=torch.empty(BATCH, HEADS, 5, 80))
-    with pytest.raises(ValueError, match="do not have lses of shape"):
-        merge_states(outs, lses[::-1])
-
-
-# --- attention into a given output ---
-
-SHAPES = {
-    "square": (63, [63], 0),
-    "passing": (63, [40, 23, 63], 0),
-    "first rows alone": (63, [40, 23, 63], 17),
-    "all rows alone": (63, [40, 63], 63),
-    "blind rows": (63, [20], 0),
-    "blind rows alone": (63, [9, 20], 50),
-    "few queries": (5, [129, 1, 63], 0),
-    "one query": (1, [1200], 0),
-    "nothing to see": (9, [0, 0], 0),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal_last", [False, True], ids=["visible", "causal"])
-@places
-@dtypes
-@pytest.mark.parametrize(("queries", "keys", "alone"), SHAPES.values(), ids=SHAPES)
-@pytest.mark.pairwise
-def test_attention_goes_where_it_is_wanted(backend, causal_last, place, dtype, queries, keys, alone):
-    q, segments = make_inputs(queries, keys, dtype=dtype, dim=64, group=2)
-    out, untouched = poisoned(place, q.shape, dtype)
-    options = {"rows_alone": alone}
-    result, lse = segmented_attention(q, segments, 0.1, causal_last, **options, out=out, backend=backend)
-    exact = reference.segmented_attention(*in_fp64(q, segments), 0.1, causal_last, **options)
-    assert result.data_ptr() == out.data_ptr() and result.stride() == out.stride()
-    assert_out_close(out, exact[0], OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, exact[1], LSE_TOLERANCE[dtype])
-    assert untouched().isnan().all(), "what lies beside the result was written"
-
-
-def test_an_output_that_does_not_fit_is_refused():
-    q, segments = make_inputs(5, [9], dtype=torch.float32)
-    for out in (q[:, :, :4], q.half()):
-        with pytest.raises(ValueError, match=r"the result is of shape .*, and out is of shape"):
-            segmented_attention(q, segments, 0.1, True, out=out)
+    for wrong in (lses[::-1], lses[:1]):
+        with pytest.raises(ValueError):
+            merge_states(outs, wrong)
+    with pytest.raises(ValueError, match=r"do not have lses of shape \[2, 2, 3, 6\]"):
+        merge_states(torch.stack([outs[0]] * 2), torch.stack([lses[0]] * 2)[..., :6])
+    with pytest.raises(BackendError, match="accumulate in float32"):
+        merge_states([outs[0].double()], [lses[0].double()], backend="triton")

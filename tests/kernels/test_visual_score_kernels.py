@@ -7,10 +7,12 @@ import torch
 
 from apbv.kernels import BackendError, reference, similarity_to, spatial_variety, temporal_change
 
+from attention_cases import BACKENDS
 from device import DEVICE, TRITON_DTYPES
+from pairs import pairwise
 
-backends = pytest.mark.parametrize("backend", ["torch", "triton"])
-dtypes = pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
+backends = pytest.mark.parametrize("backend", BACKENDS)
+DTYPES = [torch.float32, TRITON_DTYPES[-1]]
 
 # Largest difference of cosine similarities (or, of a direction's length, of sums of them) from those in fp64.
 TOLERANCE = 1e-6
@@ -41,14 +43,20 @@ def assert_score(score, exact):
     torch.testing.assert_close(score, exact, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("ends", ["", "before", "after", "before after"])
-@pytest.mark.parametrize(
-    ("num_frames", "places", "dim"), [(0, 3, 16), (1, 3, 16), (2, 5, 80), (5, 2, 129), (17, 2, 300), (33, 1, 16)]
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    case=[  # frames, places, numbers, neighbours
+        (0, 3, 16, "before after"),
+        (1, 3, 16, "after"),
+        (2, 5, 80, ""),
+        (5, 2, 129, "before after"),
+        (17, 2, 300, "before"),
+        (33, 1, 16, "after"),
+    ],
 )
-@pytest.mark.pairwise
-def test_change_over_time(backend, dtype, ends, num_frames, places, dim):
+def test_change_over_time(backend, dtype, case):
+    num_frames, places, dim, ends = case
     video = randn(num_frames + 2, places, dim, dtype=dtype)
     frames = video[1:-1]
     neighbours = {end: video[{"before": 0, "after": -1}[end]] for end in ends.split()}
@@ -80,26 +88,25 @@ def test_nan_stays_with_its_neighbours(backend):
     assert variety[1, :, 5:].isnan().all() and variety.isnan().sum() == 5 * 2
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("dim", [16, 129])
-@pytest.mark.parametrize(
-    ("height", "width"), [(1, 1), (5, 5), (6, 7), (11, 1), (1, 11), (7, 11)], ids=lambda size: str(size)
+@pairwise(
+    backend=BACKENDS,
+    dtype=DTYPES,
+    case=[  # height, width, numbers, crop
+        (1, 1, 16, 5),
+        (5, 5, 129, 5),
+        (7, 11, 129, 5),
+        (1, 11, 16, 3),
+        (13, 12, 80, 1),
+        (13, 12, 80, 8),
+        (13, 12, 16, 11),
+    ],
 )
-@pytest.mark.pairwise
-def test_variety_in_space(backend, dtype, height, width, dim):
+def test_variety_in_space(backend, dtype, case):
+    height, width, dim, crop = case
     frames = randn(2, height * width, dim, dtype=dtype)
-    exact = reference.spatial_variety(frames, height, width)
-    assert_score(spatial_variety(frames, height, width, backend=backend), exact)
-    assert_score(spatial_variety(within_nan(frames), height, width, backend=backend), exact)
-
-
-@backends
-@pytest.mark.parametrize("crop", [1, 3, 8, 11])
-def test_crops_of_other_sizes(backend, crop):
-    frames = randn(1, 13 * 12, 80)
-    exact = reference.spatial_variety(frames, 13, 12, crop)
-    assert_score(spatial_variety(frames, 13, 12, crop, backend=backend), exact)
+    exact = reference.spatial_variety(frames, height, width, crop)
+    for given in (frames, within_nan(frames)):
+        assert_score(spatial_variety(given, height, width, crop, backend=backend), exact)
 
 
 def test_crops_that_triton_cannot_hold():
@@ -109,12 +116,9 @@ def test_crops_that_triton_cannot_hold():
         spatial_variety(frames, 13, 12, 12, backend="triton")
 
 
-@backends
-@dtypes
-@pytest.mark.parametrize("rows", [0, 1, 63, 129])
-@pytest.mark.parametrize("dim", [16, 80, 129, 1100])
-@pytest.mark.pairwise
-def test_similarity_to_a_direction(backend, dtype, rows, dim):
+@pairwise(backend=BACKENDS, dtype=DTYPES, shape=[(0, 16), (1, 129), (63, 1100), (129, 80)])
+def test_similarity_to_a_direction(backend, dtype, shape):
+    rows, dim = shape
     vectors = randn(rows, dim, dtype=dtype)
     direction = torch.nn.functional.normalize(randn(20, dim, seed=1), dim=-1).sum(dim=0)
     exact = reference.similarity_to(vectors, direction) / direction.norm()
@@ -135,25 +139,14 @@ def test_the_last_dimension_may_be_strided(backend):
     torch.testing.assert_close(similar, reference.similarity_to(frames[0], direction), rtol=1e-6, atol=1e-5)
 
 
-def test_half_precision_is_summed_in_fp32():
-    """By the back end that is chosen: on the CPU torch, since Triton's interpreter computes no bfloat16."""
-    frames, direction = randn(3, 35, 300, dtype=torch.bfloat16), randn(300)
-    assert_score(temporal_change(frames), reference.temporal_change(frames))
-    assert_score(spatial_variety(frames, 5, 7), reference.spatial_variety(frames, 5, 7))
-    similar = similarity_to(frames[0], direction)
-    torch.testing.assert_close(similar, reference.similarity_to(frames[0], direction), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda x: temporal_change(x, before=x[0, :3]), r"before is torch.float32 \[3, 8\]"),
-        (lambda x: temporal_change(x, after=x[0].half()), r"after is torch.float16 \[6, 8\]"),
-        (lambda x: spatial_variety(x, 2, 2), "2 x 2 tokens cannot have 6"),
-        (lambda x: spatial_variety(x, 2, 3, crop=0), "must be positive, not 0"),
-        (lambda x: similarity_to(x[0], x[0, 0, :7]), r"\[6, 8\] have no direction of shape \[7\]"),
-    ],
-)
-def test_shapes_must_fit(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(torch.zeros(2, 6, 8))
+def test_shapes_must_fit():
+    x = torch.zeros(2, 6, 8)
+    for message, call in {
+        r"before is torch.float32 \[3, 8\]": lambda: temporal_change(x, before=x[0, :3]),
+        r"after is torch.float16 \[6, 8\]": lambda: temporal_change(x, after=x[0].half()),
+        "2 x 2 tokens cannot have 6": lambda: spatial_variety(x, 2, 2),
+        "must be positive, not 0": lambda: spatial_variety(x, 2, 3, crop=0),
+        r"\[6, 8\] have no direction of shape \[7\]": lambda: similarity_to(x[0], x[0, 0, :7]),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -16,6 +16,7 @@ from apbv.prefilling.encode_audio import AudioTowerRows, encode_audio
 
 import families
 from families import MEL_BINS, OMNI
+from pairs import each_choice
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,7 @@ def audio_of(model, lengths: tuple[int, ...], hosts: HostGroup) -> tuple[AudioIn
     return audio_from_batch(parts, batch, torch.full((len(rows),), parts.audio_token_id), hosts, True), rows
 
 
-@pytest.mark.parametrize("window", [20, 5])
-@pytest.mark.parametrize("lengths", [(203,), (40,), (41,), (43,), (80, 37, 3), (400, 399)], ids=str)
+@each_choice(lengths=[(203,), (41,), (80, 37, 3), (400, 399)], window=[20, 5, 5])
 def test_units_of_sound_are_encoded_apart_as_together(lengths, window):
     """Also the last one, whatever is left for it; windows of 5 are odd, so that pooling crosses their edges."""
     model = families.build_model(OMNI, dtype=torch.float64)

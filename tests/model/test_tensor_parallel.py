@@ -87,27 +87,24 @@ def source(family: str, clip: Path) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("family", "hosts", "settings"),
+    ("family", "settings"),
     [
-        pytest.param("qwen2_5_vl", 1, {}, marks=pytest.mark.thorough),
-        ("qwen2_5_vl", 2, {"method": "ulysses", "kv": "sharded"}),
-        ("qwen3_vl", 2, {}),  # for which transformers has no plan
-        ("llama", 2, {"kv": "sharded"}),
+        ("qwen2_5_vl", {"method": "ulysses", "kv": "sharded"}),
+        ("qwen3_vl", {}),  # for which transformers has no plan
     ],
 )
-def test_uncompressed_it_is_full_attention_of_one_process(pool, checkpoints, clip, family, hosts, settings):
+def test_uncompressed_it_is_full_attention_of_one_process(pool, checkpoints, clip, family, settings):
     path, request = str(checkpoints(family)), source(family, clip)
     (whole,) = pool.run(1, prefill_job, 1, path, {}, request)
     assert whole["stats"]["method"] == "full"
-    compare(pool.run(2 * hosts, prefill_job, 2, path, {"passing_len": 10_000, **settings}, request), whole, hosts)
+    compare(pool.run(4, prefill_job, 2, path, {"passing_len": 10_000, **settings}, request), whole, 2)
 
 
-@pytest.mark.parametrize(("family", "method"), [("qwen2_5_vl", "apbv"), ("qwen2_5_vl", "apb"), ("llama", "star")])
-def test_compressed_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, method):
-    path, request = str(checkpoints(family)), source(family, clip)
-    settings = {"method": method, "passing_len": 6, "anchor_len": 8}
+def test_compressed_it_is_what_whole_hosts_compute(pool, checkpoints, clip):
+    path, request = str(checkpoints("llama")), source("llama", clip)
+    settings = {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}
     whole, _ = pool.run(2, prefill_job, 1, path, settings, request)
-    assert whole["stats"]["method"] == method
+    assert whole["stats"]["method"] == "apb"
     compare(pool.run(4, prefill_job, 2, path, settings, request), whole, 2)
 
 
@@ -124,11 +121,11 @@ def reduced_job(processes: HostGroup, size: int, path: str, clip: Path, methods:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("settings", [{"method": "zigzag_ring", "kv": "sharded"}, {"passing_len": 999}], ids=str)
-def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip, settings):
+def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip):
     """Each process has the attention of its own heads, and all have to choose alike."""
     path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", *LATE_REDUCER_NAMES]
     (whole,) = pool.run(1, reduced_job, 1, path, clip, methods, {})
+    settings = {"method": "zigzag_ring", "kv": "sharded"}
     for shares in pool.run(4, reduced_job, 2, path, clip, methods, settings):
         for (logits, tokens, reduction), (their_logits, *theirs) in zip(shares, whole, strict=True):
             torch.testing.assert_close(logits, their_logits, **CLOSE)
@@ -207,6 +204,7 @@ def test_what_cannot_be_is_refused(pool, checkpoints):
         assert draft_host.startswith("ValueError: a draft host is not supported")
 
 
+@pytest.mark.thorough
 def test_the_script_answers_once(checkpoints, tmp_path):
     asked = ["--model", checkpoints("llama"), "--prompt", "Why?", "--max-new-tokens", 3, "--json"]
     answers, figures = [], []
@@ -220,6 +218,7 @@ def test_the_script_answers_once(checkpoints, tmp_path):
     assert [(row["hosts"], row["tensor_parallel_size"]) for row in figures] == [(1, 1), (2, 2)]
 
 
+@pytest.mark.thorough
 def test_a_model_that_does_not_divide_is_refused(tmp_path):
     path = families.save_checkpoint("llama", tmp_path)
     result = run_script(INFER, "--model", path, "--prompt", "Why?", "--tensor-parallel", 4, hosts=4)
@@ -254,12 +253,9 @@ def failing_job(processes: HostGroup, path: str, victim: int, how: str, told: Pa
 @pytest.mark.parametrize(
     ("how", "processes", "victim"),
     [
-        ("reads something bad", 4, 3),
         ("fails in a layer", 2, 0),
-        ("is killed", 4, 3),
-        pytest.param("reads something bad", 2, 0, marks=pytest.mark.thorough),
-        pytest.param("fails in a layer", 4, 3, marks=pytest.mark.thorough),
-        pytest.param("is killed", 2, 0, marks=pytest.mark.thorough),
+        pytest.param("reads something bad", 4, 3, marks=pytest.mark.thorough),
+        pytest.param("is killed", 4, 3, marks=pytest.mark.thorough),
     ],
 )
 def test_a_failing_process_ends_all(checkpoints, tmp_path, how, processes, victim):

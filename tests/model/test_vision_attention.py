@@ -16,6 +16,7 @@ from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_vision_attention
 
 import families
+from pairs import pairwise
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILY = pytest.mark.parametrize("family", QWEN)
@@ -26,7 +27,6 @@ GRIDS = {
     "ragged windows": [(4, 10, 14)],
     "images": [(1, 4, 4), (1, 10, 6), (1, 2, 18)],
 }
-GRID = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.1}  # relative to the largest value
 
 
@@ -50,25 +50,12 @@ def close(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((rows - expected).abs().max() / expected.abs().max()) <= TOLERANCE[rows.dtype]
 
 
-@pytest.fixture(params=["sdpa", "eager"])
-def implementation(request):
-    return request.param
-
-
-@FAMILY
-@GRID
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_the_rows_are_those_of_transformers(family, grid, dtype, implementation):
+@pairwise(family=QWEN, grid=GRIDS, dtype=TOLERANCE)
+def test_the_rows_are_those_of_transformers(family, grid, dtype):
     parts = build(family, dtype)
-    tower = parts.model.model.visual
-    tower.config._attn_implementation = implementation
-    try:
-        expected = encode(parts, grid)
-    finally:
-        tower.config._attn_implementation = "sdpa"
+    expected = encode(parts, GRIDS[grid])
     with packed_vision_attention(parts):
-        rows = encode(parts, grid)
-    assert close(rows, expected)
+        assert close(encode(parts, GRIDS[grid]), expected)
 
 
 @FAMILY
@@ -129,28 +116,28 @@ def test_afterwards_the_model_is_as_it_was(family):
 
 
 @FAMILY
-@pytest.mark.parametrize("chosen", ["eager", "flash_attention_2"])
-def test_what_the_caller_chose_stays_in_force(family, chosen):
+def test_what_the_caller_chose_stays_in_force(family):
     parts = build(family)
     config = parts.model.model.visual.config
-    config._attn_implementation = chosen
-    try:
-        before = state_of(parts)
+    for chosen in ("eager", "flash_attention_2"):
+        config._attn_implementation = chosen
+        try:
+            before = state_of(parts)
+            with packed_vision_attention(parts):
+                assert state_of(parts) == before
+        finally:
+            config._attn_implementation = "sdpa"
+
+
+def test_other_models_are_left_alone():
+    def in_force(parts) -> list[str]:
+        return [part.config._attn_implementation for part in parts.model.modules() if hasattr(part, "config")]
+
+    for family in ("internvl", "llava_onevision", "llama"):
+        parts = inspect_model(families.build_model(family))
+        before = in_force(parts)
         with packed_vision_attention(parts):
-            assert state_of(parts) == before
-    finally:
-        config._attn_implementation = "sdpa"
-
-
-@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "llama"])
-def test_other_models_are_left_alone(family):
-    parts = inspect_model(families.build_model(family))
-    before = [module.config._attn_implementation for module in parts.model.modules() if hasattr(module, "config")]
-    with packed_vision_attention(parts):
-        inside = [
-            module.config._attn_implementation for module in parts.model.modules() if hasattr(module, "config")
-        ]
-    assert inside == before
+            assert in_force(parts) == before
 
 
 def test_two_models_encode_beside_each_other():

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import audio_files
 import pytest
@@ -25,6 +26,20 @@ from prompts import relative_error
 from video_files import encode
 
 UNCOMPRESSED = 10**6
+ALONE = HostGroup.single("cpu")
+
+
+@cache
+def processor():
+    return families.build_processor(OMNI)
+
+
+def read(question: Question, most_positions: int | None = None):
+    """What a model makes of a question, which may have positions for so many tokens only."""
+    model = families.build_model(OMNI)
+    if most_positions is not None:
+        model.config.text_config.max_position_embeddings = most_positions
+    return read_question(inspect_model(model), processor(), question, ALONE)[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +91,7 @@ def batch_like(files: dict, videos: Sequence[str] = (), sounds: Sequence[str] = 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
     """Tokens, spectrograms, and the positions by which sound and frames lie at their times."""
-    parts, processor = inspect_model(families.build_model(OMNI)), families.build_processor(OMNI)
-    hosts = HostGroup.single("cpu")
-    inputs, _ = read_question(parts, processor, asked_like(files, **PROMPTS[name]), hosts)
+    parts, inputs = inspect_model(families.build_model(OMNI)), read(asked_like(files, **PROMPTS[name]))
     batch = batch_like(files, **PROMPTS[name])
     assert inputs.input_ids.tolist() == batch["input_ids"].tolist()
     masks = batch.get("feature_attention_mask", torch.zeros(0, 0))
@@ -112,24 +125,10 @@ def file_job(hosts: HostGroup, question: Question, config: PrefillConfig):
     return state.logits, cache and [(layer.keys, layer.values) for layer in cache.layers], state.method
 
 
-EXACT = [
-    ("as long", "apbv", 2),
-    ("sounds", "ulysses", 3),
-    ("both", "apbv", 4),
-    ("as long", "full", 1),
-    ("shorter", "zigzag_ring", 2),
-    ("longer", "apbv", 3),
-    ("sounds", "ulysses", 4),
-    ("sound", "apbv", 2),
-    ("not heard", "full", 2),
-]
-USUAL = 3
-
-
 @pytest.mark.filterwarnings("ignore:a prompt of")
 @pytest.mark.parametrize(
     ("name", "method", "num_hosts"),
-    [*EXACT[:USUAL], *(pytest.param(*case, marks=pytest.mark.thorough) for case in EXACT[USUAL:])],
+    [("longer", "apbv", 2), ("sounds", "ulysses", 3), ("both", "apbv", 4), ("shorter", "zigzag_ring", 2)],
 )
 def test_exact_prefill_equals_transformers(pool, files, name, method, num_hosts):
     """Every method, and APB-V where nothing is compressed; frames and windows of sound are shared by all hosts."""
@@ -149,18 +148,17 @@ def batch_job(hosts: HostGroup, batch: dict, config: PrefillConfig):
     return state.logits, state.inputs.context_start, state.inputs.query_start
 
 
-@pytest.mark.parametrize("num_hosts", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_sound_is_context_where_prefill_is_approximate(pool, files, num_hosts):
+def test_sound_is_context_where_prefill_is_approximate(pool, files):
     """Audio tokens are passed on and left out as visual ones are: against the dense mask."""
     settings = {"anchor_len": 24, "passing_len": 6}
     batch = as_double(batch_like(files, videos=["as long"]))
-    results = pool.run(num_hosts, batch_job, batch, PrefillConfig(**settings))
+    results = pool.run(3, batch_job, batch, PrefillConfig(**settings))
     logits, start, stop = results[0]
     ids = batch["input_ids"][0]
     (sounds,) = torch.where(ids == families.build_config(OMNI).audio_token_id)
     assert start < sounds[0] and sounds[-1] + 2 == stop, "what ends the sound is context, too"
     model = families.build_model(OMNI, dtype=torch.float64)
-    oracle = oracle_of(settings, num_hosts, stop, start)
+    oracle = oracle_of(settings, 3, stop, start)
     expected = run_oracle(model, batch | {"use_audio_in_video": True}, oracle)
     assert relative_error(logits, expected) < 1e-9
     for other, *_ in results[1:]:
@@ -187,32 +185,24 @@ def answer_job(hosts: HostGroup, path: str, settings: dict, folder: str):
 STEPS = 8
 
 
-@pytest.mark.parametrize("kv", [pytest.param("gathered", marks=pytest.mark.thorough), "sharded"])
-def test_answers_are_those_of_transformers(pool, files, tmp_path, kv):
+def test_answers_are_those_of_transformers(pool, files, tmp_path):
     """Also a further one about the same video, from KV that was stored, and saved."""
     batch, expected = as_double(omni_batch([files["longer"]])), []
-    processor, hosts = families.build_processor(OMNI), HostGroup.single("cpu")
     for question in (ASKED, "And before?"):
         model = families.build_model(OMNI, dtype=torch.float64)
-        asked = replace(asked_like(files, videos=["longer"]), prompt=question)
-        inputs, _ = read_question(inspect_model(model), processor, asked, hosts)
+        inputs = read(replace(asked_like(files, videos=["longer"]), prompt=question))
         assert inputs.next_position == int(inputs.position_ids.max()) + 1, "where generate() goes on"
         batch |= {"input_ids": inputs.input_ids, "attention_mask": torch.ones_like(inputs.input_ids)}
         generated = model.generate(**batch, use_audio_in_video=True, max_new_tokens=STEPS, do_sample=False)
         expected.append(generated[0, inputs.num_tokens :].tolist())
-    for found in pool.run(2, answer_job, files["longer"], {"kv": kv}, str(tmp_path / "kv")):
+    for found in pool.run(2, answer_job, files["longer"], {"kv": "sharded"}, str(tmp_path / "kv")):
         assert list(found) == expected
 
 
 def test_other_sound_of_the_same_length_is_heard_anew(files, tmp_path):
     """Stored KV belongs to its files, not to the tokens that stand for them."""
     other = audio_files.write(tmp_path / "other.flac", [(1, 3.3)], "flac", RATE)
-    engine = Engine(
-        families.build_model(OMNI),
-        families.build_processor(OMNI),
-        HostGroup.single("cpu"),
-        reuse=ReuseConfig(mode="kv"),
-    )
+    engine = Engine(families.build_model(OMNI), processor(), ALONE, reuse=ReuseConfig(mode="kv"))
     states = [engine.prefill(ASKED, audio=path) for path in (files["sound"], other, files["sound"])]
     assert len({state.num_tokens for state in states}) == 1
     assert [state.reused for state in states] == [None, None, "kv"]
@@ -252,59 +242,36 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
 
 def test_a_video_without_a_track_is_seen_only(tmp_path):
     mute = encode(tmp_path / "mute.mp4", n=10, size=(56, 84))
-    parts, processor = inspect_model(families.build_model(OMNI)), families.build_processor(OMNI)
-    heard, seen = (
-        read_question(
-            parts, processor, Question(ASKED, video=mute, audio_in_video=choice), HostGroup.single("cpu")
-        )
-        for choice in (None, False)
-    )
-    assert heard[0].audio is None and torch.equal(heard[0].input_ids, seen[0].input_ids)
+    heard, seen = (read(Question(ASKED, video=mute, audio_in_video=choice)) for choice in (None, False))
+    assert heard.audio is None and torch.equal(heard.input_ids, seen.input_ids)
 
 
 def test_only_models_that_hear_are_asked_to(files):
     parts, processor = inspect_model(families.build_model("qwen2_5_vl")), families.build_processor("qwen2_5_vl")
     for asked in ({"audio": files["sound"]}, {"video": files["as long"], "audio_in_video": True}):
         with pytest.raises(PromptError, match="qwen2_5_vl models do not hear"):
-            read_question(parts, processor, Question(ASKED, **asked), HostGroup.single("cpu"))
+            read_question(parts, processor, Question(ASKED, **asked), ALONE)
 
 
 def test_no_more_is_heard_than_the_model_has_positions_for(files):
-    model = families.build_model(OMNI)
-    model.config.text_config.max_position_embeddings = 50
-    with pytest.raises(AudioError, match="more audio than the 2 seconds"):
-        read_question(
-            inspect_model(model),
-            families.build_processor(OMNI),
-            Question(ASKED, audio=files["sound"]),
-            HostGroup.single("cpu"),
-        )
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"audio": ["sound", "sound"]}, {"video": ["shorter"], "audio": ["sound"]}, {"video": ["shorter", "shorter"]}],
-    ids=str,
-)
-def test_several_sounds_share_the_models_positions(files, asked):
     """What is too much together is not decoded: a small file can hold hours, and a prompt many of them."""
-    model = families.build_model(OMNI)
-    model.config.text_config.max_position_embeddings = 110  # of 0.04 s
-    question = Question(ASKED, **{name: [files[each] for each in names] for name, names in asked.items()})
-    with pytest.raises(AudioError, match="has more audio than the 2 seconds that the prompt has room for"):
-        read_question(inspect_model(model), families.build_processor(OMNI), question, HostGroup.single("cpu"))
+    sound, video = files["sound"], files["shorter"]
+    with pytest.raises(AudioError, match="more audio than the 2 seconds"):
+        read(Question(ASKED, audio=sound), most_positions=50)  # of 0.04 s
+    for asked in ({"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}):
+        with pytest.raises(AudioError, match="has more audio than the 2 seconds that the prompt has room for"):
+            read(Question(ASKED, **asked), most_positions=110)
 
 
-@pytest.mark.parametrize("tail", [0, 1, 159, 160, 399])
-def test_a_short_sound_is_not_padded_to_the_longest(files, tmp_path, tail):
+def test_a_short_sound_is_not_padded_to_the_longest(files, tmp_path):
     """Neither to the extractor's nor to another's of the prompt; it has the spectrogram of the padded one."""
-    path = audio_files.write(tmp_path / "short.flac", [(0, 0.5 + tail / RATE)], "flac", RATE)
-    parts, processor = inspect_model(families.build_model(OMNI)), families.build_processor(OMNI)
-    question = Question(ASKED, audio=[path, files["sound"]])
-    inputs, _ = read_question(parts, processor, question, HostGroup.single("cpu"))
-    expected = omni_batch(sounds=[path, files["sound"]])
-    for ours, padded, mask in zip(
-        inputs.audio.spectrograms, expected["input_features"], expected["feature_attention_mask"], strict=True
-    ):
-        torch.testing.assert_close(ours, padded[:, mask.bool()], rtol=0, atol=1e-5)
-        assert ours.untyped_storage().nbytes() < 1.1 * ours.nbytes, "nothing of the padding is kept"
+    for tail in (0, 1, 159, 160, 399):
+        path = audio_files.write(tmp_path / f"{tail}.flac", [(0, 0.5 + tail / RATE)], "flac", RATE)
+        expected, found = (
+            omni_batch(sounds=[path, files["sound"]]),
+            read(Question(ASKED, audio=[path, files["sound"]])),
+        )
+        masks = expected["feature_attention_mask"].bool()
+        for ours, padded, mask in zip(found.audio.spectrograms, expected["input_features"], masks, strict=True):
+            torch.testing.assert_close(ours, padded[:, mask], rtol=0, atol=1e-5)
+            assert ours.untyped_storage().nbytes() < 1.1 * ours.nbytes, "nothing of the padding is kept"

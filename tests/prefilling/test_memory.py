@@ -20,6 +20,7 @@ from apbv.prefilling.reduction import EARLY_REDUCERS
 import families
 from families import VIDEO_FAMILIES
 from live_tensors import LiveTensors
+from pairs import each_choice
 from prompts import text_batch, video_batch
 
 # Qwen2.5-VL-7B's decoder.
@@ -67,33 +68,21 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **set
     return simulate(num_hosts, job)
 
 
-def check(measured: list) -> None:
-    for peak, predicted in measured:
-        assert predicted.least <= peak
-        assert 0.75 < predicted.peak / peak < 1.25, (predicted, peak)
-
-
 @pytest.mark.parametrize(
-    ("num_hosts", "settings"),
+    ("num_layers", "num_tokens", "num_hosts", "settings"),
     [
-        (1, {}),
-        (2, {"kv": "gathered"}),
-        (2, {"kv": "sharded"}),
-        (2, {"method": "zigzag_ring", "kv": "sharded"}),
-        (2, {"method": "ulysses", "kv": "sharded"}),
+        (2, 3_000, 1, {}),
+        (2, 3_000, 2, {"kv": "gathered"}),
+        (2, 3_000, 2, {"method": "zigzag_ring", "kv": "sharded"}),
+        (2, 3_000, 2, {"method": "ulysses", "kv": "sharded"}),
+        pytest.param(28, 16_000, 2, {"kv": "sharded"}, marks=pytest.mark.thorough),
     ],
 )
-def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, num_hosts, settings):
+def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, num_layers, num_tokens, num_hosts, settings):
     """Within a quarter, for the widths of a 7B model."""
-    check(measure(monkeypatch, 2, 6_000, num_hosts, **settings))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("num_hosts", "num_tokens", "kv"), [(1, 40_000, "gathered"), (2, 16_000, "gathered"), (2, 16_000, "sharded")]
-)
-def test_the_predicted_peak_holds_for_a_deep_model_and_a_long_prompt(monkeypatch, num_hosts, num_tokens, kv):
-    check(measure(monkeypatch, 28, num_tokens, num_hosts, kv=kv))
+    for peak, predicted in measure(monkeypatch, num_layers, num_tokens, num_hosts, **settings):
+        assert predicted.least <= peak
+        assert 0.75 < predicted.peak / peak < 1.25, (predicted, peak)
 
 
 @pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
@@ -108,7 +97,7 @@ def test_blocks_of_attention_take_what_is_predicted(monkeypatch, method):
     monkeypatch.setattr(forward, "_forward", counting)
     parts, hosts = inspect_model(families.build_model("llama", layers=2)), HostGroup.single("cpu")
     config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32))
-    state = prefill(parts, text_batch(6000), hosts=hosts, config=config)
+    state = prefill(parts, text_batch(3000), hosts=hosts, config=config)
     sparse, dense = (
         host_memory(Share.of(parts), [LayerRun(2, state.layout, sparse=chosen)], 0, "sharded").prefill
         for chosen in (config.sparse_attention, None)
@@ -116,8 +105,7 @@ def test_blocks_of_attention_take_what_is_predicted(monkeypatch, method):
     assert dense < sparse and 0.75 < sparse / counted.peak < 1.33
 
 
-@pytest.mark.parametrize("method", ["apbv", "star"])
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@each_choice(family=VIDEO_FAMILIES, method=["apbv", "star"])
 def test_of_the_embeddings_only_the_hidden_states_are_left(family, method):
     """Behind the layers that add them neither visual rows nor what they were merged into are kept."""
     for num_hidden, others in simulate(2, embeddings_job, family, method):
@@ -143,10 +131,10 @@ def embeddings_job(hosts: HostGroup, family: str, method: str, reduce: str | Non
     return shapes.count(given), [shape for shape in shapes if shape != given]
 
 
-@pytest.mark.parametrize("method", EARLY_REDUCERS)
-def test_what_a_reduction_has_left_is_freed_when_it_is_embedded(method):
-    _, others = embeddings_job(HostGroup.single("cpu"), "qwen2_5_vl", "full", method)
-    assert not others
+def test_what_a_reduction_has_left_is_freed_when_it_is_embedded():
+    for method in EARLY_REDUCERS:
+        _, others = embeddings_job(HostGroup.single("cpu"), "qwen2_5_vl", "full", method)
+        assert not others
 
 
 def test_neither_frames_nor_pixels_are_kept_for_the_layers():

@@ -2,13 +2,13 @@
 
 from functools import partial
 
-import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, prefill
 from apbv.hosts import Exchange
 from apbv.prefilling.methods import METHODS
 
+from pairs import each_choice
 from prompts import as_inputs, build, relative_error, text_batch
 
 ANCHOR, QUERY, PASSED, BLOCK, HOSTS = 8, 10, 4, 17, 3
@@ -100,10 +100,7 @@ def poisoned_job(hosts: HostGroup, settings: dict) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("num_hosts", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("passing_len", [0, 4])
-@pytest.mark.each_choice
+@each_choice(method=METHODS, num_hosts=[1, 3], passing_len=[0, 4])
 def test_every_row_of_the_result_is_written(pool, method, num_hosts, passing_len):
     settings = {"method": method, "anchor_len": 11, "passing_len": passing_len}
     for usual, poisoned in pool.run(num_hosts, poisoned_job, settings):

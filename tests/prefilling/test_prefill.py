@@ -11,6 +11,7 @@ from apbv.model.attention import gather_and_merge
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES
 from oracle import as_double, oracle_of, run_oracle
+from pairs import each_choice
 from prompts import (
     ALL_FAMILIES,
     EXAMPLES,
@@ -29,14 +30,14 @@ from prompts import (
 TEXT_CONTEXT = 90  # tokens before the question of a text prompt
 
 
-def prompts(family: str, num_hosts: int, method: str, dtype: torch.dtype) -> list[tuple]:
+def prompts(family: str, num_hosts: int, method: str) -> list[tuple]:
     """(tokens of a text, its first query token, anchor length), for contexts of several lengths modulo 2H.
 
     Every remainder for one text and one video family on up to four hosts: what is left over when a context is cut
-    is a matter of integers, in which families do not differ, nor precisions. Otherwise two that are H apart: with
-    one of them, blocks before the last differ in length.
+    is a matter of integers, in which families do not differ. Otherwise two that are H apart: with one of them,
+    blocks before the last differ in length.
     """
-    every = family in EXAMPLES and dtype == torch.float32 and num_hosts <= 4
+    every = family in EXAMPLES and num_hosts <= 4
     extras = range(2 * num_hosts) if every else (0, num_hosts)
     if family in TEXT_FAMILIES:
         return [(TEXT_CONTEXT + 12 + extra, TEXT_CONTEXT + extra, None) for extra in extras]
@@ -50,7 +51,7 @@ def prompts(family: str, num_hosts: int, method: str, dtype: torch.dtype) -> lis
 def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype, method: str) -> list[tuple]:
     """Logits and, on host 0, the gathered KV, of every prompt."""
     model, results = build(family, dtype), []
-    for num_tokens, query_start, anchor_len in prompts(family, hosts.size, method, dtype):
+    for num_tokens, query_start, anchor_len in prompts(family, hosts.size, method):
         config = PrefillConfig(method=method, passing_len=UNCOMPRESSED, anchor_len=anchor_len, on_single_host=True)
         inputs = as_inputs(family, batch_of(family, num_tokens), query_start, hosts, dtype)
         state = prefill(model, inputs, hosts=hosts, config=config)
@@ -61,20 +62,39 @@ def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype, method: 
     return results
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.each_choice
-def test_uncompressed_equals_hugging_face_fp32(on_hosts, family, num_hosts):
-    """Invariant 1: passing_len >= longest block gives full attention, for every H and remainder."""
-    check_against_hugging_face(on_hosts, family, num_hosts, "apbv")
+EXACT = [("apbv", family, (2, 3)[row % 2]) for row, family in enumerate(ALL_FAMILIES)]
+EXACT += [("apbv", EXAMPLES[0], 1), ("apbv", EXAMPLES[1], 4), ("apbv", EXAMPLES[1], 8)]
+EXACT += [("zigzag_ring", EXAMPLES[0], n) for n in (1, 3)] + [("zigzag_ring", EXAMPLES[1], n) for n in (2, 4, 8)]
+EXACT += [("ulysses", EXAMPLES[0], n) for n in (2, 4)] + [("ulysses", EXAMPLES[1], n) for n in (1, 3, 8)]
 
 
-@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.pairwise
-def test_exact_methods_equal_hugging_face_fp32(on_hosts, family, num_hosts, method):
-    check_against_hugging_face(on_hosts, family, num_hosts, method)
+@pytest.mark.parametrize(("method", "family", "num_hosts"), EXACT)
+def test_what_is_exact_equals_hugging_face(on_hosts, family, num_hosts, method):
+    """With APB-V where passing_len >= longest block, for every H and remainder."""
+    first, *others = on_hosts(num_hosts, uncompressed_job, family, torch.float32, method)
+    asked = prompts(family, num_hosts, method)
+    for place, ((num_tokens, *_), (logits, kv)) in enumerate(zip(asked, first, strict=True)):
+        expected, cache = hugging_face_on(family, torch.float32, num_tokens)
+        assert relative_error(logits, expected) < 1e-4
+        for (keys, values), layer in zip(kv, cache.layers, strict=True):
+            assert keys.shape == layer.keys.shape
+            assert relative_error(keys, layer.keys) < 1e-4
+            assert relative_error(values, layer.values) < 1e-4
+        for results in others:
+            # Computed by every host, amid rows of which others have another number.
+            assert relative_error(results[place][0], logits) < 1e-4 and results[place][1] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "family"), [("apbv", "qwen3_vl"), ("zigzag_ring", "llama"), ("ulysses", "internvl")]
+)
+def test_bf16_is_as_good_as_hugging_faces(pool, family, method):
+    """The distance to fp32 is at most 2.5 times Hugging Face's own, plus one bf16 rounding step."""
+    results = pool.run(3, uncompressed_job, family, torch.bfloat16, method)[0]
+    for (num_tokens, *_), (logits, _) in zip(prompts(family, 3, method), results, strict=True):
+        exact, _ = hugging_face_on(family, torch.float32, num_tokens)
+        theirs, _ = hugging_face_on(family, torch.bfloat16, num_tokens)
+        assert relative_error(logits, exact) < 2.5 * relative_error(theirs, exact) + 2**-8
 
 
 def uneven_heads_job(hosts: HostGroup, models: list):
@@ -107,46 +127,6 @@ def test_a_video_may_be_a_single_frame(pool, family):
             assert relative_error(logits, expected) < 1e-4
 
 
-def check_against_hugging_face(on_hosts, family, num_hosts, method):
-    first, *others = on_hosts(num_hosts, uncompressed_job, family, torch.float32, method)
-    asked = prompts(family, num_hosts, method, torch.float32)
-    for place, ((num_tokens, *_), (logits, kv)) in enumerate(zip(asked, first, strict=True)):
-        expected, cache = hugging_face_on(family, torch.float32, num_tokens)
-        assert relative_error(logits, expected) < 1e-4
-        for (keys, values), layer in zip(kv, cache.layers, strict=True):
-            assert keys.shape == layer.keys.shape
-            assert relative_error(keys, layer.keys) < 1e-4
-            assert relative_error(values, layer.values) < 1e-4
-        for results in others:
-            # Computed by every host, amid rows of which others have another number.
-            assert relative_error(results[place][0], logits) < 1e-4 and results[place][1] is None
-
-
-@pytest.mark.parametrize("num_hosts", [1, 3, 8])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.each_choice
-def test_uncompressed_is_as_good_as_hugging_face_bf16(on_hosts, family, num_hosts):
-    """In bf16 the distance to fp32 is at most 2.5 times Hugging Face's own, plus one bf16 rounding step."""
-    check_bf16(on_hosts, family, num_hosts, "apbv")
-
-
-@pytest.mark.parametrize("method", ["zigzag_ring", "ulysses"])
-@pytest.mark.parametrize("num_hosts", [2, 3])
-@pytest.mark.parametrize("family", EXAMPLES)
-def test_exact_methods_are_as_good_as_hugging_face_bf16(on_hosts, family, num_hosts, method):
-    check_bf16(on_hosts, family, num_hosts, method)
-
-
-def check_bf16(on_hosts, family, num_hosts, method):
-    asked = prompts(family, num_hosts, method, torch.bfloat16)
-    results = on_hosts(num_hosts, uncompressed_job, family, torch.bfloat16, method)[0]
-    for (num_tokens, *_), (logits, _) in zip(asked, results, strict=True):
-        exact, _ = hugging_face_on(family, torch.float32, num_tokens)
-        theirs, _ = hugging_face_on(family, torch.bfloat16, num_tokens)
-        allowed = 2.5 * relative_error(theirs, exact) + 2**-8
-        assert relative_error(logits, exact) < allowed
-
-
 # ---- any passing length: equal to the dense definition ----
 
 VARIANTS = {
@@ -165,13 +145,6 @@ VARIANTS = {
     "APB": {"method": "apb"},
     "Star Attention": {"method": "star"},
 }
-# Choosing other keys within a block is the same work however many hosts there are.
-ON_TWO_AND_THREE = {"anchor 30", "passing 5", "softmax", "dot", "received"}
-CASES = [
-    (variant, num_hosts)
-    for variant in VARIANTS
-    for num_hosts in ((2, 3) if variant in ON_TWO_AND_THREE else (1, 2, 3, 4, 8))
-]
 
 
 def compressed_job(hosts: HostGroup, family: str, batch: dict, query_start, settings: dict):
@@ -183,23 +156,23 @@ def compressed_job(hosts: HostGroup, family: str, batch: dict, query_start, sett
     return state.logits, kv, state.layout
 
 
+# Choosing other keys within a block is the same work however many hosts there are.
+CASES = [(variant, 2 + row % 2) for row, variant in enumerate(VARIANTS)]
+CASES += [("default", 1), ("default", 4), ("default", 8), ("separate query", 4), ("no zigzag", 3)]
+CASES += [("APB", 3), ("Star Attention", 4), ("Star Attention", 1)]
+
+
 @pytest.mark.parametrize(("variant", "num_hosts"), CASES)
-@pytest.mark.each_choice
 def test_compressed_equals_dense_oracle(on_hosts, variant, num_hosts):
-    """Invariant 2, on a text model in fp64 (where no rounding can change a selection)."""
+    """On a text model in fp64, where no rounding can change a selection."""
     settings = {"passing_len": 3, "anchor_len": 11, **VARIANTS[variant]}
     for length in (131, 132 + num_hosts):
         check_against_oracle(on_hosts, num_hosts, "qwen2", text_batch(length), length - 10, settings)
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-@pytest.mark.each_choice
+@each_choice(num_hosts=[2, 3], family=[family for family in ALL_FAMILIES if family != "qwen2"])
 def test_compressed_equals_dense_oracle_in_every_family(on_hosts, family, num_hosts):
-    if family in TEXT_FAMILIES:
-        batch, query_start = text_batch(140), 128
-    else:
-        batch, query_start = video_batch(family), None
+    batch, query_start = (text_batch(140), 128) if family in TEXT_FAMILIES else (video_batch(family), None)
     settings = {"passing_len": 4, "anchor_len": 21}
     check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settings)
 
@@ -239,8 +212,9 @@ def traffic_job(hosts: HostGroup, settings: dict):
     return prefilled, state.timer.comm_bytes - prefilled, state.layout, inputs.context_start
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3, 8])
-@pytest.mark.parametrize("settings", [{"passing_len": 5}, {"passing_len": 0}, {"passing_len": 5, "zigzag": False}])
+@each_choice(
+    num_hosts=[2, 3, 8], settings=[{"passing_len": 5}, {"passing_len": 0}, {"passing_len": 5, "zigzag": False}]
+)
 def test_comm_bytes_are_what_the_layout_predicts(on_hosts, num_hosts, settings):
     layers, kv_heads, heads, dim, width, itemsize = 3, 2, 4, 16, 64, 2
     for host, (prefilled, gathered, layout, first_row) in enumerate(on_hosts(num_hosts, traffic_job, settings)):
@@ -275,10 +249,10 @@ def merging_job(hosts: HostGroup, dtype: torch.dtype, num_queries: int):
     assert hosts.bytes_received - before == (hosts.size - 1) * num_queries * 3 * (16 * dtype.itemsize + 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_queries", [0, 1, 7])
-def test_partial_results_travel_in_one_message(pool, dtype, num_queries):
-    pool.run(3, merging_job, dtype, num_queries)
+def test_partial_results_travel_in_one_message(pool):
+    for dtype in (torch.bfloat16, torch.float32):
+        for num_queries in (0, 1, 7):
+            pool.run(3, merging_job, dtype, num_queries)
 
 
 # ---- manners ----
@@ -291,14 +265,9 @@ def manners_job(hosts: HostGroup):
     return before, model.config._attn_implementation, state.method, state.layout.is_split
 
 
-def test_one_host_runs_full_unless_asked_otherwise(pool):
-    assert pool.run(1, manners_job)[0][2:] == ("full", False)
-    assert pool.run(2, manners_job)[0][2:] == ("apbv", True)
-
-
-def test_the_model_is_left_as_it_was(pool):
-    for before, after, *_ in pool.run(2, manners_job):
-        assert before == after == "sdpa"
+def test_one_host_runs_full_and_the_model_is_left_as_it_was(pool):
+    assert pool.run(1, manners_job) == [("sdpa", "sdpa", "full", False)]
+    assert pool.run(2, manners_job) == [("sdpa", "sdpa", "apbv", True)] * 2
 
 
 def test_the_model_is_left_as_it_was_after_an_error():

@@ -15,6 +15,7 @@ from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 
 from live_tensors import LiveTensors
 from oracle import DenseOracle, as_double, oracle_of, run_oracle
+from pairs import each_choice
 from prompts import as_inputs, build, hugging_face, relative_error, reset_rope, text_batch, video_batch
 from sparse_oracle import chosen_pairs
 
@@ -65,31 +66,32 @@ def pairs_of(kept: torch.Tensor, sparse: SparseConfig, tokens: int) -> torch.Ten
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [1, 64, 201])
-def test_the_chosen_blocks_are_those_of_the_papers(sparse, tokens):
+def test_the_chosen_blocks_are_those_of_the_papers(sparse):
     computed = 0.0
-    for seed in range(2):
+    for tokens, seed in ((1, 0), (64, 0), (201, 0), (201, 1)):
         q, k = drifting_states(tokens, seed)
-        kept = BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch")
-        pairs = pairs_of(kept, sparse, tokens)
+        pairs = pairs_of(BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, "torch"), sparse, tokens)
         assert torch.equal(pairs, chosen_pairs(q[0], k[0], 0.25, sparse))
-        computed += float(pairs.sum()) / (2 * 4 * tokens * (tokens + 1) / 2)
+        computed += float(pairs.sum()) / (2 * 4 * tokens * (tokens + 1) / 2) * (tokens == 201)
     # What is chosen is neither everything nor only what is chosen always.
-    if tokens > 200:
-        assert (computed == 1) == (sparse.similarity == 1)
-        assert computed > 0.25
+    assert (computed == 1) == (sparse.similarity == 1) and computed > 0.25
 
 
 def test_of_equal_scores_the_earlier_block_is_taken():
     q, k = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
     kept = BLOCK_SELECTION["xattention"](q, k, 1.0, SparseConfig(block_size=32, threshold=0.5), "torch")
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9]
+    sparse = SparseConfig(
+        block_size=32, stride=32, threshold=0.75
+    )  # which three of four equal blocks hold exactly
+    assert BLOCK_SELECTION["xattention"](q, k, 1.0, sparse, "torch")[0, 0, 3].tolist() == [1, 1, 0, 1] + [0] * 6
     q[..., 0], k[..., 0] = 1, 1
     k[:, :, 160:, 1] = 1e-3  # the mean key is subtracted first: what is left is alike within blocks
     k[:, :, :160, 1] = -1e-3
-    sparse = SparseConfig(method="spargeattn", block_size=32, threshold=0.52)
-    kept = BLOCK_SELECTION["spargeattn"](q, k, 1.0, sparse, "torch")
-    assert kept[0, 0, 9].nonzero().flatten().tolist() == list(range(10))
+    for threshold, row, count in ((0.52, 9, 10), (0.5, 7, 8)):  # of 20, and of 16: exactly the threshold
+        sparse = SparseConfig(method="spargeattn", block_size=32, threshold=threshold)
+        kept = BLOCK_SELECTION["spargeattn"](q, k, 1.0, sparse, "torch")
+        assert kept[0, 0, row].nonzero().flatten().tolist() == list(range(count))
 
 
 def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
@@ -139,8 +141,7 @@ def test_flexprefill_scores_its_last_queries_a_few_keys_at_a_time(monkeypatch):
 # ---- some heads at a time ----
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 6, 9])
-@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
+@each_choice(heads_at_once=[1, 2, 3, 6, 9], method=SPARSE_NAMES)
 def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads_at_once):
     """Of nine heads in three groups: one or two of a group, a group, two of the three, all."""
     sparse = SparseConfig(method=method, block_size=32, threshold=0.5, divergence=0.5, min_blocks=1)
@@ -179,7 +180,7 @@ def test_choosing_blocks_of_a_long_prompt_takes_little_beside_the_lists(monkeypa
 @pytest.mark.parametrize("method", SPARSE_NAMES)
 def test_choosing_blocks_widens_a_part_of_the_prompt_at_a_time(method):
     with FakeTensorMode():
-        q, k = (torch.empty(1, heads, 40_000, 128, dtype=torch.bfloat16) for heads in (28, 4))
+        q, k = (torch.empty(1, heads, 12_000, 128, dtype=torch.bfloat16) for heads in (28, 4))
         with LiveTensors() as live:
             BlockAttention(SparseConfig(method=method), "torch").list_blocks(q, k, 0.1)
     assert live.peak < q.nbytes
@@ -214,11 +215,12 @@ def check(results, model, batch, oracle, exact):
     assert not any(is_exact for *_, is_exact, _ in results)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
+@pytest.mark.parametrize(
+    ("sparse", "num_hosts", "family"),
+    [(XATTENTION, 1, "qwen2"), (SPARGE, 2, "qwen2"), (FLEX, 1, "qwen2_5_vl"), (FLEX, 2, "qwen2")],
+)
 def test_methods_of_one_host_equal_the_dense_definition(pool, sparse, num_hosts, family):
-    batch, start = (text_batch(301), 290) if family == "qwen2" else (video_batch(family, 200), None)
+    batch, start = (text_batch(201), 190) if family == "qwen2" else (video_batch(family, 120), None)
     # Full attention with sparse blocks is the method of their name.
     method = {1: sparse.method, 2: "full"}[num_hosts]
     results = pool.run(num_hosts, prefill_job, family, batch, start, {"method": method, "sparse": sparse})
@@ -232,10 +234,10 @@ def test_methods_of_one_host_equal_the_dense_definition(pool, sparse, num_hosts,
     assert 0.2 < density < 0.9
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
-@pytest.mark.parametrize("threshold", [0.8, 1])
-@pytest.mark.parametrize("method", ["spargeattn", "apbv"])
-@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    ("method", "threshold", "num_hosts"),
+    [("spargeattn", 0.8, 1), ("spargeattn", 1, 2), ("apbv", 1, 1), ("apbv", 0.8, 2)],
+)
 def test_values_behind_negligible_weights_are_skipped(pool, method, threshold, num_hosts):
     sparse = SparseConfig(
         method="spargeattn", block_size=32, threshold=threshold, similarity=-1, skip_margin=SKIP_MARGIN
@@ -264,12 +266,21 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
-@pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
-@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    ("case", "num_hosts", "sparse"),
+    [
+        ("apbv", 2, XATTENTION),
+        ("apbv", 3, SPARGE),
+        ("apbv without overlap", 2, FLEX),
+        ("no anchor", 1, FLEX),
+        ("no anchor", 2, SPARGE),
+        ("apb", 3, XATTENTION),
+        ("star", 2, SPARGE),
+        ("star", 1, FLEX),
+    ],
+)
 def test_blocks_attend_sparsely_to_themselves(pool, sparse, num_hosts, case):
-    length = 130 * num_hosts * (1 if case in ("apb", "star") else 2) + 37
+    length = 100 * num_hosts * (1 if case in ("apb", "star") else 2) + 37
     batch, query_start = text_batch(length), length - 10
     settings = {"anchor_len": 21, "passing_len": 5, **CASES[case]}
     results = pool.run(
@@ -283,27 +294,10 @@ def test_blocks_attend_sparsely_to_themselves(pool, sparse, num_hosts, case):
         return
     check(results, build("qwen2", torch.float64), batch, oracle, dense)
     (density,) = {result[4] for result in results}
-    assert 0.2 < density < 0.95
+    assert 0.2 < density < 0.98
 
 
-def test_a_video_with_apbv(pool):
-    family, settings = "qwen2_5_vl", {"anchor_len": 16, "passing_len": 4, "sparse": XATTENTION}
-    batch = video_batch(family, 240)
-    inputs = as_inputs(family, batch, None, ALONE, torch.float64)
-    results = pool.run(2, prefill_job, family, batch, None, settings)
-    model = build(family, torch.float64)
-    oracles = [
-        oracle_of({**settings, "sparse": sparse}, 2, inputs.query_start, inputs.context_start)
-        for sparse in (None, XATTENTION)
-    ]
-    reset_rope(model)
-    dense = run_oracle(model, as_double(batch), oracles[0])
-    reset_rope(model)
-    check(results, model, batch, oracles[1], dense)
-
-
-@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill", "apbv"])
-@pytest.mark.parametrize("num_hosts", [1, 3])
+@each_choice(method=[*SPARSE_NAMES, "apbv"], num_hosts=[1, 3])
 def test_threshold_1_is_dense(pool, method, num_hosts):
     sparse = SparseConfig(method="xattention" if method == "apbv" else method, threshold=1, block_size=32)
     batch = text_batch(230)
@@ -318,17 +312,17 @@ def test_threshold_1_is_dense(pool, method, num_hosts):
 
 @pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
 def test_triton_chooses_and_computes_the_same(sparse):
-    batch, config = text_batch(100), PrefillConfig(method=sparse.method, sparse=sparse, backend="triton")
+    batch, config = text_batch(70), PrefillConfig(method=sparse.method, sparse=sparse, backend="triton")
     model = build("qwen2", torch.float32)
-    logits = prefill(model, as_inputs("qwen2", batch, 90, ALONE), hosts=ALONE, config=config).logits
-    oracle = DenseOracle(0, 100, 1, 0, "received", sparse=sparse)
+    logits = prefill(model, as_inputs("qwen2", batch, 60, ALONE), hosts=ALONE, config=config).logits
+    oracle = DenseOracle(0, 70, 1, 0, "received", sparse=sparse)
     expected = run_oracle(build("qwen2", torch.float64), batch, oracle)
     assert relative_error(expected, hugging_face("qwen2", torch.float64, batch)[0]) > 1e-3
     assert relative_error(logits, expected) < 1e-4
 
 
-@pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
-def test_the_demo_answers_with_less_attention(method):
+def test_the_demo_answers_with_less_attention():
+    method = "spargeattn"
     config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32, min_blocks=1))
     engine = Engine.from_pretrained("demo", prefill=config, hosts=ALONE)
     answer = engine.generate(demo.DEMO_QUESTION, video=demo.video_path())

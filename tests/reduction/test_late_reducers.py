@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from late_oracle import run_reduced
+from late_oracle import full_attention, run_reduced
 
 from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
 from apbv.config import ReduceConfig
@@ -13,6 +13,7 @@ from apbv.prefilling.reduction import question_attention, sparsevlm
 from answers import plain_tokens
 from families import VIDEO_FAMILIES, build_processor, synthetic_video
 from oracle import oracle_of
+from pairs import each_choice
 from prompts import UNCOMPRESSED, as_inputs, build, relative_error, video_batch
 
 NUM_NEW = 6
@@ -70,11 +71,21 @@ def check(results, logits, states, tokens=None):
             assert relative_error(keys, their_keys) < 1e-9 and relative_error(values, their_values) < 1e-9
 
 
-@pytest.mark.parametrize("kv", ["gathered", "sharded"])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
-@pytest.mark.parametrize("method", ["full", "zigzag_ring", "ulysses", "apb", "apbv"])
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    ("name", "method", "num_hosts", "kv"),
+    [
+        ("fastv", "zigzag_ring", 2, "gathered"),
+        ("fastv", "apb", 3, "sharded"),
+        ("pdrop", "ulysses", 3, "sharded"),
+        ("pdrop", "apbv", 2, "gathered"),
+        ("sparsevlm", "apbv", 3, "sharded"),
+        ("sparsevlm", "zigzag_ring", 3, "sharded"),
+        ("uv_prune", "full", 2, "gathered"),
+        ("uv_prune", "apbv", 4, "sharded"),
+        ("hippo_attention", "ulysses", 2, "gathered"),
+        ("hippo_attention", "apb", 2, "sharded"),
+    ],
+)
 def test_every_method_equals_the_dense_definition(pool, name, method, num_hosts, kv):
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.4, "layer": layer}
@@ -103,10 +114,7 @@ def test_hosts_that_all_encode_every_frame_choose_as_one(pool):
     )
 
 
-@pytest.mark.parametrize("num_hosts", [1, 3])
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
-@pytest.mark.each_choice
+@each_choice(family=VIDEO_FAMILIES, name=STEPS, num_hosts=[3, 2])
 def test_every_family_equals_the_dense_definition(pool, family, name, num_hosts):
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.3, "layer": layer}
@@ -114,9 +122,7 @@ def test_every_family_equals_the_dense_definition(pool, family, name, num_hosts)
     check(results, *expected(family, name, 0.3, tuple(drops)))
 
 
-@pytest.mark.parametrize("num_hosts", [1, 3])
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.each_choice
+@each_choice(name=STEPS, num_hosts=[1, 3])
 def test_text_between_videos_and_images_stays(pool, name, num_hosts):
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.4, "layer": layer}
@@ -131,15 +137,22 @@ COMPRESSED = {
     "separate query": {"passing_len": 4, "anchor_len": 21, "fused_query": False},
     "apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "star": {"method": "star"},
+    "too little to split": {"passing_len": 4, "anchor_len": 21},
+    "too little to split, separate query": {"passing_len": 4, "anchor_len": 21, "fused_query": False},
+    "too little to split, apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
+    "too little to split, star": {"method": "star"},
 }
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3])
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("variant", COMPRESSED)
-@pytest.mark.each_choice
+@each_choice(
+    variant=COMPRESSED, name=["sparsevlm", "fastv", "uv_prune", "hippo_attention", "pdrop"], num_hosts=[2, 3]
+)
 def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, num_hosts):
+    """Once there are too few tokens to split, host 0 goes on alone, with the question's own hidden states."""
     family, settings = "qwen2_5_vl", COMPRESSED[variant]
+    ratio = 0.02 if "too little" in variant else 0.4
+    if "too little" in variant:
+        name = {"sparsevlm": "fastv", "uv_prune": "fastv"}.get(name, name)
     inputs = as_inputs(family, video_batch(family), None, HostGroup.single("cpu"), torch.float64)
 
     def attend_before(query_start):
@@ -147,35 +160,32 @@ def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, n
         if lengths.get("anchor_len", 0) >= query_start:  # the default
             lengths["anchor_len"] = (query_start + inputs.num_tokens - inputs.query_start) // 4
         oracle = oracle_of(lengths, num_hosts, query_start, inputs.context_start)
+        if query_start - oracle.anchor_len < oracle.num_blocks:
+            return full_attention
         return lambda q, k, v, scale: oracle.attend(None, q, k, v, None, scaling=scale)[0]
 
     layer, drops = STEPS[name]
     two_passes = settings.get("method") in ("apb", "star") or not settings.get("fused_query", True)
-    reduced = run_reduced(family, video_batch(family), name, 0.4, drops, attend_before, two_passes)
-    exact = expected(family, name, 0.4, tuple(drops))[0]
+    reduced = run_reduced(family, video_batch(family), name, ratio, drops, attend_before, two_passes)
+    exact = expected(family, name, ratio, tuple(drops))[0]
     # Star Attention's only block but the anchor sees all before it on two hosts.
-    assert (relative_error(reduced.logits, exact) > 1e-4) == (variant != "star" or num_hosts > 2)
-    results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": 0.4, "layer": layer}, settings)
+    assert (relative_error(reduced.logits, exact) > 1e-4) == (settings.get("method") != "star" or num_hosts > 2)
+    results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": ratio, "layer": layer}, settings)
     check(results, reduced.logits, [(layer.keys, layer.values) for layer in reduced.cache.layers])
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.each_choice
-def test_a_ratio_of_one_leaves_everything(pool, name, num_hosts):
-    settings = {"passing_len": 4, "anchor_len": 21}
-    whole = pool.run(num_hosts, whole_job, settings, None)
-    reduced = pool.run(num_hosts, whole_job, settings, {"method": name, "ratio": 1.0})
-    for (logits, kv, exact), (their_logits, their_kv, their_exact) in zip(reduced, whole, strict=True):
-        assert torch.equal(logits, their_logits) and exact == their_exact
-        for layer, theirs in zip(kv or (), their_kv or (), strict=True):
-            assert torch.equal(layer, theirs)
-
-
-def whole_job(hosts: HostGroup, settings: dict, reduce: dict | None):
-    family = "qwen2_5_vl"
+def whole_job(hosts: HostGroup):
+    family, found = "qwen2_5_vl", []
     inputs = as_inputs(family, video_batch(family), None, hosts, torch.float64)
-    config = PrefillConfig(reduce=reduce and ReduceConfig(**reduce), **settings)
-    state = prefill(build(family, torch.float64), inputs, hosts=hosts, config=config)
-    gathered = state.to_dynamic_cache()
-    return state.logits, gathered and [layer.keys for layer in gathered.layers], state.exact
+    for reduce in (None, *(ReduceConfig(method=name, ratio=1.0) for name in STEPS)):
+        config = PrefillConfig(reduce=reduce, passing_len=4, anchor_len=21)
+        state = prefill(build(family, torch.float64), inputs, hosts=hosts, config=config)
+        layers = [] if state.to_dynamic_cache() is None else state.to_dynamic_cache().layers
+        found.append((state.exact, state.logits, *(layer.keys for layer in layers)))
+    return found
+
+
+def test_a_ratio_of_one_leaves_everything(pool):
+    for (exact, *plain), *reduced in pool.run(2, whole_job):
+        for is_exact, *tensors in reduced:
+            assert is_exact == exact and all(map(torch.equal, tensors, plain)) and len(tensors) == len(plain)

@@ -21,6 +21,7 @@ from apbv.prefilling.reduction.shape import PromptShape
 
 import families
 from live_tensors import LiveTensors
+from pairs import each_choice, pairwise
 from prompts import video_batch
 
 LAYERS, FRAMES, SIZE = 6, 44, (56, 70)
@@ -67,13 +68,14 @@ def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
     return batch_of(family)["input_ids"].shape[1], state.num_tokens, state.reduction, held, gathered
 
 
-@pytest.mark.parametrize("kv", ["sharded", "gathered"])
-@pytest.mark.parametrize("num_hosts", [1, 2, 3])
-@pytest.mark.parametrize("ratio", [0.6, 0.3, 0.01])
-@pytest.mark.parametrize("method", ["apbv", "star", "zigzag_ring", "full"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_onevision"])
-@pytest.mark.parametrize("name", REDUCER_NAMES)
-@pytest.mark.each_choice
+@each_choice(
+    name=REDUCER_NAMES,
+    family=["qwen2_5_vl", "llava_onevision"],
+    method=["apbv", "star", "zigzag_ring", "full"],
+    ratio=[0.6, 0.3, 0.01],
+    num_hosts=[1, 2, 3] * 3,
+    kv=["sharded", "gathered"] * 4,
+)
 def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, method, ratio, num_hosts, kv):
     """One family has positions in space, the other a row that ends the video."""
     reduce = ReduceConfig(method=name, ratio=ratio)
@@ -98,8 +100,7 @@ def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, meth
     assert left.num_tokens - left.num_visual_tokens == planned.num_tokens - planned.num_visual_tokens
 
 
-@pytest.mark.parametrize("ratio", [0.9, 0.5, 0.1])
-@pytest.mark.parametrize("num_visual", [1, 2, 9, 37])
+@pairwise(ratio=[0.9, 0.5, 0.1], num_visual=[1, 2, 37])
 def test_sparsevlm_leaves_as_many_as_are_foretold_whatever_the_ranks(num_visual, ratio):
     """Of V tokens a step drops λ (V − rank), of which three tenths and one more become one for every ten."""
     num_question, settings = 3, ReduceConfig(method="sparsevlm", ratio=ratio)
@@ -122,7 +123,7 @@ def test_sparsevlm_leaves_as_many_as_are_foretold_whatever_the_ranks(num_visual,
 
 def measured(monkeypatch, family: str, dtype: torch.dtype, num_hosts: int, reduce: ReduceConfig) -> list:
     """Of every host the peak of its layers, and of what chooses before them, with what is foretold of both."""
-    counted, batch = threading.local(), video_batch(family, frames=400)
+    counted, batch = threading.local(), video_batch(family, frames=200)
     config = PrefillConfig(reduce=reduce, kv="sharded")
 
     def counting(module, name: str) -> None:
@@ -157,8 +158,7 @@ def measured(monkeypatch, family: str, dtype: torch.dtype, num_hosts: int, reduc
     return simulate(num_hosts, job)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("name", LATE_REDUCER_NAMES)
+@each_choice(name=LATE_REDUCER_NAMES, num_hosts=[1, 2])
 def test_the_peak_of_layers_is_that_of_those_with_most_tokens(monkeypatch, name, num_hosts):
     reduce = ReduceConfig(method=name, ratio=0.3, layer=2)
     for peaks, memory in measured(monkeypatch, "qwen2_5_vl", torch.float32, num_hosts, reduce):
@@ -167,12 +167,12 @@ def test_the_peak_of_layers_is_that_of_those_with_most_tokens(monkeypatch, name,
         assert memory.kv_by_then < memory.kv
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen2_5_vl", torch.float32), ("qwen3_vl", torch.bfloat16)])
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("name", EARLY_REDUCER_NAMES)
-@pytest.mark.pairwise
-def test_choosing_takes_no_more_than_is_foretold(monkeypatch, name, num_hosts, family, dtype):
+@each_choice(
+    name=EARLY_REDUCER_NAMES, num_hosts=[1, 2], model=[("qwen2_5_vl", torch.float32), ("qwen3_vl", torch.bfloat16)]
+)
+def test_choosing_takes_no_more_than_is_foretold(monkeypatch, name, num_hosts, model):
     """It is a bound, as frames may come to lie on one host, or a segment may be the whole video."""
+    family, dtype = model
     reduce = ReduceConfig(method=name, ratio=0.4)
     for peaks, memory in measured(monkeypatch, family, dtype, num_hosts, reduce):
         assert memory.reduction.encoded == peaks["encoded"]
@@ -203,13 +203,10 @@ def test_the_command_plans_reductions_and_sparse_attention(capsys):
     assert capsys.readouterr().err.startswith("error: --reduce-ratio needs --reduce")
 
 
-@pytest.mark.parametrize(
-    ("settings", "reduce", "message"),
-    [
+def test_what_cannot_be_reduced_is_not_planned():
+    for settings, reduce, message in (
         ({"frames": 64}, {"method": "fastv", "layer": 99}, "the model has 4, and at least one must follow"),
         ({"tokens": 500}, {"method": "hippo"}, "it needs the frames of a video"),
-    ],
-)
-def test_what_cannot_be_reduced_is_not_planned(settings, reduce, message):
-    with pytest.raises(ValueError, match=message):
-        plan("demo", prefill=PrefillConfig(reduce=ReduceConfig(**reduce)), **settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan("demo", prefill=PrefillConfig(reduce=ReduceConfig(**reduce)), **settings)

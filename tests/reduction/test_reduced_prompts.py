@@ -15,7 +15,7 @@ from apbv.prefilling.encode import TowerRows
 from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
-from families import VIDEO_FAMILIES
+from pairs import each_choice
 from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
 
 DOUBLE = torch.float64
@@ -38,71 +38,69 @@ def prefill_job(hosts: HostGroup, family: str, batch: dict, config: PrefillConfi
     return state.logits, state.num_tokens, figures, state.exact, state.inputs.position_ids
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4])
-@pytest.mark.parametrize("ratio", [0.5, 0.2, 0.001])
-@pytest.mark.parametrize("method", EARLY_REDUCERS)
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
-@pytest.mark.pairwise
-def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, family, method, ratio, num_hosts, way):
-    """With deepstack, a row behind the video, and frames that hosts have to exchange."""
-    batch, model = video_batch(family), build(family, DOUBLE)
-    reset_rope(model)
-    videos = whole_videos(family, batch)
-    expected, length = reduced_logits(model, batch, videos, method, ratio)
-    reset_rope(model)
-    for logits, num_tokens, figures, exact, _ in pool.run(
-        num_hosts, prefill_job, family, batch, reduced(method, ratio, way)
-    ):
-        assert num_tokens == length < batch["input_ids"].shape[1] and not exact
-        assert figures["num_video_tokens_before"] - figures["num_video_tokens_after"] == (
-            batch["input_ids"].shape[1] - length
-        )
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def mixed_batch(family: str) -> dict:
-    """What the processor makes of two videos of different sizes with an image between them."""
+def processed(family: str, *shown, text: str = "Which?") -> dict:
+    """What the processor makes of videos ``[T, 3, h, w]`` and images, in this order, and a question."""
     from transformers.video_utils import VideoMetadata
 
-    processor = families.build_processor(family)
-    content = [{"type": kind} for kind in ("video", "image", "video")] + [{"type": "text", "text": "Which?"}]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-    )
-    shapes = [(14, 56, 84), (20, 84, 56)]
-    given = [
-        VideoMetadata(total_num_frames=frames, fps=8.0, frames_indices=list(range(frames)))
-        for frames, *_ in shapes
-    ]
+    processor, videos = families.build_processor(family), [each for each in shown if torch.is_tensor(each)]
+    kinds = ["video" if torch.is_tensor(each) else "image" for each in shown]
+    content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]
+    asked = [{"role": "user", "content": content}]
+    times = [VideoMetadata(len(video), fps=8.0, frames_indices=list(range(len(video)))) for video in videos]
     return dict(
         processor(
-            text=[text],
-            videos=[families.synthetic_video(*shape, seed=number) for number, shape in enumerate(shapes)],
-            images=[families.synthetic_image(84, 56)],
-            video_metadata=given,
+            text=[processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)],
+            videos=videos or None,
+            images=[each for each in shown if not torch.is_tensor(each)] or None,
             do_sample_frames=False,
             return_tensors="pt",
+            **({"video_metadata": times} if videos else {}),
         )
     )
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-@pytest.mark.parametrize("ratio", [0.4, 0.1])
-@pytest.mark.parametrize("method", EARLY_REDUCERS)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.pairwise
-def test_every_video_of_a_prompt_is_reduced_and_no_image(pool, family, method, ratio, num_hosts):
-    batch, model = mixed_batch(family), build(family, DOUBLE)
+def check(pool, num_hosts: int, family: str, batch: dict, config: PrefillConfig) -> None:
+    model, reduce = build(family, DOUBLE), config.reduce
     reset_rope(model)
-    expected, length = reduced_logits(model, batch, whole_videos(family, batch), method, ratio)
+    expected, length = reduced_logits(model, batch, whole_videos(family, batch), reduce.method, reduce.ratio)
     reset_rope(model)
-    for logits, num_tokens, *_ in pool.run(num_hosts, prefill_job, family, batch, reduced(method, ratio, "ring")):
-        assert num_tokens == length
+    num_tokens = batch["input_ids"].shape[1]
+    for logits, num_left, figures, exact, _ in pool.run(num_hosts, prefill_job, family, batch, config):
+        assert num_left == length < num_tokens and not exact
+        assert figures["num_video_tokens_before"] - figures["num_video_tokens_after"] == num_tokens - length
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+# With deepstack, a row behind the video, and frames that hosts have to exchange.
+CASES = [(family, "fastvid", 3) for family in ("qwen3_vl", "llava_onevision", "internvl")]
+CASES += [("qwen3_vl", "slowfast", 2), ("llava_onevision", "dycoke", 3), ("qwen2_vl", "hippo", 2)]
+CASES += [("qwen2_5_vl", "dycoke", 4), ("qwen2_5_vl", "hippo", 1), (families.OMNI, "slowfast", 3)]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{family}-{method}" for family, method, _ in CASES])
+def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, number):
+    family, method, num_hosts = CASES[number]
+    config = reduced(method, (0.5, 0.2, 0.001)[number % 3], [*WAYS][number % 4])
+    check(pool, num_hosts, family, video_batch(family), config)
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
+@pytest.mark.parametrize("way", ["apbv", "ring"])
+def test_what_hardly_moves_is_reduced_on_the_host_where_it_begins(pool, family, way):
+    """Frames of the last hosts come to the first, and with them the row behind the video."""
+    video = families.synthetic_video(29, 56, 70)
+    video[9:] = video[8] + torch.arange(20).view(-1, 1, 1, 1) // 4
+    check(pool, 3, family, processed(family, video), reduced("fastvid", 0.3, way))
+
+
+@each_choice(family=["qwen2_5_vl", "qwen3_vl"], method=EARLY_REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 4])
+def test_every_video_of_a_prompt_is_reduced_and_no_image(pool, family, method, ratio, num_hosts):
+    videos = [families.synthetic_video(*shape, seed=n) for n, shape in enumerate([(14, 56, 84), (20, 84, 56)])]
+    batch = processed(family, videos[0], families.synthetic_image(84, 56), videos[1])
+    check(pool, num_hosts, family, batch, reduced(method, ratio, "ring"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava_onevision"])
 def test_with_all_tokens_left_it_is_the_whole_prompt(pool, family):
     batch = video_batch(family)
     plain = pool.run(2, prefill_job, family, batch, PrefillConfig(**WAYS["ring"]))
@@ -121,13 +119,12 @@ def test_tokens_that_are_left_stay_at_their_positions(pool):
     assert len(left) < len(whole) and all(position in remaining for position in left), "a subsequence"
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_chunks_of_which_nothing_is_left(pool, num_hosts):
+def test_chunks_of_which_nothing_is_left(pool):
     """Frames are encoded and exchanged one by one, and most of them keep no token."""
     config = reduced("hippo", 0.05, "ring")
     expected = pool.run(1, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), config)[0][0]
     one_by_one = replace(config, video=VideoConfig(chunk_bytes=1))
-    for logits, *_ in pool.run(num_hosts, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), one_by_one):
+    for logits, *_ in pool.run(2, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), one_by_one):
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -142,20 +139,11 @@ def refusal_job(hosts: HostGroup, batch: dict, method: str):
         return str(error)
 
 
-def image_batch() -> dict:
-    processor = families.build_processor("qwen2_5_vl")
-    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return dict(processor(text=[text], images=[families.synthetic_image(84, 112)], return_tensors="pt"))
-
-
-@pytest.mark.parametrize("method", VIDEO_REDUCER_NAMES)
-def test_a_prompt_without_a_video_is_refused_on_every_host(pool, method):
-    for batch, says in (
-        (image_batch(), "the prompt has images only"),
-        (text_batch(30), "the prompt has no video"),
-    ):
-        assert all(error.endswith(says) for error in pool.run(2, refusal_job, batch, method))
+def test_a_prompt_without_a_video_is_refused_on_every_host(pool):
+    pictures = processed("qwen2_5_vl", families.synthetic_image(84, 112))
+    for method in VIDEO_REDUCER_NAMES:
+        for batch, says in ((pictures, "the prompt has images only"), (text_batch(30), "the prompt has no video")):
+            assert all(error.endswith(says) for error in pool.run(2, refusal_job, batch, method))
 
 
 def anchor_job(hosts: HostGroup):

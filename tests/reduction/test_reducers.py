@@ -61,26 +61,19 @@ CASES = [  # frames, height, width, and how many tokens are kept
 ]
 
 
-@pytest.mark.parametrize(("shape", "count"), CASES, ids=str)
 @pytest.mark.parametrize("method", EARLY_REDUCERS)
-def test_a_reducer_keeps_what_its_definition_says(pool, method, shape, count):
-    expected = DEFINITIONS[method](movie(*shape).double(), shape[1], shape[2], count, WIDTH)
-    assert len(expected) == count or (method == "slowfast" and 0 < len(expected) <= count)
-    for num_hosts in (1, 4):
-        found = merged(pool.run(num_hosts, reduce_job, method, shape, count), shape[1] * shape[2])
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key].double(), value, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", EARLY_REDUCERS)
-def test_hosts_that_all_have_the_whole_video_keep_the_same(pool, method):
-    expected = merged(pool.run(1, reduce_job, method, (21, 3, 6), 95), 18)
-    for result in pool.run(2, reduce_job, method, (21, 3, 6), 95, True):
-        found = merged([result], 18)
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            torch.testing.assert_close(found[key], value)
+def test_a_reducer_keeps_what_its_definition_says(pool, method):
+    """Where hosts share the frames, and where all have all of them."""
+    for shape, count in CASES:
+        expected = DEFINITIONS[method](movie(*shape).double(), shape[1], shape[2], count, WIDTH)
+        assert len(expected) == count or (method == "slowfast" and 0 < len(expected) <= count)
+        shared = [pool.run(num_hosts, reduce_job, method, shape, count) for num_hosts in (1, 4)]
+        alone = [[result] for result in pool.run(2, reduce_job, method, shape, count, True)]
+        for results in shared + alone:
+            found = merged(results, shape[1] * shape[2])
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                torch.testing.assert_close(found[key].double(), value, rtol=1e-5, atol=1e-5)
 
 
 def test_of_equal_tokens_the_earlier_is_kept():
@@ -96,10 +89,10 @@ def test_of_equally_dense_tokens_the_earlier_is_the_denser_one():
     assert (density_peaks(pairs) > 0).tolist() == [True, False, True, False]
 
 
-@pytest.mark.parametrize("count", range(4, 21 * 4 + 1))
-def test_windows_share_out_every_token(count):
+def test_windows_share_out_every_token():
     """From one frame's to all, no frame keeps more than it has, and the sum is what was asked for."""
-    whole, compared = plan_windows(21, 4, count)
-    assert len(whole) * 4 + sum(frame.count for frame in compared.values()) == count
-    assert all(0 <= frame.count <= 4 for frame in compared.values())
-    assert all(frame.reference < number for number, frame in compared.items())
+    for count in range(4, 21 * 4 + 1):
+        whole, compared = plan_windows(21, 4, count)
+        assert len(whole) * 4 + sum(frame.count for frame in compared.values()) == count
+        assert all(0 <= frame.count <= 4 for frame in compared.values())
+        assert all(frame.reference < number for number, frame in compared.items())

@@ -1,0 +1,120 @@
+"""Attention of a few new tokens under a mask, and of all or chosen keys, by every back end."""
+
+import math
+
+import pytest
+import torch
+
+from apbv.kernels import reference, verify_attention
+
+from attention_cases import (
+    BACKENDS,
+    BATCH,
+    KV_HEADS,
+    assert_attention,
+    make_inputs,
+    nan_where_unwritten,  # noqa: F401  (a fixture)
+    sliced_rows,
+    transposed,
+)
+from device import DEVICE, TRITON_DTYPES
+from pairs import each_choice, pairwise
+
+pytestmark = pytest.mark.usefixtures("nan_where_unwritten")
+
+
+def random_rows(rows, count, dtype):
+    order = torch.stack(
+        [torch.randperm(rows, generator=torch.Generator().manual_seed(i)) for i in range(KV_HEADS)]
+    )
+    return order[:, :count].expand(BATCH, -1, -1).to(DEVICE, dtype)
+
+
+def given_mask(queries, num_masked):
+    """Whose numbers are side by side along the queries."""
+    generator = torch.Generator().manual_seed(1)
+    return (torch.rand(num_masked, queries, generator=generator) < 0.4).to(DEVICE).mT
+
+
+SHAPES = [(1, 1), (1, 129), (1, 2100), (6, 63), (16, 700), (26, 129), (5, 5)]  # queries, keys
+WAYS = [("torch", torch.float32), ("torch", torch.float64), *(("triton", dtype) for dtype in TRITON_DTYPES)]
+
+
+@pairwise(
+    way=WAYS,
+    shape=SHAPES,
+    mask=["chain", "tree", "none", "some see nothing"],
+    share=[None, 0.5, 0, 1.0],  # of the past that are kept
+)
+def test_new_tokens_see_what_the_mask_and_the_list_let_them(way, shape, mask, share):
+    (backend, dtype), (queries, keys) = way, shape
+    q, [(k, v)] = make_inputs(queries, [keys], dtype=dtype, group=7 if queries < 6 else 4)
+    num_masked = {"chain": queries, "none": 0}.get(mask, min(keys, queries + 3))
+    options = {}
+    if mask != "chain":
+        options["visible"] = given_mask(queries, num_masked)
+        options["visible"][: mask == "some see nothing"] = False
+    if share is not None:
+        past = keys - num_masked
+        options["kept"] = random_rows(past, int(share * past), torch.int32 if queries % 2 else torch.long)
+    exact = reference.verify_attention(q.double(), k.double(), v.double(), 80**-0.5, **options)
+    result = verify_attention(q, sliced_rows(k), transposed(v), 80**-0.5, **options, backend=backend)
+    assert result[0].dtype == dtype
+    assert_attention(result, exact, dtype)
+
+
+def test_the_definition_is_that_of_a_mask():
+    q, [(k, v)] = make_inputs(4, [20], group=1)
+    visible, kept = given_mask(4, 6), random_rows(14, 5, torch.long)
+    out, lse = reference.verify_attention(q, k, v, 0.1, visible=visible, kept=kept)
+    for b in range(BATCH):
+        for head in range(KV_HEADS):
+            for i in range(4):
+                seen = [*kept[b, head].tolist(), *(14 + j for j in range(6) if visible[i, j])]
+                scores = k[b, head, seen] @ q[b, head, i] * 0.1
+                torch.testing.assert_close(out[b, head, i], scores.softmax(0) @ v[b, head, seen])
+                torch.testing.assert_close(lse[b, head, i].double(), scores.logsumexp(0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_that_are_not_kept_are_not_read(backend):
+    q, [(k, v)] = make_inputs(3, [70], dtype=torch.float32, dim=64)
+    kept = torch.arange(0, 60, 2, device=DEVICE).expand(2, 2, -1)
+    exact = reference.verify_attention(q.double(), k.double(), v.double(), 0.1, kept=kept)
+    k[:, :, 1:60:2] = v[:, :, 1:60:2] = math.nan
+    assert_attention(verify_attention(q, k, v, 0.1, kept=kept, backend=backend), exact, torch.float32)
+
+
+@each_choice(
+    mask=["chain", "tree", "none"],
+    backend=BACKENDS,
+    shape=[(1, (1, 2, 129, 1500)), (5, (8, 70, 1499))],
+    is_kept=[False, True],
+)
+def test_a_length_in_memory(mask, backend, shape, is_kept):
+    """One launch serves all lengths of a buffer, behind whose keys there is anything, NaN included."""
+    queries, lengths = shape
+    q, [(k, v)] = make_inputs(queries, [1500], dtype=torch.float32, dim=64)
+    num_masked = {"chain": queries, "none": 0}.get(mask, queries + 3 if queries > 1 else 1)
+    options = {} if mask == "chain" else {"visible": given_mask(queries, num_masked)}
+    if is_kept:
+        shortest = lengths[0] - num_masked
+        options["kept"] = random_rows(shortest, shortest, torch.int32)
+    for length in lengths:
+        mine = (states[:, :, :length] for states in (k, v))
+        exact = reference.verify_attention(*(x.double() for x in (q, *mine)), 0.1, **options)
+        buffers = [states.clone() for states in (k, v)]
+        for buffer in buffers:
+            buffer[:, :, length:] = math.nan
+        num_keys = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        result = verify_attention(q, *buffers, 0.1, num_keys=num_keys, **options, backend=backend)
+        assert_attention(result, exact, torch.float32)
+
+
+def test_what_does_not_fit_is_refused():
+    q, [(k, v)] = make_inputs(4, [3], dtype=torch.float32)
+    with pytest.raises(ValueError, match="last 4 keys, but there are only 3"):
+        verify_attention(q, k, v, 0.1)
+    for wrong in (torch.tensor([3]), torch.tensor(3, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="num_keys must be one int32"):
+            verify_attention(q[:, :, :1], k, v, 0.1, num_keys=wrong)
