@@ -17,7 +17,6 @@ from apbv.speculate import theory
 from apbv.speculate.settings import require_consistent
 
 from scripts import assert_one_line_error
-from support import plots
 from support.decoding import batches
 from support.prefills.presets import PRESETS as PREFILL_PRESETS
 from support.speculation.presets import PRESETS as DRAFT_PRESETS
@@ -189,9 +188,3 @@ def test_clips_are_summed_and_times_are_medians():
     assert (half.kept, half.hosts, half.accuracy) == (0.5, 8, 50.0)
     lines = report.table(records).splitlines()
     assert len(lines) == 4 and "2.00 ×" in lines[3] and "8 (simulated)" in lines[3] and "50 %" in lines[3]
-
-
-def test_a_picture_that_cannot_be_written_is_one_clear_error(tmp_path):
-    figure, _ = plots.import_pyplot().subplots()
-    with pytest.raises(ValueError, match=r"cannot write .*figure\.png: "):
-        plots.save(figure, tmp_path / "nowhere" / "figure.png")

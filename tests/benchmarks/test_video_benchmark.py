@@ -11,7 +11,6 @@ import pytest
 import video
 
 from scripts import BENCHMARKS
-from support.videos.worker import cores_of
 
 
 @pytest.fixture
@@ -122,10 +121,3 @@ def test_every_row_is_compared(tmp_path, monkeypatch):
     ):
         with pytest.raises(AssertionError, match=message):
             video.max_difference(job_of(stage=stage), made("wrong", *of_hosts), reference)
-
-
-def test_hosts_have_cores_of_their_own_and_dense_frames_adjoin():
-    assert [cores_of(rank, 2, [0, 1, 4, 5]) for rank in range(3)] == [[0, 1], [4, 5], [0, 1]]
-    assert job_of(sampling="dense").job.choose(11) == [3, 4, 5, 6]
-    assert job_of(sampling="dense").job.choose(3) == [0, 1, 2]
-    assert job_of().job.choose(10) == [0, 3, 6, 9]
