@@ -127,7 +127,7 @@ def test_a_stride_divides_a_block_and_only_spargeattn_skips_values():
     for stride in (24, 0):
         with pytest.raises(ValueError, match=f"^the stride {stride} does not divide blocks of 128 tokens$"):
             SparseConfig(stride=stride)
-    with pytest.raises(ValueError, match="^values are skipped by spargeattn: xattention has no skip margin$"):
+    with pytest.raises(ValueError, match=r"^values are skipped by spargeattn: xattention has no skip margin$"):
         SparseConfig(skip_margin=9.0)
 
 

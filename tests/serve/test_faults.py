@@ -65,7 +65,9 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, where, mo
     wait_for(lambda: is_idle(app))
 
 
-@pytest.mark.parametrize("fails", [None, "apbv.decode.batch_steps.OwnKV.make_room", TELLING])
+@pytest.mark.parametrize(
+    "fails", [None, "apbv.decode.batch_steps.forward", "apbv.decode.batch_steps.OwnKV.make_room", TELLING]
+)
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Ledger.release

@@ -145,38 +145,28 @@ JUNK = st.one_of(
     st.sampled_from([-1, 0, 1, 2, 2**64, -(2**70), 1e308, "", "clip.mp4", "../x", "data:,", "\ud83d",
                      "<|video_pad|>", "<|im_end|>", "http://127.0.0.1/", [[[]]], {"type": "text"}, "x" * 2000]),
 )  # fmt: skip
-# Of objects that may have any.
-FREE_KEYS = ["do_remote_decode", "do_remote_prefill", "apbv", "thinks", "tokenize", "add_generation_prompt"]
-STRINGS = ["demo", "clip.mp4", "which letter", "a", "data:image/png;base64,QUJD"]
-
-
-def from_schema(schema: dict, known: dict) -> st.SearchStrategy:
-    """Values that a JSON schema, of those the app has, describes."""
-    if "$ref" in schema:
-        return from_schema(known[schema["$ref"].rsplit("/", 1)[1]], known)
-    if several := schema.get("anyOf") or schema.get("oneOf"):
-        return st.one_of(*(from_schema(each, known) for each in several))
-    if "const" in schema or "enum" in schema:
-        return st.sampled_from(schema.get("enum") or [schema["const"]])
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
-    match schema["type"]:
-        case "object" if "properties" not in schema:
-            return st.dictionaries(st.sampled_from(FREE_KEYS), JUNK, max_size=2)
-        case "object":
-            properties = {name: from_schema(each, known) for name, each in schema["properties"].items()}
-            wanted = {name: properties.pop(name) for name in schema.get("required", ())}
-            return st.fixed_dictionaries(wanted, optional=properties)
-        case "array":
-            return st.lists(from_schema(schema["items"], known), min_size=schema.get("minItems", 0), max_size=3)
-        case "integer" if low == 0 and "exclusiveMaximum" in schema:  # a token
-            return st.integers(0, 400) | st.sampled_from([6, 10**6])
-        case "integer":
-            return st.integers(low, high) | st.integers(1, 2)
-        case "number":
-            return st.floats(low, high, allow_nan=False, allow_subnormal=False)
-        case kind:
-            strings = st.sampled_from(STRINGS) | st.text(max_size=9)
-            return {"string": strings, "boolean": st.booleans(), "null": st.none()}[kind]
+KINDS = {CHAT: "chat.completion", RAW: "text_completion", TOKENIZE: None, DETOKENIZE: None}
+GENERATION = {
+    **{"model": "demo", "max_tokens": 1, "min_tokens": 1, "ignore_eos": True, "temperature": 0.5, "top_p": 0.9},
+    **{"n": 1, "seed": 7, "stop": ["a"], "stream": True, "stream_options": {"include_usage": True}},
+    **{"return_token_ids": True, "kv_transfer_params": {"do_remote_decode": False, "apbv": {}}},
+}
+OF_A_CHAT = {
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [text("x"), part("video", "clip.mp4"), part("image", "picture.png")]},
+    ],
+    **{"add_generation_prompt": True, "chat_template_kwargs": {"thinks": True}, "num_frames": 2, "fps": 1.0},
+}
+EXAMPLES = {
+    CHAT: [{**GENERATION, **OF_A_CHAT, **chat()}, chat(max_completion_tokens=1), {**OF_A_CHAT, "max_tokens": 1}],
+    RAW: [
+        {**GENERATION, "prompt": "which letter"},
+        {"prompt": [[20, 21]], "stop_token_ids": [3], "max_tokens": 2},
+    ],
+    TOKENIZE: [{"prompt": "which letter", "return_token_strs": True}, {**OF_A_CHAT, "model": "demo"}],
+    DETOKENIZE: [{"tokens": [20, 21], "model": "demo"}],
+}
 
 
 def places(value, path=()) -> list[tuple]:
@@ -198,13 +188,9 @@ def changed(value, path: tuple, how: str, junk):
 
 
 @st.composite
-def bodies(draw, schema: dict, known: dict) -> bytes:
-    """Requests that fit the schema, most of them with something wrong, and a few that are no JSON."""
-    request = draw(from_schema(schema, known))
-    if draw(st.booleans()):
-        request["model"] = "demo"
-    if "max_tokens" in known[schema["$ref"].rsplit("/", 1)[1]]["properties"]:
-        request.setdefault("max_tokens", 1)
+def bodies(draw, examples: list[dict]) -> bytes:
+    """Requests, most of them with something wrong or left out, and a few that are no JSON."""
+    request = draw(st.sampled_from(examples))
     for _ in range(draw(st.integers(0, 3))):
         path = draw(st.sampled_from(places(request)))
         request = changed(request, path, draw(st.sampled_from(["replace", "delete", "add"])), draw(JUNK))
@@ -215,19 +201,12 @@ def bodies(draw, schema: dict, known: dict) -> bytes:
     return body
 
 
-KINDS = {CHAT: "chat.completion", RAW: "text_completion", TOKENIZE: None, DETOKENIZE: None}
-
-
-@pytest.mark.parametrize("path", KINDS)
-def test_no_input_is_an_error_of_the_server(app, path, count=60):
-    """Requests made from the app's own description of them."""
-    document = app.request("GET", "/openapi.json").json()
-    known = document["components"]["schemas"]
-    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_no_input_is_an_error_of_the_server(app, path, count=50):
     seen = {}
 
     @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(content=bodies(body, known))
+    @given(content=bodies(EXAMPLES[path]))
     def check(content):
         reply = app.request("POST", path, content=content)
         seen[reply.status_code] = seen.get(reply.status_code, 0) + 1
@@ -243,4 +222,8 @@ def test_no_input_is_an_error_of_the_server(app, path, count=60):
 
     check()
     assert seen[200] and seen[400] > 0.3 * count, seen
+    document = app.request("GET", "/openapi.json").json()
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]["properties"]
+    assert {name for example in EXAMPLES[path] for name in example} <= described.keys()
     assert app.request("GET", "/health").status_code == 200
