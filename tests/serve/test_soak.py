@@ -58,13 +58,7 @@ class Client:
         assert reply["usage"]["prompt_tokens"] == len(tokens)
 
     def stream(self, draw) -> None:
-        body = {
-            "model": "demo",
-            "prompt": "name the letters",
-            "max_tokens": 12,
-            "ignore_eos": True,
-            "stream": True,
-        }
+        body = {"prompt": "name the letters", "max_tokens": 12, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{self._server.url}/completions", json=body, timeout=HANGING) as reply:
             assert list(filter(None, reply.iter_lines()))[-1] == "data: [DONE]"
 
