@@ -160,6 +160,10 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
         with pytest.raises(MediaError, match=r"another host|does not fetch"):
             fetch(f"{here}/to/{target}", media)
     assert all(path.startswith("/to/") for path in site.paths)
+    mixed = [*resolve("93.184.216.34", port, type=socket.SOCK_STREAM), *resolve("127.0.0.1", port)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: mixed)
+    with pytest.raises(MediaError, match="not a public one"):
+        fetch(f"http://media.example:{port}/file", media)
     public = MediaSettings(hosts=frozenset({"media.example"}))
     with pytest.raises(MediaError, match="does not fetch"):
         fetch(f"{here}/file", public)
