@@ -14,7 +14,6 @@ from apbv.kv.offers import Offers
 from apbv.serve.media import MediaSettings
 
 import families
-from patience import HANGING
 from servers import InProcess, Site
 
 
@@ -48,7 +47,7 @@ def handing_over(media):
     """A server whose KV nobody has to fetch in a hurry."""
 
     def offers(hosts, on_end) -> Offers:
-        return Offers(hosts, host="127.0.0.1", seconds=HANGING, on_end=on_end)
+        return Offers(hosts, host="127.0.0.1", seconds=3600.0, on_end=on_end)
 
     app = InProcess(MediaSettings(folder=media), offers=offers)
     with app.offers:

@@ -221,7 +221,7 @@ def test_a_server_that_stops_cuts_answers_and_offers_after_its_grace(media):
     """What runs is given the time, waits for its KV included; no time is given here."""
 
     def offers(hosts, on_end) -> Offers:
-        return Offers(hosts, host="127.0.0.1", seconds=HANGING, on_end=on_end)
+        return Offers(hosts, host="127.0.0.1", seconds=3600.0, on_end=on_end)
 
     app = InProcess(MediaSettings(folder=media), offers=offers, max_model_len=20_000)
     with app.offers:

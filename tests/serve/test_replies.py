@@ -144,10 +144,11 @@ def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to
         body = CompletionRequest if "prompt" in prompt else ChatRequest
         for params in (None, {}, {"do_remote_decode": False, "do_remote_prefill": None}, {"remote_host": "h"}):
             assert not body.parse(json.dumps({**prompt, "kv_transfer_params": params}).encode()).hands_over
-        request = body.parse(json.dumps({**prompt, "kv_transfer_params": ASKED, "min_tokens": 100}).encode())
+        asked = {**prompt, "kv_transfer_params": ASKED, "min_tokens": 100, "seed": -5}
+        request = body.parse(json.dumps(asked).encode())
         with ExitStack() as stack:
             order = handing_over.worker.reader.read(request, stack).order
-        assert (order.hands_over, order.max_new_tokens, order.min_tokens) == (True, 1, 1)
+        assert (order.hands_over, order.max_new_tokens, order.min_tokens, order.seed) == (True, 1, 1, 2**64 - 5)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
