@@ -89,12 +89,9 @@ def prefill_commands() -> dict[str, list[str]]:
     }
 
 
-def test_hadolint_finds_nothing_in_the_dockerfile():
+def test_hadolint_finds_nothing_in_the_dockerfile_and_would_see_what_is_wrong(tmp_path):
     result = tool("hadolint", "--no-color", DEPLOY / "Dockerfile")
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_the_linter_sees_what_is_wrong(tmp_path):
     wrong = tmp_path / "Dockerfile"
     wrong.write_text((DEPLOY / "Dockerfile").read_text().replace(":13.0.1-base-ubuntu24.04", ":latest"))
     result = tool("hadolint", "--no-color", wrong)
@@ -102,11 +99,12 @@ def test_the_linter_sees_what_is_wrong(tmp_path):
 
 
 def test_the_compose_file_is_one(tmp_path):
-    result = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml")
+    check = "check-jsonschema", "--builtin-schema", "vendor.compose-spec"
+    result = tool(*check, DEPLOY / "compose.yaml")
     assert result.returncode == 0, result.stdout + result.stderr
     wrong = tmp_path / "compose.yaml"
     wrong.write_text((DEPLOY / "compose.yaml").read_text().replace("stop_grace_period", "stop_grace"))
-    result = tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", wrong)
+    result = tool(*check, wrong)
     assert result.returncode == 1 and "stop_grace" in result.stdout
 
 
@@ -128,58 +126,42 @@ def test_compose_names_what_is_there():
         assert set(service.get("depends_on", [])) <= set(file["services"]), name
 
 
-def test_no_two_services_of_compose_share_a_gpu():
+def test_services_share_no_gpu_and_only_the_router_and_the_panels_are_published_to_this_machine():
     given = []
     for service in compose()["services"].values():
         for device in service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", []):
             given += device["device_ids"]
     assert len(given) == len(set(given)) == 8
-
-
-def test_only_the_router_and_the_panels_are_published_and_only_to_this_machine():
     published = {name: service["ports"] for name, service in compose()["services"].items() if "ports" in service}
     assert set(published) == {"router", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
-def test_prometheus_asks_services_of_compose_at_ports_that_they_listen_on():
+def test_prometheus_and_the_router_know_the_services_of_compose():
     config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
-    targets = [
-        target
-        for job in config["scrape_configs"]
-        for static in job["static_configs"]
-        for target in static["targets"]
-    ]
+    statics = [static for job in config["scrape_configs"] for static in job["static_configs"]]
+    targets = [target.split(":") for static in statics for target in static["targets"]]
     services = compose()["services"]
     routers = dict(option.split("=") for option in services["router"]["command"] if "=" in option)
-    assert {target.split(":")[0] for target in targets} == {"prefill", "decode-0", "decode-1", "router"}
-    for target in targets:
-        name, port = target.split(":")
+    assert {name for name, _ in targets} == {"prefill", "decode-0", "decode-1", "router"}
+    for name, port in targets:
         assert port == (routers["--prometheus-port"] if name == "router" else "8000")
-
-
-def test_the_router_knows_every_decoder_of_compose():
-    services = compose()["services"]
     decoders = {f"--decode=http://{name}:8000" for name in services if name.startswith("decode")}
     assert decoders == {word for word in services["router"]["command"] if word.startswith("--decode=")}
 
 
-@pytest.mark.parametrize("where", ["compose", "leader", "worker"])
-def test_the_commands_of_the_prefill_group_parse(where):
-    torchrun, options = parsed(prefill_commands()[where])
-    assert options.host == "0.0.0.0" and options.port == 8000
-    assert options.kv_transfer == "tcp"
-    # It is not killed before its answers may have ended, by torchrun or by what runs the container.
-    assert options.grace + 10 <= torchrun.shutdown_timeout
-
-
-def test_the_container_outlives_the_grace():
-    service = compose()["services"]["prefill"]
-    torchrun, _ = parsed(prefill_commands()["compose"])
-    assert int(service["stop_grace_period"].removesuffix("s")) > torchrun.shutdown_timeout
-    torchrun, _ = parsed(prefill_commands()["leader"])
+def test_the_prefill_groups_have_time_to_end():
+    """They are not killed before their answers may have ended, by torchrun or by what runs the container."""
+    torchrun = {}
+    for where, words in prefill_commands().items():
+        torchrun[where], options = parsed(words)
+        assert options.host == "0.0.0.0" and options.port == 8000 and options.kv_transfer == "tcp"
+        assert options.grace + 10 <= torchrun[where].shutdown_timeout
+    stop = compose()["services"]["prefill"]["stop_grace_period"]
+    assert int(stop.removesuffix("s")) > torchrun["compose"].shutdown_timeout
     for part in ("leader", "worker"):
-        assert group()[f"{part}Template"]["spec"]["terminationGracePeriodSeconds"] > torchrun.shutdown_timeout
+        seconds = group()[f"{part}Template"]["spec"]["terminationGracePeriodSeconds"]
+        assert seconds > torchrun[part].shutdown_timeout
 
 
 def test_leader_and_worker_run_the_same_command_on_nodes_of_their_own():
@@ -192,95 +174,72 @@ def test_leader_and_worker_run_the_same_command_on_nodes_of_their_own():
     assert leader[0].nproc_per_node == gpus
 
 
+WRONG = {
+    "spec.leaderWorkerTemplate.size": 0,
+    "spec.leaderWorkerTemplate.sizes": 2,
+    "spec.leaderWorkerTemplate.restartPolicy": "Always",
+    "spec.startupPolicy": "Ready",
+    "spec.rolloutStrategy.rollingUpdateConfiguration.maxSurge": 0,
+    "spec.template": {},
+    "apiVersion": "apps/v1",
+}
+
+
 def test_the_leader_worker_set_has_the_documented_fields():
+    """And its schema sees what is wrong."""
     jsonschema.validate(the("LeaderWorkerSet"), LWS_SCHEMA)
+    for path, value in WRONG.items():
+        manifest = inside = the("LeaderWorkerSet")
+        *steps, last = path.split(".")
+        for step in steps:
+            inside = inside[step]
+        inside[last] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(manifest, LWS_SCHEMA)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("spec.leaderWorkerTemplate.size", 0),
-        ("spec.leaderWorkerTemplate.sizes", 2),
-        ("spec.leaderWorkerTemplate.restartPolicy", "Always"),
-        ("spec.startupPolicy", "Ready"),
-        ("spec.rolloutStrategy.rollingUpdateConfiguration.maxSurge", 0),
-        ("spec.template", {}),
-        ("apiVersion", "apps/v1"),
-    ],
-)
-def test_the_leader_worker_set_schema_sees_what_is_wrong(path, value):
-    manifest = inside = the("LeaderWorkerSet")
-    *steps, last = path.split(".")
-    for step in steps:
-        inside = inside[step]
-    inside[last] = value
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(manifest, LWS_SCHEMA)
+def test_kubernetes_accepts_the_manifests_and_the_pods():
+    for manifest in manifests():
+        if manifest["kind"] != "LeaderWorkerSet":
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    for template in PODS.values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **template["metadata"]}}
+        kubernetes_validate.validate({**pod, "spec": template["spec"]}, KUBERNETES, strict=True)
+        wrong = {**pod, "spec": {**template["spec"], "terminationGracePeriod": 1}}
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize(
-    "manifest",
-    [each for each in manifests() if each["kind"] != "LeaderWorkerSet"],
-    ids=lambda each: f"{each['kind']} {each['metadata']['name']}",
-)
-def test_kubernetes_accepts_the_manifests(manifest):
-    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize("name", PODS)
-def test_kubernetes_accepts_the_pods(name):
-    template = PODS[name]
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **template["metadata"]}}
-    kubernetes_validate.validate({**pod, "spec": template["spec"]}, KUBERNETES, strict=True)
-    wrong = {**pod, "spec": {**template["spec"], "terminationGracePeriod": 1}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
-
-
-@pytest.mark.parametrize("name", PODS)
-def test_pods_mount_their_volumes_and_have_no_privileges(name):
-    spec = PODS[name]["spec"]
-    volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
-    assert spec["securityContext"]["runAsNonRoot"]
-    for container in spec["containers"]:
-        assert {mount["name"] for mount in container.get("volumeMounts", [])} == set(volumes)
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        if "nvidia.com/gpu" in container["resources"]["limits"]:
-            assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-
-
-@pytest.mark.parametrize(
-    ("service", "pod"), [("apbv-prefill-http", "apbv-prefill leader"), ("apbv", "apbv-router")]
-)
-def test_services_lead_to_the_pods_that_answer_and_to_no_others(service, pod):
-    spec = the("Service", service)["spec"]
-    matching = [
-        name
-        for name, template in PODS.items()
-        if spec["selector"].items() <= template["metadata"]["labels"].items()
-    ]
-    assert matching == [pod]
-    ports = {port["name"] for port in PODS[pod]["spec"]["containers"][0]["ports"]}
-    assert {port["targetPort"] for port in spec["ports"]} <= ports
-
-
-def test_probes_ask_where_the_server_listens():
+def test_pods_mount_their_volumes_have_no_privileges_and_are_probed_where_they_listen():
     for name, template in PODS.items():
-        for container in template["spec"]["containers"]:
+        spec = template["spec"]
+        volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+        assert spec["securityContext"]["runAsNonRoot"], name
+        for container in spec["containers"]:
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} == set(volumes)
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            if "nvidia.com/gpu" in container["resources"]["limits"]:
+                assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
             ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
-            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-                if probe in container:
-                    assert container[probe]["httpGet"]["path"] == "/health", name
-                    assert ports[container[probe]["httpGet"]["port"]] == 8000, name
+            for probe in {"startupProbe", "readinessProbe", "livenessProbe"} & container.keys():
+                asked = container[probe]["httpGet"]
+                assert asked["path"] == "/health" and ports[asked["port"]] == 8000, name
 
 
-def test_the_router_selects_the_leader_and_the_decoders():
+def pods_with(labels) -> list[str]:
+    return [name for name, template in PODS.items() if labels.items() <= template["metadata"]["labels"].items()]
+
+
+def test_services_and_the_router_lead_to_the_pods_that_answer_and_to_no_others():
+    for service, pod in (("apbv-prefill-http", "apbv-prefill leader"), ("apbv", "apbv-router")):
+        spec = the("Service", service)["spec"]
+        assert pods_with(spec["selector"]) == [pod]
+        ports = {port["name"] for port in PODS[pod]["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in spec["ports"]} <= ports
     arguments = PODS["apbv-router"]["spec"]["containers"][0]["args"]
     given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments if "=" in argument)
     for option, expected in (("prefill-selector", "apbv-prefill leader"), ("decode-selector", "apbv-decode")):
-        wanted = dict([given[option].split("=")]).items()
-        matching = [name for name, template in PODS.items() if wanted <= template["metadata"]["labels"].items()]
-        assert matching == [expected]
+        assert pods_with(dict([given[option].split("=")])) == [expected]
 
 
 def test_decoders_may_reach_the_kv_ports_of_all_hosts():
@@ -297,14 +256,11 @@ def test_decoders_may_reach_the_kv_ports_of_all_hosts():
 def test_only_the_router_and_monitoring_ask_decoders():
     """A request straight to a decoder may name any host as its KV's source."""
     spec = the("NetworkPolicy", "apbv-decode")["spec"]
-    assert spec["podSelector"]["matchLabels"].items() <= PODS["apbv-decode"]["metadata"]["labels"].items()
+    assert "apbv-decode" in pods_with(spec["podSelector"]["matchLabels"])
     (rule,) = spec["ingress"]
     assert rule["ports"] == [{"protocol": "TCP", "port": 8000}]
-    pods = [peer["podSelector"]["matchLabels"].items() for peer in rule["from"] if "podSelector" in peer]
-    matching = [
-        name for name, pod in PODS.items() if any(each <= pod["metadata"]["labels"].items() for each in pods)
-    ]
-    assert matching == ["apbv-router"]
+    peers = [peer["podSelector"]["matchLabels"] for peer in rule["from"] if "podSelector" in peer]
+    assert [name for labels in peers for name in pods_with(labels)] == ["apbv-router"]
 
 
 def vllm_commands() -> list[list[str]]:

@@ -19,13 +19,15 @@ GIVEN_UP = limit(4.0)
 SCHEMA = json.loads((BENCHMARKS / "schemas" / "doctor.json").read_text())
 
 
-def report_in(path: Path) -> dict:
+def report_in(path: Path) -> dict | None:
+    """The report that was written, if any."""
+    if not path.exists():
+        return None
     (line,) = path.read_text().splitlines()
     report = json.loads(line)
     jsonschema.validate(report, SCHEMA)
     assert report["healthy"] == all(check["status"] != "failed" for check in report["checks"])
-    for check in report["checks"]:
-        assert len(check["on_hosts"]) == report["hosts"]
+    assert all(len(check["on_hosts"]) == report["hosts"] for check in report["checks"])
     return report
 
 
@@ -33,6 +35,10 @@ def statuses(report: dict, part: str) -> dict[str, list[str]]:
     """What became of a part's checks, host by host."""
     checks = [check for check in report["checks"] if check["part"] == part]
     return {check["name"]: [verdict["status"] for verdict in check["on_hosts"]] for check in checks}
+
+
+def failing(report: dict, part: str) -> list[str]:
+    return [name for name, each in statuses(report, part).items() if "failed" in each]
 
 
 def require_healthy(report: dict, page: str) -> None:
@@ -45,20 +51,8 @@ def require_healthy(report: dict, page: str) -> None:
     for check in report["checks"]:
         if check["status"] == "ok":
             assert f"ok       {check['name']} " in page
-        if check["part"] == "kernels" and check["status"] == "ok":
-            for verdict in check["on_hosts"]:
-                assert len(verdict["figures"]["errors"]) == 3
-
-
-def test_two_healthy_hosts_quickly(tmp_path):
-    path = tmp_path / "report.jsonl"
-    results = run_hosts(HELPERS / "doctor_with_fault.py", "nothing", "--quick", "--json", path, hosts=2)
-    assert [result.returncode for result in results] == [0, 0], results[0].stdout + results[1].stderr
-    assert results[1].stdout == ""
-    report = report_in(path)
-    assert report["is_quick"] and "speed" not in report["parts"]
-    require_healthy(report, results[0].stdout)
-    assert results[0].stdout.count("X J P H E L") == 2
+            if check["part"] == "kernels":
+                assert all(len(verdict["figures"]["errors"]) == 3 for verdict in check["on_hosts"])
 
 
 @pytest.mark.thorough
@@ -68,9 +62,8 @@ def test_two_healthy_hosts(tmp_path):
     command = ["torchrun", "--nproc-per-node", "2", "-m", "apbv.doctor", "--json", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SCRIPT_TIMEOUT
-    )
+    run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": SCRIPT_TIMEOUT}
+    result = subprocess.run(command, **run)
     assert result.returncode == 0, result.stdout + result.stderr
     report = report_in(path)
     assert report["parts"] == list(PARTS)
@@ -79,16 +72,15 @@ def test_two_healthy_hosts(tmp_path):
     assert result.stdout.count("The machine\n") == 1 and result.stdout.count("X J P H E L") == 10
     speed = {check["name"]: check["on_hosts"] for check in report["checks"] if check["part"] == "speed"}
     for host in (0, 1):
-        assert speed["device"][host]["figures"]["tflops"] > 0
-        assert speed["file to first token, apbv"][host]["figures"]["stages_ms"]["prefill"] > 0
-        attention = speed["attention, whole prompt"][host]["figures"]
+        figures = {name: on_hosts[host]["figures"] for name, on_hosts in speed.items()}
+        ceilings, attention = figures["device"], figures["attention, whole prompt"]
+        assert ceilings["tflops"] > 0 and figures["file to first token, apbv"]["stages_ms"]["prefill"] > 0
         assert attention["ms"][attention["fastest"]] == min(attention["ms"].values())
-        ceilings = speed["device"][host]["figures"]
         tokens = int(attention["size"].removesuffix(" tokens"))
         assert attention["flops"] == 4 * 28 * 128 * sum(range(1, tokens + 1)) and attention["predicted_ms"] is None
         ms = attention["flops"] / ceilings["tflops"] / 1e9
         assert attention["share"] == pytest.approx(ms / attention["ms"][attention["chosen"]])
-        reading = speed["attention, one new token"][host]["figures"]
+        reading = figures["attention, one new token"]
         assert reading["bytes"] == 4 * 128 * (2 * 28 + 2 * 4 * 16384) + 4 * 28  # and the log-sum-exp
 
 
@@ -97,84 +89,44 @@ def test_one_host_says_what_it_leaves_out(tmp_path):
     options = ["--only", "machine", "backends", "hosts", "--json", path]
     (result,) = run_hosts(ROOT / "apbv" / "doctor" / "__main__.py", *options)
     assert result.returncode == 0, result.stderr
-    report = report_in(path)
-    assert all(each == ["skipped"] for each in statuses(report, "hosts").values())
+    assert all(each == ["skipped"] for each in statuses(report_in(path), "hosts").values())
     assert "torchrun --nproc-per-node N -m apbv.doctor" in " ".join(result.stdout.split())
     assert "The demo model" not in result.stdout
 
 
-def examine(tmp_path, fault: str, *options) -> tuple[list[int], str, dict | None, str]:
-    """The exit statuses of two hosts with a fault, what host 0 printed, its report, and all errors."""
-    path = tmp_path / "report.jsonl"
-    script = HELPERS / "doctor_with_fault.py"
-    results = run_hosts(script, fault, "--json", path, *options, hosts=2)
-    page = " ".join(results[0].stdout.split())
+def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | None, str]:
+    """The exit statuses of two hosts with faults, what host 0 printed, its report, and all errors."""
+    path, script = tmp_path / "report.jsonl", HELPERS / "doctor_with_fault.py"
+    results = run_hosts(script, faults, "--json", path, *options, hosts=2)
     assert results[1].stdout == ""
     errors = "".join(result.stderr for result in results)
-    return [result.returncode for result in results], page, report_in(path) if path.exists() else None, errors
+    return [result.returncode for result in results], results[0].stdout, report_in(path), errors
 
 
-def test_a_kernel_that_computes_wrongly_on_one_host(tmp_path):
-    ended, page, report, _ = examine(tmp_path, "wrong_kernel", "--only", "kernels")
+def test_two_healthy_hosts_quickly(tmp_path):
+    ended, page, report, errors = examine(tmp_path, "nothing", "--quick")
+    assert ended == [0, 0], page + errors
+    assert report["is_quick"] and "speed" not in report["parts"]
+    require_healthy(report, page)
+    assert page.count("X J P H E L") == 2
+
+
+def test_what_is_wrong_on_one_host_and_what_is_examined_all_the_same(tmp_path):
+    """Another torch, a kernel that computes wrongly, and an exchange in which it raises."""
+    faults = "wrong_kernel,raising_host,other_version"
+    ended, page, report, _ = examine(tmp_path, faults, "--only", "machine", "kernels", "hosts")
+    page = " ".join(page.split())
     assert ended == [1, 1] and not report["healthy"]
-    found = statuses(report, "kernels")
-    assert found.pop("segmented_attention by torch") == ["ok", "failed"]
-    assert not any("failed" in each for each in found.values())
+    assert "failed versions host 1: python" in page and "torch 1.0.0" in page
+    assert failing(report, "kernels") == ["segmented_attention by torch"]
+    assert statuses(report, "kernels")["segmented_attention by torch"] == ["ok", "failed"]
     assert "failed segmented_attention by torch host 1: a block behind passing blocks in float32 is off by" in page
-    assert page.endswith("1 failed failed: segmented_attention by torch (kernels) on host 1")
-
-
-def test_a_model_that_answers_wrongly(tmp_path):
-    ended, page, report, _ = examine(tmp_path, "blind", "--only", "demo", "--quick")
-    assert ended == [1, 1]
-    assert statuses(report, "demo")["apbv"] == ["failed", "failed"]
-    assert "failed apbv CheckFailed" not in page and "in place of 'X J P H E L'" in page
-
-
-@pytest.mark.thorough
-def test_a_failure_that_nobody_hears_of(tmp_path):
-    ended, page, report, _ = examine(tmp_path, "unnoticed", "--only", "hosts")
-    assert ended == [1, 1]
-    assert statuses(report, "hosts")["a failing host"] == ["failed", "ok"]
-    assert "failed a failing host host 0: the others got a tensor that was never sent after" in page
-
-
-@pytest.mark.thorough
-def test_tensors_that_arrive_in_another_order(tmp_path):
-    ended, page, report, _ = examine(tmp_path, "hosts_mixed_up", "--only", "hosts")
-    assert ended == [1, 1]
+    assert "failed: segmented_attention by torch (kernels) on host 1" in page
     found = statuses(report, "hosts")
-    assert [name for name, each in found.items() if "failed" in each] == ["all-gather", "several at once"]
-    assert "1 numbers in torch.float32 (no. 0) arrived wrong" in page
-
-
-def test_a_host_that_raises_in_an_exchange(tmp_path):
-    """Everybody hears of it, and what comes behind it is examined all the same."""
-    ended, page, report, _ = examine(tmp_path, "raising_host", "--only", "hosts")
-    assert ended == [1, 1]
-    found = statuses(report, "hosts")
-    assert [name for name, each in found.items() if "failed" in each] == ["ring", "several at once"]
+    assert failing(report, "hosts") == ["ring", "several at once"]
     assert found["ring"] == ["failed", "failed"] and found["host memory"] == ["ok", "ok"]
     assert "failed ring host 0: HostError: host 1 failed in ring: RuntimeError: the link is down" in page
     assert "failed ring host 1: RuntimeError: the link is down" in page and "and more failed" not in page
-
-
-@pytest.mark.thorough
-def test_a_host_that_hangs_is_given_up(tmp_path):
-    ended, page, report, _ = examine(tmp_path, "hanging_host", "--only", "hosts", "--limit", GIVEN_UP)
-    assert ended == [1, 1]
-    found = statuses(report, "hosts")
-    assert found["ring"] == ["ok", "ok"] and found["broadcast"] == ["failed", "failed"]
-    assert found["host memory"] == ["skipped", "skipped"] == found["a failing host"]
-    assert f"not done after {GIVEN_UP:g} s" in page and "'broadcast' has not ended" in page
-
-
-def test_a_host_that_dies(tmp_path):
-    """Nobody is left waiting, and what was found before is on the page."""
-    ended, page, report, errors = examine(tmp_path, "dying_host", "--only", "machine")
-    assert ended == [1, 3] and report is None
-    assert "ok versions python" in page and "ok processor" not in page
-    assert "error (host 0): " in errors
 
 
 def test_hosts_that_cannot_be_connected(tmp_path):
@@ -182,25 +134,53 @@ def test_hosts_that_cannot_be_connected(tmp_path):
     ended, page, report, errors = examine(tmp_path, "no_connection", "--only", "machine", "hosts")
     assert ended == [1, 1] and report["hosts"] == 1 and not report["healthy"]
     assert errors.count("error: NCCL error: unhandled system error\n") == 2
+    page = " ".join(page.split())
     assert "ok versions python" in page and "failed connecting the hosts could not be connected" in page
 
 
-def test_hosts_with_different_versions(tmp_path):
-    ended, page, _, _ = examine(tmp_path, "other_version", "--only", "machine")
-    assert ended == [1, 1]
-    assert "failed versions host 1: python" in page and "torch 1.0.0" in page
+@pytest.mark.thorough
+def test_models_that_answer_wrongly_and_tensors_that_arrive_so(tmp_path):
+    ended, page, report, _ = examine(tmp_path, "blind,hosts_mixed_up", "--only", "demo", "hosts", "--quick")
+    assert ended == [1, 1] and statuses(report, "demo")["apbv"] == ["failed", "failed"]
+    page = " ".join(page.split())
+    assert "failed apbv CheckFailed" not in page and "in place of 'X J P H E L'" in page
+    assert failing(report, "hosts") == ["all-gather", "several at once"]
+    assert "1 numbers in torch.float32 (no. 0) arrived wrong" in page
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--only", "everything"], "invalid choice: 'everything'"),
-        (["--limit", "0"], "--limit must be a positive number of seconds, not 0.0"),
-        (["--threads", "0"], "--threads must be at least 1, not 0"),
-    ],
-)
-def test_wrong_options_are_one_line(options, message, capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(options)
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+@pytest.mark.thorough
+def test_a_failure_that_nobody_hears_of(tmp_path):
+    ended, page, report, _ = examine(tmp_path, "unnoticed", "--only", "hosts")
+    assert ended == [1, 1] and statuses(report, "hosts")["a failing host"] == ["failed", "ok"]
+    told = "failed a failing host host 0: the others got a tensor that was never sent after"
+    assert told in " ".join(page.split())
+
+
+@pytest.mark.thorough
+def test_a_host_that_hangs_is_given_up(tmp_path):
+    ended, page, report, _ = examine(tmp_path, "hanging_host", "--only", "hosts", "--limit", GIVEN_UP)
+    found = statuses(report, "hosts")
+    assert ended == [1, 1] and found["ring"] == ["ok", "ok"] and found["broadcast"] == ["failed", "failed"]
+    assert found["host memory"] == ["skipped", "skipped"] == found["a failing host"]
+    assert f"not done after {GIVEN_UP:g} s" in page and "'broadcast' has not ended" in page
+
+
+@pytest.mark.thorough
+def test_a_host_that_dies(tmp_path):
+    """Nobody is left waiting, and what was found before is on the page."""
+    ended, page, report, errors = examine(tmp_path, "dying_host", "--only", "machine")
+    assert ended == [1, 3] and report is None and "error (host 0): " in errors
+    page = " ".join(page.split())
+    assert "ok versions python" in page and "ok processor" not in page
+
+
+def test_wrong_options_are_one_line(capsys):
+    for options, message in (
+        ("--only everything", "invalid choice: 'everything'"),
+        ("--limit 0", "--limit must be a positive number of seconds, not 0.0"),
+        ("--threads 0", "--threads must be at least 1, not 0"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments(options.split())
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

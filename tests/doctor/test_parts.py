@@ -16,6 +16,8 @@ from apbv.doctor.page import WIDTH, Page
 from apbv.doctor.peaks import published
 from apbv.kernels import library_attention, torch_varlen_attention
 
+from pairs import each_choice
+
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 ALONE = HostGroup.single("cpu")
@@ -25,19 +27,16 @@ def raising(error: BaseException, hosts: HostGroup) -> Finding:
     raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "detail"),
-    [
+def test_no_check_ends_the_others():
+    for error, status, detail in (
         (CheckFailed("it is wrong"), "failed", "it is wrong"),
         (CheckSkipped("there is none"), "skipped", "there is none"),
         (RuntimeError("no kernel image\nfor this device"), "failed", "RuntimeError: no kernel image"),
         (TimeoutError(), "failed", "TimeoutError"),
         (SystemExit(3), "failed", "SystemExit: 3"),
-    ],
-)
-def test_no_check_ends_the_others(error, status, detail):
-    verdict = carry_out(Check("one", partial(raising, error)), ALONE, limit=600.0)
-    assert (verdict.status, verdict.detail, verdict.is_stuck) == (status, detail, False)
+    ):
+        verdict = carry_out(Check("one", partial(raising, error)), ALONE, limit=600.0)
+        assert (verdict.status, verdict.detail, verdict.is_stuck) == (status, detail, False)
 
 
 def test_behind_a_check_that_hangs_nothing_runs():
@@ -75,8 +74,7 @@ def slightly_off(result, operator):
     return (first, *outputs[1:]) if isinstance(result, tuple) else first
 
 
-@pytest.mark.parametrize("operator", operators.PROBLEMS)
-@pytest.mark.parametrize("dtype", operators.DTYPES, ids=backends.dtype_name)
+@each_choice(operator=operators.PROBLEMS, dtype=operators.DTYPES)
 def test_one_wrong_number_is_noticed(operator, dtype, monkeypatch):
     problems = operators.PROBLEMS[operator](operators.Draw(CPU, dtype))
     assert all(operators.error_of(problem, "torch", dtype) <= 0.5 for problem in problems)
@@ -89,8 +87,7 @@ def test_one_wrong_number_is_noticed(operator, dtype, monkeypatch):
     assert all(operators.error_of(problem, "torch", dtype) > 1 for problem in problems)
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_noticed(number, monkeypatch):
+def test_numbers_that_are_none_are_noticed(monkeypatch, number=float("nan")):
     right = kernels.merge_states
 
     def wrong(*operands, **settings):
@@ -102,31 +99,18 @@ def test_numbers_that_are_none_are_noticed(number, monkeypatch):
         operators.compare("merge_states", "torch", ALONE)
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """As if there were a GPU with an installed FlashAttention; returns what sets what a trial of it says."""
+def test_a_library_is_a_fault_where_it_is_installed_and_wrong(monkeypatch):
+    """As if there were a GPU with an installed FlashAttention."""
     monkeypatch.setattr(backends, "capability", lambda device: (9, 0))
     monkeypatch.setattr(backends, "find_spec", lambda name: name == "flash_attn")
-
-    def says(why: str | None) -> None:
-        monkeypatch.setattr(library_attention, "usable", lambda *asked: why)
-
-    return says
-
-
-def test_a_library_that_is_not_installed_is_no_fault(on_a_gpu):
-    on_a_gpu("ModuleNotFoundError: No module named 'flashinfer'")
+    off = "its attention of 1 queries over 129 keys is off by 0.3, and the lse by 0"
+    monkeypatch.setattr(library_attention, "usable", lambda *asked: off)
     assert backends.obstacle("flashinfer", GPU, torch.bfloat16) == ("it is not installed", False)
-
-
-def test_a_library_that_is_installed_and_wrong_is_a_fault(on_a_gpu):
-    on_a_gpu("its attention of 1 queries over 129 keys is off by 0.3, and the lse by 0")
     why, is_fault = backends.obstacle("flash_attn", GPU, torch.bfloat16)
     assert is_fault and "off by 0.3" in why
     assert backends.obstacle("flash_attn", GPU, torch.float32)[1] is False  # it says so itself
-    group = HostGroup(device=GPU, timeout=0.0)
     with pytest.raises(CheckFailed, match="bfloat16: its attention of 1 queries"):
-        backends.back_end("flash_attn", group)
+        backends.back_end("flash_attn", HostGroup(device=GPU, timeout=0.0))
 
 
 def test_a_tower_that_has_no_fast_attention_says_why(monkeypatch):
@@ -145,12 +129,14 @@ def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
         machine.cuda()
 
 
-def test_secrets_stay_out_of_the_report(monkeypatch):
+def test_secrets_stay_out_of_the_report_and_connections_between_gpus_are_read(monkeypatch):
     monkeypatch.setenv("APBV_API_KEY", "hush")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     found = machine.settings()
     assert found.figures["environment"]["NCCL_P2P_DISABLE"] == "1" and "NCCL_P2P_DISABLE=1" in found.detail
     assert "hush" not in str(found)
+    assert machine.connections(TOPOLOGY, 3) == ["NV18", "SYS"]
+    assert machine.connections("", 3) == []
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1 + 1e-6, True), (1.01, False)])
@@ -187,35 +173,24 @@ Legend:
 """
 
 
-def test_connections_between_gpus_are_read():
-    assert machine.connections(TOPOLOGY, 3) == ["NV18", "SYS"]
-    assert machine.connections("", 3) == []
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H200": 989,
+    "NVIDIA GB200": 2500,
+    "NVIDIA L40S": 362,
+    "NVIDIA L4": 121,
+    "NVIDIA A10G": 70,
+    "NVIDIA H20": 148,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA A100-SXM4-80GB": 312,
+}
+UNKNOWN = ("NVIDIA GeForce GTX 1080", "NVIDIA RTX A4000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "cpu")
 
 
-@pytest.mark.parametrize(
-    ("name", "teraflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA H20", 148),
-        ("NVIDIA GeForce RTX 4090", 165),
-        ("NVIDIA A100-SXM4-80GB", 312),
-    ],
-)
-def test_published_peaks_by_name(name, teraflops):
-    assert published(name).flops == teraflops * 1e12
-
-
-@pytest.mark.parametrize(
-    "name", ["NVIDIA GeForce GTX 1080", "NVIDIA RTX A4000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "cpu"]
-)
-def test_a_gpu_that_is_not_known_has_no_peak(name):
-    assert published(name) is None
+def test_published_peaks_by_name():
+    assert {name: published(name).flops for name in PEAKS} == {name: peak * 1e12 for name, peak in PEAKS.items()}
+    assert [published(name) for name in UNKNOWN] == [None] * 4
 
 
 def test_what_is_predicted_is_the_slower_of_arithmetic_and_memory():

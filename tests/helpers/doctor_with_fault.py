@@ -1,4 +1,4 @@
-"""The doctor on a machine with something wrong: ``doctor_with_fault.py FAULT OPTION...``."""
+"""The doctor on a machine with something wrong: ``doctor_with_fault.py FAULT[,FAULT...] OPTION...``."""
 
 import os
 import sys
@@ -76,20 +76,6 @@ def raising_host() -> None:
     HostGroup.shift = shift
 
 
-def unusable_gpu() -> None:
-    """Host 1 fails in the middle of an exchange, and then cannot make a new group either."""
-    raising_host()
-    right, made = HostGroup.subgroup, []
-
-    def subgroup(self, *settings, **more):
-        made.append(right(self, *settings, **more))
-        if HERE == 1 and len(made) > 1:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return made[-1]
-
-    HostGroup.subgroup = subgroup
-
-
 def hanging_host() -> None:
     """Host 1 never comes to an exchange."""
     right = exchanges.broadcast
@@ -124,5 +110,6 @@ def other_version() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv.pop(1)]()
+    for fault in sys.argv.pop(1).split(","):
+        globals()[fault]()
     sys.exit(doctor.main(sys.argv[1:]))

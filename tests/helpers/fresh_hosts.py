@@ -1,6 +1,7 @@
 """Host processes for one test alone, which may fail, hang or be killed, and what they exchange there."""
 
 import multiprocessing as mp
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,15 +102,32 @@ def run_fresh(store: Store, size: int, job: Callable, *args, timeout: float = GR
 WAIT = limit(10.0)  # where it is tested how long a host waits: it must not seem to be gone while it is only slow
 
 
-def absent_job(hosts: HostGroup, done: Path):
-    """Host 1 lives, but does not come."""
+def told_job(hosts: HostGroup, folder: Path, job: Callable, *args) -> Any:
+    """The job, after which every host lives on until all have heard how theirs ended."""
+    try:
+        return job(hosts, *args)
+    finally:
+        (folder / f"told {hosts.rank}").touch()
+        wait_for(lambda: len(list(folder.glob("told *"))) == hosts.size)
+
+
+def absent_job(hosts: HostGroup, done: Path, job: Callable) -> Any:
+    """Host 1 lives, but does not come to what host 0 does."""
     if hosts.rank == 1:
         wait_for(done.exists, GROUP_TIMEOUT)
-        return
+        return None
     try:
-        exchange_in_stage(hosts)
+        return job(hosts)
     finally:
         done.touch()
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def exchange_in_stage(hosts: HostGroup, error: BaseException | None = None) -> None:

@@ -181,7 +181,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         self.server.paths.append(self.path)
         kind, _, rest = self.path[1:].partition("/")
         if kind == "late":
-            self.server.answers_late.wait(HANGING)
+            self.server.may_answer.wait(HANGING)
         if kind == "to":
             self.send_response(302)
             self.send_header("Location", rest)
@@ -256,5 +256,5 @@ TIMEOUT = 8.0
 
 def slow_caption(prompt) -> str:
     """A captioner that takes longer than hosts wait for one that is silent."""
-    time.sleep(2.5 * TIMEOUT)
+    time.sleep(1.6 * TIMEOUT)
     return "letters"

@@ -3,13 +3,6 @@
 import pytest
 import torch.distributed as dist
 
-from fresh_hosts import Store
-
-
-@pytest.fixture(params=["file", "memory of host 0"])
-def store(request, tmp_path):
-    return Store(tmp_path, in_host_0=request.param != "file")
-
 
 @pytest.fixture
 def agent_store():

@@ -7,8 +7,6 @@ from apbv import HostGroup
 from apbv.hosts.devices import choose_device, device_identity, sharing
 from apbv.hosts.process_groups import Place, _can_use_nccl
 
-from scripts import infer
-
 
 @pytest.fixture
 def machine(monkeypatch):
@@ -102,10 +100,3 @@ def test_a_device_that_one_host_has_not_ends_all(pool):
     own = f"ValueError: there is no device cuda:9: torch finds {torch.cuda.device_count()} GPUs on this machine"
     quoted = f"HostError: host 1 failed in choosing a device: {own}"
     assert pool.run(3, own_device_job) == [quoted, own, quoted]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_option_reaches_the_hosts():
-    result = infer("--model", "demo", "--device", "cuda", hosts=1)
-    assert result.returncode == 1
-    assert result.stderr == "error: there is no device cuda: torch finds 0 GPUs on this machine\n"

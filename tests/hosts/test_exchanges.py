@@ -1,8 +1,6 @@
 """HostGroup's exchanges over real gloo processes: of what the group reaches, and by way of host memory."""
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,73 +14,78 @@ from apbv.hosts.collectives import gather_into
 from fresh_hosts import described, pattern
 from patience import wait_for
 
-SIZES = (1, 2, 3, 8)
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 
 
-@pytest.fixture(params=["direct", "staged"])
-def exchanging(pool, request):
-    """Runs a job on hosts whose data goes one way or the other."""
+def all_gather_job(hosts: HostGroup):
+    for dtype in DTYPES:
+        for shape in ((2, 1, 3, 7, 5), (1,), (), (3, 0, 2)):
+            before, mine = hosts.bytes_received, pattern(hosts.rank, shape, dtype)
+            gathered = hosts.all_gather(mine).wait()
+            assert gathered.dtype == dtype
+            assert torch.equal(gathered, torch.stack([pattern(h, shape, dtype) for h in range(hosts.size)]))
+            assert hosts.bytes_received - before == (hosts.size - 1) * mine.nbytes
+    strided = hosts.all_gather(pattern(hosts.rank, (5, 3), torch.float32).t()).wait()
+    assert torch.equal(strided[-1], pattern(hosts.size - 1, (5, 3), torch.float32).t())
 
-    def run(num_hosts: int, job: Callable, *args) -> list:
-        return pool.run(num_hosts, *([job] if request.param == "direct" else [staged_job, job]), *args)
 
-    return run
+PART_SHAPES = {
+    "even": lambda sender, receiver: (2, 3),
+    "uneven": lambda sender, receiver: (1 + 2 * sender + receiver, 3),
+    "some empty": lambda sender, receiver: (0 if (sender + receiver) % 2 else 2 + receiver, 3),
+    "only to the last": lambda sender, receiver: (5, 2) if receiver > sender else (0, 2),
+    "all empty": lambda sender, receiver: (0, 4),
+}
 
 
-def all_gather_job(hosts: HostGroup, shape: tuple[int, ...], dtype: torch.dtype):
+def all_to_all_job(hosts: HostGroup):
+    for number, (kind, shape_of) in enumerate(PART_SHAPES.items()):
+        dtype, before = DTYPES[number % 3], hosts.bytes_received
+        parts = [pattern(hosts.rank + 10 * h, shape_of(hosts.rank, h), dtype) for h in range(hosts.size)]
+        shapes = [shape_of(h, hosts.rank) for h in range(hosts.size)]
+        received = hosts.all_to_all(parts, shapes).wait()
+        for host, (part, shape) in enumerate(zip(received, shapes, strict=True)):
+            assert part.dtype == dtype
+            assert torch.equal(part, pattern(host + 10 * hosts.rank, shape, dtype)), kind
+        payload = sum(part.nbytes for host, part in enumerate(received) if host != hosts.rank)
+        assert hosts.bytes_received - before == payload
+
+
+def broadcast_job(hosts: HostGroup):
+    for dtype in DTYPES:
+        before, tensor, last = hosts.bytes_received, pattern(hosts.rank, (1, 77), dtype), hosts.size - 1
+        assert hosts.broadcast(tensor) is tensor
+        assert torch.equal(tensor, pattern(0, (1, 77), dtype))
+        assert hosts.bytes_received - before == (tensor.nbytes if hosts.rank else 0)
+        assert torch.equal(hosts.broadcast(pattern(hosts.rank, (3, 5), dtype), last), pattern(last, (3, 5), dtype))
+
+
+def shift_job(hosts: HostGroup):
+    """Hosts pass on tensors of different lengths, twice, the second time what they got."""
+    for dtype in (torch.bfloat16, torch.float64):
+        held, owner = pattern(hosts.rank, (2, hosts.rank + 1), dtype), hosts.rank
+        for _ in range(2):
+            before, owner = hosts.bytes_received, (owner - 1) % hosts.size
+            held = hosts.shift(held, (2, owner + 1)).wait()
+            assert held.dtype == dtype and torch.equal(held, pattern(owner, (2, owner + 1), dtype))
+            assert hosts.bytes_received - before == (held.nbytes if hosts.size > 1 else 0)
+
+
+def control_job(hosts: HostGroup):
     before = hosts.bytes_received
-    mine = pattern(hosts.rank, shape, dtype)
-    gathered = hosts.all_gather(mine).wait()
-    assert torch.equal(gathered, torch.stack([pattern(h, shape, dtype) for h in range(hosts.size)]))
-    assert gathered.dtype == dtype
-    assert hosts.bytes_received - before == (hosts.size - 1) * mine.nbytes
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
-@pytest.mark.parametrize("hosts", SIZES)
-def test_all_gather(exchanging, hosts, dtype):
-    for shape in ((2, 1, 3, 7, 5), (1,), (), (3, 0, 2)):
-        exchanging(hosts, all_gather_job, shape, dtype)
-
-
-def strided_job(hosts: HostGroup):
-    mine = pattern(hosts.rank, (5, 3), torch.float32).t()
-    gathered = hosts.all_gather(mine).wait()
-    assert torch.equal(gathered[-1], pattern(hosts.size - 1, (5, 3), torch.float32).t())
-
-
-def test_all_gather_of_a_strided_tensor(exchanging):
-    exchanging(2, strided_job)
-
-
-def held_tensors_job(hosts: HostGroup):
-    """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits for it."""
-    held, let_go = [], threading.Event()
-
-    def hold(group, *tensors):
-        held.extend(tensors)
-        return gather_into(group, *tensors)
-
-    def drop() -> None:
-        time.sleep(0.2)
-        let_go.set()
-        held.clear()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "gather_into", hold)
-        hosts.barrier()
-    threading.Thread(target=drop).start()
-    hosts._control.drain()
-    assert let_go.is_set()
-
-
-def test_a_group_is_drained_of_what_gloo_still_holds(pool):
-    pool.run(2, held_tensors_job)
+    values = [2**62, -1, 0] if hosts.rank == 0 else None
+    assert hosts.broadcast_ints(values, 3) == [2**62, -1, 0]
+    floats = [hosts.rank + 1e-12, -float("inf"), 1e300]
+    assert hosts.gather_floats(floats) == [[h + 1e-12, -float("inf"), 1e300] for h in range(hosts.size)]
+    assert hosts.gather_json("é" * hosts.rank) == ["é" * h for h in range(hosts.size)]
+    hosts.barrier()
+    hosts.require_same("the prompt", b"the same")
+    hosts.let_others_report()
+    assert hosts.bytes_received == before, "statuses and tokens are not payload"
 
 
 def in_flight_job(hosts: HostGroup):
     """Five exchanges at once, of different sizes and kinds, waited for in reverse order, one twice."""
-    others = [h for h in range(hosts.size) if h != hosts.rank]
     before = hosts.bytes_received
     exchanges = [hosts.all_gather(pattern(hosts.rank, (4, 1 + i), torch.bfloat16)) for i in range(4)]
     parts = [pattern(hosts.rank, (h + 1,), torch.float32) for h in range(hosts.size)]
@@ -95,12 +98,19 @@ def in_flight_job(hosts: HostGroup):
         expected = torch.stack([pattern(h, (4, 1 + i), torch.bfloat16) for h in range(hosts.size)])
         assert torch.equal(exchange.wait(), expected)
     assert exchanges[0].wait() is exchanges[0].wait()
-    assert hosts.bytes_received - before == len(others) * (2 * 4 * (1 + 2 + 3 + 4) + 4 * (hosts.rank + 1))
+    others = hosts.size - 1
+    assert hosts.bytes_received - before == others * (2 * 4 * (1 + 2 + 3 + 4) + 4 * (hosts.rank + 1))
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 8])
-def test_several_exchanges_in_flight(exchanging, hosts):
-    exchanging(hosts, in_flight_job)
+JOBS = (all_gather_job, all_to_all_job, broadcast_job, shift_job, control_job, in_flight_job)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    ("hosts", "way"), [(1, "direct"), (2, "staged"), (3, "direct"), (3, "staged"), (8, "direct")]
+)
+def test_what_is_sent_arrives_and_is_counted(pool, hosts, way, job):
+    pool.run(hosts, *([job] if way == "direct" else [staged_job, job]))
 
 
 def asynchronous_job(hosts: HostGroup, started: Path):
@@ -115,84 +125,35 @@ def asynchronous_job(hosts: HostGroup, started: Path):
     assert [part.tolist() for part in swapped.wait()] == [[0, 0], [1, 1]]
 
 
-def test_an_exchange_is_started_without_waiting(exchanging, tmp_path):
-    exchanging(2, asynchronous_job, tmp_path / "started")
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_an_exchange_is_started_without_waiting(pool, tmp_path, way):
+    pool.run(2, *([] if way == "direct" else [staged_job]), asynchronous_job, tmp_path / "started")
 
 
-def part_shape(kind: str, sender: int, receiver: int) -> tuple[int, ...]:
-    """The shape of what ``sender`` sends to ``receiver``."""
-    return {
-        "even": (2, 3),
-        "uneven": (1 + 2 * sender + receiver, 3),
-        "some empty": (0 if (sender + receiver) % 2 else 2 + receiver, 3),
-        "only to the last": (5, 2) if receiver > sender else (0, 2),
-        "all empty": (0, 4),
-    }[kind]
+def held_tensors_job(hosts: HostGroup):
+    """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits for it."""
+    held, let_go, naps = [], threading.Event(), []
+
+    def hold(group, *tensors):
+        held.extend(tensors)
+        return gather_into(group, *tensors)
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            let_go.set()
+            held.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "gather_into", hold)
+        hosts.barrier()
+        patch.setattr(collectives.time, "sleep", nap)
+        hosts._control.drain()
+    assert let_go.is_set()
 
 
-def all_to_all_job(hosts: HostGroup, kind: str, dtype: torch.dtype):
-    before = hosts.bytes_received
-    parts = [pattern(hosts.rank + 10 * h, part_shape(kind, hosts.rank, h), dtype) for h in range(hosts.size)]
-    shapes = [part_shape(kind, h, hosts.rank) for h in range(hosts.size)]
-    received = hosts.all_to_all(parts, shapes).wait()
-    assert len(received) == hosts.size
-    for host, (part, shape) in enumerate(zip(received, shapes, strict=True)):
-        assert part.dtype == dtype
-        assert torch.equal(part, pattern(host + 10 * hosts.rank, shape, dtype))
-    payload = sum(part.nbytes for host, part in enumerate(received) if host != hosts.rank)
-    assert hosts.bytes_received - before == payload
-
-
-@pytest.mark.parametrize("kind", ["even", "uneven", "some empty", "only to the last", "all empty"])
-@pytest.mark.parametrize("hosts", SIZES)
-def test_all_to_all(exchanging, hosts, kind):
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        exchanging(hosts, all_to_all_job, kind, dtype)
-
-
-def broadcast_job(hosts: HostGroup, dtype: torch.dtype):
-    before = hosts.bytes_received
-    tensor = pattern(hosts.rank, (1, 77), dtype)
-    assert hosts.broadcast(tensor) is tensor
-    assert torch.equal(tensor, pattern(0, (1, 77), dtype))
-    assert hosts.bytes_received - before == (tensor.nbytes if hosts.rank else 0)
-    last = hosts.size - 1
-    assert torch.equal(hosts.broadcast(pattern(hosts.rank, (3, 5), dtype), last), pattern(last, (3, 5), dtype))
-
-
-def shift_job(hosts: HostGroup, dtype: torch.dtype):
-    """Hosts pass on tensors of different lengths, twice, the second time what they got."""
-    held, owner = pattern(hosts.rank, (2, hosts.rank + 1), dtype), hosts.rank
-    for _ in range(2):
-        before, owner = hosts.bytes_received, (owner - 1) % hosts.size
-        held = hosts.shift(held, (2, owner + 1)).wait()
-        assert held.dtype == dtype and torch.equal(held, pattern(owner, (2, owner + 1), dtype))
-        assert hosts.bytes_received - before == (held.nbytes if hosts.size > 1 else 0)
-
-
-@pytest.mark.parametrize("hosts", SIZES)
-def test_shift_round_the_ring(exchanging, hosts):
-    for dtype in (torch.bfloat16, torch.float64):
-        exchanging(hosts, shift_job, dtype)
-
-
-def control_job(hosts: HostGroup):
-    before = hosts.bytes_received
-    values = [2**62, -1, 0] if hosts.rank == 0 else None
-    assert hosts.broadcast_ints(values, 3) == [2**62, -1, 0]
-    floats = [hosts.rank + 1e-12, -float("inf"), 1e300]
-    assert hosts.gather_floats(floats) == [[h + 1e-12, -float("inf"), 1e300] for h in range(hosts.size)]
-    hosts.barrier()
-    hosts.require_same("the prompt", b"the same")
-    hosts.let_others_report()
-    assert hosts.bytes_received == before, "statuses and tokens are not payload"
-
-
-@pytest.mark.parametrize("hosts", SIZES)
-def test_broadcast_and_small_values(exchanging, hosts):
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        exchanging(hosts, broadcast_job, dtype)
-    exchanging(hosts, control_job)
+def test_a_group_is_drained_of_what_gloo_still_holds(pool):
+    pool.run(2, held_tensors_job)
 
 
 def different_job(hosts: HostGroup):

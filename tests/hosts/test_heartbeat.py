@@ -1,6 +1,6 @@
-"""A host that works is waited for; one that is silent is not. Over real gloo processes, whose timeout is short.
+"""A host that works is waited for; one that is silent is not. By a clock and a store of the tests, then real ones.
 
-Working is sleeping in a stage: nothing but the sign of work tells the others that it goes on.
+Working, over real gloo processes, is sleeping in a stage: nothing but the sign of work tells that it goes on.
 """
 
 import multiprocessing as mp
@@ -8,15 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import apbv.hosts.failure_watch
-from apbv import HostGroup
+from apbv import HostError, HostGroup
+from apbv.hosts import failure_watch, heartbeat
+from apbv.hosts.failure_watch import WORK_LIMIT, FailureWatch
+from apbv.hosts.heartbeat import Heartbeat, Patience
 from apbv.speculate.link import Link
 
 from fresh_hosts import Store, described, run_fresh
@@ -28,172 +33,255 @@ TIMEOUT = 4.0
 LONG = 9.0  # longer than any wait without a sign of work, the back end's own included
 
 
-def slow_job(hosts: HostGroup, stage: str) -> list[int]:
-    """The last host takes its time."""
-    if stage == "local":
-        with hosts.local_stage("reading the video"):
-            time.sleep(LONG * (hosts.rank == hosts.size - 1))
+class Dictionary:
+    """A torch.distributed store in this process."""
+
+    def __init__(self):
+        self.values, self.counts = {}, Counter()
+
+    def add(self, key: str, count: int) -> int:
+        self.counts[key] += count
+        return self.counts[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return keys[0] in self.values
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when a test says so."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    return clock
+
+
+def a_heart(store: Dictionary) -> Heartbeat:
+    """The heart of host 1, which beats only when a test says so."""
+    heart = Heartbeat(store, "host 1", TIMEOUT, 40.0)
+    heart._thread = threading.current_thread()
+    return heart
+
+
+def test_patience_ends_where_nobody_has_worked_for_the_timeout(clock):
+    patience = Patience(TIMEOUT)
+    patience.hear(7, "old news")
+    for step in range(1, 4):
+        clock.now += TIMEOUT
+        assert not patience.is_over
+        patience.hear(7 + step, f"news {step}")
+    patience.hear(10, "the same once more")
+    clock.now += TIMEOUT + 0.1
+    assert patience.is_over and patience.last_heard == "news 3" and patience.seconds == pytest.approx(16.1)
+    unheard = Patience(TIMEOUT)
+    unheard.hear(10, "old news")
+    clock.now += TIMEOUT + 0.1
+    assert unheard.is_over and unheard.last_heard == ""
+
+
+def test_a_host_beats_while_it_works_and_not_while_it_waits(clock):
+    store = Dictionary()
+    heart = a_heart(store)
+
+    def beats(seconds: float) -> str | None:
+        clock.now += seconds
+        before, _ = heart.heard()
+        heart.beat()
+        count, said = heart.heard()
+        return said if count > before else None
+
+    assert beats(1) is None and heart.heard() == (0, "")
+    with heart.working("prefill"):
+        assert beats(3) == "host 1 has worked on prefill for 3 s"
+        with heart.working("encode"):
+            assert beats(5) == "host 1 has worked on encode for 5 s"
+        with heart.waiting():
+            assert beats(1) is None
+        assert beats(2) == "host 1 has worked on prefill for 2 s", "a new stretch"
+        assert beats(37.9) and beats(0.1) is None, "a host that hangs keeps nobody for ever"
+    assert beats(0) is None
+
+
+def watching(store, works, monkeypatch, **settings) -> tuple[FailureWatch, SimpleNamespace]:
+    """A watch over an exchange; ``works`` is called whenever a wait for it has run out of time."""
+    monkeypatch.setattr(failure_watch, "POLL_SECONDS", 0.01)
+
+    def wait(timeout=None) -> None:
+        if not work.is_completed() and not works():
+            raise RuntimeError("Operation timed out!")
+
+    work = SimpleNamespace(wait=wait, is_completed=lambda: False)
+    return FailureWatch("host 0", TIMEOUT, store, a_heart(store), **settings), work
+
+
+@pytest.mark.parametrize("waits_for_work", [True, False])
+def test_who_works_is_waited_for_unless_the_wait_is_bounded(clock, monkeypatch, waits_for_work):
+    store, polls = Dictionary(), []
+    other = a_heart(store)
+
+    def works() -> bool:
+        polls.append(1)
+        clock.now += 3.0
+        other.beat()
+        return len(polls) == 7
+
+    watch, work = watching(store, works, monkeypatch, waits_for_work=waits_for_work)
+    with other.working("prefill"):
+        assert described(watch.wait, work).startswith("nothing" if waits_for_work else "HostError: host 0 waited")
+    assert watch.is_broken == (not waits_for_work) and len(polls) == (7 if waits_for_work else 2)
+
+
+def test_who_has_worked_and_is_silent_is_given_up_and_named(clock, monkeypatch):
+    store, polls = Dictionary(), []
+    other = a_heart(store)
+
+    def works() -> None:
+        polls.append(1)
+        clock.now += 3.0
+        if len(polls) < 5:
+            other.beat()
+
+    watch, work = watching(store, works, monkeypatch)
+    with other.working("prefill"), pytest.raises(HostError) as caught:
+        watch.wait(work)
+    assert str(caught.value) == (
+        "host 0 waited more than 4 s for another host, 18 s in all; "
+        "the last sign of work was: host 1 has worked on prefill for 12 s"
+    )
+
+
+def test_a_store_that_does_not_answer_keeps_nobody(clock, monkeypatch):
+    answers, asked = threading.Event(), []
+
+    class Silent(Dictionary):
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            return answers.wait(HANGING) and False
+
+    def works() -> None:
+        clock.now += 3.0
+
+    watch, work = watching(Silent(), works, monkeypatch)
+    assert described(watch.wait, work).endswith("store does not answer either: the network may be cut")
+    assert len(asked) == 1, "the question stands"
+    answers.set()
+
+
+@pytest.mark.parametrize("error", [None, "Connection closed by peer"])
+def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(monkeypatch, error):
+    store = Dictionary()
+    monkeypatch.setattr(failure_watch, "GRACE_SECONDS", 0.1)
+
+    def wait(timeout=None) -> None:
+        if timeout is not None or error:
+            raise RuntimeError("Operation timed out!" if timeout else error)
+
+    watch = FailureWatch("host 0", TIMEOUT, store, a_heart(store))
+    outcome = described(watch.wait, SimpleNamespace(wait=wait, is_completed=lambda: True))
+    told = f"another host ended, or did not answer in time (seen by host 0): {error}"
+    assert outcome == (f"HostError: {told}" if error else "nothing raised")
+    assert store.values.get("apbv/failure") == (told if error else None), "the others are told"
+
+
+def groups_job(hosts: HostGroup):
+    """What a host works on in one of its groups is a sign of work in all; of how long a stretch counts."""
+    own, pair = hosts.subgroup([hosts.rank]), hosts.subgroup([0, 1], 7.0, waits_for_work=False)
+    for group in filter(None, (own, pair)):
+        assert group._watch.heartbeat is hosts._watch.heartbeat
+    if pair is not None:
+        assert (pair.timeout, pair._watch._waits_for_work, hosts._watch._waits_for_work) == (7.0, False, True)
+    assert hosts._watch.heartbeat._longest == WORK_LIMIT * hosts.timeout
+    hosts.barrier()
+
+
+def test_groups_of_a_host_share_its_heart(pool):
+    pool.run(3, groups_job)
+
+
+# ---- real clocks ----
+
+
+def slow_job(hosts: HostGroup) -> list[int]:
+    """The last host takes its time, in both kinds of stages."""
+    is_last = hosts.rank == hosts.size - 1
+    with hosts.local_stage("reading the video"):
+        time.sleep(LONG * is_last)
     with hosts.collective_stage("prefill"):
-        if stage == "collective":
-            time.sleep(LONG * (hosts.rank == hosts.size - 1))
+        time.sleep(LONG * is_last)
         return hosts.all_gather(torch.tensor([hosts.rank])).wait().flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    ("store", "stage"),
-    [pytest.param("file", "local", marks=pytest.mark.thorough), ("memory of host 0", "collective")],
-    indirect=["store"],
-)
-def test_a_host_that_works_is_waited_for(store, stage):
-    for outcome in run_fresh(store, 3, slow_job, stage, timeout=TIMEOUT):
+@pytest.mark.thorough
+def test_a_host_that_works_is_waited_for(tmp_path):
+    for outcome in run_fresh(Store(tmp_path, in_host_0=True), 3, slow_job, timeout=TIMEOUT):
         assert (outcome.error, outcome.result) == (None, [0, 1, 2])
 
 
 def from_env_job(pipe, rank: int, port: int) -> None:
-    """As torchrun starts them, one host of two processes: exchanges of transformers, and ours."""
+    """As torchrun starts them, one host of two processes: an exchange of transformers."""
     as_torchrun_starts(rank, 2, port)
     hosts = HostGroup.from_env("cpu", TIMEOUT, tensor_parallel=2)
     total = torch.tensor([1.0 + rank])
     with hosts.collective_stage("prefill"):
-        if rank == 1:
-            time.sleep(LONG)
+        time.sleep(LONG * rank)
         dist.all_reduce(total, group=hosts.tensor_parallel_mesh().get_group())
-    with hosts.local_stage("reading the video"):
-        if rank == 0:
-            time.sleep(LONG)
     pipe.send(total.item())
     hosts.close()
 
 
 @pytest.mark.thorough
 def test_the_back_ends_own_limit_is_no_shorter(agent_store):
-    processes, pipes = [], []
-    for rank in range(2):
-        ours, theirs = mp.Pipe(duplex=False)
-        processes.append(start(from_env_job, theirs, rank, agent_store.port))
-        theirs.close()
-        pipes.append(ours)
+    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(2)), strict=True)
+    processes = [start(from_env_job, theirs[rank], rank, agent_store.port) for rank in range(2)]
     assert exit_statuses(processes) == [0, 0]
-    assert [pipe.recv() for pipe in pipes] == [3.0, 3.0]
+    assert [pipe.recv() for pipe in ours] == [3.0, 3.0]
 
 
-def stopped_job(hosts: HostGroup) -> None:
-    with hosts.collective_stage("prefill"):
-        if hosts.rank == 1:
-            time.sleep(LONG)  # who did not hear of it would have given up
-            os.kill(os.getpid(), signal.SIGSTOP)
-        hosts.all_gather(torch.tensor([hosts.rank])).wait()
+def silent_job(hosts: HostGroup, folder: Path, how: str) -> None:
+    """Host 1 stops in a stage, or does not come, outside any; the others wait in one, which is no work."""
+    if hosts.rank == 1 and how == "does not come":
+        wait_for(lambda: len(list(folder.glob("gave up *"))) == 2)
+        return
+    try:
+        with hosts.collective_stage("prefill"):
+            if hosts.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            hosts.all_gather(torch.tensor([hosts.rank])).wait()
+    finally:
+        (folder / f"gave up {hosts.rank}").touch()
 
 
-def run_beside_stopped(store: Store, job, *args) -> list:
-    """What became of hosts 0 and 2, of which each has reported before host 1, which stops, is killed."""
+def host_job(pipe, rank: int, store: Store, job, *args) -> None:
+    """Host 0 or 2 tells what became of it; who has stopped is killed then."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=3, **store.arguments(rank, 3))
+    hosts = HostGroup.from_process_group(dist.group.WORLD, "cpu", 1.0)
+    pipe.send(described(job, hosts, *args))
+
+
+@pytest.mark.parametrize("how", ["does not come", pytest.param("stops", marks=pytest.mark.thorough)])
+def test_a_silent_host_is_given_up(tmp_path, how):
     ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(3)), strict=True)
-    processes = [start(report, pipe, rank, store, job, *args) for rank, pipe in enumerate(theirs)]
+    args = Store(tmp_path), silent_job, tmp_path, how
+    processes = [start(host_job, pipe, rank, *args) for rank, pipe in enumerate(theirs)]
     try:
         for rank in (0, 2):
-            assert ours[rank].poll(90), f"host {rank} still waits"
-        return [ours[rank].recv() for rank in (0, 2)]
+            assert ours[rank].poll(HANGING), f"host {rank} still waits"
+            assert ours[rank].recv().startswith("HostError: ")
     finally:
         for process in processes:
             process.kill()
 
 
-def report(pipe, rank: int, store: Store, job, *args) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=3, **store.arguments(rank, 3))
-    hosts = HostGroup.from_process_group(dist.group.WORLD, "cpu", TIMEOUT)
-    began = time.monotonic()
-    failure = described(job, hosts, *args)
-    pipe.send((failure, time.monotonic() - began))
-
-
-@pytest.mark.thorough
-def test_a_stopped_host_is_noticed_although_it_has_worked(tmp_path):
-    for failure, seconds in run_beside_stopped(Store(tmp_path), stopped_job):
-        assert failure.startswith("HostError: "), failure
-        assert LONG < seconds < LONG + TIMEOUT + HANGING
-        assert "s in all; the last sign of work was: host 1 has worked on prefill for" in failure
-
-
-def waiting_job(hosts: HostGroup, done: Path) -> None:
-    """Host 1 does not come, outside any stage; the others wait in one, which is no work."""
-    if hosts.rank == 1:
-        wait_for(lambda: len(list(done.iterdir())) == 2, 80)
-        return
-    try:
-        with hosts.collective_stage("prefill"):
-            hosts.all_gather(torch.tensor([hosts.rank])).wait()
-    finally:
-        (done / str(hosts.rank)).touch()
-
-
-def test_waiting_is_no_work(tmp_path):
-    (tmp_path / "done").mkdir()
-    outcomes = run_fresh(Store(tmp_path), 3, waiting_job, tmp_path / "done", timeout=TIMEOUT)
-    assert outcomes[1].error is None
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error.startswith("HostError: ") and outcome.seconds < TIMEOUT + HANGING
-
-
-def hanging_job(hosts: HostGroup, done: Path) -> None:
-    if hosts.rank == 1:
-        with hosts.collective_stage("prefill"):
-            wait_for(done.exists, 60)
-        return
-    try:
-        hosts.barrier()
-    finally:
-        done.touch()
-
-
-def test_a_host_that_hangs_in_a_stage_is_given_up_in_the_end(tmp_path):
-    outcomes = run_fresh(Store(tmp_path), 2, impatient, hanging_job, tmp_path / "done", timeout=2.0)
-    assert outcomes[0].error.startswith("HostError: host 0 waited more than 2 s for another host, ")
-    assert "the last sign of work was: host 1 has worked on prefill for" in outcomes[0].error
-
-
-def impatient(hosts: HostGroup, job, *args):
-    """The job where only four seconds of work are believed."""
-    assert hosts._watch.heartbeat._longest == apbv.hosts.failure_watch.WORK_LIMIT * hosts.timeout
-    hosts._watch.heartbeat._longest = 4.0
-    return job(hosts, *args)
-
-
-def subgroup_job(hosts: HostGroup) -> str:
-    """Hosts 0 and 1 work in a group of theirs, or host 2 alone, while the others wait in that of all."""
-    some, alone = hosts.subgroup([0, 1]), hosts.subgroup([2])
-    pair = hosts.subgroup([0, 2], TIMEOUT / 2, waits_for_work=False)
-    if some is not None:
-        with some.collective_stage("decode"):
-            time.sleep(LONG * some.rank)
-            some.all_gather(torch.tensor([hosts.rank])).wait()
-    hosts.barrier()
-    if alone is not None:
-        with alone.collective_stage("draft"):
-            time.sleep(LONG)
-    hosts.barrier()
-    failure = "none"
-    if hosts.rank == 0:
-        failure = described(pair.start_broadcast(torch.zeros(1), 1).wait)
-    elif hosts.rank == 2:
-        with alone.collective_stage("draft"):
-            time.sleep(LONG)
-        pair.start_broadcast(torch.zeros(1), 1)
-    hosts.barrier()
-    return failure
-
-
-@pytest.mark.thorough
-def test_work_in_a_group_of_some_counts_for_all_unless_it_shall_not(tmp_path):
-    outcomes = run_fresh(Store(tmp_path), 3, subgroup_job, timeout=TIMEOUT)
-    assert [outcome.error for outcome in outcomes] == [None] * 3
-    assert outcomes[0].result == "HostError: host 0 waited more than 2 s for another host"
-
-
 def closing_job(pipe, rank: int, port: int) -> None:
     """Host 1 stops while host 0 has an exchange with it that nobody waits for."""
     as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", TIMEOUT)
+    hosts = HostGroup.from_env("cpu", 1.0)
     pair = hosts.subgroup([0, 1])
     hosts.barrier()
     if rank == 1:
@@ -219,12 +307,10 @@ def leaving_draft_job(pipe, rank: int, port: int) -> None:
     hosts = HostGroup.from_env("cpu", HANGING)
     link = Link(hosts.subgroup([0, 1], HANGING), hosts.subgroup([0, 1], HANGING))
     account = "x" * 2**24  # more than a socket holds
-    hosts.barrier()
     if rank == 1:
         link.send_json(account)
         link.wait_until_received()
         os._exit(0)
-    time.sleep(LONG / 4)
     pipe.send(link.receive_json() == account)
 
 
@@ -256,6 +342,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_the_process_ends_only_when_the_store_has_answered():
     """A thread that is inside the store's C++ when the interpreter ends would abort the process."""
     command = [sys.executable, "-c", ASKING]

@@ -14,15 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from apbv import Engine, HostGroup, SpeculativeConfig, demo
+from apbv import demo
 from apbv.launch.answer import streamed
 from apbv.launch.options import threads_wanted
 
 import families
 from pool import exit_statuses
 from scripts import INFER, run_script, started_hosts
-
-KEPT = ["--speculate", "specvlm", "--save-kept", "kept.png"]
 
 
 @pytest.fixture(scope="module")
@@ -49,133 +47,92 @@ def infer(capsys):
     return run
 
 
-def test_the_weights_are_looked_for_where_all_else_is_right(infer, weightless):
-    status, lines = infer("--model", weightless, "--prompt", "Why?")
-    assert status == 1 and f"cannot load the model {weightless}: " in lines[-1]
-
-
-def test_threads_are_as_many_as_are_asked_for(infer, weightless):
+def test_the_weights_are_looked_for_where_all_else_is_right_and_by_the_threads_asked_for(infer, weightless):
     before = torch.get_num_threads()
     try:
-        infer("--model", weightless, "--prompt", "Why?", "--threads", 3)
+        status, lines = infer("--model", weightless, "--prompt", "Why?", "--threads", 3)
+        assert status == 1 and f"cannot load the model {weightless}: " in lines[-1]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "environment", "wanted"),
+    ("given", "device", "processes", "threads", "wanted"),
     [
-        (None, "cpu", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 4),
-        (3, "cpu", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 3),
-        (3, "cuda", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 3),
-        (None, "cuda", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, None),
-        (None, "cpu", {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}, None),
-        (None, "cpu", {"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, None),
-        (None, "cpu", {"OMP_NUM_THREADS": "1"}, None),
-        (None, "cpu", {}, None),
+        (None, "cpu", "2", "1", 4),
+        (3, "cpu", "2", "1", 3),
+        (3, "cuda", "2", "1", 3),
+        (None, "cuda", "2", "1", None),
+        (None, "cpu", "2", "2", None),
+        (None, "cpu", "1", "1", None),
+        (None, "cpu", None, "1", None),
+        (None, "cpu", None, None, None),
     ],
 )
-def test_torchruns_single_thread_becomes_a_share_of_the_cores(monkeypatch, given, device, environment, wanted):
+def test_torchruns_single_thread_becomes_a_share_of_the_cores(
+    monkeypatch, given, device, processes, threads, wanted
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+    for name, value in (("LOCAL_WORLD_SIZE", processes), ("OMP_NUM_THREADS", threads)):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     assert threads_wanted(given, device) == wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--video", "missing.mp4"], "missing.mp4"),
-        (["--video", "text.png"], "text.png"),
-        (["--image", "text.png"], "cannot read the image text.png: "),
-        (["--json", "missing/figures.jsonl"], "--json missing/figures.jsonl: there is no directory missing"),
-        (["--json", "."], "--json . is a directory"),
-        (["--timeline", "missing/trace.json"], "--timeline missing/trace.json: there is no directory missing"),
-        (["--save-kept", "kept.xyz", "--speculate", "streaming"], "no picture format has this ending"),
-        (["--speculate", "vanilla"], "speculative decoding by vanilla needs a draft model"),
-        (
-            ["--speculate", "vanilla", "--draft-model", "./no"],
-            "cannot load the model ./no: there is no such directory",
-        ),
-        (["--speculate", "std", "--draft-model", "."], "draft_model does not apply"),
-        (["--speculate", "ngram", "--keep-ratio", "0.1"], "keep_ratio does not apply"),
-        (["--speculate", "vanilla", "--keep-ratio", "0.1"], "keep_ratio does not apply"),
-        (["--speculate", "specvlm", "--hippo-terms", "time"], "hippo_terms does not apply"),
-        (["--speculate", "vanilla", "--prune", "prompt"], "prune does not apply"),
-        (["--speculate", "specvlm", "--ensemble", "MT"], "ensemble does not apply"),
-        (["--speculate", "tabed", "--captioner", "json:dumps"], "captioner does not apply"),
-        (["--speculate", "std", "--save-kept", "kept.png"], "save_kept does not apply"),
-        (["--speculate", "std", "--keep", "random"], "keep does not apply"),
-        (["--speculate", "std_apbv"], "this one passes nothing"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_work_is_refused_before_weights_are_loaded(
-    infer, weightless, tmp_path, monkeypatch, options, message
-):
+REFUSED = {
+    "--video missing.mp4": "missing.mp4",
+    "--video text.png": "text.png",
+    "--image text.png": "cannot read the image text.png: ",
+    "--json missing/figures.jsonl": "--json missing/figures.jsonl: there is no directory missing",
+    "--json .": "--json . is a directory",
+    "--timeline missing/trace.json": "--timeline missing/trace.json: there is no directory missing",
+    "--save-kept kept.xyz --speculate streaming": "no picture format has this ending",
+    "--speculate vanilla": "speculative decoding by vanilla needs a draft model",
+    "--speculate vanilla --draft-model ./no": "cannot load the model ./no: there is no such directory",
+    "--speculate tabed --captioner json:dumps": "captioner does not apply",
+    "--speculate std --save-kept kept.png": "save_kept does not apply",
+    "--speculate std --keep random": "keep does not apply",
+    "--speculate std_apbv": "this one passes nothing",
+}
+
+
+def test_what_cannot_work_is_refused_before_weights_are_loaded(infer, weightless, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.png").write_text("This is no picture.")
-    if not {"--video", "--image"} & {*options}:
-        options = [*options, "--video", demo.video_path()]
-    status, lines = infer("--model", weightless, "--prompt", "Why?", *options)
-    assert status == 1 and len(lines) == 1
-    assert lines[0].startswith("error (host 0): ") and message in lines[0]
-    assert os.listdir() == ["text.png"], "nothing is left behind"
+    for options, message in REFUSED.items():
+        video = [] if "--video" in options or "--image" in options else ["--video", demo.video_path()]
+        status, lines = infer("--model", weightless, "--prompt", "Why?", *options.split(), *video)
+        assert status == 1 and len(lines) == 1, options
+        assert lines[0].startswith("error (host 0): ") and message in lines[0]
+        assert os.listdir() == ["text.png"], "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--frames", "8"], "--frames needs a --video"),
-        (["--fps", "8"], "--fps needs a --video"),
-        (["--speculate", "specvlm", "--save-kept", "kept.png"], "--save-kept needs a --video"),
-        ([*KEPT, "--video", "clip.mp4", "--video", "clip.mp4"], "--save-kept draws the frames of one video"),
-        ([*KEPT, "--video", "clip.mp4", "--image", "a.png"], "--save-kept draws the frames of one video"),
-        (["--save-kept", "kept.png", "--video", "clip.mp4"], "--save-kept needs --speculate"),
-        (["--vision-first"], "--vision-first needs --speculate"),
-        (["--draft-host"], "--draft-host needs --speculate"),
-        (["--sparse-threshold", "0.5"], "--sparse-threshold needs --sparse, or a sparse --method"),
-        (
-            ["--sparse", "spargeattn", "--sparse-stride", "8"],
-            "--sparse-stride needs --sparse or --method xattention",
-        ),
-        (
-            ["--method", "xattention", "--sparse-similarity", "0"],
-            "--sparse-similarity needs --sparse or --method spargeattn",
-        ),
-        (
-            ["--sparse", "xattention", "--sparse-skip-margin", "9"],
-            "--sparse-skip-margin needs --sparse or --method spargeattn",
-        ),
-        (
-            ["--method", "spargeattn", "--sparse-skip-margin", "0"],
-            "the skip margin of sparse attention must be above",
-        ),
-        (
-            ["--sparse", "xattention", "--sparse-divergence", "0"],
-            "--sparse-divergence needs --sparse or --method flexprefill",
-        ),
-        (["--method", "flexprefill", "--sparse-min-blocks", "0"], "min_blocks must be an integer in 1"),
-        (["--method", "ulysses", "--sparse", "xattention"], "sparse attention is for full, apbv, apb and star"),
-        (["--method", "xattention", "--sparse", "spargeattn"], "the method xattention cannot choose blocks as"),
-        (["--method", "xattention", "--sparse-threshold", "2"], "the threshold of sparse attention must lie in"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_options_without_effect_are_refused(infer, options, message):
-    status, (line,) = infer("--model", "some/model", "--prompt", "Why?", *options)
-    assert status == 2 and line.startswith(f"error: {message}")
+WITHOUT_EFFECT = {
+    "--frames 8": "--frames needs a --video",
+    "--fps 8": "--fps needs a --video",
+    "--speculate specvlm --save-kept a.png": "--save-kept needs a --video",
+    "--speculate specvlm --save-kept a.png --video a --video b": "--save-kept draws the frames of one video",
+    "--speculate specvlm --save-kept a.png --video a --image b": "--save-kept draws the frames of one video",
+    "--save-kept kept.png --video clip.mp4": "--save-kept needs --speculate",
+    "--vision-first": "--vision-first needs --speculate",
+    "--draft-host": "--draft-host needs --speculate",
+    "--sparse-threshold 0.5": "--sparse-threshold needs --sparse, or a sparse --method",
+    "--sparse spargeattn --sparse-stride 8": "--sparse-stride needs --sparse or --method xattention",
+    "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method spargeattn",
+    "--sparse xattention --sparse-skip-margin 9": "--sparse-skip-margin needs --sparse or --method spargeattn",
+    "--sparse xattention --sparse-divergence 0": "--sparse-divergence needs --sparse or --method flexprefill",
+    "--method flexprefill --sparse-min-blocks 0": "min_blocks must be an integer in 1",
+    "--method ulysses --sparse xattention": "sparse attention is for full, apbv, apb and star",
+    "--method xattention --sparse spargeattn": "the method xattention cannot choose blocks as",
+}
 
 
-def test_the_library_refuses_before_it_loads_weights(weightless):
-    speculate = SpeculativeConfig(strategy="std", keep="random")
-    with pytest.raises(ValueError, match="keep does not apply"):
-        Engine.from_pretrained(weightless, speculate=speculate, hosts=HostGroup.single("cpu"))
-    with pytest.raises(ValueError, match="safetensors"):
-        Engine.from_pretrained(weightless, hosts=HostGroup.single("cpu"))
+def test_options_without_effect_are_refused(infer):
+    for options, message in WITHOUT_EFFECT.items():
+        status, (line,) = infer("--model", "some/model", "--prompt", "Why?", *options.split())
+        assert status == 2 and line.startswith(f"error: {message}"), options
 
 
 def rows(lines: list[str]) -> dict[str, str]:
@@ -285,8 +242,7 @@ def hold(fifo: Path, reader: int) -> int:
     return end
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_ctrl_c_is_one_line_and_130(tmp_path, hosts):
+def test_ctrl_c_is_one_line_and_130(tmp_path, hosts=2):
     """While the last host reads a file that does not end, and the others wait for it."""
     folders = [tmp_path / f"host{rank}" for rank in range(hosts)]
     for folder in folders:

@@ -90,6 +90,7 @@ def installed(wheel, tmp_path_factory) -> Path:
     return target
 
 
+@pytest.mark.thorough
 def test_the_wheel_holds_everything_under_one_name(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.split("/")[0] for name in names}
@@ -119,16 +120,8 @@ def test_the_wheel_holds_everything_under_one_name(wheel):
     assert data <= names
 
 
-def test_the_environment_does_not_show_kernels(tmp_path):
-    seen = python(
-        "-c", "import importlib.util; print(importlib.util.find_spec('kernels') is not None)", cwd=tmp_path
-    )
-    assert seen.strip() == str(has_hugging_face_kernels())
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param("wheel", marks=pytest.mark.thorough), "environment, in the repository"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["wheel", "environment, in the repository"])
 def test_an_import_neither_shows_nor_hides_kernels(request, tmp_path, place):
     """From the wheel; and as installed here, with the folder ``kernels`` in the working directory."""
     target = request.getfixturevalue("installed") if place == "wheel" else None
@@ -143,8 +136,10 @@ def test_an_import_neither_shows_nor_hides_kernels(request, tmp_path, place):
     assert seen["is_kernels_available"] is False
 
 
-def test_pytest_does_not_see_the_folder():
+def test_neither_the_environment_nor_pytest_shows_the_folder(tmp_path):
     """``pytest`` leaves the working directory off sys.path; ``python -m pytest`` does not."""
+    code = "import importlib.util; print(importlib.util.find_spec('kernels') is not None)"
+    assert python("-c", code, cwd=tmp_path).strip() == str(has_hugging_face_kernels())
     if Path(sys.argv[0]).name == "__main__.py":
         pytest.skip("run as python -m pytest, which puts the working directory on sys.path")
     assert ROOT not in {Path(entry).resolve() for entry in sys.path}

@@ -11,123 +11,86 @@ import pytest
 
 import apbv
 
+from patience import limit
 from scripts import ROOT
 
 # What takes seconds to import.
 HEAVY = ("torch", "transformers", "torchvision")
-
 RUN = f"""
-import json, runpy, sys
-script, *sys.argv[1:] = sys.argv[1:]
-sys.argv[0] = script
-try:
-    runpy.run_path(script, run_name="__main__")
-    status = 0
-except SystemExit as end:
-    status = end.code
-print(json.dumps([status, [name for name in {HEAVY} if name in sys.modules]]))
+import contextlib, io, json, runpy, sys
+ended = []
+for script, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [script, *arguments]
+    run, said, status = runpy.run_path if script.endswith(".py") else runpy.run_module, io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            run(script, run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    ended.append((status, said.getvalue(), [name for name in {HEAVY} if name in sys.modules]))
+print(json.dumps(ended))
 """
+COMMANDS = ("infer", "serve", "doctor", "plan")
+INFER, SERVE, DOCTOR = "launch/infer.py", "launch/serve.py", "apbv/doctor/__main__.py"
+BAD = {
+    "--method magic": "argument --method: invalid choice: 'magic' (choose from ",
+    "--importance magic": "argument --importance: invalid choice: 'magic' (choose from ",
+    "--speculate magic": "argument --speculate: invalid choice: 'magic' (choose from ",
+    "--speculate specvlm --keep magic": "argument --keep: invalid choice: 'magic' (choose from ",
+    "--dtype magic": "argument --dtype: invalid choice: 'magic' (choose from ",
+    "--anchor-len -1": "anchor_len must lie in 0 .. 2^31-1, not -1",
+    "--temperature -1": "temperature must be 0 (greedy) or at least 1e-6, not -1.0",
+    "--speculate specvlm --keep-ratio 2": "keep_ratio must lie in (0, 1], not 2.0",
+    "--keep-ratio 0.1": "--keep-ratio needs --speculate",
+    "--num-draft-tokens 5": "--num-draft-tokens needs --speculate",
+    "--frames 0": "--frames must be at least 1, not 0",
+    "--threads 0": "--threads must be at least 1, not 0",
+    "--timeout 0": "--timeout must be a positive number of seconds, not 0.0",
+    "--device gpu": "--device must be cpu, cuda, or a GPU as in cuda:0, not 'gpu'",
+    "--fps nan": "--fps must lie in 0 < fps <= 1e+09, not nan",
+}
 
 
 def python(code: str, *arguments, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", code, *map(str, arguments)]
     env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=limit(240.0))
 
 
-def run_lightly(script: Path, *options) -> tuple[int, list[str], subprocess.CompletedProcess]:
-    """A script's status, which heavy packages it imported, and its output."""
-    result = python(RUN, script, *options)
+def require_light(cases: list[tuple[list[str], int, str]]) -> None:
+    """Run commands in one new interpreter: how each ends and what it says first; none imports what is heavy."""
+    result = python(RUN, json.dumps([words for words, _, _ in cases]))
     assert result.returncode == 0, result.stderr
-    status, heavy = json.loads(result.stdout.splitlines()[-1])
-    return status, heavy, result
+    for (words, status, said), (ended, printed, heavy) in zip(cases, json.loads(result.stdout), strict=True):
+        assert ended == status and printed.startswith(said) and not heavy, (words, printed)
+        if status:
+            assert printed.count("\n") == 1, printed
 
 
-SCRIPTS = [ROOT / "launch" / "infer.py", ROOT / "launch" / "serve.py"]
-DOCTOR = ROOT / "apbv" / "doctor" / "__main__.py"
+def test_a_bad_option_is_one_line_before_anything_is_imported():
+    for script in (INFER, SERVE):
+        asked = {message: [script, "--model", "demo", *bad.split()] for bad, message in BAD.items()}
+        require_light([(words, 2, f"error: {message}") for message, words in asked.items()])
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, DOCTOR], ids=lambda path: str(path.relative_to(ROOT)))
-def test_help_imports_neither_torch_nor_transformers(script):
-    status, heavy, result = run_lightly(script, "--help")
-    assert status == 0 and result.stdout.startswith("usage: ")
-    assert not heavy
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--method", "magic"], "argument --method: invalid choice: 'magic' (choose from "),
-        (["--importance", "magic"], "argument --importance: invalid choice: 'magic' (choose from "),
-        (["--speculate", "magic"], "argument --speculate: invalid choice: 'magic' (choose from "),
-        (["--speculate", "specvlm", "--keep", "magic"], "argument --keep: invalid choice: 'magic' (choose from "),
-        (["--dtype", "magic"], "argument --dtype: invalid choice: 'magic' (choose from "),
-        (["--anchor-len", "-1"], "anchor_len must lie in 0 .. 2^31-1, not -1"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or at least 1e-6, not -1.0"),
-        (["--speculate", "specvlm", "--keep-ratio", "2"], "keep_ratio must lie in (0, 1], not 2.0"),
-        (["--keep-ratio", "0.1"], "--keep-ratio needs --speculate"),
-        (["--num-draft-tokens", "5"], "--num-draft-tokens needs --speculate"),
-        (["--frames", "0"], "--frames must be at least 1, not 0"),
-        (["--threads", "0"], "--threads must be at least 1, not 0"),
-        (["--timeout", "0"], "--timeout must be a positive number of seconds, not 0.0"),
-        (["--device", "gpu"], "--device must be cpu, cuda, or a GPU as in cuda:0, not 'gpu'"),
-        (["--fps", "nan"], "--fps must lie in 0 < fps <= 1e+09, not nan"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_option_is_one_line_before_anything_is_imported(script, options, message):
-    status, heavy, result = run_lightly(script, "--model", "demo", *options)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"error: {message}")
-    assert status == 2 and not heavy
-
-
-RUN_MODULE = RUN.replace("script, *sys.argv[1:] = sys.argv[1:]\nsys.argv[0] = script", "script = 'apbv'").replace(
-    "runpy.run_path(script", "runpy.run_module(script"
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (["--help"], 0, "usage: apbv "),
-        (["infer", "--help"], 0, "usage: apbv infer "),
-        (["serve", "--help"], 0, "usage: apbv serve "),
-        (["doctor", "--help"], 0, "usage: apbv doctor "),
-        (["plan", "--help"], 0, "usage: apbv plan "),
-        (["--version"], 0, apbv.__version__),
-        ([], 2, "error: the following arguments are required: COMMAND"),
-        (["magic"], 2, "error: argument COMMAND: invalid choice: 'magic'"),
-        (
-            ["infer", "--model", "demo", "--method", "magic"],
-            2,
-            "error: argument --method: invalid choice: 'magic'",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_the_command_hands_on_to_the_scripts(arguments, status, said):
-    result = python(RUN_MODULE, *arguments)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == [status, []]
-    assert (result.stderr if status else result.stdout).startswith(said)
-
-
-def test_importing_the_package_costs_nothing():
+def test_the_command_hands_on_to_the_scripts_and_help_is_light():
+    require_light(
+        [
+            *(([script, "--help"], 0, "usage: ") for script in (INFER, SERVE, DOCTOR)),
+            *((["apbv", command, "--help"], 0, f"usage: apbv {command} ") for command in COMMANDS),
+            (["apbv", "--help"], 0, "usage: apbv "),
+            (["apbv", "--version"], 0, apbv.__version__),
+            (["apbv"], 2, "error: the following arguments are required: COMMAND"),
+            (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'"),
+            (
+                ["apbv", "infer", "--model", "x", "--method", "magic"],
+                2,
+                "error: argument --method: invalid choice",
+            ),
+        ]
+    )
     result = python(f"import sys, apbv, apbv.config; print([name for name in {HEAVY} if name in sys.modules])")
     assert result.stdout.strip() == "[]", result.stderr
-
-
-@pytest.mark.thorough
-def test_every_public_name_is_there_when_asked_for():
-    result = python(
-        "import apbv, json\n"
-        "names = {name: getattr(apbv, name).__name__ for name in apbv.__all__}\n"
-        "print(json.dumps([sorted(set(apbv.__all__) - set(dir(apbv))), names]))"
-    )
-    missing, names = json.loads(result.stdout)
-    assert not missing and names == {name: name for name in apbv.__all__}
 
 
 def test_type_checkers_see_the_same_names():
@@ -137,33 +100,32 @@ def test_type_checkers_see_the_same_names():
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     read = {alias.name: statement.module for statement in block.body for alias in statement.names}
     assert read == apbv._HOMES
+    assert not any(hasattr(apbv, name) for name in ("nonsense", "_nonsense", "__wrapped__"))
 
 
-def test_submodules_are_attributes_and_nothing_else_is():
-    code = (
-        "import apbv\n"
-        "print(apbv.demo.video_path().name, apbv.kernels.__name__, apbv.launch.__name__, apbv.layout.__name__)\n"
-        "print(hasattr(apbv, 'nonsense'), hasattr(apbv, '_nonsense'), hasattr(apbv, '__wrapped__'))"
-    )
-    lines = python(code).stdout.splitlines()
-    assert lines == ["clip.mp4 apbv.kernels apbv.launch apbv.layout", "False False False"]
-
-
-@pytest.mark.parametrize(
-    "order",
-    ["import apbv, transformers", "import transformers, apbv"],
-)
 @pytest.mark.thorough
-def test_video_processors_load_after_a_bare_import(order):
-    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it."""
-    module = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
-    result = python(f"{order}\nimport {module} as m\nprint(m.Qwen2VLVideoProcessor.__name__)")
-    assert result.stdout.strip() == "Qwen2VLVideoProcessor", result.stderr
+def test_every_public_name_and_submodule_is_there_when_asked_for():
+    result = python(
+        "import apbv, json\n"
+        "modules = [each.__name__ for each in (apbv.demo, apbv.kernels, apbv.launch, apbv.layout)]\n"
+        "names = {name: getattr(apbv, name).__name__ for name in apbv.__all__}\n"
+        "print(json.dumps([modules, sorted(set(apbv.__all__) - set(dir(apbv))), names]))"
+    )
+    modules, missing, names = json.loads(result.stdout)
+    assert modules == ["apbv.demo", "apbv.kernels", "apbv.launch", "apbv.layout"]
+    assert not missing and names == {name: name for name in apbv.__all__}
 
 
-def test_two_copies_of_the_guard_find_torchvision(tmp_path):
-    """As where a process has one of its own from ``sitecustomize``; each must not ask the other without end."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", ["import apbv, transformers", "import transformers, apbv"])
+def test_video_processors_load_after_a_bare_import(order, tmp_path):
+    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it.
+
+    So they do where a process has a guard of its own from ``sitecustomize``: neither asks the other without end.
+    """
     guard = Path(apbv.torchvision_guard.__file__).read_text()
     (tmp_path / "sitecustomize.py").write_text(f"{guard}\n\nensure_torchvision_imports()\n")
-    result = python("import apbv, torchvision\nprint(torchvision.__name__)", PYTHONPATH=str(tmp_path))
-    assert result.stdout.strip() == "torchvision", result.stderr[-2000:]
+    path = {"PYTHONPATH": str(tmp_path)} if order.startswith("import apbv") else {}
+    module = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
+    result = python(f"{order}\nimport torchvision, {module} as m\nprint(m.Qwen2VLVideoProcessor.__name__)", **path)
+    assert result.stdout.strip() == "Qwen2VLVideoProcessor", result.stderr

@@ -1,35 +1,49 @@
-"""What fails in the middle of decoding, and whom it does not concern."""
+"""What fails, ends or waits in a server in this process, and whom it does not concern."""
 
+import asyncio
 import gc
+import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
-from apbv import Engine, HostGroup, demo
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.kv.manifest import StorageError
 from apbv.kv.offers import Offers
+from apbv.kv.remote import drop
+from apbv.kv.ticket import Ticket
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import WAIT, Executor, exchange_commands, why_one_at_a_time
 from apbv.serve.ledger import Ledger
+from apbv.serve.media import MediaSettings
 from apbv.serve.order import Order
+from apbv.serve.requests import ChatRequest
+from apbv.serve.server import bind, listen
 from apbv.serve.telling import Telling
 
-from patience import wait_for
-from servers import InProcess, metric_in, post
+from patience import HANGING, wait_for
+from servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
 TELLING = "apbv.serve.telling.Telling._note"  # called for every token
 
 
-def ask(app: InProcess):
+def ask(app: InProcess, **fields):
     messages = [{"role": "user", "content": "x"}]
-    return post(app, "/v1/chat/completions", model="demo", messages=messages, max_tokens=3, ignore_eos=True)
+    return post(
+        app, "/v1/chat/completions", **({"messages": messages, "max_tokens": 3, "ignore_eos": True} | fields)
+    )
+
+
+def figure(app: InProcess, name: str) -> float:
+    return metric_in(app.worker.metrics.render().decode(), f"apbv:{name}")
 
 
 def is_idle(app: InProcess) -> bool:
-    figures = app.request("GET", "/metrics").text
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
-    return not any(metric_in(figures, f"apbv:{name}") for name in names)
+    return not any(
+        figure(app, name) for name in ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
+    )
 
 
 def out_of_memory(*_):
@@ -52,8 +66,7 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, where, mo
 
 
 @pytest.mark.parametrize(
-    "fails",
-    [None, "apbv.decode.batch_steps.forward", "apbv.decode.batch_steps.OwnKV.make_room", TELLING],
+    "fails", [None, "apbv.decode.batch_steps.forward", "apbv.decode.batch_steps.OwnKV.make_room", TELLING]
 )
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
@@ -80,8 +93,14 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch):
     assert kept and left == [0]
 
 
-def test_answers_are_single_where_a_model_runs_one_sequence_at_a_time(app, monkeypatch):
+def test_why_answers_are_single(app, monkeypatch):
     assert why_one_at_a_time(app.engine) is None
+    for speculate, prefill, why in (
+        (SpeculativeConfig(strategy="ngram"), PrefillConfig(), "a draft is made for one answer"),
+        (None, PrefillConfig(kv="sharded"), "all hosts take part in every token"),
+    ):
+        configured = SimpleNamespace(speculative_config=speculate, prefill_config=prefill)
+        assert why in why_one_at_a_time(configured)
     monkeypatch.setitem(app.engine.parts.language_model.config.rope_parameters, "rope_type", "dynamic")
     assert "rotary frequencies" in why_one_at_a_time(app.engine)
 
@@ -89,7 +108,7 @@ def test_answers_are_single_where_a_model_runs_one_sequence_at_a_time(app, monke
 def hand_over_job(hosts: HostGroup, name: str, fails, where: int) -> tuple[type, str, bool]:
     """What a hand-over raises that fails on one of the hosts, and whether the hosts are in step afterwards."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
-    content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]
+    content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]  # long enough for both hosts
     order = Order([{"role": "user", "content": content}], ["clip"], 64, None, 1, 0.0, 1.0, 0, hands_over=True)
     with Offers(hosts) as offers, pytest.MonkeyPatch.context() as patch:
         carried_out = Executor(engine, hosts, offers)
@@ -108,11 +127,129 @@ def refuse(*_):
 @pytest.mark.parametrize("where", [0, 1])
 def test_kv_that_one_host_cannot_offer_is_no_fault_of_the_request(pool, where):
     for kind, message, in_step in pool.run(2, hand_over_job, "apbv.kv.offers.Offers.hold", refuse, where):
-        assert (
-            kind is RuntimeError and "the KV cannot be offered: " in message and "no room" in message and in_step
-        )
+        assert kind is RuntimeError and in_step
+        assert "the KV cannot be offered: " in message and "no room" in message
 
 
 def test_hosts_stay_in_step_where_no_first_token_is_chosen(pool):
     (kind, message, in_step), other = pool.run(2, hand_over_job, "apbv.serve.executor.sample", out_of_memory, 0)
     assert kind is RuntimeError and message == "out of memory" and in_step and other[2]
+
+
+def wishes_job(hosts: HostGroup) -> tuple[int, bool]:
+    return exchange_commands(hosts, hosts.rank + 3, hosts.rank == 2)
+
+
+def test_every_host_may_ask_to_stop_and_host_0_commands(pool):
+    assert pool.run(3, wishes_job) == [(3, True)] * 3
+
+
+def test_kv_that_waits_keeps_others_waiting_at_the_limit(handing_over, monkeypatch):
+    """Until some of it is fetched or dropped."""
+    app = handing_over
+    wait_for(lambda: not figure(app, "num_requests_running"))
+    before = [figure(app, name) for name in ("kv_offers_waiting", "kv_cache_bytes")]
+    ticket = Ticket.from_params(ask(app, kv_transfer_params=HAND_OVER).json()["kv_transfer_params"])
+    held = int(before[1]) + ticket.num_bytes
+    wait_for(lambda: figure(app, "kv_cache_bytes") == held)
+    assert figure(app, "kv_offers_waiting") == before[0] + 1
+    limits = app.worker._ledger.limits
+    monkeypatch.setitem(vars(limits), "max_kv_bytes", held + 2**10)
+
+    async def wait() -> int:
+        body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+        reply = asyncio.create_task(app.client.post("/v1/completions", json=body))
+        while app.worker._ledger.bytes_wanted() != (1 + 3) * 2**10 - 2**10:
+            await asyncio.sleep(0.01)
+        assert not reply.done() and figure(app, "num_requests_waiting") == 1
+        drop(ticket)
+        return (await reply).status_code
+
+    assert app.loop.run_until_complete(asyncio.wait_for(wait(), HANGING)) == 200
+    wait_for(lambda: figure(app, "kv_cache_bytes") == before[1])
+    assert metric_in(app.worker.metrics.render().decode(), "apbv:kv_transfers_total", how="dropped") >= 1
+
+
+def test_a_request_does_not_wait_for_the_media_of_others(site):
+    server = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})), max_queue=8)
+    slow = asking(messages=[{"role": "user", "content": [part("image", f"{site.url}/late")]}])
+    post = server.client.post
+
+    async def ask_beside() -> tuple[int, list[int]]:
+        others = [asyncio.create_task(post("/v1/chat/completions", content=slow)) for _ in range(6)]
+        while figure(server, "num_requests_waiting") < 6:
+            await asyncio.sleep(0.01)
+        reply = await post("/v1/chat/completions", content=asking())
+        assert not any(task.done() for task in others)
+        site.may_answer.set()
+        return reply.status_code, [(await task).status_code for task in others]
+
+    try:
+        answered, refused = server.loop.run_until_complete(asyncio.wait_for(ask_beside(), HANGING))
+        assert answered == 200 and refused == [400] * 6  # "xxx" is no image
+    finally:
+        site.may_answer.set()
+        server.close()
+
+
+def test_a_request_that_is_still_read_when_the_server_stops(site):
+    """It hears so at once; what is being fetched for it does not stay, and nothing else is fetched."""
+    app = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})))
+    content = [part("image", f"{site.url}/late")] * 3
+    request = ChatRequest.parse(asking(messages=[{"role": "user", "content": content}]))
+
+    async def stop_meanwhile():
+        job = app.worker.admit()
+        reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
+        while not site.paths:
+            await asyncio.sleep(0.01)
+        app.worker.stop()
+        event = await job.events.get()
+        assert not reading.done()
+        site.may_answer.set()
+        await reading
+        return job, event  # kept, so that nothing is tidied up by its going
+
+    with app.private_files.holding(b"") as path:
+        job, error = app.loop.run_until_complete(asyncio.wait_for(stop_meanwhile(), HANGING))
+        assert (error.status, str(error)) == (503, "the server is stopping")
+        assert list(path.parent.iterdir()) == [path] and site.paths == ["/late"] and job.has_ended
+    app.close()
+
+
+def test_a_server_that_stops_cuts_answers_and_offers_after_its_grace(media):
+    """What runs is given the time, waits for its KV included; no time is given here."""
+
+    def offers(hosts, on_end) -> Offers:
+        return Offers(hosts, host="127.0.0.1", seconds=3600.0, on_end=on_end)
+
+    app = InProcess(MediaSettings(folder=media), offers=offers, max_model_len=20_000)
+    with app.offers:
+        assert ask(app, kv_transfer_params=HAND_OVER).status_code == 200  # which nobody fetches
+
+        async def stop_meanwhile() -> tuple[int, str]:
+            body = {"prompt": "x", "max_tokens": 19_000, "ignore_eos": True}
+            reply = asyncio.create_task(app.client.post("/v1/completions", json=body))
+            while not figure(app, "num_requests_running"):
+                await asyncio.sleep(0.01)
+            app.worker.stop()
+            assert app.worker._leader.is_alive and (await app.client.get("/health")).status_code == 503
+            threading.Thread(target=app.worker.join, args=(0.0,)).start()
+            return (await reply).status_code, (await reply).json()["error"]["message"]
+
+        stopped = app.loop.run_until_complete(asyncio.wait_for(stop_meanwhile(), HANGING))
+        assert stopped == (503, "the server is stopping")
+        app.worker._leader.join(HANGING)
+        assert not app.worker._leader.is_alive
+    app.close()
+
+
+def test_of_two_servers_that_want_one_port_the_second_says_so():
+    """Both may bind it while neither listens: loading a model takes long."""
+    first = bind("127.0.0.1", 0)
+    second = bind(*first.getsockname())
+    with first, second:
+        listen(first)
+        for again in (lambda: listen(second), lambda: bind(*first.getsockname())):
+            with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:"):
+                again()

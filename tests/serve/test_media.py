@@ -1,23 +1,32 @@
-"""What a URL in a request may mean: a file of the folder, inline data, or an address that is fetched from."""
+"""What a URL in a request may mean, and how much: of the folder, inline, or fetched; images, frames and sound."""
 
 import base64
+import io
 import os
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
+from apbv import Engine, HostGroup, demo
 from apbv.input.files import FileIdentity
+from apbv.input.reading import PromptReader
+from apbv.serve import media as serving_media
+from apbv.serve import reading
 from apbv.serve.media import FolderError, MediaError, MediaSettings, fetch, is_public, open_media
 from apbv.serve.private_files import PrivateFiles
 from apbv.serve.protocol import ApiError
-from apbv.serve.reading import Reader, RequestSettings
+from apbv.serve.reading import Reader, ReadRequest, RequestSettings
 from apbv.serve.requests import ChatRequest
 
-from patience import limit
-from servers import asking
+import families
+from patience import HANGING
+from servers import asking, data_url, part, text
 
 
 @pytest.fixture
@@ -38,6 +47,14 @@ def folder(tmp_path):
 def read(url: str, media: MediaSettings) -> bytes:
     with PrivateFiles() as private_files, open_media(url, media, private_files) as found:
         return found.path.read_bytes()
+
+
+def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> ReadRequest:
+    """What the app's engine would be told of a request."""
+    messages = [{"role": "user", "content": [*content, text("x")]}]
+    request = ChatRequest.parse(asking(messages=messages, num_frames=num_frames))
+    with PrivateFiles() as private_files, ExitStack() as stack:
+        return Reader(app.engine, RequestSettings(**limits), private_files).read(request, stack)
 
 
 def test_files_of_the_folder_and_no_others(folder):
@@ -62,15 +79,12 @@ def test_files_of_the_folder_and_no_others(folder):
 def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path, becomes):
     """Not the request's, and it does not end the server: the folder may be mounted again."""
     folder = tmp_path / "media"
-    settings = RequestSettings(media=MediaSettings(folder=folder))
-    content = [{"type": "image_url", "image_url": {"url": "picture.png"}}]
-    request = ChatRequest.parse(asking(messages=[{"role": "user", "content": content}]))
     if becomes == "a file":
         folder.touch()
     with pytest.raises(FolderError, match="cannot read its folder of media files"):
-        read("picture.png", settings.media)
-    with PrivateFiles() as files, ExitStack() as stack, pytest.raises(ApiError, match="its folder") as error:
-        Reader(app.engine, settings, files).read(request, stack)
+        read("picture.png", MediaSettings(folder=folder))
+    with pytest.raises(ApiError, match="its folder") as error:
+        ordered(app, part("image", "picture.png"), media=MediaSettings(folder=folder))
     assert error.value.status == 503 and str(folder) not in str(error.value)
 
 
@@ -80,18 +94,9 @@ def test_inline_data_lies_in_a_private_file_and_then_nowhere():
     with PrivateFiles() as private_files, open_media(url, media, private_files) as found:
         assert found.path.read_bytes() == b"x" * 100 and found.path.stat().st_mode & 0o777 == 0o600
     assert not found.path.exists()
-    for data in (
-        ",x",
-        ";base64",
-        ";base64,!",
-        ";base64,QQ",
-        ";base64,é",
-        ";base64," + "A" * 140,
-        ";base64," + "A" * 10**6,
-    ):
-        wrong = f"data:{data}"
+    for data in (",x", ";base64", ";base64,!", ";base64,QQ", ";base64,é", ";base64," + "A" * 140):
         with pytest.raises(MediaError):
-            read(wrong, media)
+            read(f"data:{data}", media)
 
 
 def test_equal_bytes_are_one_file_until_nobody_uses_it():
@@ -111,7 +116,7 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
                 return path.read_bytes() == data
 
         with ThreadPoolExecutor(8) as users:
-            assert all(users.map(use, range(500)))
+            assert all(users.map(use, range(200)))
         assert not any(path.parent.iterdir())
     assert not path.parent.exists()
     with pytest.raises(RuntimeError, match="has stopped"), files.holding(data):
@@ -120,19 +125,17 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
 
 
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
-    port = site.server_address[1]
-    media = MediaSettings(
-        hosts=frozenset({"127.0.0.1", "media.example"}), max_bytes=100, fetch_seconds=limit(60.0)
-    )
-    here = f"http://127.0.0.1:{port}"
+    port, here = site.server_address[1], site.url
+    hosts = frozenset({"127.0.0.1", "media.example"})
+    media = MediaSettings(hosts=hosts, max_bytes=100, fetch_seconds=HANGING)
     assert fetch(f"{here}/file", media) == b"xxx"
     assert fetch(f"{here}/to/{here}/file", media) == fetch(f"{here}/to//file", media) == b"xxx"
     refused = {"missing": "404", "large": "at most 100", "short": "middle"}
     for path, reason in {**refused, "to//to//to//to//to//file": "redirects more"}.items():
         with pytest.raises(MediaError, match=reason):
             fetch(f"{here}/{path}", media)
-    with pytest.raises(MediaError, match="more than 2 s"):
-        fetch(f"{here}/slow", replace(media, fetch_seconds=2.0))
+    with pytest.raises(MediaError, match=r"more than 0\.3 s"):
+        fetch(f"{here}/slow", replace(media, fetch_seconds=0.3))
     # To other hosts, as itself, by a redirect, or by a name that means this machine.
     resolve = socket.getaddrinfo
     inside = {"media.example": "127.0.0.1", "other.example": "127.0.0.1"}
@@ -157,21 +160,114 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
         with pytest.raises(MediaError, match=r"another host|does not fetch"):
             fetch(f"{here}/to/{target}", media)
     assert all(path.startswith("/to/") for path in site.paths)
+    mixed = [*resolve("93.184.216.34", port, type=socket.SOCK_STREAM), *resolve("127.0.0.1", port)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: mixed)
+    with pytest.raises(MediaError, match="not a public one"):
+        fetch(f"http://media.example:{port}/file", media)
     public = MediaSettings(hosts=frozenset({"media.example"}))
     with pytest.raises(MediaError, match="does not fetch"):
         fetch(f"{here}/file", public)
 
 
-@pytest.mark.parametrize(
-    ("address", "public"),
-    [
-        ("93.184.216.34", True), ("2606:2800:220:1::1", True), ("127.0.0.1", False), ("10.1.2.3", False),
-        ("172.16.0.1", False), ("192.168.1.1", False), ("169.254.169.254", False), ("100.64.0.1", False),
-        ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False), ("::1", False), ("::", False),
-        ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False),
-        ("::127.0.0.1", False), ("::ffff:0:127.0.0.1", False), ("fec0::1", False), ("64:ff9b:1::7f00:1", False),
-        ("64:ff9b::7f00:1", False), ("2002:7f00:1::", False), ("64:ff9b::5db8:d822", True),
-    ],
-)  # fmt: skip
-def test_public_addresses(address, public):
-    assert is_public(address) == public
+def test_public_addresses():
+    public = ("93.184.216.34", "2606:2800:220:1::1", "64:ff9b::5db8:d822")
+    others = (
+        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
+        *("224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1"),
+        *("::ffff:10.0.0.1", "::127.0.0.1", "::ffff:0:127.0.0.1", "fec0::1", "64:ff9b:1::7f00:1"),
+        *("64:ff9b::7f00:1", "2002:7f00:1::"),
+    )
+    assert {address: is_public(address) for address in (*public, *others)} == {
+        **dict.fromkeys(public, True),
+        **dict.fromkeys(others, False),
+    }
+
+
+def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypatch):
+    """Each comes in time, but not all of them."""
+    now, read_response = [0.0], serving_media._read
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (serving_media, reading):
+        monkeypatch.setattr(module, "time", clock)
+
+    def read_slowly(*args) -> bytes:
+        now[0] += 0.4 * HANGING
+        return read_response(*args)
+
+    monkeypatch.setattr(serving_media, "_read", read_slowly)
+    media = MediaSettings(hosts=frozenset({"127.0.0.1"}), fetch_seconds=HANGING)
+    with pytest.raises(ApiError, match="fetching took more than"):
+        ordered(app, *[part("image", f"{site.url}/file")] * 6, media=media)
+    assert len(site.paths) == 3
+
+
+# ---- images, and frames ----
+
+
+def encoded(image: bytes) -> dict:
+    return part("image", "data:image/any;base64," + base64.b64encode(image).decode())
+
+
+def canvas(width: int, height: int) -> bytes:
+    """A GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded."""
+    file = io.BytesIO()
+    Image.new("P", (1, 1)).save(file, "GIF")
+    data = bytearray(file.getvalue())
+    data[6:10] = struct.pack("<HH", width, height)
+    return bytes(data)
+
+
+def picture(width: int, height: int, format: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise((width, height), 50).save(file, format, **options)
+    return file.getvalue()
+
+
+def test_images_are_counted_together_before_any_is_decoded(app):
+    images = [encoded(canvas(4000, 4000))] * 3
+    most = 2 * 4000 * 4000 * 3
+    refusal = f"the images take {3 * most // 2} bytes as RGB, but at most {most} are allowed"
+    with pytest.raises(ApiError, match=refusal) as error:
+        ordered(app, *images, max_image_bytes=most)
+    assert error.value.status == 400
+    assert ordered(app, *images[:2], max_image_bytes=most).order.files == [None, None]
+    assert ordered(app, encoded(picture(60, 60)[:2000])).order.files == [None], "damaged, which decoding finds"
+
+
+def test_frames_of_all_videos_are_counted_with_the_images(app):
+    clip = part("video", data_url(demo.video_path()))
+    asked = clip, encoded(picture(60, 60)), clip
+    assert ordered(app, *asked, num_frames=8, max_frames=17).order.files == [None] * 3
+    pixels = 2 * 8 * 56 * 56 * 3
+    assert ordered(app, *asked, num_frames=8, max_decoded_bytes=pixels)
+    for refusal, limits in {
+        "have 17 frames, but at most 16 are allowed": {"max_frames": 16},
+        "at most 2 videos and images": {"max_frames": 2},
+        f"the frames take {pixels} bytes as RGB": {"max_decoded_bytes": pixels - 1},
+    }.items():
+        with pytest.raises(ApiError, match=refusal):
+            ordered(app, *asked, num_frames=8, **limits)
+
+
+@pytest.mark.parametrize("family", families.VIDEO_FAMILIES)
+def test_a_prompt_is_as_long_without_pixels_as_with_them(family, monkeypatch):
+    engine = Engine(families.build_model(family), families.build_processor(family), HostGroup.single("cpu"))
+    pictures = [encoded(picture(*size)) for size in ((60, 90), (200, 40))]
+    limits = {"max_model_len": 4000, "max_new_tokens": 4000}  # as many as there is room for
+    decoded, convert, rooms = [], Image.Image.convert, []
+    monkeypatch.setattr(Image.Image, "convert", lambda *args, **kw: decoded.append(1) or convert(*args, **kw))
+    for needs_pixels in (False, True):
+        if needs_pixels:
+            monkeypatch.setattr(PromptReader, "_needs_pixels", True)
+        rooms.append(ordered(SimpleNamespace(engine=engine), *pictures, **limits).order.max_new_tokens)
+        assert bool(decoded) == needs_pixels
+    assert rooms[0] == rooms[1] < 4000
+
+
+def test_an_image_of_too_many_scans_is_refused(app):
+    """A scan of a progressive JPEG takes a few bytes, and a pass over the image."""
+    usual = picture(64, 64, "JPEG", progressive=True)
+    assert 1 < usual.count(b"\xff\xda") < 20
+    assert ordered(app, encoded(usual)).order.files == [None]
+    with pytest.raises(ApiError, match="more than 100 scans"):
+        ordered(app, encoded(usual[:-2] + b"\xff\xda\x00\x02" * 100 + usual[-2:]))

@@ -1,44 +1,37 @@
-"""Several requests in one server of two hosts: answers, order, limits, and whom a failure hits."""
+"""Several requests in servers of two real hosts: order, limits, who leaves, and whom a failure or an end hits."""
 
 import os
+import re
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from apbv import demo
 from apbv.kv.growing import GROWTH_ROWS
+from apbv.kv.ticket import Ticket
 
 import families
 from patience import HANGING, wait_for
 from pool import exit_statuses
-from servers import ENDLESS, Server, Stream, part, serving, text
+from scripts import ROOT
+from servers import ENDLESS, HAND_OVER, TIMEOUT, Server, Stream, Torchrun, left_open, part, serving, text
 
-# A token of the random models' KV: K and V of 2 heads of 16 numbers, fp32, in every layer.
-TOKEN_BYTES = 2 * families.KV_HEADS * families.HEAD_DIM * 4
+IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory, endless_model):
-    """A model whose answers end by their length, with room for the KV of 24,000 tokens."""
-    most = mib(24_000 + GROWTH_ROWS, endless_model)
-    options = ["--model", endless_model, "--served-model-name", "demo", "--max-kv-mib", most]
+    """A server with room for the KV of 24,000 tokens and a short queue; the last test ends it."""
+    layers = sum(name.endswith("q_proj.weight") for name in load_file(endless_model / "model.safetensors"))
+    token_bytes = layers * 2 * families.KV_HEADS * families.HEAD_DIM * 4
+    options = ["--model", endless_model, "--served-model-name", "demo", "--max-queue", 2, "--grace", 0.5]
+    options += ["--max-kv-mib", (24_000 + GROWTH_ROWS) * token_bytes / 2**20]
     with serving(tmp_path_factory.mktemp("together") / "out", *options) as started:
         yield started
-        os.kill(started.processes[0].pid, signal.SIGTERM)
-        assert exit_statuses(started.processes) == [0, 0], started.errors()
-
-
-def mib(num_tokens: int, checkpoint) -> float:
-    layers = len({name.split(".layers.")[1].split(".")[0] for name in decoder_weights(checkpoint)})
-    return num_tokens * TOKEN_BYTES * layers / 2**20
-
-
-def decoder_weights(checkpoint) -> list[str]:
-    return [name for name in load_file(checkpoint / "model.safetensors") if name.endswith("q_proj.weight")]
 
 
 @contextmanager
@@ -51,50 +44,18 @@ def running(server: Server, **options):
         yield lambda count=1: [next(lines) for _ in range(2 * count)]  # behind every event is an empty line
 
 
-def is_idle(server: Server) -> bool:
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
-    return not any(server.metric(f"apbv:{name}") for name in names)
+def wait_until_idle(server: Server) -> None:
+    wait_for(lambda: not any(server.metric(f"apbv:{name}") for name in IDLE))
 
 
-REQUESTS = [
-    ("name the letters in order", {}),
-    ("describe the clip shot by shot", {"max_tokens": 40}),
-    ("how many letters are shown", {"ignore_eos": True, "max_tokens": 25}),
-    ("describe the clip shot by shot", {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 30}),
-    ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9}),
-    ("describe the clip shot by shot", {"stop": "letter", "max_tokens": 60}),
-    ("name the letters in order", {"temperature": 1.3, "seed": 2**63, "max_tokens": 12}),
-    ("which letter has the border: red", {"ignore_eos": True, "max_tokens": 64}),
-]
-
-
-def test_answers_to_several_at_once_are_those_to_each_alone(server):
-    def answer(request) -> tuple[list[int], str, str]:
-        question, options = request
-        extra = {name: options[name] for name in ("ignore_eos", "min_tokens") if name in options}
-        usual = {name: value for name, value in options.items() if name not in extra}
-        content = [part("video", "clips/a clip.mp4"), text(question)]
-        body = {**extra, "num_frames": 64, "return_token_ids": True}
-        chunks = list(server.ask(content, stream=True, extra_body=body, **usual))
-        tokens = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids") or []]
-        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        return tokens, said, chunks[-1].choices[0].finish_reason
-
-    alone = [answer(request) for request in REQUESTS]
-    assert len({tuple(tokens) for tokens, _, _ in alone}) > 4 and all(said for _, said, _ in alone)
-    with ThreadPoolExecutor(len(REQUESTS)) as clients:
-        for _ in range(2):
-            assert list(clients.map(answer, REQUESTS)) == alone
-
-
-def test_prompts_are_prefilled_and_answered_while_another_answer_goes_on(endless):
-    with running(endless) as read:
+def test_answers_go_on_beside_others_and_beside_clients_that_read_nothing(endless):
+    with running(endless), running(endless, max_tokens=3000) as read:  # from the first nothing is taken
         for number in range(3):
             read(20)
             assert endless.ask("y" * 5**number, max_tokens=10).usage.completion_tokens == 10
-        assert endless.metric("apbv:num_requests_running") == 1
+        assert endless.metric("apbv:num_requests_running") == 2
         read(20)
-    wait_for(lambda: is_idle(endless))
+    wait_until_idle(endless)
 
 
 def test_a_client_that_leaves_frees_its_place_and_no_other(endless):
@@ -106,30 +67,35 @@ def test_a_client_that_leaves_frees_its_place_and_no_other(endless):
         endless.wait_until("apbv:num_requests_running", 1)
         assert 0 < endless.metric("apbv:kv_cache_bytes") < both
         stays(50)
-    wait_for(lambda: is_idle(endless))
+    wait_until_idle(endless)
 
 
-def test_a_client_that_reads_nothing_keeps_nobody_waiting(endless):
-    with running(endless):  # and takes nothing from its connection
-        assert endless.ask("x", max_tokens=300).usage.completion_tokens == 300
-    wait_for(lambda: is_idle(endless))
-
-
-def test_who_does_not_fit_waits_and_nobody_overtakes(endless):
-    """A small request would fit beside the first, but comes behind a large one."""
+def test_a_full_queue_and_clients_that_leave_unasked(endless):
+    """Who does not fit waits, and nobody overtakes: a small request would fit beside the first."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], **ENDLESS}
+    aborted = endless.metric("apbv:request_success_total", finished_reason="abort")
+    with left_open(endless, body):  # running, and not streaming
+        endless.wait_until("apbv:num_requests_running", 1)
+    endless.wait_until("apbv:request_success_total", aborted + 1, finished_reason="abort")
     with running(endless) as read:
         large = Stream(endless, **ENDLESS)
         endless.wait_until("apbv:num_requests_waiting", 1)
         small = Stream(endless, max_tokens=5)
         endless.wait_until("apbv:num_requests_waiting", 2)
+        with pytest.raises(openai.RateLimitError) as caught:
+            endless.ask("x", max_tokens=1)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert endless.metric("apbv:requests_refused_total", reason="rejected") == 1
         read(100)
         assert (large.pieces, small.pieces) == (0, 0)
-        assert endless.metric("apbv:num_requests_waiting") == 2
     assert small.end() is None and small.pieces > 1
     assert large.pieces > 0  # which began before it
+    with left_open(endless, body):
+        endless.wait_until("apbv:num_requests_waiting", 1)
+    endless.wait_until("apbv:num_requests_waiting", 0)
     assert endless.metric("apbv:num_requests_running") == 1
     large.leave()
-    wait_for(lambda: is_idle(endless))
+    wait_until_idle(endless)
 
 
 def test_what_can_never_fit_is_refused_at_once(endless):
@@ -139,7 +105,19 @@ def test_what_can_never_fit_is_refused_at_once(endless):
     assert [model.max_model_len for model in endless.client.models.list()] == [24_000]
 
 
-def test_an_answer_that_fails_fails_alone(tmp_path):
+def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_grace(endless):
+    answer = Stream(endless, **ENDLESS)
+    wait_for(lambda: answer.pieces > 1)
+    waiting = Stream(endless, **ENDLESS)
+    endless.wait_until("apbv:num_requests_waiting", 1)
+    for process in endless.processes:  # as torchrun does
+        os.kill(process.pid, signal.SIGTERM)
+    assert isinstance(waiting.end(), openai.InternalServerError) and waiting.error.status_code == 503
+    assert exit_statuses(endless.processes) == [0, 0], endless.errors()
+    assert "stopping" in str(answer.end())
+
+
+def test_an_answer_that_fails_fails_alone_and_a_host_that_dies_ends_all(tmp_path):
     """A token that the model makes NaN of ends the answers of those whose prompt has it."""
     path = families.save_checkpoint("qwen2", tmp_path / "model")
     weights = load_file(path / "model.safetensors")
@@ -147,26 +125,77 @@ def test_an_answer_that_fails_fails_alone(tmp_path):
     weights["model.embed_tokens.weight"][poisoned] = float("nan")
     weights["lm_head.weight"][poisoned] = 0.0  # so that no answer chooses it
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with serving(tmp_path / "out", "--model", path, "--served-model-name", "demo") as server:
+    options = ["--model", path, "--served-model-name", "demo", "--kv-transfer", "tcp", "--max-running", 2]
+    with serving(tmp_path / "out", *options) as server:
         with running(server, ignore_eos=True) as read:
-            for _ in range(2):
+            for extra in ({}, {"kv_transfer_params": HAND_OVER}):
                 with pytest.raises(openai.InternalServerError, match="NaN or infinite logits"):
-                    server.ask("Z")
+                    server.ask("Z", extra_body=extra)
                 read(10)
             assert server.ask("x", max_tokens=5).usage.completion_tokens == 5
             assert server.metric("apbv:num_requests_running") == 1
-        wait_for(lambda: is_idle(server))
+        wait_until_idle(server)
+        streams = [Stream(server, **ENDLESS) for _ in range(3)]
+        server.wait_until("apbv:num_requests_waiting", 1)
+        server.processes[1].kill()
+        for stream in streams:
+            assert "a host has failed" in str(stream.end())
+        wait_for(lambda: server.health() != 200)
+        assert exit_statuses(server.processes)[0] == 1 and "error (host 0): " in server.errors()
 
 
-def test_answers_are_single_where_they_cannot_be_decoded_together(tmp_path, endless_model):
-    options = ["--model", endless_model, "--served-model-name", "demo", "--kv", "sharded"]
-    with serving(tmp_path / "out", *options) as server:
-        with running(server) as read:
-            waiting = threading.Thread(target=server.ask, args=("x",), kwargs={"max_tokens": 3})
-            waiting.start()
+def test_answers_are_single_beside_a_draft_and_kv_in_a_folder_ends_by_itself(tmp_path):
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "vanilla"]
+    with serving(tmp_path / "out", *options, "--kv-transfer", folder, "--kv-seconds", 0.2) as server:
+        assert "one answer at a time: a draft is made for one answer" in server.printed()
+        video = [part("video", "clip.mp4"), text("which letter has the border: red")]
+        handed = server.ask(video, extra_body={"kv_transfer_params": HAND_OVER, "num_frames": 64})
+        ticket = Ticket.from_params(handed.model_extra["kv_transfer_params"])
+        assert folder.resolve() == Path(ticket.path).parent
+        with running(server, ignore_eos=True, max_tokens=3000) as read:
+            waiting = Stream(server, max_tokens=3)
             server.wait_until("apbv:num_requests_waiting", 1)
             read(20)
-            assert server.metric("apbv:num_requests_running") == 1
-        waiting.join(HANGING)
-        assert not waiting.is_alive()
-        assert "one answer at a time: all hosts take part in every token" in server.printed()
+            assert server.metric("apbv:num_requests_running") == 1 and not waiting.pieces
+        assert waiting.end() is None and waiting.pieces
+        assert server.ask(video, extra_body={"num_frames": 64}).choices[0].message.content
+        assert server.metric("apbv:spec_decode_num_drafts_total") > 0
+        server.wait_until("apbv:kv_transfers_total", 1, how="expired")
+        wait_until_idle(server)
+        assert not any(folder.iterdir())
+
+
+@pytest.mark.thorough
+def test_sigterm_under_torchrun_lets_the_running_answer_end(tmp_path, endless_model):
+    """torchrun itself exits with 1 whatever became of its processes."""
+    options = ["--model", endless_model, "--served-model-name", "demo", "--grace", HANGING]
+    torchrun, leader = Torchrun(tmp_path, ["--shutdown-timeout", round(2 * HANGING)], *options), None
+    try:
+        server = Server([torchrun], tmp_path)
+        leader = int(re.search(r"SIGTERM to process (\d+) ", server.printed())[1])
+        assert "torchrun kills its processes" not in server.errors()
+        answer = Stream(server, max_tokens=200)
+        wait_for(lambda: answer.pieces > 1)
+        os.kill(torchrun.pid, signal.SIGTERM)
+        assert answer.end() is None and answer.pieces > 100
+        assert torchrun.wait(HANGING) == 1, server.errors()
+        assert "forcefully" not in server.errors()
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+        if leader is not None:
+            with suppress(ProcessLookupError):
+                os.kill(leader, signal.SIGKILL)  # which ends the other host
+
+
+@pytest.mark.thorough
+def test_a_request_that_one_host_works_on_for_long_ends_nobody(tmp_path):
+    """Host 0 alone writes a caption while host 1 waits."""
+    drafting = ["--speculate", "tabed", "--ensemble", "MTCP", "--captioner", "servers:slow_caption"]
+    media = ["--media-dir", ROOT / "apbv" / "demo"]
+    with serving(tmp_path / "out", "--model", "demo", "--timeout", TIMEOUT, *drafting, *media) as server:
+        content = [part("video", "clip.mp4"), text("name the letters in order")]
+        assert server.ask(content, max_tokens=2, extra_body={"num_frames": 8}).usage.completion_tokens == 2
+        assert server.ask("x", max_tokens=1).usage.completion_tokens == 1 and server.health() == 200

@@ -1,0 +1,229 @@
+"""Requests that are wrong: the field is named, and no input is an error of the server."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from apbv.serve.protocol import ApiError
+from apbv.serve.requests import ChatRequest
+
+from servers import asking, part, post, text
+
+CHAT, RAW, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+TURN = [{"role": "user", "content": "x"}]
+
+
+def chat(*content, **fields) -> dict:
+    return {"messages": [{"role": "user", "content": list(content) or "x"}], **fields}
+
+
+def image(**fields) -> dict:
+    return {"type": "image_url", "image_url": {"url": "picture.png", **fields}}
+
+
+def inline(size: int) -> dict:
+    return part("video", "data:video/mp4;base64," + "A" * size)
+
+
+REFUSED = {
+    CHAT: [
+        (chat(model="gpt"), "model"),
+        (chat(n=2), "n"),
+        (chat(logprobs=True), "logprobs"),
+        (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(temperature=-1), "temperature"),
+        (chat(temperature=1e-7), "temperature"),
+        (chat(stop=list("abcde")), "stop"),
+        (chat(stop=""), "stop"),
+        (chat(seed=1.5), "seed"),
+        (chat(fps=1e308), "fps"),
+        (chat(fps=0), "fps"),
+        (chat(top_k=5), "top_k"),
+        (chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
+        (chat(num_frames=10**6), "num_frames"),
+        (chat(num_frames=17), "num_frames"),
+        (chat(text("word " * 90)), "messages"),
+        (chat(max_tokens=48), "messages"),
+        (chat(text(" ")), "messages"),
+        (chat(text("<|video_pad|>")), "messages"),
+        (chat(part("video", "broken.mp4"), text("x")), "messages"),
+        (chat(part("image", "broken.png"), text("x")), "messages"),
+        (chat(part("image", "broken.mp4"), text("x")), "messages"),
+        (chat(part("video", "nowhere.mp4")), "messages.0.content.0.video_url"),
+        (chat(text("x"), part("video", "../x.mp4")), "messages.0.content.1.video_url"),
+        (chat(part("video", "link.mp4")), "messages.0.content.0.video_url"),
+        (chat(part("image", "/etc/hostname")), "messages.0.content.0.image_url"),
+        (chat(part("video", "https://example.com/a")), "messages.0.content.0.video_url"),
+        (chat(inline(900_000)), "messages.0.content.0.video_url"),
+        (chat(part("video", "data:video/mp4,abc")), "messages.0.content.0.video_url"),
+        (chat(image(detail="best")), "messages.0.content.0.image_url.detail"),
+        (chat({"type": "text"}), "messages.0.content.0.text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
+        (chat(kv_transfer_params={"do_remote_prefill": True}), "kv_transfer_params", "does not load KV"),
+        (chat(kv_transfer_params={**ASKED, "do_remote_prefill": True}), "kv_transfer_params", "does not load KV"),
+        (chat(kv_transfer_params=ASKED, stream=True), "stream", "stream must be false"),
+        (chat(kv_transfer_params=ASKED), "kv_transfer_params", "--kv-transfer"),
+    ],
+    RAW: [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt", "one prompt per request, not 2"),
+        ({"prompt": [[1], [2]]}, "prompt", "one prompt per request, not 2"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
+        ({"prompt": [1, 10**6]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
+        ({"prompt": "<|video_pad|>"}, "prompt"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "logprobs": 0}, "logprobs"),
+        ({"prompt": "x", "num_frames": 8}, "num_frames"),
+        ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
+        ({"prompt": "x", "stop_token_ids": [1], "min_tokens": 1}, "stop_token_ids"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "kv_transfer_params": ASKED, "n": 2}, "n", "n must be 1"),
+        ({"prompt": "x", "kv_transfer_params": {"do_remote_decode": "yes"}}, "kv_transfer_params", "must be true"),
+        ({"prompt": "x", "kv_transfer_params": [1]}, "kv_transfer_params", "should be an object"),
+    ],
+    TOKENIZE: [
+        ({}, "prompt"),
+        ({"prompt": "x", "messages": TURN}, "prompt"),
+        ({"prompt": [1]}, "prompt"),
+        (chat(part("video", "missing.mp4")), "messages.0.content.0.video_url"),
+        (chat(continue_final_message=True), "messages"),
+        (chat(add_special_tokens=True), "add_special_tokens"),
+        (chat(chat_template="x"), "chat_template"),
+        (chat(chat_template_kwargs={"tokenize": 1}), "messages"),
+        (chat(chat_template_kwargs={"continue_final_message": "x"}), "chat_template_kwargs"),
+    ],
+    DETOKENIZE: [
+        ({}, "tokens"),
+        ({"tokens": [10**6]}, "tokens"),
+        ({"tokens": [-1]}, "tokens.0"),
+        ({"tokens": "x"}, "tokens"),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_wrong_is_named(app, media, path):
+    for fields, param, *messages in REFUSED[path]:
+        reply = post(app, path, **fields)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (404 if param == "model" else 400, param), (fields, error)
+        assert error["type"] == "invalid_request_error" and error["message"]
+        assert all(message in error["message"] for message in messages), error
+        assert str(media) not in error["message"] and "apbv-" not in error["message"]
+
+
+def test_what_is_no_request(app):
+    for body in (b"", b"[]", b"\xff", b"[" * 100_000, b'{"model": NaN}'):
+        reply = app.request("POST", CHAT, content=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model" if b"NaN" in body else None)
+
+
+@pytest.mark.parametrize("field", ["messages", "content", "stop"])
+def test_of_many_errors_few_are_looked_for(field):
+    many = [1] * 1000
+    fields = {"messages": [{"role": "user", "content": many}]} if field == "content" else {field: many}
+    with pytest.raises(ApiError) as error:
+        ChatRequest.parse(asking(**fields))
+    assert error.value.__cause__.error_count() <= 2
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_subnormal=False), st.text(max_size=9),
+    st.just([]), st.just({}),
+    st.sampled_from([-1, 0, 1, 2, 2**64, -(2**70), 1e308, "", "clip.mp4", "../x", "data:,", "\ud83d",
+                     "<|video_pad|>", "<|im_end|>", "http://127.0.0.1/", [[[]]], {"type": "text"}, "x" * 2000]),
+)  # fmt: skip
+KINDS = {CHAT: "chat.completion", RAW: "text_completion", TOKENIZE: None, DETOKENIZE: None}
+GENERATION = {
+    **{"model": "demo", "max_tokens": 1, "min_tokens": 1, "ignore_eos": True, "temperature": 0.5, "top_p": 0.9},
+    **{"n": 1, "seed": 7, "stop": ["a"], "stream": True, "stream_options": {"include_usage": True}},
+    **{"return_token_ids": True, "kv_transfer_params": {"do_remote_decode": False, "apbv": {}}},
+}
+OF_A_CHAT = {
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [text("x"), part("video", "clip.mp4"), part("image", "picture.png")]},
+    ],
+    **{"add_generation_prompt": True, "chat_template_kwargs": {"thinks": True}, "num_frames": 2, "fps": 1.0},
+}
+EXAMPLES = {
+    CHAT: [{**GENERATION, **OF_A_CHAT, **chat()}, chat(max_completion_tokens=1), {**OF_A_CHAT, "max_tokens": 1}],
+    RAW: [
+        {**GENERATION, "prompt": "which letter"},
+        {"prompt": [[20, 21]], "stop_token_ids": [3], "max_tokens": 2},
+    ],
+    TOKENIZE: [{"prompt": "which letter", "return_token_strs": True}, {**OF_A_CHAT, "model": "demo"}],
+    DETOKENIZE: [{"tokens": [20, 21], "model": "demo"}],
+}
+
+
+def places(value, path=()) -> list[tuple]:
+    """The path of everything in a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, each in inside for place in places(each, (*path, key)))]
+
+
+def changed(value, path: tuple, how: str, junk):
+    """The value with what is at a path replaced, deleted or, in an object, joined by something new."""
+    if not path:
+        return {**value, "surprise": junk} if how == "add" and isinstance(value, dict) else junk
+    copied = value.copy()
+    if len(path) == 1 and how == "delete":
+        del copied[path[0]]
+    else:
+        copied[path[0]] = changed(value[path[0]], path[1:], how, junk)
+    return copied
+
+
+@st.composite
+def bodies(draw, examples: list[dict]) -> bytes:
+    """Requests, most of them with something wrong or left out, and a few that are no JSON."""
+    request = draw(st.sampled_from(examples))
+    for _ in range(draw(st.integers(0, 3))):
+        path = draw(st.sampled_from(places(request)))
+        request = changed(request, path, draw(st.sampled_from(["replace", "delete", "add"])), draw(JUNK))
+    body = json.dumps(request).encode()
+    if draw(st.integers(0, 9)) == 0:
+        at = draw(st.integers(0, len(body)))
+        body = body[:at] + draw(st.binary(max_size=4)) + body[at + draw(st.integers(0, 4)) :]
+    return body
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_no_input_is_an_error_of_the_server(app, path, count=50):
+    seen = {}
+
+    @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(content=bodies(EXAMPLES[path]))
+    def check(content):
+        reply = app.request("POST", path, content=content)
+        seen[reply.status_code] = seen.get(reply.status_code, 0) + 1
+        assert reply.status_code in (200, 400, 404), (content, reply.text)
+        if reply.status_code != 200:
+            error = reply.json()["error"]
+            assert error["message"] and error["type"] == "invalid_request_error"
+            assert {"param", "code"} <= error.keys()
+        elif reply.headers["content-type"].startswith("text/event-stream"):
+            assert reply.text.endswith("data: [DONE]\n\n") and '"error"' not in reply.text
+        else:
+            assert reply.json().get("object") == KINDS[path]
+
+    check()
+    assert seen[200] and seen[400] > 0.3 * count, seen
+    document = app.request("GET", "/openapi.json").json()
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    described = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]["properties"]
+    assert {name for example in EXAMPLES[path] for name in example} <= described.keys()
+    assert app.request("GET", "/health").status_code == 200

@@ -1,0 +1,313 @@
+"""What the app replies in this process: answers, streams, hand-overs, tokens, and what operators ask."""
+
+import asyncio
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from apbv.config import SamplingConfig
+from apbv.input.request import Question, Request
+from apbv.kv.remote import RemoteKV
+from apbv.kv.ticket import Ticket, digest_of_tokens
+from apbv.serve.requests import ChatRequest, CompletionRequest
+from apbv.stats import StageTimer
+
+from patience import HANGING
+from servers import part, post, text
+
+PROMPT = "name the letters in order"
+CHAT = [{"role": "user", "content": "x"}]
+ENDPOINTS = {"/v1/chat/completions": {"messages": CHAT}, "/v1/completions": {"prompt": PROMPT}}
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+
+
+def complete(app, prompt=PROMPT, **fields) -> dict:
+    reply = post(app, "/v1/completions", prompt=prompt, **fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def chunks(reply) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert reply.status_code == 200 and lines.pop() == "[DONE]", reply.text
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(app) -> list[int]:
+    return app.engine.tokenizer(PROMPT)["input_ids"]
+
+
+def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
+    fields = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    whole = complete(app, **fields)
+    sampling = SamplingConfig(max_new_tokens=6, ignore_eos=True)
+    request = Request(Question(token_ids=prompt_ids), StageTimer(app.engine.hosts), sampling=sampling)
+    expected = app.engine.answer(request)
+    (choice,) = whole["choices"]
+    assert choice["prompt_token_ids"] == prompt_ids and choice["token_ids"] == list(expected.token_ids)
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (expected.text, "length", None)
+    assert whole["object"] == "text_completion" and whole["id"].startswith("cmpl-") and whole["model"] == "demo"
+    num = len(prompt_ids)
+    assert whole["usage"] == {"prompt_tokens": num, "completion_tokens": 6, "total_tokens": num + 6}
+    for prompt in ([PROMPT], prompt_ids, [prompt_ids]):
+        assert complete(app, prompt, **fields)["choices"] == whole["choices"]
+    plain = complete(app, max_tokens=6, ignore_eos=True)["choices"][0]
+    assert plain.keys() == choice.keys() - {"prompt_token_ids", "token_ids"}
+
+
+def test_without_a_limit_an_answer_has_sixteen_tokens_or_what_there_is_room_for(app, prompt_ids):
+    assert complete(app, ignore_eos=True)["usage"]["completion_tokens"] == 16
+    most = app.worker.max_model_len
+    prompt = (prompt_ids * most)[: most - 3]
+    assert complete(app, prompt, ignore_eos=True)["usage"]["completion_tokens"] == 3
+    reply = post(app, "/v1/completions", prompt=prompt, max_tokens=4)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_stream_has_the_tokens_text_and_usage_of_the_whole_answer(app, path):
+    prompt = (
+        {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    )
+    fields = {**prompt, "max_tokens": 9, "ignore_eos": True, "return_token_ids": True}
+    whole = post(app, path, **fields).json()
+
+    def streamed(**options) -> list[dict]:
+        return chunks(post(app, path, **fields, stream=True, **options))
+
+    got = streamed(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    *said, last = got
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in said]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 9
+    assert all(chunk["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"] for chunk in said)
+    choices, (answer,) = [chunk["choices"][0] for chunk in said], whole["choices"]
+    if "messages" in prompt:
+        told, content = [choice["delta"].get("content", "") for choice in choices], answer["message"]["content"]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""} and choices[-1]["delta"] == {}
+        opening, prompt_ids = said, whole["prompt_token_ids"]
+    else:
+        told, content = [choice["text"] for choice in choices], answer["text"]
+        opening, prompt_ids = choices, answer["prompt_token_ids"]
+    assert "".join(told) == content
+    assert opening[0]["prompt_token_ids"] == prompt_ids and "prompt_token_ids" not in opening[1]
+    ids = [choice.get("token_ids", []) for choice in choices]
+    assert [each for some in ids for each in some] == answer["token_ids"]
+    assert max(map(len, ids)) == 1, "each token comes as it is made"
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in got}) == 1
+    usages = [chunk["usage"] for chunk in streamed(stream_options={"include_usage": True})]
+    assert usages == [None] * len(said) + [whole["usage"]]
+    plain = streamed()
+    assert not any("usage" in chunk for chunk in plain) and len(plain) == len(said)
+
+
+def test_stop_tokens_end_an_answer_and_are_no_part_of_its_text(app):
+    fields = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
+    token_ids = complete(app, **fields)["choices"][0]["token_ids"]
+    at = next(index for index in range(1, 12) if token_ids[index] not in token_ids[:index])
+    stopped = complete(app, **fields, stop_token_ids=[token_ids[at], 7])
+    (choice,) = stopped["choices"]
+    assert choice["token_ids"] == token_ids[: at + 1] and choice["finish_reason"] == "stop"
+    assert choice["text"] == app.engine.tokenizer.decode(token_ids[:at], skip_special_tokens=True)
+    assert stopped["usage"]["completion_tokens"] == at + 1
+
+
+def test_an_answer_has_at_least_as_many_tokens_as_are_asked_for(app):
+    chat = {"messages": CHAT, "max_tokens": 8}
+    free = post(app, "/v1/chat/completions", **chat).json()
+    assert free["usage"]["completion_tokens"] < 6 and free["choices"][0]["finish_reason"] == "stop"
+    held = post(app, "/v1/chat/completions", **chat, min_tokens=6).json()
+    assert held["usage"]["completion_tokens"] >= 6
+
+
+def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to_it(handing_over):
+    """Whatever says how tokens are chosen; but not what changes the prompt."""
+    of_the_decoder = {
+        "top_k": 5,
+        "presence_penalty": 0.5,
+        "structured_outputs": {"choice": ["a", "b"]},
+        "stop": ["a", "b", "c", "d", "e" * 2000],
+        "stop_token_ids": [3],
+        "min_tokens": 2,
+    }
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for (path, prompt), logprobs in zip(ENDPOINTS.items(), (True, 3), strict=True):
+        asked = {**prompt, **of_the_decoder, "max_tokens": 1, "logprobs": logprobs}
+        reply = post(handing_over, path, **asked, kv_transfer_params=ASKED)
+        assert reply.status_code == 200 and "kv_transfer_params" in reply.json(), reply.text
+        assert post(handing_over, path, **asked).status_code == 400
+        assert post(handing_over, path, **asked, tools=tools, kv_transfer_params=ASKED).status_code == 400
+        body = CompletionRequest if "prompt" in prompt else ChatRequest
+        for params in (None, {}, {"do_remote_decode": False, "do_remote_prefill": None}, {"remote_host": "h"}):
+            assert not body.parse(json.dumps({**prompt, "kv_transfer_params": params}).encode()).hands_over
+        asked = {**prompt, "kv_transfer_params": ASKED, "min_tokens": 100, "seed": -5}
+        request = body.parse(json.dumps(asked).encode())
+        with ExitStack() as stack:
+            order = handing_over.worker.reader.read(request, stack).order
+        assert (order.hands_over, order.max_new_tokens, order.min_tokens, order.seed) == (True, 1, 1, 2**64 - 5)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_router_gets_all_that_the_other_server_needs(handing_over, path):
+    about_a_video = [{"role": "user", "content": [part("video", "clip.mp4"), text("which letter")]}]
+    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": about_a_video}
+    asked = {**prompt, "max_tokens": 1, "return_token_ids": True}
+    alone = post(handing_over, path, **asked).json()
+    assert "kv_transfer_params" not in alone
+    router = {"max_completion_tokens": 1, "stream": False, "kv_transfer_params": ASKED}
+    reply = post(handing_over, path, **asked, **router)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
+    params = answer.pop("kv_transfer_params")
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    assert answer["usage"] == alone["usage"] and answer["choices"][0].keys() == alone["choices"][0].keys()
+    if "prompt" in prompt:  # behind a video the positions are the other server's, and so may be the token
+        assert answer["choices"] == alone["choices"]
+    prompt_ids = (answer if "prompt_token_ids" in answer else answer["choices"][0])["prompt_token_ids"]
+    ticket = Ticket.from_params(params)
+    assert ticket.num_tokens == answer["usage"]["prompt_tokens"] == len(prompt_ids)
+    assert ticket.tokens_sha256 == digest_of_tokens(prompt_ids)
+    with RemoteKV.open(ticket, timeout=HANGING) as kv:
+        layers = [keys.shape[1] for keys, _ in kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads))]
+        assert layers == [ticket.num_tokens] * ticket.num_layers
+        kv.confirm()
+
+
+def test_a_first_token_that_ends_the_answer_is_said_to_end_it(handing_over):
+    """Its prompt's; other prompts' first tokens do not."""
+    for question, reason in (("x", "stop"), (PROMPT, "length")):
+        first = handing_over.engine.generate(question, max_new_tokens=1)
+        assert first.finish_reason == reason
+        messages = [{"role": "user", "content": question}]
+        reply = post(handing_over, "/v1/chat/completions", messages=messages, kv_transfer_params=ASKED).json()
+        assert reply["choices"][0]["finish_reason"] == reason
+
+
+def test_neutral_fields_and_such_without_effect_are_taken(app):
+    neutral = {
+        "n": 1,
+        "tools": [],
+        "echo": False,
+        "best_of": 1,
+        "suffix": "",
+        "logprobs": None,
+        "use_beam_search": False,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "skip_special_tokens": True,
+        "cache_salt": "salt",
+        "request_id": "x",
+        "priority": 3,
+        "stop": None,
+        "user": "somebody",
+        "response_format": {"type": "text"},
+        "kv_transfer_params": None,
+        "include_reasoning": True,
+    }
+    for path, prompt in ENDPOINTS.items():
+        assert post(app, path, **prompt, **neutral, max_tokens=1).json()["usage"]["completion_tokens"] == 1
+    of_a_chat = {"mm_processor_kwargs": {}, "add_special_tokens": False, "logprobs": False}
+    messages = [{"role": "user", "content": "x", "name": None}]
+    assert post(app, "/v1/chat/completions", messages=messages, max_tokens=1, **of_a_chat).status_code == 200
+
+
+def test_tokens_are_those_of_the_tokenizer(app, prompt_ids):
+    tokenizer = app.engine.tokenizer
+    assert post(app, "/tokenize", prompt=PROMPT, return_token_strs=True).json() == {
+        "count": len(prompt_ids),
+        "max_model_len": app.worker.max_model_len,
+        "tokens": prompt_ids,
+        "token_strs": tokenizer.convert_ids_to_tokens(prompt_ids),
+    }
+    assert post(app, "/detokenize", tokens=prompt_ids).json() == {"prompt": tokenizer.decode(prompt_ids)}
+    chat = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [text("which letter"), text("is first")]},
+        {"role": "assistant", "content": "J"},
+        {"role": "user", "content": "and then?"},
+    ]
+    opened = {"add_generation_prompt": False, "continue_final_message": True}
+    for messages, fields in ((chat, {}), (chat[:3], opened)):
+        template = {"add_generation_prompt": True, "return_dict": False, **fields}
+        expected = tokenizer.apply_chat_template(messages, **template)
+        got = post(app, "/tokenize", messages=messages, **fields).json()
+        assert got["tokens"] == expected and got["token_strs"] is None
+        asked = {"messages": messages, "return_token_ids": True, "max_tokens": 1, **fields}
+        assert post(app, "/v1/chat/completions", **asked).json()["prompt_token_ids"] == expected
+
+
+def test_tokens_of_a_chat_with_a_video_are_those_that_are_prefilled(app):
+    """Text before and behind it, in an earlier turn; frames as asked for."""
+    chat = [
+        {"role": "user", "content": [text("which"), part("video", "clip.mp4"), text("letter")]},
+        {"role": "assistant", "content": "J"},
+        {"role": "user", "content": "and?"},
+    ]
+    pads = []
+    for frames in (2, 4):
+        tokens = post(app, "/tokenize", messages=chat, num_frames=frames).json()["tokens"]
+        asked = {"messages": chat, "num_frames": frames, "return_token_ids": True}
+        reply = post(app, "/v1/chat/completions", **asked).json()
+        assert reply["prompt_token_ids"] == tokens and reply["usage"]["prompt_tokens"] == len(tokens)
+        pads.append(tokens.count(app.engine.parts.video_token_id))
+    assert 0 < pads[0] * 2 == pads[1]
+
+
+def test_a_requests_id_is_the_clients(app, caplog):
+    asked = {"prompt": "x", "max_tokens": 1}
+    with caplog.at_level("INFO", logger="apbv.serve"):
+        reply = post(app, "/v1/completions", {"X-Request-Id": "from-a-router"}, **asked)
+        assert (reply.json()["id"], reply.headers["x-request-id"]) == ("cmpl-from-a-router", "from-a-router")
+        refused = post(app, "/v1/completions", {"X-Request-Id": "another"}, prompt="")
+        assert (refused.status_code, refused.headers["x-request-id"]) == (400, "another")
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["cmpl-from-a-router", "cmpl-another"]
+    for unfit in ("two words", "x" * 300, "é".encode("latin-1")):
+        reply = post(app, "/v1/completions", {"X-Request-Id": unfit}, **asked)
+        own = reply.headers["x-request-id"]
+        assert len(own) == 32 and reply.json()["id"] == f"cmpl-{own}"
+    assert app.request("GET", "/version", headers={"X-Request-Id": "v"}).headers["x-request-id"] == "v"
+
+
+def test_each_request_is_one_line_of_the_log_without_what_was_asked(app, caplog):
+    secret = "how many letters are shown"
+    with caplog.at_level("INFO", logger="apbv.serve"):
+        for content in (secret, [part("image", "none.png"), text(secret)]):
+            asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "ignore_eos": True}
+            reply = post(app, "/v1/chat/completions", **asked)
+    answered, refused = (record.getMessage() for record in caplog.records)
+    assert " 200 length, " in answered and " + 1 tokens, first token " in answered and reply.status_code == 400
+    assert refused.split(" ", 1)[1].startswith("400 invalid, total ")
+    assert not any(word in line for line in (answered, refused) for word in ("letters", "none.png"))
+
+
+def test_what_operators_and_routers_ask(app):
+    (model,) = app.request("GET", "/v1/models").json()["data"]
+    assert (model["id"], model["root"], model["parent"], model["object"]) == ("demo", "demo", None, "model")
+    assert model["max_model_len"] == app.worker.max_model_len
+    assert model["permission"][0]["object"] == "model_permission"
+    assert app.request("GET", "/v1/models/demo").json()["id"] == "demo"
+    for method, path, status in (
+        ("GET", "/v1/models/other", 404),
+        ("POST", "/ping", 200),
+        ("GET", "/ping", 200),
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/chat/completions", 405),
+    ):
+        assert app.request(method, path).status_code == status, path
+
+    async def load_meanwhile() -> tuple[int, int]:
+        body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
+        answers = [asyncio.create_task(app.client.post("/v1/completions", json=body)) for _ in range(3)]
+        while not (load := (await app.client.get("/load")).json()["server_load"]):
+            await asyncio.sleep(0.01)
+        return load, [(await answer).status_code for answer in answers]
+
+    load, statuses = app.loop.run_until_complete(asyncio.wait_for(load_meanwhile(), HANGING))
+    assert 1 <= load <= 3 and statuses == [200] * 3
+    assert app.request("GET", "/load").json() == {"server_load": 0}

@@ -1,0 +1,81 @@
+"""Chats with sound, as vLLM's clients and OpenAI's send it."""
+
+import base64
+
+import audio_files
+import pytest
+
+from apbv.serve.media import MediaSettings
+
+import families
+from servers import InProcess, part, post, text
+from video_files import encode
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory):
+    """A server of a model that hears, before a folder with a sound and a video that has one; and the folder."""
+    folder = tmp_path_factory.mktemp("heard")
+    audio_files.write(folder / "a.wav", [(0, 1.3)])
+    audio_files.write(folder / "b.mp4", [(0, 2)], "aac", video=(0, 2), size=(56, 84))
+    encode(folder / "mute.mp4", n=10, size=(56, 84))
+    model = families.save_checkpoint(families.OMNI, tmp_path_factory.mktemp("model"))
+    app = InProcess(MediaSettings(folder=folder), model=str(model), max_model_len=2000)
+    yield app, folder
+    app.close()
+
+
+def sent(data: bytes | str, **fields) -> dict:
+    encoded = data if isinstance(data, str) else base64.b64encode(data).decode()
+    return {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav", **fields}}
+
+
+def asked(app: InProcess, *content: dict, **options) -> tuple[int, str | dict]:
+    """The status, and the text or the error."""
+    messages = [{"role": "user", "content": [*content, text("What?")]}]
+    reply = post(app, "/v1/chat/completions", messages=messages, max_tokens=5, **options)
+    said = reply.json()
+    return reply.status_code, said["error"] if "error" in said else said["choices"][0]["message"]["content"]
+
+
+def test_sound_comes_by_url_or_inline(hearing):
+    app, folder = hearing
+    data = (folder / "a.wav").read_bytes()
+    expected = app.engine.generate("What?", audio=folder / "a.wav", max_new_tokens=5).text
+    inline = f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
+    for sound in (part("audio", "a.wav"), part("audio", inline), sent(data)):
+        assert asked(app, sound) == (200, expected), sound["type"]
+
+
+def test_a_video_is_heard(hearing):
+    app, folder = hearing
+    question = {"video": folder / "b.mp4", "num_frames": 8, "max_new_tokens": 5}
+    answers = {
+        heard: app.engine.generate("What?", **question, audio_in_video=heard).text for heard in (True, False)
+    }
+    assert answers[True] != answers[False]
+    assert asked(app, part("video", "b.mp4")) == (200, answers[True])
+    for heard, answer in answers.items():  # a character's beginning is not told
+        found = asked(app, part("video", "b.mp4"), audio_in_video=heard)
+        assert found == (200, answer.rstrip("\ufffd"))
+
+
+def test_a_silent_video_comes_beside_one_with_sound_where_none_is_heard(hearing):
+    both = [part("video", name) for name in ("b.mp4", "mute.mp4")]
+    status, error = asked(hearing[0], *both)
+    assert status == 400 and "mute.mp4: is not heard, but another" in error["message"]
+    assert asked(hearing[0], *both, audio_in_video=False)[0] == 200
+
+
+def test_what_cannot_be_heard_is_refused(hearing, app):
+    where = "messages.0.content.0"
+    for sound, param, message in (
+        (part("audio", "none.wav"), f"{where}.audio_url", "no file"),
+        (sent("?"), f"{where}.input_audio", "base64"),
+        (sent(b"ABC"), "messages", "the inline data: the audio cannot be decoded"),
+        (sent(b"ABC", format=None), f"{where}.input_audio.format", "valid string"),
+    ):
+        status, error = asked(hearing[0], sound)
+        assert (status, error["param"]) == (400, param) and message in error["message"], error
+    status, error = asked(app, sent(b"ABC"))
+    assert status == 400 and "qwen2_5_vl models do not hear" in error["message"]

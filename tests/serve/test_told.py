@@ -1,0 +1,356 @@
+"""What is told of requests that have ended: the figures of /metrics, lines of the log, and traces."""
+
+import json
+import logging
+import socket
+import sys
+import time
+import warnings
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+
+from apbv.launch.serve import parse_arguments
+from apbv.serve.log import JsonLines, OncePerPeriod, log_to_stderr
+from apbv.serve.metrics import OUTCOMES, TRANSFER_ENDS, Metrics
+from apbv.serve.report import Reporter
+from apbv.serve.times import EndedRequest, RequestTimes
+from apbv.serve.tracing import Tracer, require_traceable
+
+from collector import collecting, values_of
+from servers import metric_in
+
+# All moments lie apart by another distance.
+TIMES = RequestTimes(arrived=10.0, ready=10.5, began=12.25, first_token=16.5, last_token=24.5, ended=25.0)
+ANSWERED = EndedRequest(
+    id="chatcmpl-7",
+    status=200,
+    outcome="stop",
+    times=TIMES,
+    prompt_tokens=300,
+    completion_tokens=20,
+    speculation={"rounds": 5, "num_drafted": 25, "num_accepted": 14},
+    sampling={"max_tokens": 64, "temperature": 0.5, "top_p": 0.9},
+)
+REFUSED = EndedRequest(id="cmpl-8", status=400, outcome="invalid", times=RequestTimes(arrived=1.0, ended=1.25))
+# The sums of an answer's histograms, in seconds and tokens.
+SUMS = {
+    "time_to_first_token_seconds": 6.5,
+    "request_queue_time_seconds": 1.75,
+    "request_prefill_time_seconds": 4.25,
+    "request_decode_time_seconds": 8.0,
+    "e2e_request_latency_seconds": 15.0,
+    "request_prompt_tokens": 300.0,
+    "request_generation_tokens": 20.0,
+}
+FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
+
+
+# ---- metrics ----
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics('a "model"\nof mine')
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return metric_in(metrics.render().decode(), f"apbv:{name}", **labels)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_of_every_outcome_counts_what_was_reached(metrics, outcome):
+    """Of refused requests nothing; of an answer that broke off only its tokens, and when the first came."""
+    is_answer, is_refused = outcome in ("stop", "length"), outcome not in FINISHED
+    times = REFUSED.times if is_refused else TIMES
+    metrics.observe_end(outcome, times, *((0, 0, None) if is_refused else (300, 20, ANSWERED.speculation)))
+    for name, total in SUMS.items():
+        counts = is_answer or (name == "time_to_first_token_seconds" and not is_refused)
+        assert value(metrics, f"{name}_count") == counts and value(metrics, f"{name}_sum") == counts * total, name
+    counters = {
+        "prompt_tokens_total": 300,
+        "generation_tokens_total": 20,
+        "spec_decode_num_drafts_total": 5,
+        "spec_decode_num_draft_tokens_total": 25,
+        "spec_decode_num_accepted_tokens_total": 14,
+    }
+    assert {name: value(metrics, name) for name in counters} == {
+        n: (not is_refused) * v for n, v in counters.items()
+    }
+    for each, reason in FINISHED.items():
+        assert value(metrics, "request_success_total", finished_reason=reason) == (each == outcome)
+    for each in ("rejected", "invalid"):
+        assert value(metrics, "requests_refused_total", reason=each) == (each == outcome)
+
+
+def test_what_was_said_last_and_what_has_not_happened_yet(metrics):
+    """A rate over a counter that appears with its first event misses that event: it is zero, and not missing."""
+    text = metrics.render().decode()
+    for reason in FINISHED.values():
+        assert metric_in(text, "apbv:request_success_total", finished_reason=reason) == 0
+    for how in TRANSFER_ENDS:
+        assert metric_in(text, "apbv:kv_transfers_total", how=how) == 0
+    assert 'model_name="a \\"model\\"\\nof mine"' in text
+    with pytest.raises(KeyError):
+        metrics.observe_end("success", TIMES, 1, 1, None)
+    for load in ((3, 2), (1, 4)):
+        metrics.set_load(*load)
+    metrics.set_offers(2)
+    for limit, usage in ((400, 0.75), (0, 0)):
+        metrics.set_kv(300, limit)
+        assert value(metrics, "kv_cache_usage_perc") == usage and value(metrics, "kv_cache_bytes") == 300
+    names = ("num_requests_waiting", "num_requests_running", "kv_offers_waiting")
+    assert [value(metrics, name) for name in names] == [1, 4, 2]
+    for seconds in (0.03, 0.03, 0.4):
+        metrics.observe_token_gap(seconds)
+    assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.46)
+    assert value(metrics, "inter_token_latency_seconds_bucket", le="0.05") == 2
+
+
+def test_transfers_are_counted_by_how_they_ended_but_only_fetched_ones_have_times(metrics):
+    for number, how in enumerate(TRANSFER_ENDS, 1):
+        metrics.observe_transfer(how, 1000 * number, 0.25)
+    for number, how in enumerate(TRANSFER_ENDS, 1):
+        assert value(metrics, "kv_transfers_total", how=how) == 1
+        assert value(metrics, "kv_transfer_bytes_total", how=how) == 1000 * number
+    assert value(metrics, "kv_transfer_wait_seconds_count") == 1
+
+
+# ---- the log ----
+
+
+@pytest.fixture
+def log(capsys):
+    """Sets the log up as a server does; returns a function that reads what it wrote since."""
+    root, ours = logging.getLogger(), logging.getLogger("apbv.serve")
+    before, level = list(root.handlers), ours.level
+
+    def start(form: str):
+        log_to_stderr(form)
+        return lambda: capsys.readouterr().err.splitlines()
+
+    yield start
+    root.handlers[:] = before
+    ours.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_a_request_is_a_line_to_read(log):
+    written, reporter = log("text"), Reporter(Metrics("a model"))
+    for request in (replace(ANSWERED, transfer="ab"), REFUSED):
+        reporter.tell(request)
+    answered, refused = written()
+    words = "chatcmpl-7 200 stop, 300 + 20 tokens, KV offered as ab, first token 6.500 s, total 15.000 s"
+    assert answered.endswith(f" {words}") and refused.endswith(" cmpl-8 400 invalid, total 0.250 s")
+
+
+def test_a_request_is_an_object_with_all_its_times(log, collector):
+    written, tracer = log("json"), Tracer(collector.url, "a model")
+    reporter = Reporter(Metrics("a model"), tracer)
+    for request in (ANSWERED, REFUSED):
+        reporter.tell(request)
+    tracer.close()
+    traces = [span.trace_id.hex() for span in collector.named("llm_request", 2)]
+    answered, refused = map(json.loads, written())
+    assert answered.pop("time").endswith("Z")
+    assert answered == {
+        "level": "INFO",
+        "logger": "apbv.serve.report",
+        "message": "chatcmpl-7 200 stop, 300 + 20 tokens, first token 6.500 s, total 15.000 s",
+        "request_id": "chatcmpl-7",
+        "model": "a model",
+        "status": 200,
+        "outcome": "stop",
+        "prompt_tokens": 300,
+        "completion_tokens": 20,
+        "read_seconds": 0.5,
+        "queue_seconds": 1.75,
+        "prefill_seconds": 4.25,
+        "decode_seconds": 8.0,
+        "time_to_first_token_seconds": 6.5,
+        "total_seconds": 15.0,
+        "num_drafted": 25,
+        "num_accepted": 14,
+        "trace_id": traces[0],
+    }
+    assert refused["outcome"] == "invalid" and refused["queue_seconds"] is None
+    assert refused["trace_id"] == traces[1] != traces[0]
+
+
+def test_what_libraries_warn_of_is_a_line_of_the_same_form(log):
+    written = log("json")
+    logging.getLogger("uvicorn.error").warning("Invalid %s request\nreceived.", "HTTP")
+    warnings.warn("this goes wrong", stacklevel=1)
+    logging.getLogger("some.library").info("of no interest")
+    invalid, warned = map(json.loads, written())
+    assert (invalid["level"], invalid["logger"]) == ("WARNING", "uvicorn.error")
+    assert invalid["message"] == "Invalid HTTP request\nreceived."
+    assert warned["logger"] == "py.warnings" and "this goes wrong" in warned["message"]
+
+
+def test_an_error_is_one_line_with_its_traceback_and_what_json_does_not_know_in_words():
+    try:
+        raise ValueError("broken\nin two")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, __file__, 1, "ASGI failed", (), info)
+    record.created = datetime(2026, 5, 4, 3, 2, 1, 250_000, tzinfo=timezone.utc).timestamp()
+    record.fields = {"kind": ValueError}
+    line = JsonLines().format(record)
+    said = json.loads(line)
+    assert "\n" not in line and said["time"] == "2026-05-04T03:02:01.250Z"
+    assert said["traceback"].startswith("Traceback") and said["traceback"].endswith("ValueError: broken\nin two")
+    assert said["kind"] == "<class 'ValueError'>"
+
+
+def test_what_was_left_out_of_the_log_is_counted():
+    now, messages = 0.0, []
+    logger, handler = logging.Logger("a server's"), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addFilter(OncePerPeriod(60.0, lambda: now))
+    logger.addHandler(handler)
+    for second in range(150):
+        now = float(second)
+        logger.warning("bad request")
+        if second < 2:
+            logger.error("worse")
+    more = "bad request (59 more like this since the last time)"
+    assert messages == ["bad request", "worse", "worse", more, more]
+
+
+# ---- traces ----
+
+
+@pytest.fixture
+def collector():
+    with collecting() as started:
+        yield started
+
+
+def traced(collector, *requests: EndedRequest) -> list[str]:
+    """The traces' ids. The requests arrived at a moment of this process's clock."""
+    tracer, arrived = Tracer(collector.url, "a model"), time.monotonic() - 100
+    moments = [
+        {name: None if at is None else arrived + at - 10.0 for name, at in vars(each.times).items()}
+        for each in requests
+    ]
+    ids = [tracer.trace(replace(r, times=RequestTimes(**m))) for r, m in zip(requests, moments, strict=True)]
+    tracer.close()
+    return ids
+
+
+def seconds(span) -> float:
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+
+
+def phases_of(collector, whole) -> dict[str, float]:
+    """The seconds of the spans inside."""
+    inside = [span for span in collector.spans if span.parent_span_id == whole.span_id]
+    assert {span.trace_id for span in inside} == {whole.trace_id}
+    return {span.name: pytest.approx(seconds(span)) for span in inside}
+
+
+def test_a_request_is_a_span_and_its_phases_are_spans_inside(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "prefill 7")
+    (trace_id,) = traced(collector, ANSWERED)
+    (whole,) = collector.named("llm_request")
+    assert whole.trace_id.hex() == trace_id and not whole.parent_span_id
+    assert abs(whole.start_time_unix_nano / 1e9 - (time.time() - 100)) < 90
+    assert phases_of(collector, whole) == {"read": 0.5, "queue": 1.75, "prefill": 4.25, "decode": 8.0}
+    assert seconds(whole) == pytest.approx(15.0)
+    phases = {span.name: span for span in collector.spans}
+    assert phases["read"].start_time_unix_nano == whole.start_time_unix_nano
+    for earlier, later in (("read", "queue"), ("queue", "prefill"), ("prefill", "decode")):
+        assert phases[earlier].end_time_unix_nano == phases[later].start_time_unix_nano
+    assert values_of(whole.attributes) == {
+        "gen_ai.request.id": "chatcmpl-7",
+        "gen_ai.request.max_tokens": 64,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.response.model": "a model",
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.usage.prompt_tokens": 300,
+        "gen_ai.usage.completion_tokens": 20,
+        "gen_ai.latency.time_in_queue": pytest.approx(1.75),
+        "gen_ai.latency.time_to_first_token": pytest.approx(6.5),
+        "gen_ai.latency.time_in_model_prefill": pytest.approx(4.25),
+        "gen_ai.latency.time_in_model_decode": pytest.approx(8.0),
+        "gen_ai.latency.e2e": pytest.approx(15.0),
+        "http.response.status_code": 200,
+        "apbv.outcome": "stop",
+        "apbv.speculation.num_drafted": 25,
+        "apbv.speculation.num_accepted": 14,
+    }
+    assert collector.resources[0]["service.name"] == "prefill 7"
+
+
+def test_a_trace_that_a_client_began_goes_on_unless_it_is_not_recorded(collector):
+    trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    recorded, ignored = f"00-{trace}-{span}-01", f"00-{trace[::-1]}-{span}-00"
+    ids = traced(collector, *(replace(ANSWERED, traceparent=given) for given in (recorded, ignored, "x")))
+    assert ids[:2] == [trace, trace[::-1]]
+    first, second = collector.named("llm_request", 2)
+    assert first.trace_id.hex() == trace and first.parent_span_id.hex() == span
+    assert second.trace_id.hex() == ids[2] not in (trace, trace[::-1])  # nonsense is as good as none
+    assert collector.resources[0]["service.name"] == "apbv"
+
+
+READ, QUEUE, PREFILL = {"read": 0.5}, {"queue": 1.75}, {"prefill": 4.25}
+
+
+@pytest.mark.parametrize(
+    ("missing", "fields", "phases"),
+    [
+        (("began", "first_token", "last_token"), {"status": 503}, {**READ, "queue": 14.5}),
+        (("first_token", "last_token"), {"status": 503}, {**READ, **QUEUE, "prefill": 12.75}),
+        (("last_token",), {"status": 503}, {**READ, **QUEUE, **PREFILL, "decode": 8.5}),
+        (("ready", "began", "first_token", "last_token"), {"status": 400}, {"read": 15.0}),
+        ((), {"transfer": "ab" * 16}, {**READ, **QUEUE, **PREFILL, "hand_over": 8.5}),
+    ],
+    ids=["queue", "prefill", "decode", "refused", "handed over"],
+)
+def test_the_phase_in_which_a_request_ended_lasts_up_to_its_end(collector, missing, fields, phases):
+    """An error of the server is one of the span; what a client did wrong is none."""
+    times = replace(TIMES, **dict.fromkeys(missing))
+    outcome = {503: "failed", 400: "invalid"}.get(fields.get("status"), "length")
+    traced(collector, replace(ANSWERED, times=times, outcome=outcome, **fields))
+    (whole,) = collector.named("llm_request")
+    assert phases_of(collector, whole) == phases
+    has_failed = whole.status.code == whole.status.STATUS_CODE_ERROR and whole.status.message == "failed"
+    said = values_of(whole.attributes)
+    assert has_failed == (outcome == "failed")
+    assert said.get("gen_ai.response.finish_reasons") == (["length"] if outcome == "length" else None)
+    assert said.get("apbv.kv_transfer.id") == fields.get("transfer")
+
+
+def test_a_collector_that_is_not_there_harms_nothing_and_is_said_to_be_away_once(caplog, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tracer = Tracer(f"http://127.0.0.1:{port}/v1/traces", "a model")
+    for _ in range(10):
+        assert len(tracer.trace(ANSWERED)) == 32
+    tracer.close()
+    warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warned) == 1 and "max retries" in warned[0].getMessage().lower()
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "grpc://localhost:4317", "http:///v1/traces"])
+def test_what_is_no_url_is_refused_at_the_start(url, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--model", "demo", "--otlp-traces-endpoint", url])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--otlp-traces-endpoint" in line and url in line
+
+
+@pytest.mark.parametrize(
+    "missing", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"]
+)
+def test_without_the_extra_the_option_is_refused_at_the_start(missing, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith("opentelemetry"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not there
+    with pytest.raises(ValueError, match=rf"traces need {missing}.*not installed: pip install 'apbv\[otel\]'"):
+        require_traceable("http://localhost:4318/v1/traces")
