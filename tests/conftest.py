@@ -27,7 +27,6 @@ from apbv.hosts.simulated import simulate
 
 import families
 from engines import write_clip
-from pairs import leave_out_combinations
 from patience import TEST_TIMEOUT
 from pool import HostPool
 
@@ -46,11 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    leave_out_combinations(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,33 +32,3 @@ def pairwise(**columns: Collection) -> pytest.MarkDecorator:
         chosen.append(best)
     picked = [tuple(map(list.__getitem__, choices, rows[place])) for place in sorted(chosen)]
     return pytest.mark.parametrize(tuple(columns), picked)
-
-
-# The marks of the same names, which say the same of a test's own parametrization.
-MARKS = {"each_choice": (1, "thorough"), "pairwise": (2, "exhaustive")}
-
-
-def covering(rows, strength: int) -> list[int]:
-    together = min(strength, len(rows[0]))
-    shown = [
-        {tuple((i, row[i]) for i in columns) for columns in combinations(range(len(row)), together)}
-        for row in rows
-    ]
-    missing, chosen = set().union(*shown), []
-    while missing:
-        best = max(range(len(rows)), key=lambda place: len(shown[place] & missing))
-        missing -= shown[best]
-        chosen.append(best)
-    return sorted(chosen)
-
-
-def leave_out_combinations(items) -> None:
-    for name, (strength, mark) in MARKS.items():
-        tests: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            if item.get_closest_marker(name):
-                tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-        for combined in tests.values():
-            rows = [tuple(map(repr, item.callspec.params.values())) for item in combined]
-            for place in set(range(len(combined))) - set(covering(rows, strength)):
-                combined[place].add_marker(getattr(pytest.mark, mark))
