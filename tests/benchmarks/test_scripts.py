@@ -64,6 +64,7 @@ def test_throughput_of_simulated_hosts_about_a_file(run):
     assert all(more > less for more, less in zip(some["comm_bytes"], none["comm_bytes"], strict=True))
 
 
+@pytest.mark.thorough
 def test_throughput_presets_have_the_papers_rows(run):
     options = ["--frames", 8, "--resolutions", "56x84", "--rounds", 1, "--warmup", 0]
     rows, _ = run("throughput", "--preset", "fig6_baselines", *options, "--hosts", 2)
@@ -108,17 +109,15 @@ def test_a_plan_of_fewer_tokens_and_blocks(run):
 
 
 def test_simulated_hosts_beside_the_cost_model(run):
-    options = ["--tokens", 512, "--hosts", 2, 3, "--rounds", 2, "--full-rounds", 3]
-    records, _ = run("scaling", "simulate", *options)
-    assert [r["hosts"] for r in records] == [2, 3]
-    for record in records:
-        assert record["simulated"] and len(record["full_ms"]) == 3 and len(record["noisy_critical_path_ms"]) == 2
-        full = statistics.mean(record["full_ms"])
-        assert record["speedup_vs_full"] == pytest.approx(full / record["critical_path_ms"])
-        # At its mean pace no host is slower than where the slowest one sets the pace of every run.
-        assert record["critical_path_ms"] <= 1.01 * statistics.mean(record["noisy_critical_path_ms"])
-        assert record["share_of_flop_ratio"] == record["speedup_vs_full"] / record["flop_ratio"]
-        assert record["rate_ratio"] > 0 and all(rate > 0 for rate in record["gflops"].values())
+    options = ["--tokens", 256, "--hosts", 2, "--rounds", 2, "--full-rounds", 2]
+    (record,), _ = run("scaling", "simulate", *options)
+    assert record["simulated"] and len(record["full_ms"]) == 2 and len(record["noisy_critical_path_ms"]) == 2
+    full = statistics.mean(record["full_ms"])
+    assert record["speedup_vs_full"] == pytest.approx(full / record["critical_path_ms"])
+    # At its mean pace no host is slower than where the slowest one sets the pace of every run.
+    assert record["critical_path_ms"] <= 1.01 * statistics.mean(record["noisy_critical_path_ms"])
+    assert record["share_of_flop_ratio"] == record["speedup_vs_full"] / record["flop_ratio"]
+    assert record["rate_ratio"] > 0 and all(rate > 0 for rate in record["gflops"].values())
 
 
 def test_reuse_beside_none(run, tmp_path):
