@@ -54,7 +54,6 @@ def on_cpu_job(hosts: HostGroup, family: str, prefill: dict, in_batch: bool = Fa
     ("family", "prefill", "in_batch"),
     [
         ("llama", {}, False),
-        ("llava_onevision", {}, False),
         ("qwen2_5_vl", {}, True),
         # Lengths for long prompts do not keep a server from starting.
         ("qwen2_5_vl", {"anchor_len": 100_000, "passing_len": 50_000}, False),

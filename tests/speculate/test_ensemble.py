@@ -18,7 +18,6 @@ from apbv.speculate.ensemble import (
     Context,
     EnsembleDrafter,
     as_text,
-    kl_divergence,
     make_weights,
     pool_rows,
     pooling_cells,
@@ -135,23 +134,6 @@ def test_rows_of_the_batch_say_what_each_context_says_alone(family):
             torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
 
 
-def contexts_job(hosts: HostGroup, family: str):
-    _, inputs = video_prompt(family, hosts)
-    parts = inspect_model(families.build_model(family, dtype=torch.float64))
-    rows, kept = encode_visual(parts, inputs.visual), torch.arange(0, inputs.num_visual_tokens, 3)
-    contexts = read_contexts("MTCP", parts, inputs, kept, rows, hosts, tokenizer_of(family), CAPTION)
-    return contexts and [(c.next_position, c.cache.layers[-1].keys) for c in contexts]
-
-
-def test_contexts_are_the_same_however_many_hosts_encoded_the_frames(pool):
-    expected = contexts_job(HostGroup.single(), "qwen3_vl")
-    read, *others = pool.run(3, contexts_job, "qwen3_vl")
-    assert others == [None, None]
-    for (position, keys), (expected_position, expected_keys) in zip(read, expected, strict=True):
-        assert position == expected_position
-        torch.testing.assert_close(keys, expected_keys, rtol=1e-9, atol=1e-9)
-
-
 # ---- weights ----
 
 
@@ -198,19 +180,6 @@ def test_weights_follow_the_papers_rule(ensemble):
         assert sum(ours) == pytest.approx(1.0)
         chosen.add(tuple(ours))
     assert len(chosen) > 5
-
-
-def test_a_context_that_is_never_wrong_gets_all_the_weight():
-    p, other = torch.tensor([0.5, 0.5, 0.0]).double(), torch.tensor([0.1, 0.1, 0.8]).double()
-    for ensemble, q, expected in (
-        ("MT*", [other, p], [0.0, 1.0]),
-        ("MTCP*", [other, p, other, other], [0.0, 1.0, 0.0, 0.0]),
-    ):
-        weights = make_weights(ensemble)
-        weights.learn(0, p, torch.stack(q))
-        assert weights.choose().tolist() == expected
-    assert make_weights("MT") is None and make_weights("MTCP") is None
-    assert float(kl_divergence(p, torch.tensor([1.0, 0.0, 0.0]).double())) == math.inf
 
 
 @pytest.mark.parametrize(("temperature", "ensemble"), [(0.0, "MT*"), (0.8, "MTCP*"), (0.8, "MT")])
