@@ -129,25 +129,6 @@ def test_a_walk_with_every_way_to_choose(way, seed, monkeypatch):
         assert member.finish_reason == (None if number in left else "length" if is_cut else "stop")
 
 
-def together_job(hosts: HostGroup, samplings: list[SamplingConfig]):
-    """The answers of host 0, in one batch, and each by all hosts."""
-    parts = parts_of("qwen2_5_vl")
-    states = [prefilled("qwen2_5_vl", number, hosts) for number in range(len(samplings))]
-    expected = [alone(state, parts, sampling) for state, sampling in zip(states, samplings, strict=True)]
-    if not hosts.is_leader:
-        return expected, None
-    batch = Batch(parts)
-    members = [batch.join(state, asked(state, by)) for state, by in zip(states, samplings, strict=True)]
-    run(batch)
-    return expected, [member.tokens for member in members]
-
-
-def test_answers_to_prompts_of_two_hosts(pool):
-    (expected, found), _ = pool.run(2, together_job, [GREEDY, *SAMPLED])
-    assert found == expected
-    assert found[0] == generated("qwen2_5_vl", 0)
-
-
 def test_first_tokens_come_before_anybody_is_decoded_further():
     """And joining moves nothing; the prompt can be answered again."""
     parts = parts_of("llama")

@@ -63,11 +63,9 @@ def test_only_rows_that_come_too_early_are_changed():
 
 
 def stops_job(hosts: HostGroup, way: str, kv: str, at: tuple[int, ...]) -> list:
-    """Answers in full, then stopped after so many tokens each; and how often host 0 asked."""
-    engine = engine_of(way, hosts, kv)
-    full = engine.generate(QUESTION, **VIDEO, max_new_tokens=12)
-    answers = [(full.token_ids, full.finish_reason, None, None)]
-    for count in at:
+    """An answer in full, then stopped after so many tokens each; and how often host 0 asked."""
+    engine, answers = engine_of(way, hosts, kv), []
+    for count in (MOST + 1, *at):
         asked, shown = [], []
 
         def stop(tokens, count=count, asked=asked) -> bool:

@@ -107,13 +107,11 @@ def test_a_kept_prompt_is_answered_again():
 
 
 def test_what_keeps_steps_from_being_recorded(monkeypatch):
-    parts = inspect_model(build("llama", torch.float32), "triton")
+    parts, other = (inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch"))
     assert not runner.wants_graphs(parts)  # on a CPU, and without a word
     assert runner.why_not_captured(parts, None) is None
     assert "in shares" in runner.why_not_captured(parts, HostGroup.single())
-    assert "torch attention" in runner.why_not_captured(
-        inspect_model(build("llama", torch.float32), "torch"), None
-    )
+    assert "torch attention" in runner.why_not_captured(other, None)
     monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
     assert "members of a host" in runner.why_not_captured(parts, None)
 

@@ -1,8 +1,6 @@
 """Which groups carry the data of pretended GPUs: NCCL's where each process has its own, else host memory."""
 
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -11,9 +9,8 @@ import torch.distributed as dist
 from apbv import HostGroup
 from apbv.hosts.process_groups import level_group_counts
 
-from fresh_hosts import described
 from patience import GROUP_TIMEOUT
-from pretend_gpu import gpu_groups, rehearsal
+from pretend_gpu import rehearsal
 
 
 def rehearsed(hosts: HostGroup, job: Callable, *args):
@@ -99,14 +96,3 @@ def members_job(machine, pool_hosts: HostGroup, gpu_of: tuple[int, ...]):
 @pytest.mark.parametrize(("gpu_of", "is_staged"), [((0, 1, 2, 3), False), ((0, 1, 0, 1), True)])
 def test_members_of_a_host_are_connected_by_nccl(pool, gpu_of, is_staged):
     assert pool.run(4, rehearsed, members_job, gpu_of) == [is_staged] * 4
-
-
-def crowded_job(machine, pool_hosts: HostGroup):
-    level_group_counts(pool_hosts._gather_control)
-    group = gpu_groups(dist.get_process_group_ranks(pool_hosts._groups.control), timedelta(seconds=GROUP_TIMEOUT))
-    return described(partial(HostGroup.from_process_group, group, "cuda:0", GROUP_TIMEOUT, tensor_parallel=2))
-
-
-def test_members_that_share_a_gpu_are_refused(pool):
-    refusal = "ValueError: host 0 cannot be 2 processes: tensor parallelism needs NCCL, and a GPU for each of them"
-    assert pool.run(2, rehearsed, crowded_job) == [refusal] * 2

@@ -61,10 +61,7 @@ THOROUGH = [
     (2, drafting("parallelvlm", family="qwen2_vl", prefill={"kv": "sharded"})),
     (2, drafting("layerskip", prefill={"kv": "sharded"}, request=SAMPLED)),
 ]
-CASES = [
-    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.thorough] * (case in THOROUGH))
-    for case in [*QUICK, *THOROUGH]
-]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
 
 
 @pytest.mark.parametrize(("num_hosts", "case"), CASES)
@@ -106,7 +103,6 @@ def regrets_job(hosts, case: Case, clip) -> list[float]:
         (1, Case("qwen2_5_vl", torch.float16, reuse="kv")),
         pytest.param(2, Case("internvl", torch.float16, {"method": "ulysses"}), marks=pytest.mark.thorough),
     ],
-    ids=str,
 )
 def test_in_half_precision_every_token_is_nearly_the_most_probable(pool, clip, num_hosts, case):
     """Ties are broken by rounding, so that the tokens themselves may be others than the CPU's."""

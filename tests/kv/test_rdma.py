@@ -79,16 +79,3 @@ def test_nobody_reads_on_from_kv_that_has_ended(producer):
             next(reading)
     with pytest.raises(StorageError, match="was dropped by its consumer"):
         fetch(ticket, transport="rdma")
-
-
-def test_the_last_layer_is_given_only_where_the_memory_was_kept_until_then(producer, monkeypatch):
-    """Also where the word that it has ended travels more slowly than the KV."""
-    _, ticket = producer
-    with RemoteKV.open(ticket, transport="rdma") as kv:
-        reading = kv.layers(range(1000))
-        for _ in range(SIZES["num_layers"] - 1):
-            next(reading)
-        drop(ticket)
-        monkeypatch.setattr(select, "select", lambda *sockets: ([], [], []))
-        with pytest.raises(StorageError, match=r"broke off|was dropped by its consumer"):
-            next(reading)

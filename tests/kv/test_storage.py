@@ -220,6 +220,7 @@ def unshared_job(hosts: HostGroup, folders: list[Path]) -> str:
 
 def test_hosts_that_do_not_share_the_directory_are_told(pool, tmp_path):
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "host 1").mkdir()
     for first, message in (("host 0", "the same directory"), ("file", "cannot save KV in")):
         for said in pool.run(2, unshared_job, [tmp_path / first, tmp_path / "host 1"]):
             assert message in said

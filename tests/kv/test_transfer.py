@@ -37,22 +37,16 @@ def assert_fetchable(kv: Offered) -> None:
         list(RemoteKV.open(kv.ticket).layers(range(n)))
 
 
-@pytest.mark.parametrize(("hosts", "kv"), [(2, "gathered"), (3, "sharded")])
-def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, kv):
-    with offered(pool, hosts, tmp_path / "kv", kv=kv, passing_len=8) as found:
-        assert len(found.ticket.sources) == (hosts if kv == "sharded" else 1)
-        assert_fetchable(found)
+SHORT = {"kv": "sharded", "passing_len": 8}
+# Hosts, sources and settings: members of a host share its heads; a short text one host computes alone.
+OFFERS = [(2, 1, {"kv": "gathered", "passing_len": 8}), (3, 3, SHORT), (4, 4, {**SHORT, "tensor_parallel": 2})]
+OFFERS += [(2, 1, {"kv": "sharded", "text": "which " * 80})]
 
 
-def test_heads_that_members_of_a_host_share_come_together(pool, tmp_path):
-    with offered(pool, 4, tmp_path / "kv", kv="sharded", passing_len=8, tensor_parallel=2) as found:
-        assert len(found.ticket.sources) == 4
-        assert_fetchable(found)
-
-
-def test_a_prompt_that_one_host_alone_computed_has_one_source(pool, tmp_path):
-    with offered(pool, 2, tmp_path / "kv", kv="sharded", text="which " * 80) as found:
-        assert len(found.ticket.sources) == 1
+@pytest.mark.parametrize(("hosts", "num_sources", "prefill"), OFFERS)
+def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, num_sources, prefill):
+    with offered(pool, hosts, tmp_path / "kv", **prefill) as found:
+        assert len(found.ticket.sources) == num_sources
         assert_fetchable(found)
 
 

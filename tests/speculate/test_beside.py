@@ -5,13 +5,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from apbv import Engine, HostError, HostGroup, SpeculativeConfig
 from apbv.speculate import builders
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.link import Link
-from apbv.speculate.pair import Pair
 
 from engines import QUESTION, build_engine
 from patience import HANGING, wait_for
@@ -183,37 +181,3 @@ def test_a_draft_begins_before_the_target_has_prefilled(
     arguments = way, settings, {**request_, "max_new_tokens": 6}, tmp_path, layer, call
     run = pool.run(num_hosts, prefill_job, *arguments)
     assert all(answers == run[0] and answers[0] == answers[1] for answers in run)
-
-
-def late_job(hosts: HostGroup, request: dict):
-    """Tokens, scores received, and how often asked, where the draft seems not to have answered so many times."""
-    engine, found = engine_of(hosts, UV_PRUNE), []
-    if hosts.is_leader:
-        engine.model.get_decoder().layers[0].register_forward_pre_hook(
-            lambda *args: wait_for(engine._way._pair.link.other_has_answered)
-        )
-    offer_scores, receive = Pair.offer_scores, Link.receive
-    for times in (0, 1, 99):
-        received, asked = [], []
-
-        def offer(self, scores, asked=asked, times=times) -> bool:
-            asked.append(len(asked))
-            return len(asked) > times and offer_scores(self, scores)
-
-        def noted(self, *args, received=received):
-            received.append(receive(self, *args))
-            return received[-1]
-
-        with patch.object(Pair, "offer_scores", offer), patch.object(Link, "receive", noted):
-            found.append((engine.generate(QUESTION, **request).token_ids, received, len(asked)))
-    return found
-
-
-def test_scores_leave_when_the_draft_is_there(pool, request_, plain):
-    """At layer L, in a later one, or after the prefill: once, and the same."""
-    *targets, drafted = pool.run(3, late_job, request_)
-    assert all(tokens == plain for found in (*targets, drafted) for tokens, *_ in found)
-    (expected,), *others = [received for _, received, _ in drafted]
-    for (scores,) in others:
-        torch.testing.assert_close(scores, expected)
-    assert [asked for *_, asked in targets[0]] == [1, 2, 2]

@@ -16,13 +16,11 @@ from apbv.prefilling.reduction.choosing import standardised
 from apbv.prefilling.reduction.frames import frame_shape
 from apbv.prefilling.reduction.hippo import local_semantics
 from apbv.speculate import observers, preserve
-from apbv.speculate.draft_kv import prefill_observed
 from apbv.speculate.strategies import make_observer
 
 import families
-from oracle import as_double
 from pairs import each_choice
-from prompts import UNCOMPRESSED, as_inputs, build, hugging_face, relative_error, reset_rope, video_batch
+from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 
 DOUBLE = torch.float64
 
@@ -98,31 +96,6 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
         for ours, expected in zip(others[2:], similar, strict=True):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-4)
-
-
-def draft_guided_job(hosts: HostGroup, family: str):
-    """The scores that a draft gives by its own attention, and its KV, from the rows that the hosts encoded."""
-    parts = inspect_model(build(family, DOUBLE))
-    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
-    observer = observers.AttentionScores(parts)
-    rows = encode_visual(parts, inputs.visual)
-    cache = prefill_observed(parts, inputs, hosts, rows, observer)
-    return observer.result(), None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
-
-
-@pytest.mark.parametrize(("family", "num_hosts"), [("qwen2_5_vl", 3), ("internvl", 1), ("llava_onevision", 3)])
-def test_a_draft_can_be_guided_by_its_own_attention(pool, family, num_hosts):
-    """It reads the whole prompt as it would without being watched."""
-    weights, is_visual = attention_of_the_question(family)
-    visual = weights[..., is_visual]
-    expected = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(0, 1, 2))
-    _, cache = hugging_face(family, DOUBLE, as_double(video_batch(family)))
-    results = pool.run(num_hosts, draft_guided_job, family)
-    for scores, _ in results:
-        torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-7)
-    for (keys, values), layer in zip(results[0][1], cache.layers, strict=True):
-        assert relative_error(keys, layer.keys) < 1e-9 and relative_error(values, layer.values) < 1e-9
-    assert all(kv is None for _, kv in results[1:])
 
 
 def test_methods_that_share_out_the_question_cannot_be_watched():

@@ -31,7 +31,6 @@ from prompts import text_batch, video_batch
 
 STEPS = 24
 TREE = Tree.of(25, 5)
-SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
 
 
 # ---- the shape ----
@@ -129,22 +128,20 @@ class Checked(TreeDrafter):
 
 @pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.0), ("llama", 0.01)])
 def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
-    model, hosts = families.build_model(family, dtype=torch.float64), HostGroup.single()
-    draft = families.build_model(family, dtype=torch.float64)
+    model, draft = (families.build_model(family, dtype=torch.float64) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for weight in draft.get_decoder().parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator)
-    batch = text_batch(60) if family == "llama" else video_batch(family, frames=12)
-    query_start = 48 if family == "llama" else None
-    for way in ({}, SAMPLED):
+    prompt = (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
+    for way in ({}, {"temperature": 1.0, "top_p": 0.95, "seed": 5}):
         config = SamplingConfig(max_new_tokens=STEPS, **way)
-        decoder, state, _ = decoders(model, hosts, batch, query_start, "gathered")
-        plain = generate_tokens(answer_by(decoder, state, config))
-        decoder, state, _ = decoders(model, hosts, batch, query_start, "gathered")
-        _, drafts, look = decoders(draft, hosts, batch, query_start, "gathered")
+        plain, by_tree, (_, drafts, look) = (
+            decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
+        )
+        expected = generate_tokens(answer_by(*plain[:2], config))
         drafter = Checked(inspect_model(draft), look(), drafts.next_position, 256)
-        tokens, stats = generate_by_tree(answer_by(decoder, state, config), drafter, TREE, Pace(TREE.depth))
-        assert tokens == plain
+        tokens, stats = generate_by_tree(answer_by(*by_tree[:2], config), drafter, TREE, Pace(TREE.depth))
+        assert tokens == expected
         best = -(-(STEPS - 1) // 6)
         if noise:
             assert best < stats.num_target_forwards < STEPS - 4  # branches are left, and taken
