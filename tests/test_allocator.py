@@ -3,7 +3,6 @@
 import multiprocessing as mp
 import platform
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,8 +65,3 @@ def test_large_results_are_written_to_pages_that_were_touched_before():
 @with_glibc
 def test_kept_memory_can_be_returned():
     assert in_a_process_of_its_own(bytes_returned) > 40 * 2**20
-
-
-def test_elsewhere_nothing_happens(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert not keep_freed_memory()

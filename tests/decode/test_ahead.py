@@ -16,28 +16,26 @@ GREEDY = SamplingConfig(max_new_tokens=MOST)
 SAMPLED = SamplingConfig(max_new_tokens=MOST, temperature=1.5, top_p=0.9, seed=5)
 
 
-def prefilled(hosts: HostGroup, kv: str = "gathered"):
+def prefilled(kv: str = "gathered"):
+    hosts = HostGroup.single()
     inputs = as_inputs("llama", text_batch(60), 50, hosts)
     config = PrefillConfig(kv=kv, passing_len=UNCOMPRESSED)
     return prefill(build("llama", torch.float32), inputs, hosts=hosts, config=config)
 
 
-def decoded(state, ahead: bool, sampling: SamplingConfig, end=(), stop=None) -> tuple[list[int], list[str], int]:
+def decoded(state, ahead: bool, sampling: SamplingConfig, end=()) -> tuple[list[int], list[str], int]:
     """The tokens, what happened one after the other, and how many tokens' KV is left behind the prompt's."""
     decoder = decoder_behind(state, build("llama", torch.float32))
     happened, advance = [], decoder.advance
-    decoder.runs_ahead = ahead and decoder._cache is not None
+    decoder.runs_ahead = ahead
     decoder.advance = lambda tokens: happened.append("step") or advance(tokens)
-    answer = answer_by(decoder, state, sampling, end, lambda token: happened.append("token"))
-    answer.stop = stop
-    tokens = generate_tokens(answer)
-    length = None if decoder._cache is None else decoder._cache.get_seq_length() - state.num_tokens
-    return tokens, happened, length
+    tokens = generate_tokens(answer_by(decoder, state, sampling, end, lambda token: happened.append("token")))
+    return tokens, happened, decoder._cache.get_seq_length() - state.num_tokens
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_an_answer_of_any_length_is_the_same(sampling):
-    state = prefilled(HostGroup.single())
+    state = prefilled()
     full, *_ = decoded(state, False, sampling)
     assert len(full) == MOST
     for index, token in enumerate(full):
@@ -51,37 +49,17 @@ def test_an_answer_of_any_length_is_the_same(sampling):
 
 
 def test_every_step_but_the_first_is_given_before_a_token_is_read():
-    state = prefilled(HostGroup.single())
+    state = prefilled()
     _, happened, _ = decoded(state, True, GREEDY)
     assert happened[:6] == ["token", "step", "step", "token", "step", "token"]
     _, happened, _ = decoded(state, False, GREEDY)
     assert happened[:4] == ["token", "step", "token", "step"]
 
 
-def test_an_answer_ends_where_host_0_says():
-    state = prefilled(HostGroup.single())
-    full, *_ = decoded(state, False, GREEDY)
-    asked = []
-    tokens, _, left = decoded(state, True, GREEDY, stop=lambda said: asked.append(list(said)) or len(said) == 4)
-    assert tokens == full[:4] and left == 3
-    assert asked == [full[:count] for count in range(1, 5)]
-
-
-def several_hosts_job(hosts: HostGroup, end: tuple[int, ...]):
-    state = prefilled(hosts)
-    return [decoded(state, ahead, SAMPLED, end)[0] for ahead in (False, True)]
-
-
-def test_other_hosts_are_told(pool):
-    (full, _), *_ = pool.run(2, several_hosts_job, ())
-    for plain, ahead in pool.run(2, several_hosts_job, (full[6],)):
-        assert plain == ahead == full[: full.index(full[6]) + 1]
-
-
 @pytest.mark.parametrize(("sampling", "broken_at"), [(GREEDY, 4), (SAMPLED, 1)])
 def test_logits_that_are_not_finite_end_it(sampling, broken_at):
     """What was chosen from them in the meantime must be a token: a GPU does not look before it reads its row."""
-    state, steps = prefilled(HostGroup.single()), []
+    state, steps = prefilled(), []
     decoder = decoder_behind(state, build("llama", torch.float32))
     advance = decoder.advance
 
@@ -96,7 +74,7 @@ def test_logits_that_are_not_finite_end_it(sampling, broken_at):
 
 
 def test_only_a_process_that_runs_the_model_alone_runs_ahead(monkeypatch):
-    state, shared = prefilled(HostGroup.single()), prefilled(HostGroup.single(), "sharded")
+    state, shared = prefilled(), prefilled("sharded")
     parts = decoder_behind(state, build("llama", torch.float32))._runner._parts
     assert not Decoder(parts, state.kv, 0).runs_ahead  # on a CPU nothing would be gained
     monkeypatch.setattr(type(parts), "device", torch.device("cuda"))

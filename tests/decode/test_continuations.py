@@ -60,22 +60,3 @@ def continuation(family: str, steps: int = 12) -> tuple[dict, int | None, list[i
     output = model.generate(**batch, max_new_tokens=steps, min_new_tokens=steps)
     expected = output[0, batch["input_ids"].shape[1] :].tolist()
     return batch, 108 if family in TEXT_FAMILIES else None, expected
-
-
-def sampled_job(hosts: HostGroup, seed: int):
-    model = build("llama", torch.float32)
-    tokens = []
-    for kv in ("gathered", "sharded"):
-        inputs = as_inputs("llama", text_batch(120), 108, hosts)
-        state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(kv=kv, passing_len=UNCOMPRESSED))
-        sampling = SamplingConfig(max_new_tokens=12, temperature=1.5, top_p=0.9, seed=seed)
-        tokens.append(plain_tokens(state, model, sampling))
-    return tokens
-
-
-def test_sampling_depends_on_the_seed_and_on_nothing_else(pool):
-    one, again, other = (pool.run(hosts, sampled_job, seed) for hosts, seed in ((2, 5), (3, 5), (2, 6)))
-    drawn = [tokens for result in (*one, *again) for tokens in result]
-    assert all(tokens == drawn[0] for tokens in drawn)
-    assert other[0][0] != drawn[0]
-    assert len(set(drawn[0])) > 3

@@ -1,14 +1,10 @@
 """The engine and launch/infer.py, from real H.264 files to text."""
 
 import json
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from huggingface_hub.utils import are_progress_bars_disabled
-from transformers.utils import logging as transformers_logging
 
 from apbv import Engine, HostError, HostGroup, PrefillConfig
 from apbv.input.video import VideoError
@@ -23,8 +19,8 @@ from families import VIDEO_FAMILIES
 from scripts import infer
 
 
-def chat(source: dict) -> list[dict]:
-    return [{"role": "user", "content": [source, {"type": "text", "text": QUESTION}]}]
+def says(*content, role: str = "user") -> dict:
+    return {"messages": [{"role": role, "content": list(content)}]}
 
 
 def answers_job(hosts: HostGroup, path: str, settings: dict, requests: list[dict]):
@@ -38,31 +34,17 @@ def test_every_family_answers_about_files_as_one_process_would(pool, checkpoints
     """Nothing compressed: several hosts, either KV placement, give plain full attention's answer."""
     path, picture = str(checkpoints(family)), tmp_path / "picture.png"
     families.synthetic_image(84, 112).save(picture)
-    requests = [
-        {"prompt": QUESTION, "video": str(clip)},
-        {"messages": chat({"type": "video", "video": str(clip)})},
-    ]
+    video, question = {"type": "video", "video": str(clip)}, {"type": "text", "text": QUESTION}
+    requests = [{"prompt": QUESTION, "video": str(clip)}, says(video, question)]
     requests = [{**request, "num_frames": 15} for request in requests]
     requests += [{"prompt": QUESTION, "images": [str(picture)]}]
-    requests += [{"messages": chat({"type": "image", "path": str(picture)})}]
+    requests += [says({"type": "image", "path": str(picture)}, question)]
     expected, stats = answers_job(HostGroup.single("cpu"), path, {}, requests)
     assert stats["method"] == "full" and expected[0] == expected[1] != expected[2] == expected[3]
     hosts, kv = [(2, "gathered"), (3, "sharded")][VIDEO_FAMILIES.index(family) % 2]
     for answers, stats in pool.run(hosts, answers_job, path, {"kv": kv, "passing_len": 10**6}, requests[::2]):
         assert answers == expected[::2]
         assert (stats["method"], stats["hosts"]) == ("apbv", hosts)
-
-
-def test_a_long_text_is_split_and_the_question_is_the_query(pool, checkpoints):
-    path = str(checkpoints("qwen3"))
-    request = {"context": "The quick brown fox jumps over the lazy dog. " * 6, "prompt": QUESTION}
-    engine = Engine.from_pretrained(path, hosts=HostGroup.single("cpu"))
-    state = engine.prefill(**request)
-    question = engine.tokenizer.decode(state.inputs.input_ids[0, state.inputs.query_start :])
-    assert question.startswith(f"\n\n{QUESTION}")
-    expected = engine.generate(**request, max_new_tokens=6).token_ids
-    for answers, stats in pool.run(2, answers_job, path, {}, [request]):
-        assert answers[0][0] == expected and stats["method"] == "apbv"
 
 
 def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, clip, tmp_path):
@@ -75,41 +57,20 @@ def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, c
     two, one = map(json.loads, figures.read_text().splitlines())
     assert (two["method"], two["hosts"], one["method"], one["hosts"]) == ("apbv", 2, "full", 1)
     for record in (two, one):
-        assert record["num_video_tokens"] == 10 * 2 * 3
-        assert len(record["token_ids"]) == 5
+        assert (record["num_video_tokens"], len(record["token_ids"])) == (10 * 2 * 3, 5)
         assert record["ttft_ms"] > 0 and record["output_throughput"] > 0
-        assert set(record["stages_ms"]) == {
-            "decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode",
-        }  # fmt: skip
+        assert set(record["stages_ms"]) == set(STAGES)
         assert all(peak > 50 * 2**20 for peak in record["peak_memory_bytes"])
-        assert record["speculation"] is None and record["versions"]["torch"] == torch.__version__
     assert two["anchor_len"] >= 12 and two["passing_len"] == 4
     assert one["comm_bytes"] == [0] and all(received > 0 for received in two["comm_bytes"])
     assert two["comm_bytes_total"] == sum(two["comm_bytes"])
 
 
-def broken_files(folder: Path, clip: Path) -> dict[str, Path]:
-    data = clip.read_bytes()
+def broken_files(folder: Path, clip: Path) -> list[Path]:
     (folder / "text.mp4").write_text("not a video\n" * 50)
-    (folder / "truncated.mp4").write_bytes(data[: len(data) // 2])
+    (folder / "truncated.mp4").write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
     (folder / "empty.mp4").write_bytes(b"")
-    return {
-        "missing file": folder / "missing.mp4",
-        "not a video": folder / "text.mp4",
-        "truncated file": folder / "truncated.mp4",
-        "zero frames": folder / "empty.mp4",
-        "a folder": folder,
-    }
-
-
-def test_a_bad_video_is_one_clear_error_on_every_host(checkpoints, clip, tmp_path):
-    file = broken_files(tmp_path, clip)["truncated file"]
-    asked = ["--model", checkpoints("qwen2_5_vl"), "--video", file, "--prompt", QUESTION]
-    result = infer(*asked)
-    assert result.returncode != 0
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error")]
-    assert sorted({line.split(":")[0] for line in errors}) == ["error (host 0)", "error (host 1)"]
-    assert all(str(file) in line for line in errors)
+    return [folder / "missing.mp4", folder / "text.mp4", folder / "truncated.mp4", folder / "empty.mp4", folder]
 
 
 def bad_videos_job(hosts: HostGroup, path: str, good: str, bad: list[str]):
@@ -123,7 +84,7 @@ def bad_videos_job(hosts: HostGroup, path: str, good: str, bad: list[str]):
 
 
 def test_one_host_with_an_unreadable_video_fails_all_and_breaks_nothing(pool, checkpoints, clip, tmp_path):
-    bad = [str(file) for file in broken_files(tmp_path, clip).values()]
+    bad = [str(file) for file in broken_files(tmp_path, clip)]
     results = pool.run(3, bad_videos_job, str(checkpoints("qwen2_vl")), str(clip), bad)
     *others, (failures, _) = results
     for file, failure, *elsewhere in zip(bad, failures, *(said for said, _ in others), strict=True):
@@ -157,83 +118,20 @@ def engines(checkpoints):
     return get
 
 
-def test_what_is_printed_of_an_engine_and_its_results_is_short(engines):
-    engine = engines("llama")
-    assert repr(engine.hosts) == "HostGroup(host 0 of 1, cpu)"
-    assert repr(engine) == f"Engine({engine.name!r}, llama, method='apbv', kv='gathered', {engine.hosts})"
-    state = engine.prefill("What?")
-    what = f"{state.num_tokens} tokens, method='full', exact=True, kv='gathered'"
-    assert repr(state) == f"PrefillResult({what}, {engine.hosts})"
-    answer = engine.decode(state, max_new_tokens=3)
-    taken = f"ttft_ms={answer.stats['ttft_ms']:.1f}, total_ms={answer.stats['total_ms']:.1f}"
-    assert repr(answer) == f"GenerateResult({answer.text!r}, 3 tokens, 'length', {taken})"
-    long = replace(answer, text="a" * 61)
-    assert repr(long).startswith(f"GenerateResult({'a' * 60 + '…'!r}, ")
+def test_what_is_printed_of_an_answer_is_short(engines):
+    answer = engines("llama").generate("What?", max_new_tokens=3)
+    assert repr(replace(answer, text="a" * 61)).startswith(f"GenerateResult({'a' * 60 + '…'!r}, ")
     assert repr(replace(answer, text="a" * 60)).startswith(f"GenerateResult({'a' * 60!r}, ")
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_weights_are_loaded_without_a_bar_and_the_setting_stays(checkpoints, capfd, is_on):
-    was_on = transformers_logging.is_progress_bar_enabled()
-    (transformers_logging.enable_progress_bar if is_on else transformers_logging.disable_progress_bar)()
-    try:
-        Engine.from_pretrained(checkpoints("llama"), hosts=HostGroup.single("cpu"))
-        assert transformers_logging.is_progress_bar_enabled() == is_on
-        assert are_progress_bars_disabled() != is_on
-    finally:
-        (transformers_logging.enable_progress_bar if was_on else transformers_logging.disable_progress_bar)()
-    assert "Loading" not in capfd.readouterr().err
-
-
-def test_the_configuration_is_written_out_once(checkpoints, monkeypatch):
-    """Hosts compare it for every prompt."""
-    engine = Engine.from_pretrained(checkpoints("llama"), hosts=HostGroup.single("cpu"))
-    written, config = [], type(engine.model.config)
-    monkeypatch.setattr(config, "__str__", lambda config: written.append(1) or "", raising=False)
-    for _ in range(3):
-        engine.prefill("What?")
-    assert len(written) == 1
-
-
-def test_the_stages_are_named_as_they_begin(engines, clip):
-    begun = []
-    engines("qwen2_5_vl").generate(QUESTION, video=clip, num_frames=4, max_new_tokens=2, on_stage=begun.append)
-    assert set(begun) <= set(STAGES)
-    in_order = list(dict.fromkeys(begun))
-    wanted = ["decode_video", "encode", "exchange", "prefill", "decode"]
-    assert [stage for stage in in_order if stage in wanted] == wanted
-
-
-def warning_job(hosts: HostGroup, path: str) -> list[tuple[str, str]]:
-    engine = Engine.from_pretrained(path, hosts=hosts)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            engine.generate("What?", max_new_tokens=1)
-    return [(Path(each.filename).name, str(each.message)) for each in caught]
-
-
-def test_a_warning_is_said_once_by_one_host_at_the_callers_line(pool, checkpoints):
-    first, second = pool.run(2, warning_job, str(checkpoints("llama")))
-    ((file, message),) = first
-    assert file == Path(__file__).name and "is too short to be split over 2 hosts" in message
-    assert not second
-
-
-def test_a_missing_model_is_one_clear_error():
-    for name in ("/no/such/model", "./model", "../model", "~/model", "a/b/model", Path("model")):
-        with pytest.raises(ValueError, match=f"^cannot load the model {name}: there is no such directory$"):
-            Engine.from_pretrained(name, hosts=HostGroup.single("cpu"))
-
-
-def says(*content, role: str = "user") -> dict:
-    return {"messages": [{"role": role, "content": list(content)}]}
+@pytest.mark.parametrize("name", ["/no/such/model", "./model", "../model", "~/model", "a/b/model", Path("model")])
+def test_a_missing_model_is_one_clear_error(name):
+    with pytest.raises(ValueError, match=f"^cannot load the model {name}: there is no such directory$"):
+        Engine.from_pretrained(name, hosts=HostGroup.single("cpu"))
 
 
 REFUSED = [
     ({"prompt": ""}, "prompt is empty"),
-    ({"prompt": " \n"}, "prompt is empty"),
-    ({"prompt": None}, "prompt is empty"),
     ({"prompt": "a", "context": " "}, "context is empty"),
     ({"prompt": "a", "context": "b", "images": ["c.png"]}, "images and context"),
     ({"prompt": "a", "images": ["missing.png"]}, "cannot read the image missing.png"),
@@ -241,13 +139,9 @@ REFUSED = [
     ({"messages": []}, "chat is empty"),
     ({"messages": [{"content": "b"}]}, "role and a content"),
     (says({"type": "smell"}), "not 'smell'"),
-    (says({"type": "audio"}), "must name a local file"),
     (says({"type": "video", "video": "http://a/b.mp4"}), "local file"),
     ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens"),
-    ({"prompt": "a", "temperature": -1.0}, "temperature"),
-    ({"prompt": "a", "video": "nowhere.mp4"}, r"nowhere\.mp4"),
     ({"prompt": "a", "video": "CLIP", "num_frames": 0}, "0"),
-    ({"prompt": "a", "video": "CLIP", "fps": 0.0}, "0"),
     ({"prompt": "a", "video": "CLIP", "fps": float("nan")}, "nan"),
 ]
 
@@ -265,16 +159,6 @@ def test_a_text_model_refuses_video_and_images(engines, clip):
             engines("llama").generate("What?", **source)
 
 
-SETTINGS = [({"kv": "nowhere"}, "gathered, sharded")]
-SETTINGS += [({"query_len": value}, "query_len") for value in (0, 1.5, True, 2**40)]
-
-
-@pytest.mark.parametrize(("settings", "message"), SETTINGS, ids=str)
-def test_absurd_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PrefillConfig(**settings)
-
-
 def sliding_qwen2():
     config = families.build_config("qwen2")
     config.use_sliding_window, config.sliding_window = True, 16
@@ -282,13 +166,6 @@ def sliding_qwen2():
     from transformers import Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(config)
-
-
-def gemma():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    return Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16))
 
 
 def headless():
@@ -301,7 +178,6 @@ def headless():
     ("make", "message"),
     [
         (sliding_qwen2, "layer 1 .* sliding_attention"),
-        (gemma, "gemma2 models are not supported"),
         (headless, "no language-model head"),
     ],
 )

@@ -62,12 +62,11 @@ def draft_job(hosts: HostGroup, kv: str, ways: list, request: dict, value: float
     [
         (1, WAYS, torch.nan, 0, SAMPLED),
         (2, WAYS, torch.inf, 4, {}),
-        # On a host of its own, or on a thread; it is asked again for the next request.
-        (1, BESIDE, torch.nan, 1, {}),
-        (2, BESIDE, torch.nan, 0, SAMPLED),
+        # On a thread, or on a host of its own; it is asked again for the next request.
+        (1, BESIDE, torch.nan, 0, SAMPLED),
         (3, BESIDE, -torch.inf, 7, SAMPLED),
     ],
-    ids=["one host", "two hosts", "a thread", "beside one", "beside two"],
+    ids=["one host", "two hosts", "a thread", "beside two"],
 )
 def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, value, after, sampled):
     request = {"video": str(clip), **REQUEST, **sampled}
@@ -107,13 +106,12 @@ TURNS = [None, {"strategy": "vanilla"}, {"strategy": "sd_tree"}, {"strategy": "n
 @pytest.mark.parametrize(
     ("num_hosts", "kv", "ways", "after", "sampled"),
     [
-        (2, "gathered", TURNS, 0, SAMPLED),
-        (2, "gathered", TURNS, 2, {}),
+        (2, "gathered", TURNS, 0, {}),
         (3, "sharded", TURNS, 2, SAMPLED),
         (1, "gathered", BESIDE[:1], 2, {}),
         (3, "gathered", BESIDE[:1], 2, {}),
     ],
-    ids=["at once", "later", "shares", "a thread", "beside"],
+    ids=["at once", "shares", "a thread", "beside"],
 )
 def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after, sampled):
     request = {"video": str(clip), **REQUEST, **sampled}

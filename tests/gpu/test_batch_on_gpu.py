@@ -1,14 +1,10 @@
 """Answers decoded together on a pretended GPU: those of the CPU, one wait and one graph a step, no fault."""
 
-import queue
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from apbv import Engine, HostGroup, SamplingConfig
-from apbv.decode import batch_steps
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
@@ -66,19 +62,14 @@ def together(engine: Engine, clip, on_step=lambda: None) -> list[list[int]]:
     return [member.tokens for member in members]
 
 
-@pytest.fixture(scope="module")
-def expected(clip) -> list[list[int]]:
+def test_the_answers_are_those_of_the_cpu(clip, monkeypatch):
     with resizing_as_on_gpu():
-        return alone(engine_of(HostGroup.single("cpu")), clip)
+        expected = alone(engine_of(HostGroup.single("cpu")), clip)
+        with rehearsal() as gpu:
+            require_answers(gpu, clip, expected, monkeypatch)
 
 
-@pytest.fixture
-def gpu():
-    with resizing_as_on_gpu(), rehearsal() as gpu:
-        yield gpu
-
-
-def test_the_answers_are_those_of_the_cpu(gpu, clip, expected, monkeypatch):
+def require_answers(gpu, clip, expected: list[list[int]], monkeypatch) -> None:
     engine, used_by = engine_of(on_gpus(HostGroup.single("cpu")), gpu), Counter()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used_by.update([id(stream)]))
     found = together(engine, clip, lambda: gpu.mark("step"))
@@ -90,41 +81,3 @@ def test_the_answers_are_those_of_the_cpu(gpu, clip, expected, monkeypatch):
     assert all(step.waits[ARRIVAL] == 1 and set(step.waits) <= {ARRIVAL, RECORDING} for step in steps)
     replays = [len(step.of("replay")) for step in steps]
     assert max(replays) == 1 and sum(replays) >= 2
-
-
-@pytest.mark.thorough
-def test_a_prompt_is_prefilled_in_another_thread_and_stream(gpu, clip, expected):
-    engine = engine_of(on_gpus(HostGroup.single("cpu")), gpu)
-    arriving, members = queue.Queue(), []
-
-    @torch.no_grad()
-    def decode() -> None:
-        batch = Batch(engine.parts)
-        while len(members) < len(QUESTIONS) or len(batch):
-            while len(members) < len(QUESTIONS) and not (len(batch) and arriving.empty()):
-                state = arriving.get()
-                members.append(batch.join(state, request(state, len(members))))
-            batch.step()
-
-    with apbv_attention(engine.parts.language_model), ThreadPoolExecutor(1) as thread:
-        decoding = thread.submit(decode)
-        for question in QUESTIONS:
-            arriving.put(engine.prefill(question, video=clip, num_frames=4))
-        decoding.result()
-    assert [member.tokens for member in members] == expected
-
-
-class Fails:
-    def __init__(self, device):
-        pass
-
-    def record(self, function):
-        raise batch_steps.CaptureError("RuntimeError: a wait in the middle")
-
-
-@pytest.mark.thorough
-def test_what_cannot_be_recorded_runs_one_by_one(gpu, clip, expected, monkeypatch):
-    monkeypatch.setattr(batch_steps, "GraphRecorder", Fails)
-    with pytest.warns(UserWarning, match="without CUDA graphs: RuntimeError: a wait in"):
-        assert together(engine_of(on_gpus(HostGroup.single("cpu")), gpu), clip) == expected
-    assert not gpu.events.of("replay")

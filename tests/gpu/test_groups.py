@@ -1,9 +1,6 @@
 """Which groups carry the data of pretended GPUs: NCCL's where each process has its own, else host memory."""
 
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +9,8 @@ import torch.distributed as dist
 from apbv import HostGroup
 from apbv.hosts.process_groups import level_group_counts
 
-from fresh_hosts import described
 from patience import GROUP_TIMEOUT
-from pretend_gpu import gpu_groups, rehearsal
+from pretend_gpu import rehearsal
 
 
 def rehearsed(hosts: HostGroup, job: Callable, *args):
@@ -88,16 +84,6 @@ def test_shared_gpus_exchange_by_way_of_host_memory(pool):
     pool.run(3, rehearsed, shared_gpu_job)
 
 
-def cpu_too_job(machine, pool_hosts: HostGroup):
-    hosts = join(pool_hosts, "cpu" if dist.get_rank() else "cuda:0")
-    assert hosts.process_group is None
-    require_exchanges(hosts)
-
-
-def test_a_gpu_and_a_cpu(pool):
-    pool.run(2, rehearsed, cpu_too_job)
-
-
 def members_job(machine, pool_hosts: HostGroup, gpu_of: tuple[int, ...]):
     hosts = join(pool_hosts, f"cuda:{gpu_of[dist.get_rank()]}", tensor_parallel=2)
     total = torch.ones(1, device=hosts.device)
@@ -110,57 +96,3 @@ def members_job(machine, pool_hosts: HostGroup, gpu_of: tuple[int, ...]):
 @pytest.mark.parametrize(("gpu_of", "is_staged"), [((0, 1, 2, 3), False), ((0, 1, 0, 1), True)])
 def test_members_of_a_host_are_connected_by_nccl(pool, gpu_of, is_staged):
     assert pool.run(4, rehearsed, members_job, gpu_of) == [is_staged] * 4
-
-
-def callers_group(hosts: HostGroup, backend: str) -> dist.ProcessGroup:
-    if backend == "gloo":
-        return new_group(hosts)
-    level_group_counts(hosts._gather_control)
-    return gpu_groups(dist.get_process_group_ranks(hosts._groups.control), timedelta(seconds=GROUP_TIMEOUT))
-
-
-def crowded_job(machine, pool_hosts: HostGroup):
-    group = callers_group(pool_hosts, "nccl")
-    return described(partial(HostGroup.from_process_group, group, "cuda:0", GROUP_TIMEOUT, tensor_parallel=2))
-
-
-def test_members_that_share_a_gpu_are_refused(pool):
-    refusal = "ValueError: host 0 cannot be 2 processes: tensor parallelism needs NCCL, and a GPU for each of them"
-    assert pool.run(2, rehearsed, crowded_job) == [refusal] * 2
-
-
-def callers_group_job(machine, pool_hosts: HostGroup, backend: str):
-    """The caller's group is used as it is, where it reaches GPUs."""
-    group = callers_group(pool_hosts, backend)
-    hosts = HostGroup.from_process_group(group, torch.device("cuda", dist.get_rank()), GROUP_TIMEOUT)
-    require_exchanges(hosts)
-    return hosts.process_group is group
-
-
-@pytest.mark.parametrize(("backend", "is_used"), [("gloo", False), ("nccl", True)])
-def test_a_group_of_the_callers(pool, backend, is_used):
-    assert pool.run(2, rehearsed, callers_group_job, backend) == [is_used] * 2
-
-
-def bound_world_job(machine, pool_hosts: HostGroup):
-    """The caller has bound all processes to their GPUs, of which torch would make new groups together."""
-    world = dist.group.WORLD
-    seen, make = [], dist.new_group
-
-    def new_group(*args, **kwargs):
-        seen.append(world.bound_device_id)
-        return make(*args, **kwargs)
-
-    group = callers_group(pool_hosts, "gloo")
-    world.bound_device_id = device = torch.device("cuda", dist.get_rank())
-    try:
-        with patch.object(dist, "new_group", new_group):
-            hosts = HostGroup.from_process_group(group, device, GROUP_TIMEOUT, owns_group=True)
-        assert seen == [None] and world.bound_device_id == device
-        require_exchanges(hosts)
-    finally:
-        world.bound_device_id = None
-
-
-def test_new_groups_are_not_split_from_a_bound_world(pool):
-    pool.run(2, rehearsed, bound_world_job)

@@ -45,14 +45,6 @@ class Case:
     reuse: str | None = None
     request: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        options = {**self.prefill, **(self.speculate or {}), **self.request}
-        if "reduce" in options:
-            options["reduce"] = options["reduce"].method
-        options.pop("keep_losing_draft", None)
-        words = [value if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
-        return "-".join([self.family, *words, *([f"reuse={self.reuse}"] if self.reuse else [])])
-
     def engine(self, hosts: HostGroup, gpu: Machine | None = None) -> Engine:
         """An engine on these hosts; the models are put on this host's GPU."""
         speculate = None if self.speculate is None else SpeculativeConfig(**self.speculate)

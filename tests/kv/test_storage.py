@@ -1,5 +1,6 @@
 """KV on disk: what was saved is what is loaded, on any number of hosts, or it is refused with the reason."""
 
+import copy
 import itertools
 import json
 import os
@@ -16,7 +17,6 @@ import apbv
 from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
 from apbv.kv.manifest import digest_of
 from apbv.kv.reader import SavedKV
-from apbv.kv.writer import Writer, lock_for_saving
 
 from families import TEXT_FAMILIES
 from pool import start
@@ -107,18 +107,6 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
         model.generate(**state.generate_inputs(), **settings, num_beams=2)
 
 
-def test_what_star_computed_on_one_host_is_shared_out(pool, tmp_path):
-    """Its anchor is all of the context."""
-    (tokens,) = pool.run(1, save_job, tmp_path, {"method": "star", "on_single_host": True})
-    assert pool.run(2, answer_job, tmp_path, "sharded") == [tokens] * 2
-
-
-def answer_job(hosts: HostGroup, path: Path, kv: str) -> list[int]:
-    state = apbv.load(path, hosts=hosts, kv=kv)
-    assert state.layout.is_split
-    return engine_on(hosts).decode(state, max_new_tokens=STEPS).token_ids
-
-
 FORMAT_1 = Path(__file__).with_name("format_1")  # of apbv 0.1.0: two hosts' shares of a text of 20 tokens
 
 
@@ -150,12 +138,6 @@ def saved(saved_once, tmp_path) -> Path:
     return Path(shutil.copytree(saved_once[0], tmp_path / "copy"))
 
 
-def nest(path: Path, depth: int) -> None:
-    """A manifest whose only fault is a value that lies deep in lists."""
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text[:-1] + ', "more": ' + "[" * depth + "]" * depth + "}")
-
-
 def change_manifest(path: Path, change) -> None:
     record = json.loads((path / "manifest.json").read_text())
     change(record)
@@ -184,17 +166,9 @@ SPOILS = {
     "newer format": (lambda path: change_manifest(path, lambda r: r.update(format_version=9)), "format 9"),
     "half a manifest": (lambda path: os.truncate(path / "manifest.json", 200), "cannot read"),
     "endless nesting": (lambda path: (path / "manifest.json").write_text("[" * 10**6), "cannot read"),
-    "nesting": (lambda path: nest(path, 10**5), "cannot read"),
-    "a huge integer": (lambda path: (path / "manifest.json").write_text("9" * 10**5), "cannot read"),
     "a field too few": (lambda path: sign(path, lambda r: r.pop("head_dim")), "not a manifest"),
-    "a field of another kind": (lambda path: sign(path, lambda r: r.update(model=[1])), "not a manifest"),
     "a number that is none": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
-    "more tokens than there are": (lambda path: sign(path, lambda r: r.update(num_tokens=10**30)), "every token"),
     "more heads than there are": (lambda path: sign(path, lambda r: r.update(num_kv_heads=10**30)), "every token"),
-    "a folder elsewhere": (
-        lambda path: sign(path, lambda r: r.update(generation=f"../{path.name}/{r['generation']}")),
-        "not in its folder",
-    ),
     "the folder above": (lambda path: sign(path, lambda r: r.update(generation="..")), "not in its folder"),
     "another file": (lambda path: (path / "manifest.json").write_text("[]"), "not a manifest"),
     "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
@@ -211,22 +185,15 @@ def test_what_was_spoilt_is_refused(saved, spoil):
 
 def test_another_model_is_refused(saved):
     single = HostGroup.single("cpu")
-    engine = engine_on(single)
-    layer = engine.model.get_decoder().layers[3]
-    for matrix in (layer.self_attn.v_proj, layer.mlp.up_proj):
-        before = matrix.weight.detach().clone()
-        with torch.no_grad():
-            matrix.weight[0, 0] += 0.5
-            with pytest.raises(StorageError, match="other weights"):
-                apbv.load(saved, engine.model, hosts=single)
-            matrix.weight.copy_(before)
-    apbv.load(saved, engine.model, hosts=single)
-    with pytest.raises(StorageError, match="another configuration"):
-        apbv.load(saved, build("qwen2_5_vl", torch.float32), hosts=single)
-    with pytest.raises(StorageError, match="another family"):
-        apbv.load(saved, build("llama", torch.float32), hosts=single)
-    with pytest.raises(StorageError, match="float32"):
-        apbv.load(saved, engine_on(single).model.bfloat16(), hosts=single)
+    model = engine_on(single).model
+    apbv.load(saved, model, hosts=single)
+    others = [(build("qwen2_5_vl", torch.float32), "another configuration")]
+    others += [(build("llama", torch.float32), "another family"), (copy.deepcopy(model).bfloat16(), "float32")]
+    with torch.no_grad():
+        model.get_decoder().layers[3].mlp.up_proj.weight[0, 0] += 0.5
+    for other, message in [*others, (model, "other weights")]:
+        with pytest.raises(StorageError, match=message):
+            apbv.load(saved, other, hosts=single)
 
 
 def spoilt_for_one_job(hosts: HostGroup, paths: list[Path]) -> str:
@@ -242,25 +209,22 @@ def test_what_one_host_cannot_read_is_refused_on_all(pool, saved, saved_once):
         assert "bytes instead of" in message
 
 
-def unshared_job(hosts: HostGroup, folder: Path) -> str:
-    """Every host writes to a directory of its own; and one cannot write at all."""
-    engine = engine_on(hosts, kv="sharded")
-    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+def unshared_job(hosts: HostGroup, folders: list[Path]) -> str:
+    """Each host writes to a directory of its own."""
+    state = engine_on(hosts, kv="sharded").prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
     with pytest.raises((StorageError, apbv.HostError)) as error:
-        state.save(folder / f"host {hosts.rank}" / "kv" if hosts.rank == 0 else folder / "host 1")
-    with pytest.raises((StorageError, apbv.HostError)) as blocked:
-        state.save(folder / "file" if hosts.rank == 0 else folder / "host 1")
+        state.save(folders[hosts.rank])
     assert not hosts.is_broken
-    return f"{error.value} | {blocked.value}"
+    return str(error.value)
 
 
 def test_hosts_that_do_not_share_the_directory_are_told(pool, tmp_path):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "host 1").mkdir()
-    for message in pool.run(2, unshared_job, tmp_path):
-        unshared, blocked = message.split(" | ")
-        assert "the same directory" in unshared and "cannot save KV in" in blocked
-    assert not list((tmp_path / "host 0").glob("kv/kv-*"))  # nothing is left behind
+    for first, message in (("host 0", "the same directory"), ("file", "cannot save KV in")):
+        for said in pool.run(2, unshared_job, [tmp_path / first, tmp_path / "host 1"]):
+            assert message in said
+    assert not list((tmp_path / "host 0").glob("kv-*"))  # nothing is left behind
 
 
 def test_a_video_that_changed_since_is_not_vouched_for(tmp_path):
@@ -307,23 +271,6 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(tmp_path):
         seen.append(number)
     assert seen == sorted(seen) and {1, 2} == set(seen) and len(seen) > 6
     assert len(list(tmp_path.glob("kv-*"))) == 1  # and what the crashes left is gone
-
-
-def test_a_save_that_fails_at_its_end_leaves_nothing(tmp_path):
-    (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(OSError):
-        apbv.prefill(build("llama", torch.float32), {"input_ids": torch.ones(1, 9, dtype=int)}).save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "manifest.json"]
-
-
-def test_only_one_saves_at_a_time(tmp_path):
-    with (
-        lock_for_saving(tmp_path),
-        pytest.raises(StorageError, match="another process"),
-        lock_for_saving(tmp_path),
-    ):
-        pass
-    assert Writer.folder_name(1) != Writer.folder_name(2)
 
 
 # ---- hosts of several processes ----

@@ -1,10 +1,6 @@
 """KV from the memory of the hosts that prefilled it to a process of somebody else's."""
 
 import gc
-import hashlib
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +12,7 @@ from apbv import Engine, HostError, HostGroup, PrefillConfig, StorageError, demo
 from apbv.kv.offers import Offers
 from apbv.kv.remote import RemoteKV, drop
 
-from offered import FRAMES, QUESTION, Offered, changed, is_free, made_up, of_memory, offer, offered
+from offered import FRAMES, QUESTION, Offered, changed, is_free, of_memory, offered
 from patience import wait_for
 
 
@@ -41,22 +37,16 @@ def assert_fetchable(kv: Offered) -> None:
         list(RemoteKV.open(kv.ticket).layers(range(n)))
 
 
-@pytest.mark.parametrize(("hosts", "kv"), [(2, "gathered"), (3, "sharded")])
-def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, kv):
-    with offered(pool, hosts, tmp_path / "kv", kv=kv, passing_len=8) as found:
-        assert len(found.ticket.sources) == (hosts if kv == "sharded" else 1)
-        assert_fetchable(found)
+SHORT = {"kv": "sharded", "passing_len": 8}
+# Hosts, sources and settings: members of a host share its heads; a short text one host computes alone.
+OFFERS = [(2, 1, {"kv": "gathered", "passing_len": 8}), (3, 3, SHORT), (4, 4, {**SHORT, "tensor_parallel": 2})]
+OFFERS += [(2, 1, {"kv": "sharded", "text": "which " * 80})]
 
 
-def test_heads_that_members_of_a_host_share_come_together(pool, tmp_path):
-    with offered(pool, 4, tmp_path / "kv", kv="sharded", passing_len=8, tensor_parallel=2) as found:
-        assert len(found.ticket.sources) == 4
-        assert_fetchable(found)
-
-
-def test_a_prompt_that_one_host_alone_computed_has_one_source(pool, tmp_path):
-    with offered(pool, 2, tmp_path / "kv", kv="sharded", text="which " * 80) as found:
-        assert len(found.ticket.sources) == 1
+@pytest.mark.parametrize(("hosts", "num_sources", "prefill"), OFFERS)
+def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, num_sources, prefill):
+    with offered(pool, hosts, tmp_path / "kv", **prefill) as found:
+        assert len(found.ticket.sources) == num_sources
         assert_fetchable(found)
 
 
@@ -111,57 +101,26 @@ def test_what_a_consumer_drops_is_free_on_all_hosts(pool, tmp_path):
                 list(RemoteKV.open(ticket).layers(range(ticket.num_tokens)))
 
 
-def failing_job(hosts: HostGroup, directory: Path) -> list[tuple[str, bool]]:
+def failing_job(hosts: HostGroup, directory: Path | None) -> tuple[str, bool]:
     """The leader cannot say which model it was."""
-    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv="sharded"))
 
     def fail():
         raise OSError("weights that are gone")
 
-    ended = []
-    for folder in (None, directory):
-        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
-        memory = of_memory([(layer.keys, layer.values) for layer in state.kv.cache.layers])
-        with Offers(hosts, directory=folder) as offers:
-            with pytest.raises((OSError, HostError)) as error:
-                replace(state, model=fail).offer(offers)
-            message = str(error.value)
-            del state, error
-            gc.collect()
-            ended.append((message, is_free(memory)))
-    return ended
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv="sharded"))
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    memory = of_memory([(layer.keys, layer.values) for layer in state.kv.cache.layers])
+    with Offers(hosts, directory=directory) as offers:
+        with pytest.raises((OSError, HostError)) as error:
+            replace(state, model=fail).offer(offers)
+        message = str(error.value)
+        del state, error
+        gc.collect()
+        return message, is_free(memory)
 
 
 def test_an_offer_that_fails_on_one_host_fails_on_all_and_leaves_nothing(pool, tmp_path):
-    for ended in pool.run(2, failing_job, tmp_path / "shared"):
-        assert all("weights that are gone" in message and freed for message, freed in ended)
-    assert not list((tmp_path / "shared").iterdir())
-
-
-CONSUMER = """
-import hashlib, json, sys, torch
-from apbv.kv.remote import RemoteKV
-from apbv.kv.ticket import Ticket
-ticket = Ticket.from_params(json.load(sys.stdin))
-digest = hashlib.sha256()
-with RemoteKV.open(ticket) as kv:
-    for layer in kv.layers(range(ticket.num_tokens)):
-        for states in layer:
-            digest.update(states.view(torch.int16).numpy().tobytes())
-    kv.confirm()
-heavy = [name for name in ("apbv.engine", "apbv.hosts", "apbv.prefilling", "transformers") if name in sys.modules]
-print(digest.hexdigest(), *heavy)
-"""
-
-
-@pytest.mark.thorough
-def test_a_consumer_needs_nothing_of_the_engine():
-    """vLLM's processes import this part of the package only."""
-    layers = made_up()
-    with Offers(HostGroup.single("cpu")) as offers:
-        ticket = json.dumps(offer(offers, layers).to_params())
-        said = subprocess.run(
-            [sys.executable, "-c", CONSUMER], input=ticket, capture_output=True, text=True, check=True
-        )
-    of_all = b"".join(states.view(torch.int16).numpy().tobytes() for layer in layers for states in layer)
-    assert said.stdout.split() == [hashlib.sha256(of_all).hexdigest()]
+    for directory in (None, tmp_path):
+        for message, is_freed in pool.run(2, failing_job, directory):
+            assert "weights that are gone" in message and is_freed
+    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import threading
 from functools import partial
 
 import numpy as np
@@ -18,7 +17,6 @@ from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 
 import families
-from answers import decoder_behind
 from engines import CAPTION, QUESTION, build_engine
 from scripts import INFER, infer
 
@@ -130,28 +128,9 @@ def test_a_context_that_is_always_right_takes_over(pool, clip):
             assert len(tokens) == 24 and figures["num_drafted"] - figures["num_accepted"] <= most
 
 
-@pytest.mark.parametrize("strategy", ["vanilla", "std"])
-def test_in_half_precision_every_token_is_the_targets_choice_or_as_good(clip, strategy):
-    """In bf16 a window's logits are not those of one token at a time: they differ by the rounding of a forward."""
-    family, request = "qwen2_5_vl", {"video": str(clip), "num_frames": 12}
-    model, processor = families.build_model(family, dtype=torch.bfloat16), families.build_processor(family)
-    draft = families.build_model(family, dtype=torch.bfloat16) if strategy == "vanilla" else None
-    speculate = SpeculativeConfig(strategy=strategy, keep_ratio=0.5, keep_losing_draft=True)
-    engine = Engine(model, processor, HostGroup.single(), speculate=speculate, draft=draft)
-    answer = engine.generate(QUESTION, **request, max_new_tokens=STEPS)
-    assert answer.stats["speculation"]["num_accepted"] > 0
-    state = engine.prefill(QUESTION, **request)
-    decoder = decoder_behind(state, model)
-    # Teacher-forced, one token at a time.
-    rows = [state.logits[0], *(decoder.advance([token])[-1] for token in answer.token_ids[:-1])]
-    for row, token in zip(rows, answer.token_ids, strict=True):
-        # Two roundings of the highest logit in either forward: bf16 has 8 bits of precision.
-        assert row.max() - row[token] <= 4 * 2**-8 * row.abs().max()
-
-
 def test_the_demo_pair_drafts_most_of_a_description():
     speculate = SpeculativeConfig(strategy="vanilla", keep_losing_draft=True)
-    engine = Engine.from_pretrained("demo", speculate=speculate, dtype="float32")
+    engine = Engine.from_pretrained("demo", speculate=speculate, dtype="bfloat16")
     request = {"video": demo.video_path(), "num_frames": 2048, "max_new_tokens": 40}
     stats = engine.generate("describe the clip shot by shot", **request).stats
     assert stats["speculation"]["tokens_per_target_forward"] > 3 and stats["stages_ms"]["draft"] > 0
@@ -195,7 +174,7 @@ def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip, strategy):
 
 
 def test_the_picture_of_what_the_draft_saw():
-    """Each frame under its number; small ones are enlarged, here four times; and what it means, below."""
+    """Each frame under its number; small ones are enlarged, here four times."""
     frames = np.full((3, 16, 24, 3), (200, 100, 0), dtype=np.uint8)
     kept = np.zeros((3, 2, 3), dtype=bool)
     kept[1, 0, 2] = True
@@ -205,77 +184,38 @@ def test_the_picture_of_what_the_draft_saw():
     assert lit.min(axis=0).tolist() == [top, left + 64]
     assert lit.max(axis=0).tolist() == [top + 31, left + 95] and len(lit) == 32 * 32
     dark = (pixels == (50, 25, 0)).all(axis=-1)
-    assert dark.sum() == 3 * 64 * 96 - len(lit)
-    # Of the second row the caption is written on, of its second place nothing; the legend fills the lines below.
-    below = 2 * (16 + 64 + 6)
-    assert (pixels[:16, :96] < 128).any() and (pixels[below // 2 : below // 2 + 16, :96] < 128).any()
-    assert (pixels[below // 2 : below, left:] == 255).all()
-    assert pixels.shape[1] == 2 * 96 + 6 and (pixels.shape[0] - below) % 16 == 0
-    assert (pixels[below:] < 128).any()
+    assert dark.sum() == 3 * 64 * 96 - len(lit) and pixels.shape[1] == 2 * 96 + 6
+    # The second row's first place has a caption, its second nothing.
+    second, below = 16 + 64 + 6, 2 * (16 + 64 + 6)
+    assert (pixels[second : second + 16, :96] < 128).any() and (pixels[second:below, left:] == 255).all()
 
 
 def test_the_command_line_speculates_and_draws(clip, tmp_path):
-    families.save_checkpoint("qwen2_5_vl", tmp_path / "target")
-    families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
-    plain = Engine.from_pretrained(tmp_path / "target", hosts=HostGroup.single())
-    expected = plain.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=9)
-    options = ["--model", tmp_path / "target", "--video", clip, "--frames", 12, "--prompt", QUESTION]
-    options += ["--max-new-tokens", 9, "--speculate", "specvlm", "--draft-model", tmp_path / "draft"]
-    options += ["--keep", "hippo", "--num-draft-tokens", 3, "--keep-tokens", 40, "--num-tree-nodes", 8]
-    options += ["--keep-losing-draft", "--passing-len", 10**6]
-    kept, figures = tmp_path / "kept.png", tmp_path / "figures.jsonl"
-    result = infer(*options, "--save-kept", kept, "--json", figures)
+    folder, figures = families.save_checkpoint("qwen2_5_vl", tmp_path / "target"), tmp_path / "figures.jsonl"
+    draft = families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
+    options = ["--model", folder, "--video", clip, "--frames", 12, "--prompt", QUESTION, "--max-new-tokens", 9]
+    options += ["--speculate", "specvlm", "--draft-model", draft, "--keep", "hippo", "--num-draft-tokens", 3]
+    options += ["--keep-tokens", 40, "--num-tree-nodes", 8, "--keep-losing-draft", "--passing-len", 10**6]
+    result = infer(*options, "--save-kept", tmp_path / "kept.png", "--json", figures)
     assert result.returncode == 0, result.stderr
+    plain = Engine.from_pretrained(folder, hosts=HostGroup.single())
     record = json.loads(figures.read_text())
-    assert record["token_ids"] == expected.token_ids and expected.text in result.stdout
+    assert record["token_ids"] == plain.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=9).token_ids
     wanted = {"num_draft_tokens": 3, "keep": "hippo", "keep_tokens": 40, "num_tree_nodes": 8}
     wanted |= {"keep_losing_draft": True, "switched_off": None}
     assert wanted.items() <= record["speculation"].items() and record["speculation"]["num_drafted"] > 0
     # 12 frames are merged in pairs; six pictures in three columns.
-    assert Image.open(kept).width == 3 * 96 + 2 * 6
+    assert Image.open(tmp_path / "kept.png").width == 3 * 96 + 2 * 6
 
 
 # ---- captions ----
-
-
-def beside_job(hosts: HostGroup, path: str):
-    """The target's first layer waits until the captioner is at work, which waits until the last one is reached."""
-    is_captioning, is_at_last = threading.Event(), threading.Event()
-
-    def slow(prompt) -> str:
-        is_captioning.set()
-        assert is_at_last.wait(60), "the captioner waits in vain for the target"
-        return caption(prompt)
-
-    def enter_first(*args) -> None:
-        assert hosts.rank or is_captioning.wait(60), "the target waits in vain for the captioner"
-
-    speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*", keep_losing_draft=True)
-    engine = build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, slow)
-    layers = engine.model.get_decoder().layers
-    layers[0].register_forward_pre_hook(enter_first)
-    layers[-1].register_forward_pre_hook(lambda *args: is_at_last.set())
-    return [engine.generate(QUESTION, video=path, num_frames=6, max_new_tokens=4).token_ids for _ in range(2)]
-
-
-def test_the_caption_is_made_while_the_target_prefills(pool, clip):
-    results = pool.run(2, beside_job, str(clip))
-    assert all(answers == results[0] and answers[0] == answers[1] for answers in results)
-
-
-def failing(prompt) -> str:
-    raise RuntimeError("no such model")
-
-
-def blank(prompt) -> str:
-    return " \n"
 
 
 def errors_job(hosts: HostGroup, path: str) -> tuple[list[str], list[int]]:
     speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*")
     engine, said = partial(build_engine, hosts, "qwen2_5_vl", "gathered", speculate, 1), []
     request = {"video": path, "num_frames": 6, "max_new_tokens": 4}
-    for captioner in (failing, blank):
+    for captioner in (lambda prompt: 1 / 0, lambda prompt: " \n"):
         with pytest.raises((ValueError, HostError)) as error:
             engine(captioner).generate(QUESTION, **request)
         said.append(str(error.value))
@@ -283,19 +223,13 @@ def errors_job(hosts: HostGroup, path: str) -> tuple[list[str], list[int]]:
 
 
 def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
-    (first, tokens), (second, others) = pool.run(2, errors_job, str(clip))
-    assert first[0] == "the captioner failed: RuntimeError: no such model"
-    assert first[1] == "the captioner returned ' \\n' instead of a caption"
-    assert all(
-        ours in theirs and "host 0 failed in captioning" in theirs
-        for ours, theirs in zip(first, second, strict=True)
-    )
-    assert tokens == others and len(tokens) == 4
+    for (failed, blank), tokens in pool.run(2, errors_job, str(clip)):
+        assert "the captioner failed: ZeroDivisionError" in failed and len(tokens) == 4
+        assert "the captioner returned ' \\n' instead of a caption" in blank
 
 
 # ---- what cannot work ----
 
-NO_CAPTIONER = r"the ensemble MTCP\* drafts from a caption: it needs a captioner"
 REFUSED = [
     ({"strategy": "magic"}, None, "strategy must be one of vanilla, "),
     ({"strategy": "text_only", "draft_host": True}, "qwen2", "the draft does not read the target's"),
@@ -304,25 +238,17 @@ REFUSED = [
     ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
     ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
     ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP.*not 'MM'"),
-    ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", NO_CAPTIONER),
-    (
-        {"strategy": "tabed", "draft_host": True},
-        "qwen2_5_vl",
-        "learns from every verification before it drafts on",
-    ),
+    ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", "from a caption: it needs a captioner"),
+    ({"strategy": "tabed", "draft_host": True}, "qwen2_5_vl", "learns from every verification before it drafts"),
     ({"strategy": "sd_tree", "draft_host": True}, "qwen2_5_vl", "a draft host drafts a chain of tokens"),
     ({"strategy": "ngram", "num_tree_nodes": 8}, None, "ngram drafts a chain of tokens: it cannot draft a tree"),
     ({"num_tree_nodes": 0}, None, "num_tree_nodes must lie in 1 .. 256, not 0"),
-    ({"num_tree_nodes": True}, None, "num_tree_nodes must lie in 1 .. 256, not True"),
-    ({"prune": "hedge"}, None, "prune must be one of"),
     ({"vision_first": True}, None, "vision_first needs keep='hippo'"),
     ({"strategy": "vanilla"}, None, "needs a draft model"),
     ({"strategy": "vanilla"}, "qwen3_vl", "does not read the target's prompts: qwen3_vl"),
-    ({"keep": "best"}, None, "keep must be one of"),
     ({"keep_ratio": 0}, None, "keep_ratio must lie in"),
     ({"keep_tokens": 0}, None, "keep_tokens must lie in"),
     ({"keep_ratio": 0.1, "keep_tokens": 64}, None, "give one of them"),
-    ({"strategy": "vanilla", "keep_tokens": 64}, None, "keep_tokens does not apply"),
     ({"strategy": "std_apbv", "keep_tokens": 64}, None, "keep_tokens does not apply"),
     ({"num_draft_tokens": 0}, None, "num_draft_tokens must lie in 1 .. 256 or be 'auto'"),
 ]
@@ -336,25 +262,17 @@ def test_what_cannot_work_is_refused(settings, draft, message):
         Engine(*parts, PrefillConfig(), speculate=SpeculativeConfig(**settings), draft=draft)
 
 
-@pytest.mark.parametrize("keep", ["hippo", "attention_per_frame", "uniform_frames"])
-def test_frames_of_an_image_cannot_be_kept(keep):
-    engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep=keep), 1)
+def test_frames_of_an_image_cannot_be_kept():
+    engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep="hippo"), 1)
     with pytest.raises(ValueError, match="the prompt has no video"):
         engine.generate(QUESTION, images=[families.synthetic_image()])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"], "cannot load no.such:caption"),
-        (
-            ["tabed", "--ensemble", "MTCP", "--captioner", "json:caption"],
-            "cannot load json:caption, which should be",
-        ),
-        (["ngram", "--save-kept", "none.png"], "ngram does not choose the same visual tokens"),
-    ],
-)
-def test_the_command_line_says_what_cannot_work(options, message, capsys):
+def test_the_command_line_says_what_cannot_work(capsys):
     main = runpy.run_path(str(INFER))["main"]
-    assert main(["--model", "demo", "--speculate", *options]) == 1
-    assert message in capsys.readouterr().err
+    for options, message in (
+        (["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"], "cannot load no.such:caption"),
+        (["ngram", "--save-kept", "none.png"], "ngram does not choose the same visual tokens"),
+    ):
+        assert main(["--model", "demo", "--speculate", *options]) == 1
+        assert message in capsys.readouterr().err

@@ -10,11 +10,9 @@ from transformers import DynamicCache
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.config import SamplingConfig
 from apbv.decode.decoder import Decoder
-from apbv.kv import placement
 from apbv.kv.select import select_kv
 from apbv.model.attention import ChosenKV
 from apbv.model.parts import inspect_model
-from apbv.speculate import builders
 from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.tree_drafter import TreeDrafter
 
@@ -51,39 +49,6 @@ def test_kept_kv_is_read_where_it_lies_as_if_it_were_copied(monkeypatch):
         assert own.get_seq_length() == copy.get_seq_length() - 40 == len(tokens) + 1
     with pytest.raises(ValueError, match="does not hold the prompt"):
         in_place.prune_prompt(torch.arange(9))
-
-
-@pytest.mark.parametrize(("nodes", "copies"), [(None, 0), (4, 1)], ids=["a chain", "a tree"])
-def test_where_triton_computes_a_chain_is_drafted_on_the_targets_kv_itself(clip, nodes, copies):
-    """All that the target and the draft are given of the prompt's KV lies at one place."""
-    model, processor = families.build_model("qwen2_5_vl", layers=2), families.build_processor("qwen2_5_vl")
-    continued, places, answers = placement.GatheredKV.continued, [], []
-
-    def located(kv):
-        cache = continued(kv)
-        places.append([layer.keys.data_ptr() for layer in cache.layers])
-        return cache
-
-    way = {"strategy": "streaming", "num_tree_nodes": nodes, "num_draft_tokens": 2, "keep_ratio": 0.6}
-    speculate = SpeculativeConfig(keep_losing_draft=True, **way)
-    for backend in ("triton", "torch"):
-        with (
-            patch.object(placement.GatheredKV, "continued", located),
-            patch.object(placement, "select_kv", wraps=select_kv) as copy,
-            patch.object(builders, "ChosenKV", wraps=ChosenKV) as read,
-        ):
-            engine = Engine(
-                model, processor, HostGroup.single(), PrefillConfig(backend=backend), speculate=speculate
-            )
-            places.clear()
-            answer = engine.generate(QUESTION, video=clip, num_frames=8, max_new_tokens=5)
-        if read.called:
-            places.append([keys.data_ptr() for keys, _, _ in read.call_args.args[0]])
-        assert all(place == places[0] for place in places)
-        assert copy.call_count == (copies if backend == "triton" else 1) == 1 - read.call_count
-        figures = answer.stats["speculation"]
-        answers.append((answer.token_ids, figures["num_drafted"], figures["num_accepted"]))
-    assert answers[0] == answers[1]
 
 
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):

@@ -7,19 +7,16 @@ from itertools import product
 import pytest
 import torch
 
-from apbv import HostGroup, SpeculativeConfig
+from apbv import HostGroup
 from apbv.config import SamplingConfig
 from apbv.decode.answer import generate_tokens
-from apbv.speculate.draft import Draft
 from apbv.speculate.pace import TRIAL_PASSES, Pace, best_window, passes_lost
-from apbv.speculate.pair import Pair
-from apbv.speculate.pipeline import draft_beside, generate_beside_draft
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
 from apbv.speculate.tree_decoding import generate_by_tree
 
 from answers import answer_by
-from drafters import PATTERNS, STEPS, VOCABULARY, ScriptedDrafter, ScriptedTree, decoders
+from drafters import PATTERNS, STEPS, ScriptedDrafter, ScriptedTree, decoders
 from pairs import each_choice
 from prompts import build, text_batch
 
@@ -167,59 +164,3 @@ def test_a_losing_draft_is_switched_off_on_all_hosts_and_a_winning_one_kept(pool
             assert 3 < figures["switched_off_after"] < STEPS - 5 and figures["mean_accepted_tokens"] == 1
             assert figures["rounds"] < figures["num_target_forwards"] == STEPS - 1
             assert seconds <= STEPS - 1 + TRIAL_PASSES + 2 * 2.5  # the first round, and the last
-
-
-class WrongStream:
-    """Never right."""
-
-    def __init__(self, answer: list[int]):
-        self.answer = answer
-
-    def stream(self, sequence):
-        place = len(sequence) - 1
-        while True:
-            yield (self.answer[min(place, len(self.answer) - 1)] + 1) % VOCABULARY, None
-            place += 1
-
-
-def pipeline_job(hosts: HostGroup, drops: bool):
-    """A draft host for which the target waits as long as it takes itself."""
-    config = SpeculativeConfig(strategy="vanilla", draft_host=True, num_draft_tokens=3)
-    pair = Pair.of(hosts, config)
-    model, batch, single = build("llama", torch.float64), text_batch(60), HostGroup.single()
-    decoder, state, _ = decoders(model, single, batch, 48, "gathered")
-    answer = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS)))
-    results = []
-    for _ in range(2):  # the draft host is asked again for the next request
-        with pair.beginning(config, VOCABULARY, False):
-            pass
-        if pair.is_draft:
-            results.append(draft_beside(pair.link, Draft(WrongStream(answer), 0), 0)[:2])
-            continue
-        costs = Costs()
-        pair.hosts.clock = lambda costs=costs: costs.now
-        decoder, state, _ = decoders(model, pair.hosts, batch, 48, "gathered")
-        decoder.advance = costs.timed(decoder.advance, lambda tokens: 1.0)
-        if (link := pair.open_link()) is not None:
-            link.receive_first = costs.timed(type(link).receive_first.__get__(link), lambda: 1.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            sampling = SamplingConfig(max_new_tokens=STEPS)
-            tokens, stats = generate_beside_draft(answer_by(decoder, state, sampling), link, Pace(3, not drops))
-        said = [str(w.message) for w in caught if "draft" in str(w.message)]
-        results.append((tokens, stats.summary(len(tokens)), costs.now, said))
-    return answer, results
-
-
-def test_a_losing_draft_host_rests_until_the_next_request(pool):
-    *targets, (answer, drafted) = pool.run(3, pipeline_job, True)
-    assert all(tokens == answer and report.num_drafted < 3 * STEPS for tokens, report in drafted)
-    for host, (_, results) in enumerate(targets):
-        for tokens, figures, seconds, said in results:
-            assert tokens == answer
-            if host == 0:
-                assert len(said) == 1 and "longer than without" in figures["switched_off"]
-                assert figures["num_written"] is not None and figures["lost_draft"] is None
-                assert seconds <= STEPS - 1 + TRIAL_PASSES + 3
-    for tokens, figures, _, said in pool.run(3, pipeline_job, False)[0][1]:
-        assert tokens == answer and figures["switched_off"] is None and not said

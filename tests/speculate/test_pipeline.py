@@ -70,14 +70,20 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
         decoder, state, look = decoders(model, pair.hosts, batch, 48, kv)
         end = (plain[run["end"]],) if "end" in run else ()
         answer = answer_by(decoder, state, SamplingConfig(max_new_tokens=run.get("most", STEPS)), end)
+        passes, link = [], pair.open_link()
+        if "waits" in run:  # a pass takes a second, by this clock, and so does every wait for the draft
+            pair.hosts.clock = lambda passes=passes: float(len(passes))
+            decoder.advance = counted(decoder.advance, passes)
+            if link is not None:
+                link.receive_first = counted(type(link).receive_first.__get__(link), passes)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tokens, stats = generate_beside_draft(answer, pair.open_link(), Pace(gamma))
+            tokens, stats = generate_beside_draft(answer, link, Pace(gamma, not run.get("waits")))
         if stats.lost_draft:
             pair.link = None
         cache = look()
         length = None if cache is None else cache.get_seq_length()
-        results.append((tokens, stats, length, [str(w.message) for w in caught if "draft host" in str(w.message)]))
+        results.append((tokens, stats, length, [str(w.message) for w in caught if "draft" in str(w.message)]))
     return plain, results
 
 
@@ -95,6 +101,10 @@ def check(results, runs: list[dict]) -> list:
     for (tokens, *_), said in zip(targets[0][1], drafted, strict=False):
         assert isinstance(said, str) or said == tokens
     return targets[0][1]
+
+
+def counted(function, calls: list):
+    return lambda *args: calls.append(1) or function(*args)
 
 
 RUNS = [{"pattern": "all", "gamma": 5}, {"pattern": "none", "gamma": 5}, {"pattern": "all", "gamma": 1}]
@@ -115,6 +125,15 @@ def test_a_pipeline_changes_no_token(pool, num_hosts, kv):
     windows = [span.details["tokens"] for span in all_right.of_draft.spans if span.name == "draft"]
     assert windows[0] == 15 and max(windows[1:]) == 5
     assert next(span.details["tokens"] for span in all_right.record.spans if span.name == "verify") == 15
+
+
+def test_a_losing_draft_host_rests_until_the_next_request(pool):
+    runs = [{"pattern": "none", "gamma": 3, "waits": True}] * 2 + [{"pattern": "none", "gamma": 3, "waits": False}]
+    *lost, kept = check(pool.run(3, pipeline_job, "gathered", runs), runs)
+    for _, stats, _, said in lost:
+        assert len(said) == 1 and "longer than without" in stats.switched_off and stats.num_drafted < 3 * STEPS
+        assert stats.lost_draft is None and stats.num_target_forwards == STEPS - 1
+    assert kept[1].switched_off is None and not kept[3]
 
 
 @pytest.mark.parametrize("fail_after", [0, 1, 11])

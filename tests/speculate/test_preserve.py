@@ -1,14 +1,14 @@
 """Which visual tokens a draft sees: scores on several hosts against their definitions on one."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
+from apbv.hosts.simulated import simulate
 from apbv.kernels import spatial_variety, temporal_change
-from apbv.kv.select import collect_kv, select_kv
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.prefilling.reduction import choosing
@@ -16,13 +16,11 @@ from apbv.prefilling.reduction.choosing import standardised
 from apbv.prefilling.reduction.frames import frame_shape
 from apbv.prefilling.reduction.hippo import local_semantics
 from apbv.speculate import observers, preserve
-from apbv.speculate.draft_kv import prefill_observed
 from apbv.speculate.strategies import make_observer
 
 import families
-from oracle import as_double
 from pairs import each_choice
-from prompts import UNCOMPRESSED, as_inputs, build, hugging_face, relative_error, reset_rope, video_batch
+from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
 
 DOUBLE = torch.float64
 
@@ -100,39 +98,9 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-4)
 
 
-def draft_guided_job(hosts: HostGroup, family: str):
-    """The scores that a draft gives by its own attention, and its KV, from the rows that the hosts encoded."""
-    parts = inspect_model(build(family, DOUBLE))
-    inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
-    observer = observers.AttentionScores(parts)
-    rows = encode_visual(parts, inputs.visual)
-    cache = prefill_observed(parts, inputs, hosts, rows, observer)
-    return observer.result(), None if cache is None else [(layer.keys, layer.values) for layer in cache.layers]
-
-
-@pytest.mark.parametrize(("family", "num_hosts"), [("qwen2_5_vl", 3), ("internvl", 1), ("llava_onevision", 3)])
-def test_a_draft_can_be_guided_by_its_own_attention(pool, family, num_hosts):
-    """It reads the whole prompt as it would without being watched."""
-    weights, is_visual = attention_of_the_question(family)
-    visual = weights[..., is_visual]
-    expected = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(0, 1, 2))
-    _, cache = hugging_face(family, DOUBLE, as_double(video_batch(family)))
-    results = pool.run(num_hosts, draft_guided_job, family)
-    for scores, _ in results:
-        torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-7)
-    for (keys, values), layer in zip(results[0][1], cache.layers, strict=True):
-        assert relative_error(keys, layer.keys) < 1e-9 and relative_error(values, layer.values) < 1e-9
-    assert all(kv is None for _, kv in results[1:])
-
-
 def test_methods_that_share_out_the_question_cannot_be_watched():
-    def job(hosts):
-        return watched_job(hosts, "qwen2_5_vl", {"method": "ulysses"})
-
-    from apbv.hosts.simulated import simulate
-
     with pytest.raises(ValueError, match="cannot be observed with ulysses"):
-        simulate(2, job)
+        simulate(2, partial(watched_job, family="qwen2_5_vl", settings={"method": "ulysses"}))
 
 
 # ---- HIPPO's scores ----
@@ -172,17 +140,13 @@ def test_variety_in_space():
 @pytest.mark.filterwarnings("error")
 def test_standard_scores():
     for unit in (None, 1.0):
-        for same in (torch.ones(2, 4), torch.zeros(2, 4)):  # equal scores say nothing
-            assert standardised(same, unit).abs().max() == 0
+        assert standardised(torch.ones(2, 4), unit).abs().max() == 0  # equal scores say nothing
         assert standardised(torch.empty(0, 4), unit).shape == (0, 4)  # of a host without frames
     # Of N tokens each gets 1/N of the attention on average; HIPPO's sum of z-scores must not depend on N.
     scores = torch.rand(3, 36, generator=torch.Generator().manual_seed(2))
-    for num_tokens in (100, 1_000_000):
-        standard = standardised(scores / num_tokens)
-        torch.testing.assert_close(standard, standardised(scores))
-        torch.testing.assert_close(standard.std(dim=1, correction=0), torch.ones(3), rtol=1e-4, atol=0)
+    torch.testing.assert_close(standardised(scores / 1e6), standardised(scores))
     # Of a still picture every cosine is 1 but for rounding, which standardised would outvote what is seen.
-    still = torch.randn(1, 16, 12, generator=torch.Generator().manual_seed(5)).expand(3, -1, -1)
+    still = frames(1, 4, 4).expand(3, -1, -1)
     assert standardised(temporal_change(still), unit=1.0).abs().max() < 0.5
 
 
@@ -219,7 +183,7 @@ def test_the_best_are_kept_in_order():
     assert choosing.keep_best(scores, 3).tolist() == [1, 2, 4]
 
 
-@pytest.mark.parametrize(("total", "count"), [(9, 1), (9, 4), (100_003, 100_003), (100_003, 77_777)])
+@pytest.mark.parametrize(("total", "count"), [(9, 1), (9, 4), (100_003, 77_777)])
 def test_even_choices_are_spread_over_all(total, count):
     kept = choosing.keep_even(total, count)
     steps = kept.diff()
@@ -300,28 +264,3 @@ def test_what_was_passed_on_is_known_to_all(pool):
     assert (expected.sum(dim=-1) == sum(map(layout.num_passed, range(len(layout.blocks))))).all()
     for result, *_ in results:
         assert torch.equal(torch.stack(result), expected[:, :, is_visual])
-
-
-def collected_job(hosts: HostGroup):
-    """Some of the KV, of every layer and head others: out of shards, and out of the whole cache."""
-    model = build("qwen2_5_vl", DOUBLE)
-    inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl"), None, hosts, DOUBLE)
-    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv="sharded"))
-    generator = torch.Generator().manual_seed(3)
-    parts = inspect_model(model)
-    kept = [
-        torch.stack(
-            [torch.randperm(state.num_tokens, generator=generator)[:40] for _ in range(parts.num_kv_heads)]
-        )
-        for _ in range(parts.num_layers)
-    ]
-    kept = [tokens.sort(dim=1).values for tokens in kept]
-    collected, whole = collect_kv(state.shards, kept, hosts), state.to_dynamic_cache()
-    if hosts.rank != 0:
-        return collected is None and whole is None
-    pairs = zip(collected.layers, select_kv(whole, kept).layers, strict=True)
-    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
-
-
-def test_kv_collected_from_shards_is_that_of_the_whole_cache(pool):
-    assert pool.run(3, collected_job) == [True] * 3
