@@ -72,8 +72,9 @@ PROMPTS = {
 
 
 def asked_like(files: dict, videos=(), sounds=(), heard: bool = True) -> Question:
-    paths = [[files[name] for name in names] or None for names in (videos, sounds)]
-    return Question(ASKED, *paths, num_frames=FRAMES, audio_in_video=None if heard else False)
+    video, audio = ([files[name] for name in names] or None for names in (videos, sounds))
+    heard = None if heard else False
+    return Question(ASKED, video=video, audio=audio, num_frames=FRAMES, audio_in_video=heard)
 
 
 def batch_like(files: dict, videos=(), sounds=(), heard: bool = True) -> dict:

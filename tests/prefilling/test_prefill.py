@@ -110,9 +110,8 @@ def small_job(hosts: HostGroup, model, batch: dict, method: str):
         ("llama", 3, "ulysses", "ulysses"),
         ("llama", 1, "apbv", "full"),
         ("llama", 8, "apbv", "full"),  # there are too few tokens to split
-        *(
-            (family, 2, "apbv", "apbv") for family in VIDEO_FAMILIES if family != "qwen3_vl"
-        ),  # which needs two frames
+        *((family, 2, "apbv", "full") for family in VIDEO_FAMILIES if family not in ("qwen3_vl", "internvl")),
+        ("internvl", 2, "apbv", "apbv"),
     ],
 )
 def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
