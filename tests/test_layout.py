@@ -208,19 +208,3 @@ runs = st.builds(lambda start, length: range(start, start + length), st.integers
 @given(runs, runs)
 def test_intersect_is_what_two_runs_share(a, b):
     assert list(intersect(a, b)) == sorted(set(a) & set(b)) and intersect(a, b) == intersect(b, a)
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), min_size=1, max_size=6), st.data())
-def test_offsets_within_point_at_the_wanted_tokens(gaps_and_lengths, data):
-    spans, position = [], 0
-    for gap, length in gaps_and_lengths:
-        spans.append(range(position + gap, position + gap + length))
-        position += gap + length
-    wanted = []
-    for span in data.draw(st.lists(st.sampled_from(spans), max_size=5)):
-        start = data.draw(st.integers(span.start, span.stop))
-        wanted.append(range(start, data.draw(st.integers(start, span.stop))))
-    concatenation = tokens(spans)
-    offsets = offsets_within(spans, wanted)
-    assert [[concatenation[i] for i in run] for run in offsets] == [list(run) for run in wanted]
-    assert all(run.start >= 0 for run in offsets)

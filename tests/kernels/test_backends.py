@@ -42,15 +42,10 @@ def test_the_argument_goes_before_the_environment(monkeypatch):
     assert requested() == "auto" and requested("cudnn") == "cudnn"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
     assert requested() == "reference" and requested("torch") == "torch"
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
-    assert requested() == "auto"
-
-
-def test_unknown_names_are_refused(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fast")
     q, k, v = make_inputs()
     with pytest.raises(BackendError, match=r"backend must be one of auto, torch, .*, not 'cuda'"):
         verify_attention(q, k, v, 0.25, backend="cuda")
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fast")
     with pytest.raises(BackendError, match=r"APBV_BACKEND must be one of .*, not 'fast'"):
         segmented_attention(q, [(k, v)], 0.25, False)
 
@@ -114,7 +109,6 @@ def test_the_order_for_long_queries():
     for capability, flash, order in (
         ((9, 0), 3, ["flash_attn", "cudnn", "torch", "triton"]),
         ((9, 0), 2, ["cudnn", "torch", "triton"]),
-        ((10, 0), 4, ["flash_attn", "cudnn", "torch", "triton"]),
         ((8, 0), 2, ["flash_attn", "torch", "cudnn", "triton"]),
         ((12, 0), None, ["flash_attn", "torch", "cudnn", "triton"]),
     ):
@@ -126,7 +120,7 @@ def test_the_order_for_long_queries():
 
 
 def test_the_order_for_few_queries_and_wide_dtypes():
-    for capability in ((8, 0), (9, 0), (10, 0)):
+    for capability in ((8, 0), (9, 0)):
         for queries in (1, 40, 256):  # 28 or 56 programs that do not split the keys, for 132 processors
             assert preferred(capability, 3, queries, 16384)[0] == "triton"
         assert preferred(capability, 3, 400, 16384)[0] != "triton"
@@ -151,11 +145,10 @@ def test_triton_launches_on_the_gpu_of_its_operands(monkeypatch):
     monkeypatch.setattr(triton_merging, "merge_states", lambda outs, lses, out: launched.append(current[0]))
     merge = implementation("merge_states", "triton")
     with FakeTensorMode():
-        for index in (1, 0):
-            outs = torch.empty(2, 1, 1, 1, 16, device=f"cuda:{index}")
-            merge(outs, outs, out=None)
-            merge([outs, outs], [outs, outs], out=None)
-    assert launched == [1, 1, 0, 0] and current == [0]
+        outs = torch.empty(2, 1, 1, 1, 16, device="cuda:1")
+        merge(outs, outs, out=None)
+        merge([outs, outs], [outs, outs], out=None)
+    assert launched == [1, 1] and current == [0]
 
 
 @pytest.fixture
@@ -231,11 +224,6 @@ def flash_attention_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, 
     return *rows_first(q, k, v, softmax_scale, causal), None
 
 
-def flash_attention_3(q, k, v, softmax_scale=None, causal=False, *, return_attn_probs=False):
-    out, lse = rows_first(q, k, v, softmax_scale, causal)
-    return (out, lse) if return_attn_probs else out
-
-
 def flash_attention_4(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
     out, lse = rows_first(q, k, v, softmax_scale, causal)
     return out, lse if return_lse else None
@@ -259,11 +247,9 @@ def installed(monkeypatch):
         cached.cache_clear()
 
 
-FLASH = {
-    "flash_attn": flash_attention_2,
-    "flash_attn_interface": flash_attention_3,
-    "flash_attn_cute": flash_attention_4,
-}
+FLASH = dict(
+    flash_attn=flash_attention_2, flash_attn_interface=flash_attention_2, flash_attn_cute=flash_attention_4
+)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +258,8 @@ FLASH = {
         (8, FLASH, 2),
         (9, FLASH, 3),
         (9, ["flash_attn", "flash_attn_cute"], 4),
-        (9, ["flash_attn"], 2),
-        (10, FLASH, 4),
         (10, ["flash_attn", "flash_attn_interface"], 2),
-        (8, ["flash_attn_interface"], None),
+        (10, FLASH, 4),
         (9, [], None),
     ],
 )

@@ -150,12 +150,6 @@ def test_a_product_and_a_shift_divide_as_a_division_does():
         assert torch.equal(product >> shift, rows // max(2, length)), length
 
 
-def test_the_keys_are_split_where_there_are_few_rows():
-    """Otherwise the tests above would not have seen partial results merged."""
-    assert triton_attention._splits(4, 4500, 64, torch.device("cpu"))[0] == 4
-    assert triton_attention._splits(400, 4500, 64, torch.device("cpu"))[0] == 1
-
-
 def test_what_does_not_fit_is_refused():
     q, segments = make_inputs(5, [9], group=2)
     for message, given, into in (

@@ -88,11 +88,6 @@ def test_scores_of_several_thousand(way, reduce, with_lse):
     assert torch.isfinite(importance).all() and (importance[exact <= 1e-30] < 1e-29).all()
 
 
-def test_no_keys_have_no_importance():
-    q, k = make_inputs(0, 5, 4, 64, torch.float32)
-    assert kv_importance(q, k, 0.1, pool=5).shape == (BATCH, KV_HEADS, 0)
-
-
 # ---- selection ----
 
 SCORES = {
@@ -141,7 +136,8 @@ def test_selection_equals_its_definition(way, case):
 # ---- errors ----
 
 
-def test_what_cannot_be_is_refused():
+def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
+    assert kv_importance(*make_inputs(0, 5, 4, 64, torch.float32), 0.1, pool=5).shape == (BATCH, KV_HEADS, 0)
     q, k, scores, out = (
         torch.zeros(shape) for shape in ((1, 4, 5, 16), (1, 2, 9, 16), (1, 2, 9), (2, 1, 2, 4, 16))
     )

@@ -15,7 +15,6 @@ from read_prompts import read_question
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load, prefill
 from apbv.input.audio_file import AudioError
 from apbv.input.request import Question
-from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 
 import families
@@ -225,13 +224,6 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
             assert re.search(reason, refusal), refusal
     heard, seen = (read(Question(ASKED, video=mute, audio_in_video=choice)) for choice in (None, False))
     assert heard.audio is None and torch.equal(heard.input_ids, seen.input_ids)
-
-
-def test_only_models_that_hear_are_asked_to(files):
-    parts, processor = inspect_model(families.build_model("qwen2_5_vl")), families.build_processor("qwen2_5_vl")
-    for asked in ({"audio": files["sound"]}, {"video": files["as long"], "audio_in_video": True}):
-        with pytest.raises(PromptError, match="qwen2_5_vl models do not hear"):
-            read_question(parts, processor, Question(ASKED, **asked), ALONE)
 
 
 def test_no_more_is_heard_than_the_model_has_positions_for(files):

@@ -21,9 +21,12 @@ from prompts import as_inputs, build, text_batch, video_batch
 TOKENS = 400
 
 
-def refused_job(hosts: HostGroup, free_bytes: dict[int, int], kv: str) -> tuple[str, str, bool]:
+def refused_job(hosts: HostGroup, free_bytes: dict[int, int]) -> tuple[str, str, bool]:
     """How a prompt ends where so little is free on some hosts, and a later one where enough is."""
-    model, config = build("llama", torch.float32), PrefillConfig(kv=kv, anchor_len=8, passing_len=8, query_len=8)
+    model, config = (
+        build("llama", torch.float32),
+        PrefillConfig(kv="sharded", anchor_len=8, passing_len=8, query_len=8),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "unused_swap_bytes", lambda: 0)
         patch.setattr(room, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
@@ -32,22 +35,21 @@ def refused_job(hosts: HostGroup, free_bytes: dict[int, int], kv: str) -> tuple[
     return refused, state.method, hosts.is_broken
 
 
-def least(num_hosts: int, host: int, kv: str) -> int:
-    parts = inspect_model(build("llama", torch.float32))
-    method = "apbv" if num_hosts > 1 else "full"
-    config = PrefillConfig(kv=kv, anchor_len=8, passing_len=8, query_len=8, method=method)
-    layout = METHODS[config.method].plan(num_hosts, TOKENS, 0, TOKENS - config.query_len, config)
-    return host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], host, kv).least
+def least(num_hosts: int, host: int) -> int:
+    parts, method = inspect_model(build("llama", torch.float32)), "apbv" if num_hosts > 1 else "full"
+    config = PrefillConfig(anchor_len=8, passing_len=8, query_len=8, method=method)
+    layout = METHODS[method].plan(num_hosts, TOKENS, 0, TOKENS - config.query_len, config)
+    return host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], host, "sharded").least
 
 
 @pytest.mark.parametrize(("num_hosts", "short"), [(1, 0), (2, 1)])
 def test_what_certainly_does_not_fit_is_refused_on_every_host(pool, num_hosts, short):
-    needed = least(num_hosts, short, "sharded")
-    for refused, method, is_broken in pool.run(num_hosts, refused_job, {short: needed - 1}, "sharded"):
+    needed = least(num_hosts, short)
+    for refused, method, is_broken in pool.run(num_hosts, refused_job, {short: needed - 1}):
         assert refused.startswith("NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: ")
         assert f"host {short} needs at least" in refused and "fewer frames or tokens, or more hosts" in refused
         assert not is_broken and method == ("apbv" if num_hosts > 1 else "full")
-    for allowed, *_ in pool.run(num_hosts, refused_job, {short: needed}, "sharded"):
+    for allowed, *_ in pool.run(num_hosts, refused_job, {short: needed}):
         assert not allowed.startswith("NotEnoughMemoryError")
 
 
@@ -94,14 +96,7 @@ def test_what_sparsevlm_may_leave_out_is_not_asked_for(pool):
     assert fewest < most
     for free, outcome in ((fewest, "nothing raised"), (fewest - 1, "NotEnoughMemoryError")):
         for ended, _ in pool.run(2, reduced_job, {0: free}, reduce, "gathered"):
-            assert ended.startswith(outcome)
-
-
-def test_where_gathering_is_too_much_sharded_kv_is_proposed(pool):
-    needed = least(2, 0, "gathered")
-    assert needed > least(2, 0, "sharded")
-    for refused, *_ in pool.run(2, refused_job, {0: needed - 1}, "gathered"):
-        assert "the KV of all hosts" in refused and "kv='sharded'" in refused
+            assert ended.startswith(outcome) and ("kv='sharded'" in ended) == (free < fewest)
 
 
 def test_what_waits_to_be_collected_counts_as_free(monkeypatch):

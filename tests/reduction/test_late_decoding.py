@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, SamplingConfig, SpeculativeConfig, demo, prefill
-from apbv.config import ReduceConfig, ReuseConfig, SparseConfig
+from apbv.config import ReduceConfig, ReuseConfig
 from apbv.config.names import LATE_REDUCER_NAMES
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.kv import growing
 from apbv.model.parts import inspect_model
-from apbv.prefilling.methods.block_attention import BlockAttention
 from apbv.prefilling.reduction import LATE_REDUCERS
 from apbv.speculate import STRATEGIES
 from apbv.stats import StageTimer
@@ -59,18 +58,6 @@ def test_answers_in_a_batch_say_what_each_says_alone(way, monkeypatch):
             batch.step()
     assert way == "plain" or len(repeated) > 2
     assert [member.tokens for member in members] == expected
-
-
-def test_all_layers_attend_sparsely_where_the_method_does(monkeypatch):
-    sizes, attend = [], BlockAttention.__call__
-
-    def counting(self, q, *args, **kwargs):
-        sizes.append(q.shape[2])
-        return attend(self, q, *args, **kwargs)
-
-    monkeypatch.setattr(BlockAttention, "__call__", counting)
-    state = prefilled(FASTV, method="xattention", sparse=SparseConfig(method="xattention", threshold=0.5))
-    assert sizes == [layer.keys.shape[2] for layer in state.kv.cache.layers]
 
 
 DRAFTS = {
