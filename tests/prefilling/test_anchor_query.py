@@ -132,7 +132,8 @@ def test_blocks_behind_a_copied_anchor_attend_sparsely_to_themselves(on_hosts):
 def test_the_copy_is_prefix_question_and_start(num_hosts, lengths, anchor_len, zigzag):
     prefix, context, question = lengths
     query_start, num_tokens = prefix + context, prefix + context + question
-    plain = plan_layout(num_hosts, num_tokens, prefix, query_start, anchor_len=0, passing_len=1, zigzag=zigzag)
+    ends = {"num_tokens": num_tokens, "context_start": prefix, "query_start": query_start}
+    plain = plan_layout(num_hosts=num_hosts, anchor_len=0, passing_len=1, zigzag=zigzag, **ends)
     layout = with_question_in_anchor(plain, prefix, anchor_len)
     if len(layout.blocks) < 2:
         assert layout.anchor_copy == ()

@@ -83,7 +83,7 @@ def late_damage_job(hosts: HostGroup, path: str, broken: str, good: str):
     """How a request fails whose last frames are damaged, with a draft; and what is answered afterwards."""
     settings = {
         "prefill": PrefillConfig(video=ONE_PATCH),
-        "speculate": SpeculativeConfig("vanilla", draft_model=path),
+        "speculate": SpeculativeConfig(strategy="vanilla", draft_model=path),
     }
     engine = Engine.from_pretrained(path, hosts=hosts, **settings)
     engine.generate(QUESTION, video=good, num_frames=8, max_new_tokens=2)
