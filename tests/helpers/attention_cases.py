@@ -18,13 +18,6 @@ OUT_TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3,
 LSE_TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 2e-4, torch.bfloat16: 4e-4}
 
 
-def dtype_name(dtype):
-    return str(dtype).split(".")[1]
-
-
-dtypes = pytest.mark.parametrize("dtype", list(OUT_TOLERANCE), ids=dtype_name)
-
-
 def randn(*shape, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)

@@ -12,13 +12,10 @@ A script, because it needs a process without TRITON_INTERPRET, with benchmarks/ 
 """
 
 import json
-import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import triton
@@ -104,24 +101,12 @@ def cases() -> dict[int, dict[str, Callable]]:
     return {80: attention, 89: attention, 90: hopper, 100: attention | blackwell, 120: small}
 
 
-def is_writable(folder: str) -> bool:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return False
-    return True
-
-
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        if not is_writable(triton.knobs.cache.dir):
-            os.environ["TRITON_CACHE_DIR"] = folder
-        for capability, calls in cases().items():
-            for case, call in calls.items():
-                for name, kernel in compile_launches(capability, call):
-                    line = {"capability": capability, "case": case, "kernel": name, **properties(kernel)}
-                    print(json.dumps(line | {"most_shared": SHARED_MEMORY[capability]}), flush=True)
+    for capability, calls in cases().items():
+        for case, call in calls.items():
+            for name, kernel in compile_launches(capability, call):
+                line = {"capability": capability, "case": case, "kernel": name, **properties(kernel)}
+                print(json.dumps(line | {"most_shared": SHARED_MEMORY[capability]}), flush=True)
 
 
 if __name__ == "__main__":

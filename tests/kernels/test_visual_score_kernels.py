@@ -46,10 +46,10 @@ def assert_score(score, exact):
 @pairwise(
     backend=BACKENDS,
     dtype=DTYPES,
-    case=[  # frames, places, numbers, neighbours
+    # Frames, places, numbers, neighbours.
+    case=[
         (0, 3, 16, "before after"),
-        (1, 3, 16, "after"),
-        (2, 5, 80, ""),
+        (1, 3, 16, ""),
         (5, 2, 129, "before after"),
         (17, 2, 300, "before"),
         (33, 1, 16, "after"),
@@ -62,18 +62,9 @@ def test_change_over_time(backend, dtype, case):
     neighbours = {end: video[{"before": 0, "after": -1}[end]] for end in ends.split()}
     exact = reference.temporal_change(frames, **neighbours)
     assert_score(temporal_change(frames, **neighbours, backend=backend), exact)
-    strided = {end: within_nan(frame) for end, frame in neighbours.items()}
-    assert_score(temporal_change(within_nan(frames), **strided, backend=backend), exact)
-
-
-@backends
-def test_a_frame_alone_changes_nowhere_and_a_still_one_neither(backend):
-    frame = randn(1, 6, 80, dtype=torch.float16)
-    assert temporal_change(frame, backend=backend).abs().max() == 0
-    still = temporal_change(frame.expand(4, -1, -1), backend=backend)
-    is_zero = (frame == 0).all(dim=-1)[0]
-    assert still[:, ~is_zero].abs().max() <= TOLERANCE
-    assert (still[:, is_zero] == 1).all()  # zeros are similar to nothing, not even to zeros
+    for place in (within_nan, column_major):
+        strided = {end: place(frame) for end, frame in neighbours.items()}
+        assert_score(temporal_change(place(frames), **strided, backend=backend), exact)
 
 
 @backends
@@ -91,21 +82,14 @@ def test_nan_stays_with_its_neighbours(backend):
 @pairwise(
     backend=BACKENDS,
     dtype=DTYPES,
-    case=[  # height, width, numbers, crop
-        (1, 1, 16, 5),
-        (5, 5, 129, 5),
-        (7, 11, 129, 5),
-        (1, 11, 16, 3),
-        (13, 12, 80, 1),
-        (13, 12, 80, 8),
-        (13, 12, 16, 11),
-    ],
+    # Height, width, numbers, crop.
+    case=[(1, 1, 16, 5), (7, 11, 129, 5), (1, 11, 16, 3), (13, 12, 80, 1), (13, 12, 80, 8), (13, 12, 16, 11)],
 )
 def test_variety_in_space(backend, dtype, case):
     height, width, dim, crop = case
     frames = randn(2, height * width, dim, dtype=dtype)
     exact = reference.spatial_variety(frames, height, width, crop)
-    for given in (frames, within_nan(frames)):
+    for given in (frames, within_nan(frames), column_major(frames)):
         assert_score(spatial_variety(given, height, width, crop, backend=backend), exact)
 
 
@@ -122,21 +106,12 @@ def test_similarity_to_a_direction(backend, dtype, shape):
     vectors = randn(rows, dim, dtype=dtype)
     direction = torch.nn.functional.normalize(randn(20, dim, seed=1), dim=-1).sum(dim=0)
     exact = reference.similarity_to(vectors, direction) / direction.norm()
-    assert_score(similarity_to(vectors, direction, backend=backend) / direction.norm(), exact)
-    strided = similarity_to(within_nan(vectors), within_nan(direction), backend=backend)
-    assert_score(strided / direction.norm(), exact)
-
-
-@backends
-def test_the_last_dimension_may_be_strided(backend):
-    frames, before = randn(3, 35, 80), randn(35, 80, seed=1)
-    changes = temporal_change(column_major(frames), column_major(before), backend=backend)
-    assert_score(changes, reference.temporal_change(frames, before))
-    varieties = spatial_variety(column_major(frames), 5, 7, backend=backend)
-    assert_score(varieties, reference.spatial_variety(frames, 5, 7))
-    direction = torch.stack([before[0], before[1]], dim=1)[:, 0]
-    similar = similarity_to(column_major(frames[0]), direction, backend=backend)
-    torch.testing.assert_close(similar, reference.similarity_to(frames[0], direction), rtol=1e-6, atol=1e-5)
+    every_other = torch.stack([direction, direction], dim=1)[:, 0]
+    for rows, along in (
+        (vectors, direction),
+        *((place(vectors), every_other) for place in (within_nan, column_major)),
+    ):
+        assert_score(similarity_to(rows, along, backend=backend) / direction.norm(), exact)
 
 
 def test_shapes_must_fit():

@@ -55,14 +55,11 @@ def test_of_a_whole_checkpoint_the_thinker_is_loaded(whole_checkpoint):
     assert parts.hears and parts.eos_token_ids == (processor.tokenizer.eos_token_id,)
 
 
-def test_a_whole_model_is_refused_by_its_name():
+def test_what_is_refused(monkeypatch):
     model = families.build_model(OMNI)
     model.config.model_type = "qwen2_5_omni"
     with pytest.raises(UnsupportedModelError, match=r"apbv runs the thinker \(model\.thinker\)"):
         inspect_model(model)
-
-
-def test_older_releases_of_transformers_are_refused(monkeypatch):
     monkeypatch.setattr(parts_module.transformers, "__version__", "5.22.3")
     with pytest.raises(UnsupportedModelError, match=r"need transformers 5\.23 or later, not 5\.22\.3"):
         inspect_model(families.build_model(OMNI))

@@ -5,8 +5,6 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, prefill
 from apbv.hosts.simulated import share_weights, simulate
-from apbv.kernels import merge_states
-from apbv.model.attention import gather_and_merge
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES
@@ -97,34 +95,33 @@ def test_bf16_is_as_good_as_hugging_faces(pool, family, method):
         assert relative_error(logits, exact) < 2.5 * relative_error(theirs, exact) + 2**-8
 
 
-def uneven_heads_job(hosts: HostGroup, models: list):
-    model = models[hosts.rank]
-    config = PrefillConfig(method="ulysses")
-    return prefill(model, text_batch(40), hosts=hosts, config=config).logits
-
-
-def test_a_host_of_ulysses_may_have_heads_of_several_groups():
-    """8 query heads in groups of 2, over three hosts: the second has heads 3, 4 and 5."""
-    model = families.build_model("llama", heads=8, kv_heads=4)
-    with torch.no_grad():
-        expected = model(**text_batch(40)).logits[:, -1]
-    for logits in simulate(3, uneven_heads_job, [share_weights(model) for _ in range(3)]):
-        assert relative_error(logits, expected) < 1e-4
-
-
-def one_frame_job(hosts: HostGroup, family: str, batch: dict):
-    model = build(family, torch.float32)
-    return prefill(model, as_inputs(family, batch, None, hosts), hosts=hosts).logits
+def small_job(hosts: HostGroup, model, batch: dict, method: str):
+    before = model.config._attn_implementation
+    state = prefill(share_weights(model), batch, hosts=hosts, config=PrefillConfig(method=method))
+    assert model.config._attn_implementation == before
+    return state.method, state.logits
 
 
 @pytest.mark.filterwarnings("ignore:a prompt of")
-@pytest.mark.parametrize("family", [f for f in VIDEO_FAMILIES if f != "qwen3_vl"])  # its processor refuses one
-def test_a_video_may_be_a_single_frame(pool, family):
-    batch = video_batch(family, frames=1)
-    expected, _ = hugging_face(family, torch.float32, batch)
-    for num_hosts in (1, 2):
-        for logits in pool.run(num_hosts, one_frame_job, family, batch):
-            assert relative_error(logits, expected) < 1e-4
+@pytest.mark.parametrize(
+    ("family", "num_hosts", "method", "used"),
+    [
+        # 8 query heads in groups of 2, over three hosts: the second has heads 3, 4 and 5.
+        ("llama", 3, "ulysses", "ulysses"),
+        ("llama", 1, "apbv", "full"),
+        ("llama", 8, "apbv", "full"),  # there are too few tokens to split
+        *((family, 2, "apbv", "full") for family in VIDEO_FAMILIES if family not in ("qwen3_vl", "internvl")),
+        ("internvl", 2, "apbv", "apbv"),
+    ],
+)
+def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
+    """Of few tokens, and of a single frame; and the model is left as it was."""
+    model = families.build_model(family, **({"heads": 8, "kv_heads": 4} if family == "llama" else {}))
+    batch = text_batch(40 if num_hosts < 8 else 9) if family == "llama" else video_batch(family, frames=1)
+    with torch.no_grad():
+        expected = model(**batch).logits[:, -1]
+    for found, logits in simulate(num_hosts, small_job, model, batch, method):
+        assert found == used and relative_error(logits, expected) < 1e-4
 
 
 # ---- any passing length: equal to the dense definition ----
@@ -237,37 +234,7 @@ def test_comm_bytes_are_what_the_layout_predicts(on_hosts, num_hosts, settings):
         assert gathered == (others if host == 0 else 0)
 
 
-def merging_job(hosts: HostGroup, dtype: torch.dtype, num_queries: int):
-    """Partial results as attention returns them, queries before heads, of which one host's saw nothing."""
-    generator = torch.Generator().manual_seed(num_queries)
-    outs = torch.randn(hosts.size, 1, num_queries, 3, 16, generator=generator).to(dtype).transpose(2, 3)
-    lses = torch.randn(hosts.size, 1, 3, num_queries, generator=generator)
-    outs[1], lses[1] = torch.nan, float("-inf")
-    before = hosts.bytes_received
-    merged = gather_and_merge([(outs[hosts.rank], lses[hosts.rank])], hosts)()
-    torch.testing.assert_close(merged, merge_states(outs, lses)[0].to(dtype))  # of other strides
-    assert hosts.bytes_received - before == (hosts.size - 1) * num_queries * 3 * (16 * dtype.itemsize + 4)
-
-
-def test_partial_results_travel_in_one_message(pool):
-    for dtype in (torch.bfloat16, torch.float32):
-        for num_queries in (0, 1, 7):
-            pool.run(3, merging_job, dtype, num_queries)
-
-
 # ---- manners ----
-
-
-def manners_job(hosts: HostGroup):
-    model = build("llama", torch.float32)
-    before = model.config._attn_implementation
-    state = prefill(model, as_inputs("llama", text_batch(100), 90, hosts), hosts=hosts)
-    return before, model.config._attn_implementation, state.method, state.layout.is_split
-
-
-def test_one_host_runs_full_and_the_model_is_left_as_it_was(pool):
-    assert pool.run(1, manners_job) == [("sdpa", "sdpa", "full", False)]
-    assert pool.run(2, manners_job) == [("sdpa", "sdpa", "apbv", True)] * 2
 
 
 def test_the_model_is_left_as_it_was_after_an_error():
@@ -286,17 +253,3 @@ def test_the_model_is_left_as_it_was_after_an_error():
     hook.remove()
     expected, _ = hugging_face("llama", torch.float32, text_batch(100))
     assert relative_error(prefill(model, inputs, hosts=hosts).logits, expected) < 1e-5
-
-
-def short_job(hosts: HostGroup):
-    model = build("llama", torch.float32)
-    state = prefill(model, as_inputs("llama", text_batch(9), 5, hosts), hosts=hosts)
-    return state.method, state.logits
-
-
-@pytest.mark.filterwarnings("ignore:a prompt of")
-def test_a_context_too_short_to_split_runs_as_full_on_host_0(on_hosts):
-    expected, _ = hugging_face("llama", torch.float32, text_batch(9))
-    for method, logits in on_hosts(8, short_job):
-        assert method == "full"
-        assert relative_error(logits, expected) < 1e-5

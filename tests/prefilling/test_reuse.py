@@ -20,16 +20,22 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 APPROXIMATE, EXACT = {"passing_len": 4}, {"passing_len": 10**6}
 
 
+def demo_engine(hosts: HostGroup, mode: str | None = None, speculate=None, **settings) -> Engine:
+    reuse = None if mode is None else ReuseConfig(mode=mode)
+    prefill = PrefillConfig(**settings)
+    return Engine.from_pretrained(
+        "demo", hosts=hosts, dtype="float32", reuse=reuse, prefill=prefill, speculate=speculate
+    )
+
+
 def ask(engine: Engine, question: str, video: Path | None = None, frames: int = FRAMES):
     return engine.generate(question, video=video or demo.video_path(), num_frames=frames, max_new_tokens=STEPS)
 
 
-def questions_job(hosts: HostGroup, reuse: ReuseConfig | None, settings: dict, speculate=None, videos=None):
+def questions_job(hosts: HostGroup, mode: str | None, settings: dict, speculate=None, videos=None):
     """Answers, what was reused, and how often the vision tower and the language model's first layer ran on how
     many tokens."""
-    engine = Engine.from_pretrained(
-        "demo", hosts=hosts, dtype="float32", reuse=reuse, speculate=speculate, prefill=PrefillConfig(**settings)
-    )
+    engine = demo_engine(hosts, mode, speculate, **settings)
     encoded, run = [], []
     tower, layer = engine.model.model.visual, engine.model.get_decoder().layers[0]
     tower.register_forward_hook(lambda *_: encoded.append(1) and None)
@@ -52,7 +58,7 @@ def plain(pool) -> list:
 
 def test_kept_embeddings_change_no_answer(pool):
     plain = pool.run(2, questions_job, None, APPROXIMATE)[0]
-    for answers in pool.run(2, questions_job, ReuseConfig(), APPROXIMATE):
+    for answers in pool.run(2, questions_job, "exact", APPROXIMATE):
         assert [tokens for tokens, *_ in answers] == [tokens for tokens, *_ in plain]
         ways = [(reused, encoded) for _, reused, encoded, _ in answers]
         assert ways == [(None, 1), ("embeddings", 0), ("embeddings", 0)]
@@ -69,7 +75,7 @@ def test_kept_embeddings_change_no_answer(pool):
 )
 def test_kept_kv_of_an_exact_method_changes_no_answer(pool, plain, hosts, settings, speculate):
     """And the language model's first pass is over the question only."""
-    kept = pool.run(hosts, questions_job, ReuseConfig(mode="kv"), settings, speculate)
+    kept = pool.run(hosts, questions_job, "kv", settings, speculate)
     for rank, answers in enumerate(kept):
         assert [tokens for tokens, *_ in answers] == plain
         assert [reused for _, reused, *_ in answers] == [None, "kv", "kv"]
@@ -80,10 +86,7 @@ def test_kept_kv_of_an_exact_method_changes_no_answer(pool, plain, hosts, settin
 
 def approximate_job(hosts: HostGroup, kv: str):
     """The second question's logits, beside Hugging Face's own attention over the KV that the first left."""
-    settings = PrefillConfig(kv=kv, **APPROXIMATE)
-    engine = Engine.from_pretrained(
-        "demo", hosts=hosts, dtype="float32", reuse=ReuseConfig(mode="kv"), prefill=settings
-    )
+    engine = demo_engine(hosts, "kv", kv=kv, **APPROXIMATE)
     video, first, second = {"video": demo.video_path(), "num_frames": FRAMES}, *QUESTIONS[:2]
     state = engine.prefill(first, **video)
     cache = state.to_dynamic_cache()
@@ -116,11 +119,9 @@ def test_what_changed_is_read_again(pool, tmp_path):
         videos.append(tmp_path / f"{name}.mp4")
         shutil.copy(demo.video_path(), videos[-1])
     for mode in ("exact", "kv"):
-        answers = pool.run(2, questions_job, ReuseConfig(mode=mode), EXACT, None, videos)[0]
+        answers = pool.run(2, questions_job, mode, EXACT, None, videos)[0]
         assert [reused for _, reused, *_ in answers] == [None, None, "embeddings" if mode == "exact" else "kv"]
-    engine = Engine.from_pretrained(
-        "demo", hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode="kv")
-    )
+    engine = demo_engine(HostGroup.single("cpu"), "kv")
     assert ask(engine, QUESTIONS[0], videos[0]).stats["reused"] is None
     assert ask(engine, QUESTIONS[0], videos[0], frames=FRAMES // 2).stats["reused"] is None
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] == "kv"
@@ -130,9 +131,7 @@ def test_what_changed_is_read_again(pool, tmp_path):
 
 @pytest.mark.parametrize("mode", ["exact", "kv"])
 def test_a_video_that_a_request_brings_along_is_known_again(mode):
-    engine = Engine.from_pretrained(
-        "demo", hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode=mode)
-    )
+    engine = demo_engine(HostGroup.single("cpu"), mode)
     answers = []
     with PrivateFiles() as files:
         for question in QUESTIONS[:2]:
@@ -159,9 +158,7 @@ def test_all_hosts_have_it_or_none(pool, plain, mode):
 
 def held_job(hosts: HostGroup, kv: str) -> tuple[int, int]:
     """Bytes that are counted for a short text before a long question, and those of all of its KV that is here."""
-    engine = Engine.from_pretrained(
-        "demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv=kv, anchor_len=0)
-    )
+    engine = demo_engine(hosts, kv=kv, anchor_len=0)
     state = engine.prefill("why? " * 200, context="a few words")
     layers = [] if state.shards is None else state.shards.layers
     if kv == "gathered" and hosts.rank == 0:
@@ -174,21 +171,13 @@ def test_all_that_is_kept_from_being_freed_counts(pool, kv):
     assert all(counted > held for counted, held in pool.run(2, held_job, kv))
 
 
-def kept_bytes_job(hosts: HostGroup) -> tuple[int, int]:
-    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
-    state = engine.prefill(QUESTIONS[0], video=demo.video_path(), num_frames=FRAMES)
-    return Prefix.of(state).num_bytes, state.inputs.position_ids.nbytes
-
-
-def test_a_host_without_kv_keeps_a_bounded_number_of_prompts(pool):
-    (first, _), (second, described) = pool.run(2, kept_bytes_job)
-    assert first > second > described
-
-
-def test_a_text_is_kept_too():
-    engine = Engine.from_pretrained(
-        demo.model_path(), hosts=HostGroup.single("cpu"), dtype="float32", reuse=ReuseConfig(mode="kv")
-    )
+def test_a_text_is_kept_too_and_what_cannot_be_is_refused():
+    for settings in ({"mode": "always"}, {"max_bytes": 0}, {"max_bytes": 1.5}):
+        with pytest.raises(ValueError):
+            ReuseConfig(**settings)
+    with pytest.raises(ValueError, match="specvlm watches"):
+        demo_engine(HostGroup.single("cpu"), "kv", SpeculativeConfig(strategy="specvlm"))
+    engine = demo_engine(HostGroup.single("cpu"), "kv")
     plain = Engine(engine.model, engine.processor, engine.hosts)
     for question, reused in zip(QUESTIONS, (None, "kv", "kv"), strict=True):
         answer = engine.generate(question, context=TEXT, max_new_tokens=4)
@@ -196,22 +185,6 @@ def test_a_text_is_kept_too():
         assert answer.token_ids == plain.generate(question, context=TEXT, max_new_tokens=4).token_ids
     other = TEXT.replace("fox", "cat")
     assert engine.generate(QUESTIONS[0], context=other, max_new_tokens=1).stats["reused"] is None
-
-
-def test_a_draft_that_watches_the_prefill_needs_one():
-    with pytest.raises(ValueError, match="specvlm watches"):
-        Engine.from_pretrained(
-            "demo",
-            hosts=HostGroup.single("cpu"),
-            reuse=ReuseConfig(mode="kv"),
-            speculate=SpeculativeConfig(strategy="specvlm"),
-        )
-
-
-def test_bad_settings():
-    for settings in ({"mode": "always"}, {"max_bytes": 0}, {"max_bytes": 1.5}):
-        with pytest.raises(ValueError):
-            ReuseConfig(**settings)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=30), st.integers(1, 20))

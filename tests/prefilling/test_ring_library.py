@@ -34,15 +34,6 @@ def not_causal(*states, causal, **options):
     return gathered_ring(*states, causal=False, **options)
 
 
-def in_ring_order(*states, **options):
-    """As if a host held two neighbouring chunks."""
-    return gathered_ring(*states, **options).roll(1, dims=1)
-
-
-def too_wide(*states, **options):
-    return gathered_ring(*states, **options).float()[..., :8]
-
-
 def wrong_on_host_1(*states, group, **options):
     out = gathered_ring(*states, group=group, **options)
     return out + 1 if dist.get_rank(group) == 1 else out
@@ -50,30 +41,6 @@ def wrong_on_host_1(*states, group, **options):
 
 def raising(*states, **options):
     raise RuntimeError("no kernel image is available\nfor execution on the device")
-
-
-RINGS = {
-    gathered_ring: [None, None],
-    not_causal: ["its result is off by"] * 2,
-    in_ring_order: ["its result is off by"] * 2,
-    too_wide: ["it returned a result of shape (1, 74, 4, 8)"] * 2,
-    wrong_on_host_1: [None, "its result is off by 1"],
-    raising: ["it raised RuntimeError: no kernel image is available"] * 2,
-}
-
-
-def trying_job(hosts: HostGroup) -> dict[str, str | None]:
-    return {ring.__name__: ring_library.why_wrong(ring, hosts, *PROBLEM) for ring in RINGS}
-
-
-def test_a_ring_is_tried_on_a_small_problem(pool):
-    results = pool.run(2, trying_job)
-    for ring, reasons in RINGS.items():
-        for found, reason in zip(results, reasons, strict=True):
-            if reason is None:
-                assert found[ring.__name__] is None
-            else:
-                assert found[ring.__name__].startswith(reason) and "\n" not in found[ring.__name__]
 
 
 def waiting_job(hosts: HostGroup) -> str:
@@ -118,7 +85,8 @@ def test_all_hosts_use_it_or_none(pool):
         ([None] * 2, None, None),
         ([None, gathered_ring], None, "on host 0 it is not installed"),
         ([wrong_on_host_1] * 2, None, "on host 1 its result is off by"),
-        ([raising] * 2, None, "on host 0 it raised RuntimeError"),
+        ([not_causal] * 2, None, "on host 0 its result is off by"),
+        ([raising] * 2, None, "on host 0 it raised RuntimeError: no kernel image is available"),
     ):
         for name, messages in pool.run(2, choosing_job, installed):
             assert name == used

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, SamplingConfig, SpeculativeConfig, demo, prefill
-from apbv.config import ReduceConfig, ReuseConfig, SparseConfig
+from apbv.config import ReduceConfig, ReuseConfig
 from apbv.config.names import LATE_REDUCER_NAMES
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.kv import growing
 from apbv.model.parts import inspect_model
-from apbv.prefilling.methods.block_attention import BlockAttention
 from apbv.prefilling.reduction import LATE_REDUCERS
 from apbv.speculate import STRATEGIES
 from apbv.stats import StageTimer
@@ -61,18 +60,6 @@ def test_answers_in_a_batch_say_what_each_says_alone(way, monkeypatch):
     assert [member.tokens for member in members] == expected
 
 
-def test_all_layers_attend_sparsely_where_the_method_does(monkeypatch):
-    sizes, attend = [], BlockAttention.__call__
-
-    def counting(self, q, *args, **kwargs):
-        sizes.append(q.shape[2])
-        return attend(self, q, *args, **kwargs)
-
-    monkeypatch.setattr(BlockAttention, "__call__", counting)
-    state = prefilled(FASTV, method="xattention", sparse=SparseConfig(method="xattention", threshold=0.5))
-    assert sizes == [layer.keys.shape[2] for layer in state.kv.cache.layers]
-
-
 DRAFTS = {
     "ngram": {},
     "vanilla": {},
@@ -102,36 +89,15 @@ def test_drafts_change_nothing_in_the_reduced_models_answers(pool, clip):
     assert len(plain) > 2 and drafted == [plain] * len(DRAFTS)
 
 
-def test_what_needs_all_tokens_in_all_layers_is_refused():
-    for kv in ("gathered", "sharded"):
-        state = prefilled(FASTV, kv=kv)
-        assert len({layer.keys.shape[2] for layer in state.to_dynamic_cache().layers}) == 2
-        with pytest.raises(ValueError, match="fastv has dropped tokens inside the model"):
-            state.generate_inputs()
-
-
 def test_drafts_that_need_the_targets_whole_kv_are_refused_before_anything_is_loaded():
-    on_kv = {name: f"{name} drafts on the target's KV" for name in ("std", "layerskip", "streaming")}
-    seen = {
+    for strategy, message in {
+        "std": "std drafts on the target's KV",
         "hippo": "keep='hippo' goes by what",
         "parallelvlm": "keep='uv_prune' goes by what the target's prefill",
-    }
-    for strategy, message in (on_kv | seen).items():
+    }.items():
         with pytest.raises(ValueError, match=message):
             speculate = SpeculativeConfig(strategy=strategy)
             Engine.from_pretrained("demo", prefill=PrefillConfig(reduce=FASTV), speculate=speculate)
-
-
-def test_where_tokens_are_left_out_of_28_layers_unless_asked_otherwise():
-    layers = {name: LATE_REDUCERS[name].choose_layers(ReduceConfig(method=name), 28) for name in LATE_REDUCERS}
-    in_steps = {"pdrop": (7, 14, 21), "sparsevlm": (2, 5, 13)}
-    assert layers == in_steps | {"fastv": (2,), "uv_prune": (20,), "hippo_attention": (14,)}
-
-
-def test_a_model_needs_a_layer_behind_the_drop():
-    for name in LATE_REDUCER_NAMES:
-        with pytest.raises(ValueError, match=f"{name} cannot leave tokens out behind 3 layers: the model has 3"):
-            prefilled(ReduceConfig(method=name, layer=3))
 
 
 def test_a_model_with_too_few_layers_is_refused_before_its_weights_are_loaded(tmp_path):
@@ -161,26 +127,19 @@ def test_numbers_that_overflow_end_no_more_than_the_answer(name, part):
     assert 0 < state.reduction.num_after < state.reduction.num_before
 
 
-def test_settings_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match="not together with fastv"):
-        PrefillConfig(anchor_query=True, reduce=FASTV)
-    engine = Engine(
-        families.build_model(FAMILY),
-        families.build_processor(FAMILY),
-        HostGroup.single("cpu"),
-        PrefillConfig(reduce=FASTV),
-    )
-    with pytest.raises(ValueError, match="fastv"):
-        engine.handing_over()
-    with pytest.raises(ValueError, match="fastv"):
-        Engine(engine.model, engine.processor, engine.hosts, engine.prefill_config, reuse=ReuseConfig(mode="kv"))
-
-
-def test_the_result_says_what_is_left():
-    state = prefilled(ReduceConfig(method="pdrop", ratio=0.25, layer=1))
-    before = state.inputs.num_visual_tokens
-    left = [layer.keys.shape[2] - state.num_tokens + before for layer in state.kv.cache.layers]
-    assert state.reduction.num_before == left[0] == before
-    assert state.reduction.num_after == left[-1] == round(before / 4)
-    assert state.reduction.figures["num_video_tokens_by_layer"] == left
-    assert len(state.reduction.kept) == left[-1]
+def test_what_needs_all_tokens_in_all_layers_is_refused():
+    layers = {name: LATE_REDUCERS[name].choose_layers(ReduceConfig(method=name), 28) for name in LATE_REDUCERS}
+    in_steps = {"pdrop": (7, 14, 21), "sparsevlm": (2, 5, 13)}
+    assert layers == in_steps | {"fastv": (2,), "uv_prune": (20,), "hippo_attention": (14,)}
+    hosts, late = HostGroup.single("cpu"), PrefillConfig(reduce=FASTV)
+    engine = Engine(families.build_model(FAMILY), families.build_processor(FAMILY), hosts, late)
+    reuse = ReuseConfig(mode="kv")
+    for refused in (
+        lambda: PrefillConfig(anchor_query=True, reduce=FASTV),
+        engine.handing_over,
+        lambda: Engine(engine.model, engine.processor, hosts, late, reuse=reuse),
+        prefilled(FASTV, kv="gathered").generate_inputs,
+        prefilled(FASTV, kv="sharded").generate_inputs,
+    ):
+        with pytest.raises(ValueError, match="fastv"):
+            refused()

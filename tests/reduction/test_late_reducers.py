@@ -44,7 +44,7 @@ def prompt_of(family: str, is_mixed: bool = False) -> dict:
 
 
 @cache
-def expected(family: str, name: str, ratio: float, drops: tuple[int, ...], is_mixed: bool = False):
+def expected(family: str, name: str, ratio: float, drops: tuple[int, ...], is_mixed: bool):
     reduced = run_reduced(family, prompt_of(family, is_mixed), name, ratio, list(drops))
     states = [(layer.keys.clone(), layer.values.clone()) for layer in reduced.cache.layers]
     return reduced.logits, states, reduced.continuation(NUM_NEW)
@@ -71,27 +71,31 @@ def check(results, logits, states, tokens=None):
             assert relative_error(keys, their_keys) < 1e-9 and relative_error(values, their_values) < 1e-9
 
 
+QWEN = "qwen2_5_vl"
+
+
 @pytest.mark.parametrize(
-    ("name", "method", "num_hosts", "kv"),
+    ("name", "num_hosts", "settings", "family", "is_mixed"),
     [
-        ("fastv", "zigzag_ring", 2, "gathered"),
-        ("fastv", "apb", 3, "sharded"),
-        ("pdrop", "ulysses", 3, "sharded"),
-        ("pdrop", "apbv", 2, "gathered"),
-        ("sparsevlm", "apbv", 3, "sharded"),
-        ("sparsevlm", "zigzag_ring", 3, "sharded"),
-        ("uv_prune", "full", 2, "gathered"),
-        ("uv_prune", "apbv", 4, "sharded"),
-        ("hippo_attention", "ulysses", 2, "gathered"),
-        ("hippo_attention", "apb", 2, "sharded"),
+        ("fastv", 2, {"method": "zigzag_ring"}, QWEN, False),
+        ("fastv", 3, {"method": "apb", "kv": "sharded"}, QWEN, False),
+        ("pdrop", 3, {"method": "ulysses", "kv": "sharded"}, QWEN, False),
+        ("sparsevlm", 3, {"method": "zigzag_ring", "kv": "sharded"}, QWEN, False),
+        ("uv_prune", 2, {"method": "full"}, QWEN, False),
+        ("uv_prune", 4, {"kv": "sharded"}, QWEN, False),
+        ("hippo_attention", 2, {"method": "ulysses"}, QWEN, False),
+        # HIPPO's terms of time and space are of frames, wherever these were encoded.
+        ("hippo_attention", 3, {"frame_parallel": False}, QWEN, False),
+        *((name, 3 - 2 * (row % 2), {}, QWEN, True) for row, name in enumerate(STEPS)),
+        *((name, 2, {"anchor_len": 20}, each, False) for name, each in zip([*STEPS] * 2, VIDEO_FAMILIES)),  # noqa: B905
     ],
 )
-def test_every_method_equals_the_dense_definition(pool, name, method, num_hosts, kv):
+def test_every_method_equals_the_dense_definition(pool, name, num_hosts, settings, family, is_mixed):
+    """In every family; and text between videos and images stays."""
     layer, drops = STEPS[name]
-    reduce = {"method": name, "ratio": 0.4, "layer": layer}
-    settings = {"method": method, "kv": kv, "passing_len": UNCOMPRESSED}
-    results = pool.run(num_hosts, reduced_job, "qwen2_5_vl", reduce, settings)
-    check(results, *expected("qwen2_5_vl", name, 0.4, tuple(drops)))
+    reduce, settings = {"method": name, "ratio": 0.4, "layer": layer}, settings | {"passing_len": UNCOMPRESSED}
+    results = pool.run(num_hosts, reduced_job, family, reduce, settings, is_mixed)
+    check(results, *expected(family, name, 0.4, tuple(drops), is_mixed))
 
 
 @pytest.mark.parametrize("name", ["fastv", "sparsevlm", "hippo_attention"])
@@ -100,34 +104,8 @@ def test_attention_is_the_same_however_few_scores_are_in_memory(monkeypatch, nam
     monkeypatch.setattr(sparsevlm, "_MOST_DISTANCES", 20)
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.4, "layer": layer}
-    result = reduced_job(HostGroup.single("cpu"), "qwen2_5_vl", reduce, {"passing_len": UNCOMPRESSED})
-    check([result], *expected("qwen2_5_vl", name, 0.4, tuple(drops)))
-
-
-def test_hosts_that_all_encode_every_frame_choose_as_one(pool):
-    """HIPPO's terms of time and space are of frames, wherever these were encoded."""
-    reduce = {"method": "hippo_attention", "ratio": 0.4, "layer": 2}
-    settings = {"passing_len": UNCOMPRESSED, "frame_parallel": False}
-    check(
-        pool.run(3, reduced_job, "qwen2_5_vl", reduce, settings),
-        *expected("qwen2_5_vl", "hippo_attention", 0.4, (2,)),
-    )
-
-
-@each_choice(family=VIDEO_FAMILIES, name=STEPS, num_hosts=[3, 2])
-def test_every_family_equals_the_dense_definition(pool, family, name, num_hosts):
-    layer, drops = STEPS[name]
-    reduce = {"method": name, "ratio": 0.3, "layer": layer}
-    results = pool.run(num_hosts, reduced_job, family, reduce, {"passing_len": UNCOMPRESSED, "anchor_len": 20})
-    check(results, *expected(family, name, 0.3, tuple(drops)))
-
-
-@each_choice(name=STEPS, num_hosts=[1, 3])
-def test_text_between_videos_and_images_stays(pool, name, num_hosts):
-    layer, drops = STEPS[name]
-    reduce = {"method": name, "ratio": 0.4, "layer": layer}
-    results = pool.run(num_hosts, reduced_job, "qwen2_5_vl", reduce, {"passing_len": UNCOMPRESSED}, True)
-    check(results, *expected("qwen2_5_vl", name, 0.4, tuple(drops), is_mixed=True))
+    result = reduced_job(HostGroup.single("cpu"), QWEN, reduce, {"passing_len": UNCOMPRESSED})
+    check([result], *expected(QWEN, name, 0.4, tuple(drops), False))
 
 
 COMPRESSED = {
@@ -138,7 +116,6 @@ COMPRESSED = {
     "apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "star": {"method": "star"},
     "too little to split": {"passing_len": 4, "anchor_len": 21},
-    "too little to split, separate query": {"passing_len": 4, "anchor_len": 21, "fused_query": False},
     "too little to split, apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "too little to split, star": {"method": "star"},
 }
@@ -167,7 +144,7 @@ def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, n
     layer, drops = STEPS[name]
     two_passes = settings.get("method") in ("apb", "star") or not settings.get("fused_query", True)
     reduced = run_reduced(family, video_batch(family), name, ratio, drops, attend_before, two_passes)
-    exact = expected(family, name, ratio, tuple(drops))[0]
+    exact = expected(family, name, ratio, tuple(drops), False)[0]
     # Star Attention's only block but the anchor sees all before it on two hosts.
     assert (relative_error(reduced.logits, exact) > 1e-4) == (settings.get("method") != "star" or num_hosts > 2)
     results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": ratio, "layer": layer}, settings)

@@ -1,5 +1,6 @@
 """What is foretold of a reduction, against what a prefill then leaves and holds."""
 
+import operator
 import threading
 from functools import cache
 from itertools import product
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, plan, prefill
-from apbv.config import EARLY_REDUCER_NAMES, LATE_REDUCER_NAMES, REDUCER_NAMES
+from apbv.config import LATE_REDUCER_NAMES, REDUCER_NAMES
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.launch.plan import main
 from apbv.model.parts import inspect_model
@@ -46,14 +47,9 @@ def batch_of(family: str) -> dict:
     return made()
 
 
-@cache
-def planned_model(family: str, folder: str) -> Path:
-    return families.save_checkpoint(family, Path(folder) / family, layers=LAYERS)
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("planned"))
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("planned")
 
 
 def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
@@ -80,7 +76,9 @@ def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, meth
     """One family has positions in space, the other a row that ends the video."""
     reduce = ReduceConfig(method=name, ratio=ratio)
     config = PrefillConfig(method=method, kv=kv, on_single_host=True, reduce=reduce)
-    path = planned_model(family, folder)
+    path = folder / family
+    if not path.exists():
+        families.save_checkpoint(family, path, layers=LAYERS)
     memory = 10**7  # the less it is, the sooner it is found how many frames would fit
     planned = plan(path, frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
     left, results = planned.reduction, pool.run(num_hosts, prefill_job, family, config)
@@ -88,15 +86,11 @@ def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, meth
         assert planned.num_tokens == num_tokens and planned.num_visual_tokens == reduction.num_before
         by_layer = reduction.by_layer or (reduction.num_after,) * LAYERS
         assert left.is_bound == (name == "sparsevlm")
-        if not left.is_bound:
-            assert left.by_layer == by_layer and left.num_visual_tokens == reduction.num_after
-            assert held in (None, planned.hosts[host].kv)
-            assert gathered in (None, planned.hosts[0].gathered_kv or planned.hosts[0].kv)
-            continue
-        assert all(most >= count for most, count in zip(left.by_layer, by_layer, strict=True))
-        assert num_first == num_tokens and left.by_layer[0] == by_layer[0]
-        assert held is None or held <= planned.hosts[host].kv
-        assert gathered is None or gathered <= (planned.hosts[0].gathered_kv or planned.hosts[0].kv)
+        at_most = operator.le if left.is_bound else operator.eq
+        assert all(map(at_most, by_layer, left.by_layer)) and left.by_layer[0] == by_layer[0]
+        assert not left.is_bound or num_first == num_tokens
+        assert held is None or at_most(held, planned.hosts[host].kv)
+        assert gathered is None or at_most(gathered, planned.hosts[0].gathered_kv or planned.hosts[0].kv)
     assert left.num_tokens - left.num_visual_tokens == planned.num_tokens - planned.num_visual_tokens
 
 
@@ -158,36 +152,22 @@ def measured(monkeypatch, family: str, dtype: torch.dtype, num_hosts: int, reduc
     return simulate(num_hosts, job)
 
 
-@each_choice(name=LATE_REDUCER_NAMES, num_hosts=[1, 2])
-def test_the_peak_of_layers_is_that_of_those_with_most_tokens(monkeypatch, name, num_hosts):
-    reduce = ReduceConfig(method=name, ratio=0.3, layer=2)
-    for peaks, memory in measured(monkeypatch, "qwen2_5_vl", torch.float32, num_hosts, reduce):
-        assert memory.least <= peaks["_forward"]
-        assert 0.75 < memory.prefill / peaks["_forward"] < 1.25
-        assert memory.kv_by_then < memory.kv
+MODELS = [("qwen2_5_vl", torch.float32), ("qwen3_vl", torch.bfloat16)]
 
 
-@each_choice(
-    name=EARLY_REDUCER_NAMES, num_hosts=[1, 2], model=[("qwen2_5_vl", torch.float32), ("qwen3_vl", torch.bfloat16)]
-)
-def test_choosing_takes_no_more_than_is_foretold(monkeypatch, name, num_hosts, model):
-    """It is a bound, as frames may come to lie on one host, or a segment may be the whole video."""
-    family, dtype = model
-    reduce = ReduceConfig(method=name, ratio=0.4)
-    for peaks, memory in measured(monkeypatch, family, dtype, num_hosts, reduce):
-        assert memory.reduction.encoded == peaks["encoded"]
-        assert 0.95 < memory.reduction.choosing / peaks["choose_rows"] < 3
-        assert memory.encoding >= memory.reduction.encoded + memory.reduction.choosing
-
-
-def test_of_fastvid_the_first_host_may_have_to_reduce_the_whole_video():
-    """As where nearly all frames are one segment."""
-    shape = PromptShape(1000, 10, 900, 800, ((200, 2, 2),))
-    share = Share.of(inspect_model(families.build_model("qwen2_5_vl")))
-    reduce, pieces = ReduceConfig(method="fastvid", ratio=0.25), [range(0, 400), range(400, 800)]
-    first, last = (reduction_memory(reduce, share, shape, pieces, host) for host in range(2))
-    assert first.encoded == last.encoded and first.choosing > last.choosing
-    assert first.kept == last.kept == 200 * share.hidden_row
+@each_choice(name=REDUCER_NAMES, num_hosts=[1, 2], model=MODELS)
+def test_the_peak_is_foretold(monkeypatch, name, num_hosts, model):
+    """Of layers that of those with most tokens; of choosing before them a bound, as frames may lie on one host."""
+    layer = 2 if name in LATE_REDUCER_NAMES else None
+    reduce, model = ReduceConfig(method=name, ratio=0.3, layer=layer), model if layer is None else MODELS[0]
+    for peaks, memory in measured(monkeypatch, *model, num_hosts, reduce):
+        if layer:
+            assert memory.least <= peaks["_forward"] and memory.kv_by_then < memory.kv
+            assert 0.75 < memory.prefill / peaks["_forward"] < 1.25
+        else:
+            assert memory.reduction.encoded == peaks["encoded"]
+            assert 0.95 < memory.reduction.choosing / peaks["choose_rows"] < 3
+            assert memory.encoding >= memory.reduction.encoded + memory.reduction.choosing
 
 
 # ---- the command, and what cannot be planned ----

@@ -8,13 +8,12 @@ from early_oracle import reduced_logits, whole_videos
 
 from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, VideoConfig, prefill
 from apbv.config.names import VIDEO_REDUCER_NAMES
-from apbv.hosts import HostError
-from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import TowerRows
 from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
+from fresh_hosts import described
 from pairs import each_choice
 from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, text_batch, video_batch
 
@@ -35,7 +34,7 @@ def prefill_job(hosts: HostGroup, family: str, batch: dict, config: PrefillConfi
     inputs = as_inputs(family, batch, None, hosts, DOUBLE, config.frame_parallel)
     state = prefill(build(family, DOUBLE), inputs, hosts=hosts, config=config)
     figures = None if state.reduction is None else state.reduction.figures
-    return state.logits, state.num_tokens, figures, state.exact, state.inputs.position_ids
+    return state.logits, state.num_tokens, figures, state.exact
 
 
 def processed(family: str, *shown, text: str = "Which?") -> dict:
@@ -65,7 +64,7 @@ def check(pool, num_hosts: int, family: str, batch: dict, config: PrefillConfig)
     expected, length = reduced_logits(model, batch, whole_videos(family, batch), reduce.method, reduce.ratio)
     reset_rope(model)
     num_tokens = batch["input_ids"].shape[1]
-    for logits, num_left, figures, exact, _ in pool.run(num_hosts, prefill_job, family, batch, config):
+    for logits, num_left, figures, exact in pool.run(num_hosts, prefill_job, family, batch, config):
         assert num_left == length < num_tokens and not exact
         assert figures["num_video_tokens_before"] - figures["num_video_tokens_after"] == num_tokens - length
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -106,17 +105,8 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool, family):
     plain = pool.run(2, prefill_job, family, batch, PrefillConfig(**WAYS["ring"]))
     for method in EARLY_REDUCERS:
         whole = pool.run(2, prefill_job, family, batch, reduced(method, 1.0, "ring"))
-        for (logits, length, figures, exact, positions), expected in zip(whole, plain, strict=True):
-            assert (length, figures, exact) == (expected[1], None, True)
-            assert torch.equal(logits, expected[0]) and torch.equal(positions, expected[4])
-
-
-def test_tokens_that_are_left_stay_at_their_positions(pool):
-    batch = video_batch("qwen2_5_vl")
-    whole = prefill_job(HostGroup.single(), "qwen2_5_vl", batch, PrefillConfig())[4][:, 0].T.tolist()
-    left = prefill_job(HostGroup.single(), "qwen2_5_vl", batch, reduced("hippo", 0.3))[4][:, 0].T.tolist()
-    remaining = iter(whole)
-    assert len(left) < len(whole) and all(position in remaining for position in left), "a subsequence"
+        for (logits, *rest), (expected, length, *_) in zip(whole, plain, strict=True):
+            assert rest == [length, None, True] and torch.equal(logits, expected)
 
 
 def test_chunks_of_which_nothing_is_left(pool):
@@ -131,38 +121,25 @@ def test_chunks_of_which_nothing_is_left(pool):
 # ---- what cannot be reduced, and hosts that fail ----
 
 
-def refusal_job(hosts: HostGroup, batch: dict, method: str):
-    family = "qwen2_5_vl"
-    try:
-        prefill(build(family, DOUBLE), batch, hosts=hosts, config=reduced(method, 0.5))
-    except PromptError as error:
-        return str(error)
+def refusal_job(hosts: HostGroup, pictures: dict) -> list[str]:
+    video, text = video_batch("qwen2_5_vl"), text_batch(30)
+    asked = [(batch, reduced(name, 0.5)) for name in VIDEO_REDUCER_NAMES for batch in (pictures, text)]
+    asked += [(video, replace(reduced("hippo", 0.1, "apbv"), anchor_len=30))]
+    asked += [(video, reduced("hippo", 0.5 if hosts.rank else 0.25))]
+    model = build("qwen2_5_vl", DOUBLE)
+    return [described(lambda b=b, c=c: prefill(model, b, hosts=hosts, config=c)) for b, c in asked]
 
 
-def test_a_prompt_without_a_video_is_refused_on_every_host(pool):
-    pictures = processed("qwen2_5_vl", families.synthetic_image(84, 112))
-    for method in VIDEO_REDUCER_NAMES:
-        for batch, says in ((pictures, "the prompt has images only"), (text_batch(30), "the prompt has no video")):
-            assert all(error.endswith(says) for error in pool.run(2, refusal_job, batch, method))
-
-
-def anchor_job(hosts: HostGroup):
-    family, config = "qwen2_5_vl", reduced("hippo", 0.1, "apbv")
-    batch, said = video_batch(family), []
-    for reduce in (None, config.reduce):
-        try:
-            settings = replace(config, anchor_len=30, reduce=reduce)
-            said.append(prefill(build(family, DOUBLE), batch, hosts=hosts, config=settings).num_tokens)
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-def test_an_anchor_that_is_longer_than_what_is_left_is_refused_with_the_reason(pool):
-    for num_tokens, error in pool.run(2, anchor_job):
-        assert num_tokens > 30
-        assert error.startswith("anchor_len=30 leaves no context")
-        assert error.endswith("hippo leaves 6 of 60 visual tokens")
+def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
+    for *without_video, anchor, unlike in pool.run(
+        2, refusal_job, processed("qwen2_5_vl", families.synthetic_image(84, 112))
+    ):
+        for pictures, text in zip(without_video[::2], without_video[1::2], strict=True):
+            assert pictures.endswith("the prompt has images only") and text.endswith("the prompt has no video")
+        assert "anchor_len=30 leaves no context" in anchor and "hippo leaves 6 of 60 visual tokens" in anchor
+        assert (
+            unlike.startswith("HostError") and "the prefill configuration or the model of host 1 differs" in unlike
+        )
 
 
 class FailingRows:
@@ -182,12 +159,8 @@ def failing_job(hosts: HostGroup, failing: int):
     parts = inspect_model(model)
     inputs = ModelInputs.from_processor(parts, batch, hosts)
     rows = TowerRows(parts, inputs.visual)
-    try:
-        prefill(
-            parts, inputs, hosts=hosts, config=config, encoded=FailingRows(rows) if failing == hosts.rank else rows
-        )
-    except (OSError, HostError) as error:
-        failure = type(error), str(error)
+    rows = FailingRows(rows) if failing == hosts.rank else rows
+    failure = described(lambda: prefill(parts, inputs, hosts=hosts, config=config, encoded=rows))
     again = prefill(parts, ModelInputs.from_processor(parts, batch, hosts), hosts=hosts, config=config)
     return failure, again.logits
 
@@ -195,19 +168,7 @@ def failing_job(hosts: HostGroup, failing: int):
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_host_that_fails_ends_the_request_on_all_and_the_next_one_follows(pool, failing):
     results = pool.run(2, failing_job, failing)
-    for host, ((kind, text), logits) in enumerate(results):
-        assert kind is (OSError if host == failing else HostError) and "a frame cannot be read" in text
+    for host, (failure, logits) in enumerate(results):
+        assert failure.startswith("OSError" if host == failing else "HostError")
+        assert "a frame cannot be read" in failure
         torch.testing.assert_close(logits, results[0][1])
-
-
-def unlike_job(hosts: HostGroup):
-    ratio = 0.5 if hosts.rank else 0.25
-    try:
-        prefill_job(hosts, "qwen2_5_vl", video_batch("qwen2_5_vl"), reduced("hippo", ratio))
-    except HostError as error:
-        return str(error)
-
-
-def test_hosts_with_different_reductions_are_told_apart(pool):
-    for error in pool.run(2, unlike_job):
-        assert "the prefill configuration or the model of host 1 differs" in error

@@ -7,8 +7,6 @@ from early_oracle import DEFINITIONS
 from apbv import HostGroup
 from apbv.layout import split_evenly
 from apbv.prefilling.reduction import EARLY_REDUCERS
-from apbv.prefilling.reduction.dycoke import plan_windows
-from apbv.prefilling.reduction.fastvid import density_peaks
 from apbv.prefilling.reduction.frames import SharedVideo
 
 WIDTH, DEEPSTACK = 12, 2
@@ -27,12 +25,10 @@ def movie(num_frames: int, height: int, width: int, seed: int = 0) -> torch.Tens
 
 
 def reduce_job(hosts: HostGroup, method: str, shape: tuple, count: int, replicated: bool = False):
-    frames = movie(*shape)
-    every = range(shape[0])
+    every, alone = range(shape[0]), replicated or hosts.size == 1
     parts = tuple([every] * hosts.size if replicated else split_evenly(every, hosts.size))
-    mine = parts[hosts.rank]
-    alone = replicated or hosts.size == 1
-    video = SharedVideo(frames[mine.start : mine.stop], parts, shape[1], shape[2], WIDTH, hosts, alone)
+    mine = movie(*shape)[parts[hosts.rank].start : parts[hosts.rank].stop]
+    video = SharedVideo(mine, parts, *shape[1:], WIDTH, hosts, alone)
     return EARLY_REDUCERS[method](video, count)
 
 
@@ -49,16 +45,9 @@ def merged(results: list, size: int) -> dict:
     return kept
 
 
-CASES = [  # frames, height, width, and how many tokens are kept
-    ((24, 2, 3), 60),
-    ((24, 2, 3), 137),
-    ((21, 3, 6), 95),
-    ((21, 3, 6), 30),
-    ((30, 1, 4), 13),
-    ((5, 6, 5), 74),
-    ((1, 3, 3), 4),
-    ((3, 2, 2), 1),
-]
+# Frames, height, width, and how many tokens are kept.
+CASES = [((24, 2, 3), 60), ((24, 2, 3), 137), ((21, 3, 6), 95), ((21, 3, 6), 30)]
+CASES += [((30, 1, 4), 13), ((5, 6, 5), 74), ((1, 3, 3), 4), ((3, 2, 2), 1)]
 
 
 @pytest.mark.parametrize("method", EARLY_REDUCERS)
@@ -82,17 +71,3 @@ def test_of_equal_tokens_the_earlier_is_kept():
     for method, expected in (("hippo", [0, 1, 2, 3, 4]), ("dycoke", [*range(9), 9, 10, 18, 27])):
         video = SharedVideo(still.expand(4, -1, -1), (range(4),), 3, 3, WIDTH, HostGroup.single(), True)
         assert EARLY_REDUCERS[method](video, len(expected)).places.tolist() == expected
-
-
-def test_of_equally_dense_tokens_the_earlier_is_the_denser_one():
-    pairs = torch.tensor([[0.0], [0.0], [1.0], [1.0]])
-    assert (density_peaks(pairs) > 0).tolist() == [True, False, True, False]
-
-
-def test_windows_share_out_every_token():
-    """From one frame's to all, no frame keeps more than it has, and the sum is what was asked for."""
-    for count in range(4, 21 * 4 + 1):
-        whole, compared = plan_windows(21, 4, count)
-        assert len(whole) * 4 + sum(frame.count for frame in compared.values()) == count
-        assert all(0 <= frame.count <= 4 for frame in compared.values())
-        assert all(frame.reference < number for number, frame in compared.items())
