@@ -38,8 +38,6 @@ HAND_OVER = {
     "do_remote_prefill": False,
     "remote_engine_id": None,
     "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
 }
 ENDLESS = {"max_tokens": 20000}  # which a model with random weights uses up, in minutes
 
@@ -249,12 +247,3 @@ def post(app: InProcess, path: str, headers: dict | None = None, **body) -> http
 
 def asking(**fields) -> bytes:
     return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
-
-
-TIMEOUT = 8.0
-
-
-def slow_caption(prompt) -> str:
-    """A captioner that takes longer than hosts wait for one that is silent."""
-    time.sleep(1.6 * TIMEOUT)
-    return "letters"
