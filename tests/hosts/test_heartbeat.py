@@ -222,24 +222,32 @@ def test_a_host_that_works_is_waited_for(tmp_path):
         assert (outcome.error, outcome.result) == (None, [0, 1, 2])
 
 
-def from_env_job(pipe, rank: int, port: int) -> None:
-    """As torchrun starts them, one host of two processes: an exchange of transformers."""
+def run_pair(job, port: int, *args) -> tuple:
+    """Two hosts as torchrun starts them: their processes, and what each sends."""
+    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(2)), strict=True)
+    return [start(as_host, pipe, rank, port, job, *args) for rank, pipe in enumerate(theirs)], ours
+
+
+def as_host(pipe, rank: int, port: int, job, timeout: float, tensor_parallel: int = 1) -> None:
     as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", TIMEOUT, tensor_parallel=2)
+    pipe.send(job(HostGroup.from_env("cpu", timeout, tensor_parallel=tensor_parallel), rank))
+
+
+def transformers_job(hosts: HostGroup, rank: int) -> float:
+    """One host of two processes: an exchange of transformers."""
     total = torch.tensor([1.0 + rank])
     with hosts.collective_stage("prefill"):
         time.sleep(LONG * rank)
         dist.all_reduce(total, group=hosts.tensor_parallel_mesh().get_group())
-    pipe.send(total.item())
     hosts.close()
+    return total.item()
 
 
 @pytest.mark.thorough
 def test_the_back_ends_own_limit_is_no_shorter(agent_store):
-    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(2)), strict=True)
-    processes = [start(from_env_job, theirs[rank], rank, agent_store.port) for rank in range(2)]
+    processes, pipes = run_pair(transformers_job, agent_store.port, TIMEOUT, 2)
     assert exit_statuses(processes) == [0, 0]
-    assert [pipe.recv() for pipe in ours] == [3.0, 3.0]
+    assert [pipe.recv() for pipe in pipes] == [3.0, 3.0]
 
 
 def silent_job(hosts: HostGroup, folder: Path, how: str) -> None:
@@ -278,22 +286,19 @@ def test_a_silent_host_is_given_up(tmp_path, how):
             process.kill()
 
 
-def closing_job(pipe, rank: int, port: int) -> None:
+def closing_job(hosts: HostGroup, rank: int) -> tuple[bool, bool]:
     """Host 1 stops while host 0 has an exchange with it that nobody waits for."""
-    as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", 1.0)
     pair = hosts.subgroup([0, 1])
     hosts.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     exchange = pair.start_broadcast(torch.zeros(1), 1)
     hosts.close()
-    pipe.send((dist.is_initialized(), exchange.has_ended()))
+    return dist.is_initialized(), exchange.has_ended()
 
 
 def test_closing_and_exiting_do_not_wait_for_a_host_that_has_stopped(agent_store):
-    ours, theirs = mp.Pipe(duplex=False)
-    processes = [start(closing_job, theirs, rank, agent_store.port) for rank in range(2)]
+    processes, (ours, _) = run_pair(closing_job, agent_store.port, 1.0)
     try:
         assert ours.poll(HANGING) and ours.recv() == (False, False)
         assert exit_statuses(processes[:1]) == [0]
@@ -301,22 +306,19 @@ def test_closing_and_exiting_do_not_wait_for_a_host_that_has_stopped(agent_store
         processes[1].kill()
 
 
-def leaving_draft_job(pipe, rank: int, port: int) -> None:
+def leaving_draft_job(hosts: HostGroup, rank: int) -> bool:
     """The draft host gives its account and ends at once; the target asks for it later."""
-    as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", HANGING)
     link = Link(hosts.subgroup([0, 1], HANGING), hosts.subgroup([0, 1], HANGING))
     account = "x" * 2**24  # more than a socket holds
     if rank == 1:
         link.send_json(account)
         link.wait_until_received()
         os._exit(0)
-    pipe.send(link.receive_json() == account)
+    return link.receive_json() == account
 
 
 def test_a_draft_host_that_ends_has_given_its_account(agent_store):
-    ours, theirs = mp.Pipe(duplex=False)
-    processes = [start(leaving_draft_job, theirs, rank, agent_store.port) for rank in range(2)]
+    processes, (ours, _) = run_pair(leaving_draft_job, agent_store.port, HANGING)
     assert ours.poll(HANGING) and ours.recv()
     assert exit_statuses(processes) == [0, 0]
 

@@ -57,9 +57,9 @@ def test_two_nodes_answer_as_two_hosts_of_one(nodes, tmp_path):
         "--prompt",
         "name the letters in order",
         "--passing-len",
-        "16",
+        16,
         "--timeout",
-        str(STARTING),
+        STARTING,
     ]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29500"]
     processes = start_torchrun(nodes, tmp_path, [meeting, meeting], INFER, *options)
