@@ -20,30 +20,28 @@ from apbv.kernels import torch_attention
 HERE = int(os.environ.get("RANK", "0"))
 
 
+def scale_attention(factor: float) -> None:
+    right = torch_attention.segmented_attention
+
+    def attend(q, segments, *settings, **more):
+        out, lse = right(q, segments, *settings, **more)
+        return out * factor, lse
+
+    torch_attention.segmented_attention = attend
+
+
 def nothing() -> None:
     """All is well."""
 
 
 def wrong_kernel() -> None:
     """On host 1 attention is 5 % too large."""
-    right = torch_attention.segmented_attention
-
-    def attend(q, segments, *settings, **more):
-        out, lse = right(q, segments, *settings, **more)
-        return (out * 1.05 if HERE == 1 else out), lse
-
-    torch_attention.segmented_attention = attend
+    scale_attention(1.05 if HERE == 1 else 1.0)
 
 
 def blind() -> None:
     """No token sees any other."""
-    right = torch_attention.segmented_attention
-
-    def attend(q, segments, *settings, **more):
-        out, lse = right(q, segments, *settings, **more)
-        return out.zero_(), lse
-
-    torch_attention.segmented_attention = attend
+    scale_attention(0.0)
 
 
 def unnoticed() -> None:

@@ -32,9 +32,8 @@ class TwoNodes:
     """
 
     def __init__(self, folder: Path):
-        missing = [tool for tool in ("ip", "unshare", "mount", "hostname") if shutil.which(tool) is None]
-        if missing or os.geteuid() != 0:
-            raise NoNodes(f"needs {missing[0]}" if missing else "needs root, for network namespaces")
+        if not shutil.which("ip") or not shutil.which("unshare") or os.geteuid() != 0:
+            raise NoNodes("needs the tools ip and unshare, and root, for network namespaces")
         self._hosts_file = folder / "hosts"
         lines = ["127.0.0.1 localhost", *(f"{ADDRESSES[node]} {NAMES[node]}" for node in range(2))]
         self._hosts_file.write_text("\n".join(lines) + "\n")

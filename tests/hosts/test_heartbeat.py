@@ -6,8 +6,6 @@ Working, over real gloo processes, is sleeping in a stage: nothing but the sign 
 import multiprocessing as mp
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,7 +25,7 @@ from apbv.speculate.link import Link
 from fresh_hosts import Store, described, run_fresh
 from patience import HANGING, wait_for
 from pool import exit_statuses, start
-from scripts import ROOT, as_torchrun_starts
+from scripts import as_torchrun_starts
 
 TIMEOUT = 4.0
 LONG = 9.0  # longer than any wait without a sign of work, the back end's own included
@@ -321,32 +319,3 @@ def test_a_draft_host_that_ends_has_given_its_account(agent_store):
     processes, (ours, _) = run_pair(leaving_draft_job, agent_store.port, HANGING)
     assert ours.poll(HANGING) and ours.recv()
     assert exit_statuses(processes) == [0, 0]
-
-
-ASKING = """
-import time
-import apbv.hosts.failure_watch as watch
-
-class SlowStore:
-    def check(self, keys):
-        time.sleep(1.0)
-        print("answered", flush=True)
-        return False
-    def add(self, key, count):
-        return 0
-
-from apbv.hosts.heartbeat import Heartbeat
-watch.POLL_SECONDS = 0.1
-store = SlowStore()
-alone = watch.FailureWatch("host 0", 60.0, store, Heartbeat(store, "host 0", 60.0, 600.0))
-assert alone._posted_failure() is None
-print("ends", flush=True)
-"""
-
-
-@pytest.mark.thorough
-def test_the_process_ends_only_when_the_store_has_answered():
-    """A thread that is inside the store's C++ when the interpreter ends would abort the process."""
-    command = [sys.executable, "-c", ASKING]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANGING)
-    assert (result.returncode, result.stdout.split()) == (0, ["ends", "answered"]), result.stderr

@@ -92,24 +92,22 @@ def broadcast(hosts, work):
     assert (hosts.broadcast(tensor, source=1) == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("job", "network", "ends"),
-    [
-        # From when the last host joins: two steps of half a second and 200 bytes.
-        (late_gather, SLOW, [2 + 2 * (0.5 + 2.0)] * 3),
-        (hidden, Network(Link(bandwidth=1000.0)), [1.25] * 2),
-        (hidden, SLOW, [1.75] * 2),
-        (impatient, SLOW, [2.75] * 2),
-        # Host 1 hears from host 0, which is late; host 2 from host 1; host 0 was late itself.
-        (late_shift, SLOW, [4.5, 4.5, 2.5]),
-        (uneven, SLOW, [2 * (0.5 + size) for size in (1, 2, 3)]),
-        (broadcast, SLOW, [3.5, 2.0, 3.5]),
-        # The slower tier is the bottleneck of a ring between groups.
-        (impatient, TIERS, [3 * 10.0 + 1.25] * 4),
-        (shift, TIERS, [10.0, 0.1, 10.0, 0.1]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+ENDS = [
+    # From when the last host joins: two steps of half a second and 200 bytes.
+    (late_gather, SLOW, [2 + 2 * (0.5 + 2.0)] * 3),
+    (hidden, Network(Link(bandwidth=1000.0)), [1.25] * 2),
+    (hidden, SLOW, [1.75] * 2),
+    # Host 1 hears from host 0, which is late; host 2 from host 1; host 0 was late itself.
+    (late_shift, SLOW, [4.5, 4.5, 2.5]),
+    (uneven, SLOW, [2 * (0.5 + size) for size in (1, 2, 3)]),
+    (broadcast, SLOW, [3.5, 2.0, 3.5]),
+    # The slower tier is the bottleneck of a ring between groups.
+    (impatient, TIERS, [3 * 10.0 + 1.25] * 4),
+    (shift, TIERS, [10.0, 0.1, 10.0, 0.1]),
+]
+
+
+@pytest.mark.parametrize(("job", "network", "ends"), ENDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_every_hosts_clock_shows_when_its_job_is_done(job, network, ends):
     clock = Clock()
 

@@ -52,38 +52,30 @@ def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
     assert media.fetch_seconds == 6 and settings_of(parse_arguments(["--model", "demo"])).model == "demo"
 
 
-@pytest.mark.parametrize(
-    ("environment", "options", "expected"),
-    [
-        ({}, "", "127.0.0.1"),
-        ({}, "--host 192.0.2.7", "192.0.2.7"),
-        ({}, "--host 192.0.2.7 --kv-host 192.0.2.8", "192.0.2.8"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "", "127.0.0.1"),
+def test_where_consumers_find_a_process(monkeypatch):
+    here = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    for environment, options, expected in (
+        (here, "", "127.0.0.1"),
+        (here, "--host 192.0.2.7", "192.0.2.7"),
+        (here, "--host 192.0.2.7 --kv-host 192.0.2.8", "192.0.2.8"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "", None),  # no loopback
-    ],
-)
-def test_where_consumers_find_a_process(monkeypatch, environment, options, expected):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
-    found = transfer_settings(options)
-    assert found.host == expected if expected else not found.host.startswith("127.")
-    assert (found.port, found.seconds, found.directory) == (0, 120.0, None)
+    ):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
+        found = transfer_settings(options)
+        assert found.host == expected if expected else not found.host.startswith("127.")
+        assert (found.port, found.seconds, found.directory) == (0, 120.0, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "environment", "seconds"),
-    [
-        ([], {}, 30),
-        (["--shutdown-timeout", "90"], {"PET_SHUTDOWN_TIMEOUT": "1"}, 90),
-        (["--shutdown_timeout=90"], {}, 90),
-        ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}, 45),
-        ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45", "PET_SHUTDOWN_TIMEOUT": "50"}, 50),
-        ([], {"PET_SHUTDOWN_TIMEOUT": "soon"}, None),
-    ],
-)
-def test_torchruns_shutdown_timeout_is_known(options, environment, seconds):
-    command = ["python", "/usr/bin/torchrun", "--nproc-per-node", "2", *options, "launch/serve.py", "--grace", "9"]
-    assert shutdown_timeout(command, environment) == seconds
+def test_torchruns_shutdown_timeout_is_known():
+    for options, environment, seconds in (
+        ("", {}, 30),
+        ("--shutdown-timeout 90", {"PET_SHUTDOWN_TIMEOUT": "1"}, 90),
+        ("--shutdown_timeout=90", {}, 90),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}, 45),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45", "PET_SHUTDOWN_TIMEOUT": "50"}, 50),
+        ("", {"PET_SHUTDOWN_TIMEOUT": "soon"}, None),
+    ):
+        command = f"python /usr/bin/torchrun --nproc-per-node 2 {options} launch/serve.py --grace 9".split()
+        assert shutdown_timeout(command, environment) == seconds

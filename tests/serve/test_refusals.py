@@ -1,5 +1,6 @@
 """Requests that are wrong: the field is named, and no input is an error of the server."""
 
+import copy
 import json
 
 import pytest
@@ -37,16 +38,13 @@ REFUSED = {
         (chat(response_format={"type": "json_object"}), "response_format"),
         (chat(temperature=-1), "temperature"),
         (chat(stop=list("abcde")), "stop"),
-        (chat(seed=1.5), "seed"),
         (chat(fps=1e308), "fps"),
         (chat(top_k=5), "top_k"),
         (chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
         (chat(num_frames=17), "num_frames"),
-        (chat(max_tokens=48), "messages"),
         (chat(text(" ")), "messages"),
         (chat(text("<|video_pad|>")), "messages"),
         (chat(part("video", "broken.mp4"), text("x")), "messages"),
-        (chat(part("image", "broken.png"), text("x")), "messages"),
         (chat(text("x"), part("video", "../x.mp4")), "messages.0.content.1.video_url"),
         (chat(part("video", "https://example.com/a")), "messages.0.content.0.video_url"),
         (chat(inline(900_000)), "messages.0.content.0.video_url"),
@@ -60,14 +58,11 @@ REFUSED = {
     ],
     RAW: [
         ({}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt", "one prompt per request, not 2"),
         ({"prompt": [1, 10**6]}, "prompt"),
-        ({"prompt": [1, -1]}, "prompt.1"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
         ({"prompt": "x", "echo": True}, "echo"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "logprobs": 0}, "logprobs"),
         ({"prompt": "x", "num_frames": 8}, "num_frames"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
@@ -146,22 +141,11 @@ EXAMPLES = {
 }
 
 
-def places(value, path=()) -> list[tuple]:
-    """The path of everything in a JSON value."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, each in inside for place in places(each, (*path, key)))]
-
-
-def changed(value, path: tuple, how: str, junk):
-    """The value with what is at a path replaced, deleted or, in an object, joined by something new."""
-    if not path:
-        return {**value, "surprise": junk} if how == "add" and isinstance(value, dict) else junk
-    copied = value.copy()
-    if len(path) == 1 and how == "delete":
-        del copied[path[0]]
-    else:
-        copied[path[0]] = changed(value[path[0]], path[1:], how, junk)
-    return copied
+def containers(value) -> list:
+    """All objects and arrays in a JSON value."""
+    each = list(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    inside = [part for part in each if isinstance(part, (dict, list))]
+    return inside + [deeper for part in inside for deeper in containers(part)]
 
 
 @st.composite
@@ -169,8 +153,13 @@ def bodies(draw, examples: list[dict]) -> bytes:
     """Requests, most of them with something wrong or left out, and a few that are no JSON."""
     request = draw(st.sampled_from(examples))
     for _ in range(draw(st.integers(0, 3))):
-        path = draw(st.sampled_from(places(request)))
-        request = changed(request, path, draw(st.sampled_from(["replace", "delete", "add"])), draw(JUNK))
+        request = copy.deepcopy(request)
+        inside = draw(st.sampled_from([request, *containers(request)]))
+        key = draw(st.sampled_from([*(inside if isinstance(inside, dict) else range(len(inside))), "surprise"]))
+        if draw(st.booleans()) and isinstance(inside, dict):
+            inside.pop(key, None)
+        elif isinstance(inside, dict) or key != "surprise":
+            inside[key] = draw(JUNK)
     body = json.dumps(request).encode()
     if draw(st.integers(0, 9)) == 0:
         at = draw(st.integers(0, len(body)))

@@ -176,20 +176,10 @@ def test_a_first_token_that_ends_the_answer_is_said_to_end_it(handing_over):
 
 
 def test_neutral_fields_and_such_without_effect_are_taken(app):
-    neutral = {
-        **{
-            "n": 1,
-            "tools": [],
-            "echo": False,
-            "best_of": 1,
-            "suffix": "",
-            "logprobs": None,
-            "use_beam_search": False,
-        },
-        **{"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "user": "somebody"},
-        **{"skip_special_tokens": True, "cache_salt": "salt", "request_id": "x", "priority": 3, "stop": None},
-        **{"response_format": {"type": "text"}, "kv_transfer_params": None, "include_reasoning": True},
-    }
+    none = ("n", "logprobs", "stop", "kv_transfer_params", "response_format", "suffix", "tools")
+    neutral = {"best_of": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    neutral |= dict.fromkeys(none) | {"cache_salt": "salt", "request_id": "x", "user": "x", "priority": 3}
+    neutral |= {"echo": False, "use_beam_search": False, "skip_special_tokens": True, "include_reasoning": True}
     for path, prompt in ENDPOINTS.items():
         assert post(app, path, **prompt, **neutral, max_tokens=1).json()["usage"]["completion_tokens"] == 1
     of_a_chat = {"mm_processor_kwargs": {}, "add_special_tokens": False, "logprobs": False}

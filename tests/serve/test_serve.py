@@ -40,21 +40,11 @@ def collector():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, media, collector):
     """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches in a hurry."""
-    allowed = ["--media-dir", media, "--max-media-mib", 0.5, "--max-body-mib", 1, "--grace", HANGING]
-    told = ["--otlp-traces-endpoint", collector.url, "--log-format", "json", "--api-key", KEY]
-    words = [
-        "--model",
-        "demo",
-        "--dtype",
-        "float32",
-        "--passing-len",
-        4096,
-        "--kv-transfer",
-        "tcp",
-        *allowed,
-        *told,
-    ]
-    words += ["--kv-seconds", 3600]
+    words = (
+        f"--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 --grace {HANGING}"
+    )
+    words += f" --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --log-format json"
+    words = [*words.split(), "--otlp-traces-endpoint", collector.url, "--api-key", KEY]
     with serving(tmp_path_factory.mktemp("server") / "out", *words, key=KEY) as started:
         yield started
 
@@ -113,10 +103,8 @@ def test_videos_images_chats_and_samples_are_those_of_the_engine(server, media, 
 REQUESTS = [
     ("name the letters in order", {}),
     (DESCRIBE, {"max_tokens": 40}),
-    ("how many letters are shown", {"ignore_eos": True, "max_tokens": 25}),
     (DESCRIBE, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 30}),
-    ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9}),
-    ("name the letters in order", {"temperature": 1.3, "seed": 2**63, "max_tokens": 12}),
+    ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9, "ignore_eos": True}),
 ]
 
 
@@ -132,7 +120,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
         return tokens, said, chunks[-1].choices[0].finish_reason
 
     alone = [answer(request) for request in REQUESTS]
-    assert len({tuple(tokens) for tokens, _, _ in alone}) > 4 and all(said for _, said, _ in alone)
+    assert len({tuple(tokens) for tokens, _, _ in alone}) == 4 and all(said for _, said, _ in alone)
     whole = alone[1][1]
     for stop in (whole[10:13], whole[31:47]):  # wherever tokens end
         _, cut, reason = answer((DESCRIBE, {"stop": ["never", stop], "max_tokens": 40}))
@@ -183,10 +171,13 @@ def test_bad_connections_do_not_flood_the_log(server):
 
 @pytest.mark.parametrize("about", ["video", "text"])
 def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, app, about):
-    engine = app.engine
-    question, clip = text(DESCRIBE), {"type": "video", "video": str(demo.video_path())}
-    sources = {"video": ([part("video", "clip.mp4"), question], [clip, question]), "text": (DESCRIBE, DESCRIBE)}
-    asked, content = sources[about]
+    engine, question = app.engine, text(DESCRIBE)
+    asked, content = DESCRIBE, DESCRIBE
+    if about == "video":
+        asked, content = (
+            [part("video", "clip.mp4"), question],
+            [{"type": "video", "video": demo.video_path()}, question],
+        )
     extra = {"kv_transfer_params": HAND_OVER, "num_frames": 64}
     reply = server.ask(asked, max_tokens=1, extra_body=extra)
     state = engine.prefill(messages=[{"role": "user", "content": content}], num_frames=64, positions="vllm")
