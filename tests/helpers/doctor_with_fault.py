@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 
 os.environ.pop("TRITON_INTERPRET", None)  # as on a machine without GPUs, where Triton does not run
 
@@ -13,7 +12,7 @@ import torch
 
 from apbv import HostError, HostGroup
 from apbv.doctor import __main__ as doctor
-from apbv.doctor import exchanges, machine
+from apbv.doctor import machine
 from apbv.hosts import Exchange
 from apbv.kernels import torch_attention
 
@@ -72,18 +71,6 @@ def raising_host() -> None:
         return right(self, tensor, shape)
 
     HostGroup.shift = shift
-
-
-def hanging_host() -> None:
-    """Host 1 never comes to an exchange."""
-    right = exchanges.broadcast
-
-    def broadcast(hosts):
-        if HERE == 1:
-            threading.Event().wait()
-        return right(hosts)
-
-    exchanges.broadcast = broadcast
 
 
 def dying_host() -> None:

@@ -1,5 +1,7 @@
 """Which process computes where, and by which way data then goes. What a machine has is pretended."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -55,13 +57,9 @@ def test_devices_that_there_are_not(machine, wanted, num_gpus, message):
 
 
 def test_a_gpu_is_known_by_its_uuid_whatever_a_process_calls_it(monkeypatch):
-    class Properties:
-        uuid = "GPU-7"
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
     first, second = (device_identity(torch.device("cuda", index)) for index in range(2))
-    assert first == second and "GPU-7" in first
-    assert device_identity(torch.device("cpu")) == "cpu"
+    assert first == second and "GPU-7" in first and device_identity(torch.device("cpu")) == "cpu"
 
 
 def test_processes_that_share_a_gpu():

@@ -1,12 +1,10 @@
 """Hosts that share a device: the engine's answers are those of hosts that do not, and a failure reaches all."""
 
-import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
@@ -15,7 +13,7 @@ from apbv.hosts.staging import Courier
 import families
 from engines import QUESTION
 from fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
-from patience import GROUP_TIMEOUT, HANGING, wait_for
+from patience import GROUP_TIMEOUT, HANGING
 
 DRAFT_HOST = SpeculativeConfig(strategy="specvlm", draft_host=True, draft_timeout=GROUP_TIMEOUT)
 
@@ -54,26 +52,6 @@ def test_a_failure_reaches_those_who_wait(tmp_path):
     assert [outcome.result for outcome in outcomes] == [quoted, "ValueError: bad", quoted]
     assert [outcome.exit_status for outcome in outcomes] == [0] * 3, "nobody waits for the thread at exit"
     assert max(outcome.seconds for outcome in outcomes) < HANGING
-
-
-def ending_job(hosts: HostGroup, started: Path) -> str:
-    """Host 1 is gone before it sends anything."""
-    hosts = staged_group(hosts)
-    if hosts.rank == 1:
-        wait_for(started.exists)
-        os._exit(3)
-    exchange = hosts.all_gather(torch.ones(3))
-    started.touch()
-    failure = described(exchange.wait)
-    assert exchange.has_ended()
-    return failure + "; " + described(hosts.all_gather, torch.ones(3))
-
-
-def test_a_host_that_ends_is_noticed(tmp_path):
-    outcome, ended = run_fresh(Store(tmp_path), 2, ending_job, tmp_path / "started")
-    assert ended.exit_status == 3
-    first, second = outcome.result.split("; HostError: ")
-    assert first.startswith("HostError: another host ended") and "broke" in second
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("Connection closed by peer")])

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nodes import ADDRESSES, NAMES, NoNodes, TwoNodes, enter
+from nodes import NAMES, NoNodes, TwoNodes
 from patience import HANGING, limit, wait_for
-from pool import exit_statuses, start
-from scripts import HELPERS, INFER, ROOT, as_torchrun_starts, run_hosts, script_job
+from scripts import HELPERS, INFER, ROOT, run_hosts
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
 STARTING = limit(300.0)
@@ -86,25 +85,3 @@ def test_a_network_that_falls_silent_ends_both_nodes(nodes, tmp_path):
     waited = [f"error (host {n}): host {n} waited more than {timeout:g} s for another host" for n in range(2)]
     assert lines[0] == waited[0]
     assert lines[1] == f"{waited[1]}; the hosts' key-value store does not answer either: the network may be cut"
-
-
-def infer_on_node(namespace: str, rank: int, options: list, *job) -> None:
-    """A host of a node, as torchrun starts it; the key-value store is in host 0: there is no agent to hold it."""
-    enter(namespace)
-    as_torchrun_starts(rank, 2, 29500)
-    os.environ.update(MASTER_ADDR=ADDRESSES[0], LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    script_job(INFER, ["--model", "demo", "--prompt", "Why?", *options], None, *job)
-
-
-def test_nodes_that_know_each_other_but_cannot_connect_end_in_time(nodes, tmp_path):
-    """Each gives the other the address of its loopback, as where a node's own name stands for that."""
-    options, processes = ["--timeout", str(timeout := limit(12.0))], []
-    for rank in range(2):
-        job = options, tmp_path, tmp_path / str(rank)
-        processes.append(start(infer_on_node, nodes.namespace(rank), rank, *job))
-    assert exit_statuses(processes, 5 * timeout) == [1, 1]  # gloo by itself would wait longer than that
-    for stderr in printed(tmp_path, "stderr"):
-        line = error_line(stderr)
-        assert line.startswith(f"error: the hosts did not meet within {timeout:g} s: ")
-        assert "GLOO_SOCKET_IFNAME" in line
