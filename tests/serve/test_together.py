@@ -47,11 +47,14 @@ def wait_until_idle(server: Server) -> None:
 
 
 def test_answers_go_on_beside_clients_that_read_nothing_and_who_leaves_frees_its_place_and_no_other(endless):
-    with running(endless), running(endless, max_tokens=3000) as read:  # from the first nothing is taken
+    with (
+        running(endless, max_tokens=9000),
+        running(endless, max_tokens=9000) as read,
+    ):  # from the first nothing is taken
         assert endless.ask("y" * 25, max_tokens=10).usage.completion_tokens == 10
         assert endless.metric("apbv:num_requests_running") == 2
         read(50)
-        with running(endless, max_tokens=900):
+        with running(endless, max_tokens=3000):
             more = endless.metric("apbv:kv_cache_bytes")
         wait_for(lambda: 0 < endless.metric("apbv:kv_cache_bytes") < more)
         assert endless.metric("apbv:num_requests_running") == 2
