@@ -1,12 +1,11 @@
 """Settings are validated once, where they are made; a message names the setting and what was given."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SparseConfig, SpeculativeConfig, config
+from apbv import PrefillConfig, SparseConfig, SpeculativeConfig, config
 from apbv.kernels.backends import BACKENDS
 from apbv.prefilling.methods import METHODS, resolve_method
 from apbv.prefilling.methods.importance import IMPORTANCE
@@ -20,27 +19,21 @@ def test_defaults_are_the_method_of_the_paper():
     settings = PrefillConfig()
     assert (settings.method, settings.importance, settings.kv) == ("apbv", "peak", "gathered")
     assert settings.anchor_len is None and settings.passing_len is None
-    assert {name: getattr(settings, name) for name in SWITCHES} == {
-        "anchor_query": False,
-        "overlap": True,
-        "fused_query": True,
-        "zigzag": True,
-        "frame_parallel": True,
-        "on_single_host": False,
-    }
+    on = {"overlap", "fused_query", "zigzag", "frame_parallel"}
+    assert {name for name in SWITCHES if getattr(settings, name)} == on
+    assert set(SWITCHES) - on == {"anchor_query", "on_single_host"}
 
 
 @pytest.mark.parametrize("name", ["anchor_len", "passing_len"])
 def test_lengths(name):
-    for value in (None, 0, 1, 2**31 - 1):
+    for value in (0, 2**31 - 1):
         assert getattr(PrefillConfig(**{name: value}), name) == value
-    for value in (-1, 2**31, -(2**40)):
-        with pytest.raises(ValueError, match=rf"^{name} must lie in 0 .. 2\^31-1, not {value}$"):
+    out_of_range = f"{name} must lie in 0 .. 2^31-1, not "
+    for value in (-1, 2**31, 1.0, "128", True):
+        message = out_of_range if type(value) is int else f"{name} must be an integer number of tokens, not "
+        with pytest.raises(ValueError) as raised:
             PrefillConfig(**{name: value})
-    for value in (1.0, 0.5, "128", True, False, [4]):
-        message = f"{name} must be an integer number of tokens, not {value!r}"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            PrefillConfig(**{name: value})
+        assert str(raised.value) == f"{message}{value!r}"
 
 
 @pytest.mark.parametrize(
@@ -70,18 +63,12 @@ def test_the_names_are_those_of_the_registries():
         assert name == "auto" or isinstance(getattr(torch, name), torch.dtype)
 
 
-def test_one_host_runs_full_unless_asked_otherwise():
-    hosts = HostGroup.single("cpu")
-    assert resolve_method(PrefillConfig(), hosts.size).name == "full"
-    assert resolve_method(PrefillConfig(on_single_host=True), hosts.size).name == "apbv"
-
-
 def test_sparse_attention_of_one_host_is_the_method_of_its_name():
     sparse = {"method": "apbv", "sparse": SparseConfig()}
     for settings, num_hosts, name in (
+        ({}, 1, "full"),
+        ({"on_single_host": True}, 1, "apbv"),
         ({"method": "xattention"}, 1, "xattention"),
-        ({"method": "spargeattn"}, 4, "spargeattn"),
-        ({"method": "flexprefill"}, 2, "flexprefill"),
         ({"method": "full", "sparse": SparseConfig(method="spargeattn")}, 4, "spargeattn"),
         (sparse, 1, "xattention"),
         (sparse, 2, "apbv"),
@@ -92,11 +79,8 @@ def test_sparse_attention_of_one_host_is_the_method_of_its_name():
 
 def test_thresholds_are_those_of_the_papers():
     assert PrefillConfig().sparse_attention is None
-    for method, threshold, key_block in (
-        ("xattention", 0.9, 128),
-        ("spargeattn", 0.96, 64),
-        ("flexprefill", 0.95, 128),
-    ):
+    papers = (("xattention", 0.9, 128), ("spargeattn", 0.96, 64), ("flexprefill", 0.95, 128))
+    for method, threshold, key_block in papers:
         sparse = PrefillConfig(method=method).sparse_attention
         assert (sparse.share, sparse.block_size, sparse.key_block) == (threshold, 128, key_block)
         assert not sparse.computes_all and SparseConfig(method=method, threshold=1).computes_all
@@ -129,13 +113,3 @@ def test_a_stride_divides_a_block_and_only_spargeattn_skips_values():
             SparseConfig(stride=stride)
     with pytest.raises(ValueError, match=r"^values are skipped by spargeattn: xattention has no skip margin$"):
         SparseConfig(skip_margin=9.0)
-
-
-def test_settings_are_frozen_and_named():
-    settings = PrefillConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.anchor_len = 3
-    with pytest.raises(TypeError):
-        PrefillConfig("apbv")
-    with pytest.raises(ValueError, match="anchor_len"):
-        dataclasses.replace(settings, anchor_len=-1)

@@ -14,7 +14,7 @@ from apbv.doctor.checks import Check, CheckFailed, CheckSkipped, Finding, Verdic
 from apbv.doctor.examination import Examination, Result
 from apbv.doctor.page import WIDTH, Page
 from apbv.doctor.peaks import published
-from apbv.kernels import library_attention, torch_varlen_attention
+from apbv.kernels import library_attention
 
 from pairs import each_choice
 
@@ -57,46 +57,26 @@ def test_behind_a_check_that_hangs_nothing_runs():
     assert second.status == "skipped" and second.verdicts[0].detail == "'first' has not ended"
 
 
-def test_every_operator_is_compared():
-    assert set(operators.PROBLEMS) == {name for name in kernels.__all__ if name[0].islower()}
-    names = [check.name for check in operators.checks(ALONE, False)]
-    assert len(names) == len(set(names))
-    assert {f"{name} by torch" for name in operators.PROBLEMS} <= set(names)
-
-
-def slightly_off(result, operator):
-    """The first of an operator's results with one number changed, by what its rounding cannot explain."""
-    outputs = list(result) if isinstance(result, tuple) else [result]
-    first = outputs[0].contiguous().clone()
-    flat = first.view(-1)
-    place = int(flat.abs().argmax())
-    flat[place] += 1 if operator == "select_topk" else flat[place] * 0.04
-    return (first, *outputs[1:]) if isinstance(result, tuple) else first
-
-
 @each_choice(operator=operators.PROBLEMS, dtype=operators.DTYPES)
 def test_one_wrong_number_is_noticed(operator, dtype, monkeypatch):
+    """By what rounding cannot explain, or one that is none."""
     problems = operators.PROBLEMS[operator](operators.Draw(CPU, dtype))
     assert all(operators.error_of(problem, "torch", dtype) <= 0.5 for problem in problems)
-    right = getattr(kernels, operator)
+    right, number = getattr(kernels, operator), None
 
     def wrong(*operands, **settings):
-        return slightly_off(right(*operands, **settings), operator)
+        first, *others = torch.utils._pytree.tree_leaves(result := right(*operands, **settings))
+        flat = first.contiguous().clone().view(-1)
+        place = int(flat.abs().argmax())
+        flat[place] = number or (flat[place] + 1 if operator == "select_topk" else flat[place] * 1.04)
+        changed = flat.view(first.shape)
+        return (changed, *others) if isinstance(result, tuple) else changed
 
     monkeypatch.setattr(kernels, operator, wrong)
     assert all(operators.error_of(problem, "torch", dtype) > 1 for problem in problems)
-
-
-def test_numbers_that_are_none_are_noticed(monkeypatch, number=float("nan")):
-    right = kernels.merge_states
-
-    def wrong(*operands, **settings):
-        out, lse = right(*operands, **settings)
-        return out.index_fill(2, torch.tensor([1]), number), lse
-
-    monkeypatch.setattr(kernels, "merge_states", wrong)
-    with pytest.raises(CheckFailed, match="partial results in float32 is off by inf"):
-        operators.compare("merge_states", "torch", ALONE)
+    if operator == "merge_states":
+        number = float("nan")
+        assert all(operators.error_of(problem, "torch", dtype) == float("inf") for problem in problems)
 
 
 def test_a_library_is_a_fault_where_it_is_installed_and_wrong(monkeypatch):
@@ -108,15 +88,8 @@ def test_a_library_is_a_fault_where_it_is_installed_and_wrong(monkeypatch):
     assert backends.obstacle("flashinfer", GPU, torch.bfloat16) == ("it is not installed", False)
     why, is_fault = backends.obstacle("flash_attn", GPU, torch.bfloat16)
     assert is_fault and "off by 0.3" in why
-    assert backends.obstacle("flash_attn", GPU, torch.float32)[1] is False  # it says so itself
     with pytest.raises(CheckFailed, match="bfloat16: its attention of 1 queries"):
         backends.back_end("flash_attn", HostGroup(device=GPU, timeout=0.0))
-
-
-def test_a_tower_that_has_no_fast_attention_says_why(monkeypatch):
-    monkeypatch.setattr(torch_varlen_attention, "usable", lambda name, *asked: f"no {name}")
-    found = backends.vision(HostGroup(device=GPU, timeout=0.0))
-    assert found.figures["varlen"] is None and "no flash_attn" in found.detail and "no torch" in found.detail
 
 
 def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
@@ -139,10 +112,9 @@ def test_secrets_stay_out_of_the_report_and_connections_between_gpus_are_read(mo
     assert machine.connections("", 3) == []
 
 
-@pytest.mark.parametrize(("factor", "is_right"), [(1 + 1e-6, True), (1.01, False)])
-def test_logits_that_are_not_the_cpus(factor, is_right, monkeypatch):
+def test_logits_that_are_not_the_cpus(monkeypatch):
     """As if there were a GPU: what it computes is the CPU's, times a factor."""
-    right = answers.Engine.from_pretrained
+    right, factor = answers.Engine.from_pretrained, 1 + 1e-6
 
     def load(name, *, hosts, **settings):
         engine = right(name, hosts=ALONE, **settings)
@@ -154,11 +126,10 @@ def test_logits_that_are_not_the_cpus(factor, is_right, monkeypatch):
     monkeypatch.setattr(answers.Engine, "from_pretrained", load)
     monkeypatch.setattr(answers.HostGroup, "single", lambda device: HostGroup(device=device, timeout=0.0))
     gpu = HostGroup(device=GPU, timeout=0.0)
-    if is_right:
-        assert "those of the CPU" in answers.logits(gpu).detail
-    else:
-        with pytest.raises(CheckFailed, match="they differ from the CPU's by"):
-            answers.logits(gpu)
+    assert "those of the CPU" in answers.logits(gpu).detail
+    factor = 1.01
+    with pytest.raises(CheckFailed, match="they differ from the CPU's by"):
+        answers.logits(gpu)
 
 
 TOPOLOGY = """\
@@ -167,29 +138,15 @@ GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0
 GPU1\tNV18\t X \tSYS\tSYS\t0-31\t0
 GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1
 NIC0\tPIX\tSYS\tSYS\t X
-
-Legend:
-  NV#  = Connection traversing a bonded set of # NVLinks
 """
 
 
-PEAKS = {
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H200": 989,
-    "NVIDIA GB200": 2500,
-    "NVIDIA L40S": 362,
-    "NVIDIA L4": 121,
-    "NVIDIA A10G": 70,
-    "NVIDIA H20": 148,
-    "NVIDIA GeForce RTX 4090": 165,
-    "NVIDIA A100-SXM4-80GB": 312,
-}
+PEAKS = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "L40S": 362, "L4": 121, "H20": 148}
 UNKNOWN = ("NVIDIA GeForce GTX 1080", "NVIDIA RTX A4000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "cpu")
 
 
 def test_published_peaks_by_name():
-    assert {name: published(name).flops for name in PEAKS} == {name: peak * 1e12 for name, peak in PEAKS.items()}
+    assert [published(f"NVIDIA {name}").flops for name in PEAKS] == [peak * 1e12 for peak in PEAKS.values()]
     assert [published(name) for name in UNKNOWN] == [None] * 4
 
 
@@ -209,39 +166,28 @@ def test_what_is_predicted_is_the_slower_of_arithmetic_and_memory():
         assert figures["predicted_ms"] == pytest.approx(1e3 * predicted)
 
 
-def page_of(*results: Result) -> str:
-    file = io.StringIO()
-    page = Page(ALONE, file)
-    for result in results:
-        page.add(result)
-    page.end(list(results))
-    return file.getvalue()
-
-
 def result(name: str, *verdicts: Verdict, **settings: bool) -> Result:
     return Result("kernels", Check(name, lambda hosts: Finding(), **settings), list(verdicts))
 
 
-def test_what_was_skipped_for_one_reason_is_one_line():
-    none = Verdict("skipped", "it is not installed")
-    page = page_of(result("a", none), result("b", none), result("c", Verdict("skipped", "too old")))
-    lines = [" ".join(line.split()) for line in page.splitlines()]
-    assert "skipped a, b it is not installed" in lines and "skipped c too old" in lines
-    assert lines[-1] == "0 ok, 3 skipped, 0 failed"
-
-
-def test_the_page_names_the_hosts_that_differ():
-    ok, slow = Verdict("ok", "fast"), Verdict("ok", "slow")
-    failed = Verdict("failed", "x " * 400)
-    page = page_of(
-        result("alike", ok, ok, is_per_host=True),
+def test_the_page_names_the_hosts_that_differ_and_a_reason_once():
+    ok, slow, failed, none = (
+        Verdict(*each) for each in (("ok", "fast"), ("ok", "slow"), ("failed", "x " * 400), ("skipped", "none"))
+    )
+    results = [result("a", none), result("b", none), result("alike", ok, ok, is_per_host=True)]
+    results += [
         result("each", ok, slow, ok, is_per_host=True),
         result("first", ok, slow),
         result("one", ok, ok, failed),
-    )
-    words = " ".join(page.split())
-    expected = ["ok alike fast", "ok each host 0, host 2: fast", "ok each host 1: slow", "ok first fast"]
-    expected += ["ok one host 0, host 1: fast", "failed one host 2: x x"]
+    ]
+    file = io.StringIO()
+    page = Page(ALONE, file)
+    for each in results:
+        page.add(each)
+    page.end(results)
+    words = " ".join(file.getvalue().split())
+    expected = ["skipped a, b none", "ok alike fast", "ok each host 0, host 2: fast", "ok each host 1: slow"]
+    expected += ["ok first fast", "ok one host 0, host 1: fast", "failed one host 2: x x"]
     assert all(line in words for line in expected)
-    assert "… 3 ok, 0 skipped, 1 failed failed: one (kernels) on host 2" in words
-    assert max(map(len, page.splitlines())) <= WIDTH
+    assert "3 ok, 2 skipped, 1 failed failed: one (kernels) on host 2" in words
+    assert max(map(len, file.getvalue().splitlines())) <= WIDTH

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 
 os.environ.pop("TRITON_INTERPRET", None)  # as on a machine without GPUs, where Triton does not run
 
@@ -13,11 +12,21 @@ import torch
 
 from apbv import HostError, HostGroup
 from apbv.doctor import __main__ as doctor
-from apbv.doctor import exchanges, machine
+from apbv.doctor import machine
 from apbv.hosts import Exchange
 from apbv.kernels import torch_attention
 
 HERE = int(os.environ.get("RANK", "0"))
+
+
+def scale_attention(factor: float) -> None:
+    right = torch_attention.segmented_attention
+
+    def attend(q, segments, *settings, **more):
+        out, lse = right(q, segments, *settings, **more)
+        return out * factor, lse
+
+    torch_attention.segmented_attention = attend
 
 
 def nothing() -> None:
@@ -26,24 +35,12 @@ def nothing() -> None:
 
 def wrong_kernel() -> None:
     """On host 1 attention is 5 % too large."""
-    right = torch_attention.segmented_attention
-
-    def attend(q, segments, *settings, **more):
-        out, lse = right(q, segments, *settings, **more)
-        return (out * 1.05 if HERE == 1 else out), lse
-
-    torch_attention.segmented_attention = attend
+    scale_attention(1.05 if HERE == 1 else 1.0)
 
 
 def blind() -> None:
     """No token sees any other."""
-    right = torch_attention.segmented_attention
-
-    def attend(q, segments, *settings, **more):
-        out, lse = right(q, segments, *settings, **more)
-        return out.zero_(), lse
-
-    torch_attention.segmented_attention = attend
+    scale_attention(0.0)
 
 
 def unnoticed() -> None:
@@ -74,18 +71,6 @@ def raising_host() -> None:
         return right(self, tensor, shape)
 
     HostGroup.shift = shift
-
-
-def hanging_host() -> None:
-    """Host 1 never comes to an exchange."""
-    right = exchanges.broadcast
-
-    def broadcast(hosts):
-        if HERE == 1:
-            threading.Event().wait()
-        return right(hosts)
-
-    exchanges.broadcast = broadcast
 
 
 def dying_host() -> None:

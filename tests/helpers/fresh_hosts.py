@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from apbv import HostGroup
 
-from patience import GROUP_TIMEOUT, limit, wait_for
+from patience import GROUP_TIMEOUT, wait_for
 from pool import exit_statuses, start
 
 
@@ -99,9 +99,6 @@ def run_fresh(store: Store, size: int, job: Callable, *args, timeout: float = GR
     return outcomes
 
 
-WAIT = limit(10.0)  # where it is tested how long a host waits: it must not seem to be gone while it is only slow
-
-
 def told_job(hosts: HostGroup, folder: Path, job: Callable, *args) -> Any:
     """The job, after which every host lives on until all have heard how theirs ended."""
     try:
@@ -109,17 +106,6 @@ def told_job(hosts: HostGroup, folder: Path, job: Callable, *args) -> Any:
     finally:
         (folder / f"told {hosts.rank}").touch()
         wait_for(lambda: len(list(folder.glob("told *"))) == hosts.size)
-
-
-def absent_job(hosts: HostGroup, done: Path, job: Callable) -> Any:
-    """Host 1 lives, but does not come to what host 0 does."""
-    if hosts.rank == 1:
-        wait_for(done.exists, GROUP_TIMEOUT)
-        return None
-    try:
-        return job(hosts)
-    finally:
-        done.touch()
 
 
 def is_alive(process: int) -> bool:

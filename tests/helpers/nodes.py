@@ -3,7 +3,6 @@
 A process of a node sees that node's interfaces only, so whatever reaches the other went over the cable.
 """
 
-import ctypes
 import os
 import shutil
 import signal
@@ -15,7 +14,6 @@ from pathlib import Path
 INTERFACE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 NAMES = ("node0", "node1")
-_CLONE_NEWNET = 0x40000000
 # A name of its own, and how names resolve there: both for this command alone.
 _AS_NODE = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
@@ -32,9 +30,8 @@ class TwoNodes:
     """
 
     def __init__(self, folder: Path):
-        missing = [tool for tool in ("ip", "unshare", "mount", "hostname") if shutil.which(tool) is None]
-        if missing or os.geteuid() != 0:
-            raise NoNodes(f"needs {missing[0]}" if missing else "needs root, for network namespaces")
+        if not shutil.which("ip") or not shutil.which("unshare") or os.geteuid() != 0:
+            raise NoNodes("needs the tools ip and unshare, and root, for network namespaces")
         self._hosts_file = folder / "hosts"
         lines = ["127.0.0.1 localhost", *(f"{ADDRESSES[node]} {NAMES[node]}" for node in range(2))]
         self._hosts_file.write_text("\n".join(lines) + "\n")
@@ -60,10 +57,6 @@ class TwoNodes:
         words = ["ip", "netns", "exec", self._namespaces[node], *as_node, *command]
         return subprocess.Popen([str(word) for word in words], text=True, **options)
 
-    def namespace(self, node: int) -> str:
-        """What :func:`enter` takes."""
-        return f"/run/netns/{self._namespaces[node]}"
-
     def cut(self) -> None:
         """From now on neither node hears the other, nor anything from the network, such as that it is gone.
 
@@ -80,13 +73,6 @@ class TwoNodes:
                     with suppress(ProcessLookupError):
                         os.kill(int(process), signal.SIGKILL)
                 _ip("netns", "delete", namespace)
-
-
-def enter(namespace: str) -> None:
-    """Move this process to a node; before it has started a thread."""
-    with open(namespace) as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def _ip(*words: str) -> str:

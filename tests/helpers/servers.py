@@ -6,8 +6,6 @@ import http.server
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -38,8 +36,6 @@ HAND_OVER = {
     "do_remote_prefill": False,
     "remote_engine_id": None,
     "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
 }
 ENDLESS = {"max_tokens": 20000}  # which a model with random weights uses up, in minutes
 
@@ -160,20 +156,6 @@ class Stream:
         return self.error
 
 
-class Torchrun(subprocess.Popen):
-    """A server of two hosts under the real torchrun, in the place of its processes."""
-
-    def __init__(self, outputs: Path, torchrun_options: list, *options):
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-        words += [*torchrun_options, SERVE, "--port", 0, *options]
-        with open(outputs / "0.stdout", "w") as stdout, open(outputs / "0.stderr", "w") as stderr:
-            super().__init__([str(word) for word in words], stdout=stdout, stderr=stderr)
-
-    @property
-    def exitcode(self) -> int | None:
-        return self.poll()
-
-
 class Site(http.server.BaseHTTPRequestHandler):
     """A server on this machine that must not be reached unless it is meant."""
 
@@ -211,17 +193,13 @@ class InProcess:
         model, max_model_len: what answers, and how much it may read and write.
     """
 
-    def __init__(
-        self, media, max_queue: int = 4, offers=lambda hosts, on_end: None, model="demo", max_model_len: int = 48
-    ):
+    def __init__(self, media, max_queue=4, offers=lambda hosts, on_end: None, model="demo", max_model_len=48):
         self.loop = asyncio.new_event_loop()
         hosts = HostGroup.single("cpu")
         self.engine = engine = Engine.from_pretrained(model, hosts=hosts, dtype="float32")
-        limits = RequestSettings(
-            max_model_len=max_model_len, max_new_tokens=1, num_frames=8, max_frames=16, media=media
-        )
-        self.private_files = PrivateFiles()
-        reader = Reader(engine, limits, self.private_files)
+        self.private_files, frames = PrivateFiles(), {"num_frames": 8, "max_frames": 16}
+        settings = RequestSettings(max_model_len=max_model_len, max_new_tokens=1, media=media, **frames)
+        reader = Reader(engine, settings, self.private_files)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10)
         ledger = Ledger(Reporter(Metrics("demo")), limits)
         self.offers = offers(hosts, ledger.end_offer)
@@ -249,12 +227,3 @@ def post(app: InProcess, path: str, headers: dict | None = None, **body) -> http
 
 def asking(**fields) -> bytes:
     return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
-
-
-TIMEOUT = 8.0
-
-
-def slow_caption(prompt) -> str:
-    """A captioner that takes longer than hosts wait for one that is silent."""
-    time.sleep(1.6 * TIMEOUT)
-    return "letters"

@@ -32,7 +32,6 @@ def all_gather_job(hosts: HostGroup):
 PART_SHAPES = {
     "even": lambda sender, receiver: (2, 3),
     "uneven": lambda sender, receiver: (1 + 2 * sender + receiver, 3),
-    "some empty": lambda sender, receiver: (0 if (sender + receiver) % 2 else 2 + receiver, 3),
     "only to the last": lambda sender, receiver: (5, 2) if receiver > sender else (0, 2),
     "all empty": lambda sender, receiver: (0, 4),
 }

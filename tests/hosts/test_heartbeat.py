@@ -6,8 +6,6 @@ Working, over real gloo processes, is sleeping in a stage: nothing but the sign 
 import multiprocessing as mp
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -24,10 +22,10 @@ from apbv.hosts.failure_watch import WORK_LIMIT, FailureWatch
 from apbv.hosts.heartbeat import Heartbeat, Patience
 from apbv.speculate.link import Link
 
-from fresh_hosts import Store, described, run_fresh
+from fresh_hosts import Store, described
 from patience import HANGING, wait_for
 from pool import exit_statuses, start
-from scripts import ROOT, as_torchrun_starts
+from scripts import as_torchrun_starts
 
 TIMEOUT = 4.0
 LONG = 9.0  # longer than any wait without a sign of work, the back end's own included
@@ -69,8 +67,9 @@ def a_heart(store: Dictionary) -> Heartbeat:
 
 
 def test_patience_ends_where_nobody_has_worked_for_the_timeout(clock):
-    patience = Patience(TIMEOUT)
-    patience.hear(7, "old news")
+    patience, unheard = Patience(TIMEOUT), Patience(TIMEOUT)
+    for each in (patience, unheard):
+        each.hear(7, "old news")
     for step in range(1, 4):
         clock.now += TIMEOUT
         assert not patience.is_over
@@ -78,9 +77,6 @@ def test_patience_ends_where_nobody_has_worked_for_the_timeout(clock):
     patience.hear(10, "the same once more")
     clock.now += TIMEOUT + 0.1
     assert patience.is_over and patience.last_heard == "news 3" and patience.seconds == pytest.approx(16.1)
-    unheard = Patience(TIMEOUT)
-    unheard.hear(10, "old news")
-    clock.now += TIMEOUT + 0.1
     assert unheard.is_over and unheard.last_heard == ""
 
 
@@ -155,23 +151,6 @@ def test_who_has_worked_and_is_silent_is_given_up_and_named(clock, monkeypatch):
     )
 
 
-def test_a_store_that_does_not_answer_keeps_nobody(clock, monkeypatch):
-    answers, asked = threading.Event(), []
-
-    class Silent(Dictionary):
-        def check(self, keys: list[str]) -> bool:
-            asked.append(keys)
-            return answers.wait(HANGING) and False
-
-    def works() -> None:
-        clock.now += 3.0
-
-    watch, work = watching(Silent(), works, monkeypatch)
-    assert described(watch.wait, work).endswith("store does not answer either: the network may be cut")
-    assert len(asked) == 1, "the question stands"
-    answers.set()
-
-
 @pytest.mark.parametrize("error", [None, "Connection closed by peer"])
 def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(monkeypatch, error):
     store = Dictionary()
@@ -206,40 +185,34 @@ def test_groups_of_a_host_share_its_heart(pool):
 # ---- real clocks ----
 
 
-def slow_job(hosts: HostGroup) -> list[int]:
-    """The last host takes its time, in both kinds of stages."""
-    is_last = hosts.rank == hosts.size - 1
-    with hosts.local_stage("reading the video"):
-        time.sleep(LONG * is_last)
-    with hosts.collective_stage("prefill"):
-        time.sleep(LONG * is_last)
-        return hosts.all_gather(torch.tensor([hosts.rank])).wait().flatten().tolist()
+def run_pair(job, port: int, *args) -> tuple:
+    """Two hosts as torchrun starts them: their processes, and what each sends."""
+    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(2)), strict=True)
+    return [start(as_host, pipe, rank, port, job, *args) for rank, pipe in enumerate(theirs)], ours
 
 
-@pytest.mark.thorough
-def test_a_host_that_works_is_waited_for(tmp_path):
-    for outcome in run_fresh(Store(tmp_path, in_host_0=True), 3, slow_job, timeout=TIMEOUT):
-        assert (outcome.error, outcome.result) == (None, [0, 1, 2])
-
-
-def from_env_job(pipe, rank: int, port: int) -> None:
-    """As torchrun starts them, one host of two processes: an exchange of transformers."""
+def as_host(pipe, rank: int, port: int, job, timeout: float, tensor_parallel: int = 1) -> None:
     as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", TIMEOUT, tensor_parallel=2)
+    pipe.send(job(HostGroup.from_env("cpu", timeout, tensor_parallel=tensor_parallel), rank))
+
+
+def transformers_job(hosts: HostGroup, rank: int) -> float:
+    """One host of two processes: an exchange of transformers."""
     total = torch.tensor([1.0 + rank])
+    with hosts.local_stage("reading the video"):
+        time.sleep(LONG * (1 - rank))
     with hosts.collective_stage("prefill"):
         time.sleep(LONG * rank)
         dist.all_reduce(total, group=hosts.tensor_parallel_mesh().get_group())
-    pipe.send(total.item())
     hosts.close()
+    return total.item()
 
 
 @pytest.mark.thorough
-def test_the_back_ends_own_limit_is_no_shorter(agent_store):
-    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(2)), strict=True)
-    processes = [start(from_env_job, theirs[rank], rank, agent_store.port) for rank in range(2)]
+def test_a_host_that_works_is_waited_for_and_the_back_ends_own_limit_is_no_shorter(agent_store):
+    processes, pipes = run_pair(transformers_job, agent_store.port, TIMEOUT, 2)
     assert exit_statuses(processes) == [0, 0]
-    assert [pipe.recv() for pipe in ours] == [3.0, 3.0]
+    assert [pipe.recv() for pipe in pipes] == [3.0, 3.0]
 
 
 def silent_job(hosts: HostGroup, folder: Path, how: str) -> None:
@@ -278,22 +251,19 @@ def test_a_silent_host_is_given_up(tmp_path, how):
             process.kill()
 
 
-def closing_job(pipe, rank: int, port: int) -> None:
+def closing_job(hosts: HostGroup, rank: int) -> tuple[bool, bool]:
     """Host 1 stops while host 0 has an exchange with it that nobody waits for."""
-    as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", 1.0)
     pair = hosts.subgroup([0, 1])
     hosts.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     exchange = pair.start_broadcast(torch.zeros(1), 1)
     hosts.close()
-    pipe.send((dist.is_initialized(), exchange.has_ended()))
+    return dist.is_initialized(), exchange.has_ended()
 
 
 def test_closing_and_exiting_do_not_wait_for_a_host_that_has_stopped(agent_store):
-    ours, theirs = mp.Pipe(duplex=False)
-    processes = [start(closing_job, theirs, rank, agent_store.port) for rank in range(2)]
+    processes, (ours, _) = run_pair(closing_job, agent_store.port, 1.0)
     try:
         assert ours.poll(HANGING) and ours.recv() == (False, False)
         assert exit_statuses(processes[:1]) == [0]
@@ -301,50 +271,18 @@ def test_closing_and_exiting_do_not_wait_for_a_host_that_has_stopped(agent_store
         processes[1].kill()
 
 
-def leaving_draft_job(pipe, rank: int, port: int) -> None:
+def leaving_draft_job(hosts: HostGroup, rank: int) -> bool:
     """The draft host gives its account and ends at once; the target asks for it later."""
-    as_torchrun_starts(rank, 2, port)
-    hosts = HostGroup.from_env("cpu", HANGING)
     link = Link(hosts.subgroup([0, 1], HANGING), hosts.subgroup([0, 1], HANGING))
     account = "x" * 2**24  # more than a socket holds
     if rank == 1:
         link.send_json(account)
         link.wait_until_received()
         os._exit(0)
-    pipe.send(link.receive_json() == account)
+    return link.receive_json() == account
 
 
 def test_a_draft_host_that_ends_has_given_its_account(agent_store):
-    ours, theirs = mp.Pipe(duplex=False)
-    processes = [start(leaving_draft_job, theirs, rank, agent_store.port) for rank in range(2)]
+    processes, (ours, _) = run_pair(leaving_draft_job, agent_store.port, HANGING)
     assert ours.poll(HANGING) and ours.recv()
     assert exit_statuses(processes) == [0, 0]
-
-
-ASKING = """
-import time
-import apbv.hosts.failure_watch as watch
-
-class SlowStore:
-    def check(self, keys):
-        time.sleep(1.0)
-        print("answered", flush=True)
-        return False
-    def add(self, key, count):
-        return 0
-
-from apbv.hosts.heartbeat import Heartbeat
-watch.POLL_SECONDS = 0.1
-store = SlowStore()
-alone = watch.FailureWatch("host 0", 60.0, store, Heartbeat(store, "host 0", 60.0, 600.0))
-assert alone._posted_failure() is None
-print("ends", flush=True)
-"""
-
-
-@pytest.mark.thorough
-def test_the_process_ends_only_when_the_store_has_answered():
-    """A thread that is inside the store's C++ when the interpreter ends would abort the process."""
-    command = [sys.executable, "-c", ASKING]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANGING)
-    assert (result.returncode, result.stdout.split()) == (0, ["ends", "answered"]), result.stderr

@@ -1,12 +1,10 @@
 """Hosts that share a device: the engine's answers are those of hosts that do not, and a failure reaches all."""
 
-import os
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
@@ -14,8 +12,8 @@ from apbv.hosts.staging import Courier
 
 import families
 from engines import QUESTION
-from fresh_hosts import WAIT, Store, absent_job, described, exchange_in_stage, run_fresh, told_job
-from patience import GROUP_TIMEOUT, HANGING, wait_for
+from fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
+from patience import GROUP_TIMEOUT, HANGING
 
 DRAFT_HOST = SpeculativeConfig(strategy="specvlm", draft_host=True, draft_timeout=GROUP_TIMEOUT)
 
@@ -30,18 +28,14 @@ def answer_job(hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: 
 
 @pytest.mark.parametrize(
     ("num_hosts", "method", "kv", "speculate"),
-    [
-        (3, "apbv", "sharded", SpeculativeConfig(strategy="specvlm")),
-        (3, "apbv", "gathered", DRAFT_HOST),
-        (2, "zigzag_ring", "sharded", None),
-    ],
-    ids=["with a draft", "with a draft host", "zigzag_ring"],
+    [(3, "apbv", "gathered", DRAFT_HOST), (2, "zigzag_ring", "sharded", None)],
+    ids=["with a draft host", "zigzag_ring"],
 )
 def test_answers_are_the_same_by_either_way(pool, clip, num_hosts, method, kv, speculate):
     asked = clip, PrefillConfig(method=method, kv=kv, passing_len=4), speculate
     direct = pool.run(num_hosts, answer_job, *asked)
     staged = pool.run(num_hosts, staged_job, answer_job, *asked)
-    if speculate is None or not speculate.draft_host:  # which drafts as much as it has time for
+    if speculate is None:  # a draft host drafts as much as it has time for
         assert staged == direct
     assert staged[0][0] == direct[0][0]
     assert sum(direct[0][1]) > 0
@@ -60,54 +54,13 @@ def test_a_failure_reaches_those_who_wait(tmp_path):
     assert max(outcome.seconds for outcome in outcomes) < HANGING
 
 
-def ending_job(hosts: HostGroup, started: Path) -> str:
-    """Host 1 is gone before it sends anything."""
-    hosts = staged_group(hosts)
-    if hosts.rank == 1:
-        wait_for(started.exists)
-        os._exit(3)
-    exchange = hosts.all_gather(torch.ones(3))
-    started.touch()
-    failure = described(exchange.wait)
-    assert exchange.has_ended()
-    return failure + "; " + described(hosts.all_gather, torch.ones(3))
+@pytest.mark.parametrize("error", [None, RuntimeError("Connection closed by peer")])
+def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(error):
+    """It is complete, or fails, right after a wait for it has run out of time."""
 
+    def wait(timeout=None) -> None:
+        if timeout is not None or error is not None:
+            raise RuntimeError("Operation timed out!") if timeout is not None else error
 
-def test_a_host_that_ends_is_noticed(tmp_path):
-    outcome, ended = run_fresh(Store(tmp_path), 2, ending_job, tmp_path / "started")
-    assert ended.exit_status == 3
-    first, second = outcome.result.split("; HostError: ")
-    assert first.startswith("HostError: another host ended") and "broke" in second
-
-
-def lonely_job(hosts: HostGroup) -> str:
-    return described(exchange_in_stage, staged_group(hosts))
-
-
-@pytest.mark.thorough
-def test_a_host_that_never_comes_is_given_up(tmp_path):
-    outcomes = run_fresh(Store(tmp_path), 2, absent_job, tmp_path / "done", lonely_job, timeout=WAIT)
-    assert outcomes[0].result == f"HostError: host 0 waited more than {WAIT:g} s for another host"
-
-
-class JustLate:
-    """An exchange that is complete, or fails, right after a wait for it has run out of time."""
-
-    def __init__(self, error: RuntimeError | None = None):
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is not None:
-            raise RuntimeError("Operation timed out!")
-        if self._error is not None:
-            raise self._error
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome():
-    courier = Courier()
-    assert courier.send(partial(courier.wait, JustLate())).exception() is None
-    lost = RuntimeError("Connection closed by peer")
-    assert courier.send(partial(courier.wait, JustLate(lost))).exception() is lost
+    courier, work = Courier(), SimpleNamespace(wait=wait, is_completed=lambda: True)
+    assert courier.send(partial(courier.wait, work)).exception() is error

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nodes import ADDRESSES, INTERFACE, NAMES, NoNodes, TwoNodes, enter
+from nodes import NAMES, NoNodes, TwoNodes
 from patience import HANGING, limit, wait_for
-from pool import exit_statuses, start
-from scripts import HELPERS, INFER, ROOT, as_torchrun_starts, run_hosts, script_job
+from scripts import HELPERS, INFER, ROOT, run_hosts
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
 STARTING = limit(300.0)
@@ -57,9 +56,9 @@ def test_two_nodes_answer_as_two_hosts_of_one(nodes, tmp_path):
         "--prompt",
         "name the letters in order",
         "--passing-len",
-        "16",
+        16,
         "--timeout",
-        str(STARTING),
+        STARTING,
     ]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29500"]
     processes = start_torchrun(nodes, tmp_path, [meeting, meeting], INFER, *options)
@@ -83,51 +82,6 @@ def test_a_network_that_falls_silent_ends_both_nodes(nodes, tmp_path):
     nodes.cut()
     assert [process.wait(timeout + HANGING) for process in processes] == [1, 1]
     lines = [error_line(stderr) for stderr in printed(tmp_path, "stderr")]
-    waited = [
-        f"error (host {rank}): host {rank} waited more than {timeout:g} s for another host" for rank in range(2)
-    ]
+    waited = [f"error (host {n}): host {n} waited more than {timeout:g} s for another host" for n in range(2)]
     assert lines[0] == waited[0]
     assert lines[1] == f"{waited[1]}; the hosts' key-value store does not answer either: the network may be cut"
-
-
-def infer_on_node(namespace: str, interface: str, place: tuple[int, int, int], options: list, *job) -> None:
-    """A host of a node, as torchrun starts it; ``place``: rank, rank on the node, number of hosts."""
-    rank, local_rank, size = place
-    enter(namespace)
-    as_torchrun_starts(rank, size, 29500)
-    # The key-value store is in host 0: there is no agent to hold it.
-    os.environ.update(MASTER_ADDR=ADDRESSES[0], LOCAL_RANK=str(local_rank), TORCHELASTIC_USE_AGENT_STORE="False")
-    # These processes share the machine's name, which stands for its loopback.
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    script_job(INFER, ["--model", "demo", "--prompt", "Why?", *options], None, *job)
-
-
-def test_a_file_that_one_node_lacks_is_told_by_both(nodes, tmp_path):
-    folders = [tmp_path / name for name in NAMES]
-    for folder in folders:
-        folder.mkdir()
-    (folders[0] / "context.txt").write_text("A long text. " * 50)
-    processes = []
-    for rank in range(4):
-        node = rank // 2
-        job = (["--context", "context.txt", "--timeout", str(STARTING)], folders[node], tmp_path / str(rank))
-        processes.append(start(infer_on_node, nodes.namespace(node), INTERFACE, (rank, rank % 2, 4), *job))
-    assert exit_statuses(processes) == [1] * 4
-    for rank in range(4):
-        line = error_line((tmp_path / f"{rank}.stderr").read_text())
-        assert line.startswith(f"error (host {rank}): ")
-        assert ("host 2 failed in reading the options" in line) == (rank < 2)
-        assert "cannot read the context context.txt: " in line
-
-
-def test_nodes_that_know_each_other_but_cannot_connect_end_in_time(nodes, tmp_path):
-    """Each gives the other the address of its loopback, as where a node's own name stands for that."""
-    processes, timeout = [], limit(12.0)
-    for rank in range(2):
-        job = (["--timeout", str(timeout)], tmp_path, tmp_path / str(rank))
-        processes.append(start(infer_on_node, nodes.namespace(rank), "lo", (rank, 0, 2), *job))
-    assert exit_statuses(processes, 5 * timeout) == [1, 1]  # gloo by itself would wait longer than that
-    for stderr in printed(tmp_path, "stderr"):
-        line = error_line(stderr)
-        assert line.startswith(f"error: the hosts did not meet within {timeout:g} s: ")
-        assert "GLOO_SOCKET_IFNAME" in line

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,9 +27,8 @@ SERVING = ROOT / "docs" / "serving.md"
 
 def documented(mark: str) -> list[str]:
     """The words of the command that docs/serving.md has under this mark."""
-    (code,) = re.findall(
-        rf"^```bash {mark}\n(.*?)^```", SERVING.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+    page = SERVING.read_text(encoding="utf-8")
+    (code,) = re.findall(rf"^```bash {mark}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return shlex.split(code.replace("\\\n", " "))
 
 
@@ -61,13 +59,8 @@ class Service:
         self.name, self.port, self.url = name, port, f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
         with open(self.log, "w") as file:
-            self._process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | environment,
-                start_new_session=True,
-            )
+            run = {"stdout": file, "stderr": subprocess.STDOUT, "env": os.environ | environment}
+            self._process = subprocess.Popen([str(word) for word in command], start_new_session=True, **run)
 
     def wait_until_healthy(self) -> None:
         """Wait until it answers.
@@ -196,13 +189,3 @@ def video_part(path: Path) -> dict:
     """A video as part of a message."""
     data = base64.b64encode(path.read_bytes()).decode()
     return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}}
-
-
-class Clock:
-    """The seconds since it was made, as text."""
-
-    def __init__(self):
-        self._began = time.perf_counter()
-
-    def __str__(self) -> str:
-        return f"{time.perf_counter() - self._began:.1f} s"

@@ -1,6 +1,6 @@
 """The whole stack: vllm-router in front, two prefill hosts behind it, vLLM decodes, OpenAI's client asks.
 
-    python tests/integrations/stack_check.py [--folder FOLDER]
+    python tests/integrations/stack_check.py --folder FOLDER
 
 in an environment that has apbv, vLLM and vllm-router (see test_stack.py). All run with their default settings, but
 for what a small CPU needs. What passes through the router is compared with what vLLM answers by itself.
@@ -8,7 +8,6 @@ for what a small CPU needs. What passes through the router is compared with what
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from vllm_engine import check, guard_children  # isort: skip  (first, as it sets what vLLM reads)
 
 import openai
-from stack import Clock, Service, client_of, decoder, prefill_worker, router, running, video_part
+from stack import Service, client_of, decoder, prefill_worker, router, running, video_part
 
 from apbv import demo
 
@@ -25,7 +24,7 @@ import families
 from patience import limit, wait_for
 
 NUM_NEW = 12
-NUM_REQUESTS, CONCURRENCY = 50, 8
+CONCURRENCY = 8
 FRAMES = 128  # all of the demo's clip, so that both sides see the same
 OFFER_SECONDS = limit(20.0)
 QUESTION, RIGHT_ANSWER = "name the letters in order", "X J P H E L"
@@ -41,9 +40,8 @@ def asking_video(**options) -> Ask:
     message = {"role": "user", "content": [video_part(demo.video_path()), {"type": "text", "text": QUESTION}]}
 
     def ask(service: Service) -> str:
-        made = client_of(service).chat.completions.create(
-            model="demo", messages=[message], temperature=0, max_tokens=NUM_NEW, **options
-        )
+        asked = {"model": "demo", "messages": [message], "temperature": 0, "max_tokens": NUM_NEW, **options}
+        made = client_of(service).chat.completions.create(**asked)
         if not options.get("stream"):
             return made.choices[0].message.content
         return "".join(chunk.choices[0].delta.content or "" for chunk in made if chunk.choices)
@@ -51,30 +49,17 @@ def asking_video(**options) -> Ask:
     return ask
 
 
-def asking_chat(text: str, model: str = "text") -> Ask:
-    """The text that a service answers to a chat of several turns."""
-    turns = [("user", "xyz"), ("assistant", "abc"), ("user", text)]
-    messages = [{"role": role, "content": content} for role, content in turns]
-
-    def ask(service: Service) -> str:
-        made = client_of(service).chat.completions.create(
-            model=model, messages=messages, temperature=0, max_completion_tokens=NUM_NEW
-        )
-        return made.choices[0].message.content
-
-    return ask
-
-
-def asking_completion(prompt: str | list[int], model: str = "text") -> Ask:
-    """The tokens that a service puts behind a prompt."""
+def asking(prompt: str | list[int] = "", **chat) -> Ask:
+    """What a service of the text model puts behind a prompt, as tokens, or answers to a chat."""
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    options = {"model": "text", "temperature": 0, "max_tokens": NUM_NEW, "extra_body": extra, **chat}
 
     def ask(service: Service) -> list[int]:
-        made = client_of(service).completions.create(
-            model=model,
-            prompt=prompt,
-            temperature=0,
-            max_tokens=NUM_NEW,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
+        client = client_of(service)
+        made = (
+            client.chat.completions.create(**options)
+            if chat
+            else client.completions.create(prompt=prompt, **options)
         )
         return made.choices[0].token_ids
 
@@ -103,21 +88,11 @@ def check_nothing_left(what: str, prefill: Service) -> None:
     check(f"{what}: no KV is left", prefill.metric(WAITING), 0)
 
 
-def check_load(asks: list[Ask], through: Service, alone: Service) -> None:
-    """Many at a time get their own answers, from whichever decoder."""
-    wanted = [ask(alone) for ask in asks]
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
-        found = list(pool.map(lambda i: asks[i % len(asks)](through), range(NUM_REQUESTS)))
-    lost = [i for i, answer in enumerate(found) if answer != wanted[i % len(asks)]]
-    check(f"{NUM_REQUESTS} requests, {CONCURRENCY} at a time: nothing is lost or exchanged", lost, [])
-
-
 def check_leaving(through: Service, prefill: Service, decoders: list[Service]) -> None:
     """A client that leaves takes its KV along."""
     client = client_of(through)
-    stream = client.completions.create(
-        model="text", prompt=PROMPT, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
-    )
+    extra = {"ignore_eos": True}
+    stream = client.completions.create(model="text", prompt=PROMPT, max_tokens=100, stream=True, extra_body=extra)
     next(iter(stream))
     stream.close()
 
@@ -155,35 +130,31 @@ def check_text(folder: Path) -> None:
     with running([prefill, *decoders]):
         front = router("router-text", prefill, decoders, folder)
         with running([front]):
-            check_equal("token ids", asking_completion(PROMPT), front, prefill, vllm)
-            check_equal(
-                "a prompt of text",
-                asking_completion("the first shot has a red border; " * 6),
-                front,
-                prefill,
-                vllm,
-            )
-            check_equal("a chat", asking_chat("def " * 30), front, prefill, vllm)
-            asks = [asking_completion([*PROMPT[: 60 + 9 * i], i]) for i in range(10)]
-            check_load(asks, front, vllm)
+            check_equal("token ids", asking(PROMPT), front, prefill, vllm)
+            check_equal("a prompt of text", asking("the first shot has a red border; " * 6), front, prefill, vllm)
+            turns = [{"role": "user", "content": "xyz"}, {"role": "assistant", "content": "abc"}]
+            chat = asking(messages=[*turns, {"role": "user", "content": "def " * 30}])
+            check_equal("a chat", chat, front, prefill, vllm)
+            asks = [asking([*PROMPT[: 60 + 9 * i], i]) for i in range(10)]
+            wanted = [ask(vllm) for ask in asks]
+            with ThreadPoolExecutor(CONCURRENCY) as pool:
+                found = list(pool.map(lambda ask: ask(front), asks * 5))
+            check(f"{CONCURRENCY} requests at a time: nothing is lost or exchanged", found, wanted * 5)
             check_leaving(front, prefill, decoders)
-            refusal = error_of(asking_completion([9] * 700), front)
+            refusal = error_of(asking([9] * 700), front)
             check(f"a prompt that is too long: {refusal}", refusal, "maximum context length")
-            wanted = asks[0](vllm)
             error = in_the_midst(asks[0], front, prefill, front.kill)
             check(f"a router that dies: {error}", error, "APIConnectionError")
             check_nothing_left("a router that dies", prefill)
-            check("a router that dies: vLLM answers by itself", asks[0](vllm), wanted)
+            check("a router that dies: vLLM answers by itself", asks[0](vllm), wanted[0])
 
 
 def check_video(folder: Path) -> None:
     """The demo's clip: uncompressed the same text as vLLM's, compressed the right one; then faults."""
-    options = ["--frames", FRAMES, "--kv-seconds", OFFER_SECONDS]
-    exact = prefill_worker(
-        "prefill-exact", demo.model_path(), "demo", folder, *options, "--method", "apbv", "--passing-len", 4096
-    )
-    short = prefill_worker(
-        "prefill-short", demo.model_path(), "demo", folder, *options, "--method", "apbv", "--passing-len", 32
+    options = ["--frames", FRAMES, "--kv-seconds", OFFER_SECONDS, "--method", "apbv"]
+    exact, short = (
+        prefill_worker(f"prefill-{passing}", demo.model_path(), "demo", folder, *options, "--passing-len", passing)
+        for passing in (4096, 32)
     )
     vllm = decoder("vllm-demo", demo.model_path(), "demo", folder, *ONE_VIDEO, num_frames=FRAMES)
     with running([exact, short, vllm]):
@@ -198,42 +169,19 @@ def check_video(folder: Path) -> None:
             check(f"other frames: {refusal}", refusal, "InternalServerError")
             check("other frames: vLLM's log says why", "another number or size of frames" in vllm.said(), True)
             check_nothing_left("other frames", exact)
-            check_dead_prefill(ask, front, exact)
-            check_dead_decoder(ask, short_front, short, vllm)
-
-
-def check_dead_prefill(ask: Ask, front: Service, prefill: Service) -> None:
-    """A host that dies fails what runs, and all that comes."""
-    error = in_the_midst(ask, front, prefill, prefill.host(1).kill)
-    check(f"a prefill host that dies: {error}", error, "InternalServerError")
-    error = error_of(ask, front)
-    check(f"behind a dead prefill host: {error}", error, "InternalServerError")
-
-
-def check_dead_decoder(ask: Ask, front: Service, prefill: Service, vllm: Service) -> None:
-    """A decoder that dies gives errors; the KV that it was to fetch ends by its time."""
-    error = in_the_midst(ask, front, prefill, vllm.kill)
-    check(f"a decoder that dies: {error}", error, "InternalServerError")
-    check_nothing_left("a decoder that dies", prefill)
-    check("a decoder that dies: the prefill hosts go on", prefill.health(), 200)
-
-
-PARTS = {"text": check_text, "video": check_video}
-
-
-def main(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        folder.mkdir(exist_ok=True)
-        guard_children(folder / "site")
-        for part in options.part or PARTS:
-            clock = Clock()
-            PARTS[part](folder)
-            print(f"{part}: {clock}", flush=True)
+            for error in (in_the_midst(ask, front, exact, exact.host(1).kill), error_of(ask, front)):
+                check(f"a prefill host that dies: {error}", error, "InternalServerError")
+            error = in_the_midst(ask, short_front, short, vllm.kill)
+            check(f"a decoder that dies: {error}", error, "InternalServerError")
+            check_nothing_left("a decoder that dies", short)
+            check("a decoder that dies: the prefill hosts go on", short.health(), 200)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="where logs and models are written")
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this")
-    main(parser.parse_args())
+    parser.add_argument("--folder", type=Path, required=True, help="where logs and models are written")
+    target = parser.parse_args().folder
+    target.mkdir(exist_ok=True)
+    guard_children(target / "site")
+    check_text(target)
+    check_video(target)

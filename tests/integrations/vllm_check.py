@@ -1,6 +1,6 @@
 """vLLM goes on from KV that apbv prefilled: real vLLM on a CPU against plain transformers.
 
-    python tests/integrations/vllm_check.py [--folder FOLDER]
+    python tests/integrations/vllm_check.py --folder FOLDER
 
 in an environment that has both apbv and vLLM (see test_vllm.py). Two hosts prefill and save, once exactly and
 once compressed, and write down what transformers' own ``generate`` makes of the same KV; then vLLM loads it.
@@ -14,8 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
@@ -40,11 +38,6 @@ EXACT = apbv.PrefillConfig(method="apbv", passing_len=4096)
 COMPRESSED = apbv.PrefillConfig(method="apbv", passing_len=0, anchor_len=0)
 SHARDED = dataclasses.replace(COMPRESSED, kv="sharded")  # both hosts hold some
 REDUCED = {name: apbv.ReduceConfig(method=name) for name in ("hippo", "fastv")}
-
-
-def save_text_model(folder: Path) -> Path:
-    families.HIDDEN = families.HEADS * 32  # the smallest heads that vLLM's CPU kernels take
-    return families.save_checkpoint("qwen2", folder)
 
 
 def prefill_all(folder: Path) -> None:
@@ -129,28 +122,17 @@ def check_text(folder: Path, expected: dict) -> None:
         case = expected[name]
         (alone,) = server.run(plain[name])
         found = server.run(request(name), request(name, case["follow_up"]), plain[name], request(name))
-        check(
-            f"{name}, {len(case['prompt'])} tokens: loaded, followed up, vLLM's own prompt, loaded again",
-            found,
-            [case["tokens"], case["followed"], alone, case["tokens"]],
-        )
-        check(
-            f"{name}: compressed KV gives other tokens than vLLM's prefill",
-            alone == case["tokens"],
-            name == "text-exact",
-        )
+        wanted = [case["tokens"], case["followed"], alone, case["tokens"]]
+        check(f"{name}: loaded, followed up, vLLM's own prompt, loaded again", found, wanted)
+        check(f"{name}: compressed KV gives other tokens", alone == case["tokens"], name == "text-exact")
 
     name = "text-unaligned"
     other = [*expected[name]["prompt"][:-1], 7]
     poisoned = damaged(folder / name, folder / "poisoned", poison)
-    check(
-        "poisoned KV changes the tokens",
-        server.run(request(name, **request_params(poisoned)))[0] == expected[name]["tokens"],
-        False,
-    )
+    changed = server.run(request(name, **request_params(poisoned))) != [expected[name]["tokens"]]
+    check("poisoned KV changes the tokens", changed, True)
     refused = {
         "other tokens": (request(name, prompt_token_ids=other), "differ from token 134"),
-        "shorter prompt": (request(name, prompt_token_ids=other[:50]), "differ from token 50"),
         "no KV": (request(name, kv_transfer_params={"apbv_path": str(folder / "nowhere")}), "no saved KV"),
         "another folder": (request(name, kv_transfer_params={"apbv_path": str(demo.model_path())}), "is outside"),
         "no path": (request(name, kv_transfer_params={"apbv_path": 7}), "must be a string"),
@@ -174,22 +156,15 @@ def check_video(folder: Path, expected: dict) -> None:
     from apbv.integrations.vllm import request_params
 
     settings = {**SETTINGS, "root": str(folder)}
-    server = Server(
-        demo.model_path(), settings, limit_mm_per_prompt={"video": 1, "image": 0}, tensor_parallel_size=2
-    )
+    options = {"limit_mm_per_prompt": {"video": 1, "image": 0}, "tensor_parallel_size": 2}
+    server = Server(demo.model_path(), settings, **options)
     processor = server.llm.get_tokenizer()
     turn = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
     text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     info = probe(demo.video_path())
     frames = sample_uniform(info, NUM_FRAMES)
-    metadata = {
-        "fps": info.fps,
-        "duration": info.duration,
-        "total_num_frames": info.num_frames,
-        "frames_indices": list(frames),
-        "video_backend": "pyav",
-        "do_sample_frames": False,
-    }
+    metadata = {"fps": info.fps, "duration": info.duration, "total_num_frames": info.num_frames}
+    metadata |= {"frames_indices": list(frames), "video_backend": "pyav", "do_sample_frames": False}
     video = {"prompt": text, "multi_modal_data": {"video": (read_frames(info, frames), metadata)}}
 
     def request(name: str, more: str = "", **changes) -> dict:
@@ -231,31 +206,28 @@ def started(part: str, folder: Path, hosts: int = 1) -> subprocess.Popen:
 
 
 def main(options: argparse.Namespace) -> None:
+    folder = options.folder
     if options.part is not None:
-        written = options.folder / "expected.json"
-        PARTS[options.part](options.folder, json.loads(written.read_text()) if written.exists() else None)
+        written = folder / "expected.json"
+        PARTS[options.part](folder, json.loads(written.read_text()) if written.exists() else None)
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        folder.mkdir(exist_ok=True)
-        guard_children(folder / "site")
-        save_text_model(folder / "qwen2")
-        hosts = started("prefill", folder, hosts=2)
-        try:
-            wait_for(lambda: (folder / TICKETS).exists() or hosts.poll() is not None, limit(600.0))
-            for part in [name for name in PARTS if name != "prefill"]:
-                begin = time.perf_counter()
-                status = started(part, folder).wait(limit(600.0))
-                print(f"{part}: {time.perf_counter() - begin:.1f} s", flush=True)
-                if status:
-                    raise SystemExit(status)
-        finally:
-            (folder / STOP).touch()
-            hosts.wait(limit(120.0))
+    folder.mkdir(exist_ok=True)
+    guard_children(folder / "site")
+    families.HIDDEN = families.HEADS * 32  # the smallest heads that vLLM's CPU kernels take
+    families.save_checkpoint("qwen2", folder / "qwen2")
+    hosts = started("prefill", folder, hosts=2)
+    try:
+        wait_for(lambda: (folder / TICKETS).exists() or hosts.poll() is not None, limit(600.0))
+        for part in [name for name in PARTS if name != "prefill"]:
+            if status := started(part, folder).wait(limit(600.0)):
+                raise SystemExit(status)
+    finally:
+        (folder / STOP).touch()
+        hosts.wait(limit(120.0))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, help="an empty folder for KV and models")
+    parser.add_argument("--folder", type=Path, required=True, help="an empty folder for KV and models")
     parser.add_argument("--part", choices=PARTS, help="only this, beside hosts that offer KV there")
     main(parser.parse_args())

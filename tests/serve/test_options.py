@@ -8,63 +8,39 @@ from apbv.launch.transfer import transfer_settings
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
-    "--kv-host ::1": "--kv-host needs --kv-transfer",
-    "--kv-seconds 5": "--kv-seconds needs --kv-transfer",
     "--kv-transfer /no/such/folder": "no folder, and not tcp",
     "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535 for each process",
-    "--kv-transfer tcp --kv-port -1": "--kv-port must leave a port",
     "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports from --kv-port 7999 on",
-    "--kv-transfer tcp --kv-port 8000": "--port 8000 is one of the ports from --kv-port 8000 on",
     "--kv-transfer tcp --kv-seconds 0": "--kv-seconds must lie in 0 .. 86400",
     "--kv-transfer tcp --reduce hippo": "--kv-transfer hands whole prompts over",
     "--max-kv-mib 0": "--max-kv-mib must be positive",
-    "--max-running -2": "--max-running must be positive",
     "--max-queue 0": "--max-queue must be positive",
     "--api-key=": "--api-key is empty",
     "--media-dir /no/such/folder": "is no folder",
     "--temperature=-1": "temperature must be",
-    "--top-p=0": "top_p",
-    "--max-new-tokens=0": "max_new_tokens",
     "--grace=inf": "--grace must lie in",
     "--fps=1e308": "--fps must lie in",
+    "--otlp-traces-endpoint localhost:4318": "localhost:4318",
+    "--otlp-traces-endpoint grpc://localhost:4317": "grpc://localhost:4317",
     "--reuse kv --reduce hippo": "--reduce chooses visual tokens anew",
 }
 
 
-@pytest.mark.parametrize("options", REFUSED)
-def test_options_that_make_no_sense_are_refused(monkeypatch, capsys, options):
+def test_options_that_make_no_sense_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        parse_arguments(["--model", "demo", *options.split()])
-    assert REFUSED[options] in capsys.readouterr().err
+    for options, message in REFUSED.items():
+        with pytest.raises(SystemExit):
+            parse_arguments(["--model", "demo", *options.split()])
+        assert message in capsys.readouterr().err, options
 
 
 def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
-    given = {
-        "served-model-name": "m",
-        "max-queue": 3,
-        "max-running": 2,
-        "max-kv-mib": 0.5,
-        "max-body-mib": 2,
-        "grace": 7,
-        "otlp-traces-endpoint": "http://c/v1",
-        "max-model-len": 99,
-        "max-frames": 11,
-        "max-new-tokens": 12,
-        "temperature": 0.5,
-        "top-p": 0.9,
-        "frames": 8,
-        "fps": 2,
-        "media-dir": tmp_path,
-        "allow-media-host": "Media.Example",
-        "max-media-mib": 3,
-        "max-decoded-mib": 4,
-        "max-image-mib": 5,
-        "fetch-seconds": 6,
-    }
+    given = f"""--served-model-name m --max-queue 3 --max-running 2 --max-kv-mib 0.5 --max-body-mib 2 --grace 7
+        --otlp-traces-endpoint http://c/v1 --max-model-len 99 --max-frames 11 --max-new-tokens 12 --temperature 0.5
+        --top-p 0.9 --frames 8 --fps 2 --media-dir {tmp_path} --allow-media-host Media.Example --max-media-mib 3
+        --max-decoded-mib 4 --max-image-mib 5 --fetch-seconds 6"""
     monkeypatch.setenv("APBV_API_KEY", "from the environment")
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    settings = settings_of(parse_arguments(["--model", "demo", *words]))
+    settings = settings_of(parse_arguments(["--model", "demo", *given.split()]))
     requests, media = settings.requests, settings.requests.media
     assert (settings.model, settings.max_queue, settings.max_running, settings.grace) == ("m", 3, 2, 7)
     assert (settings.max_kv_bytes, settings.max_body_bytes, settings.transfer) == (2**19, 2 * 2**20, None)
@@ -76,40 +52,30 @@ def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
     assert media.fetch_seconds == 6 and settings_of(parse_arguments(["--model", "demo"])).model == "demo"
 
 
-@pytest.mark.parametrize(
-    ("environment", "options", "expected"),
-    [
-        ({}, "", "127.0.0.1"),
-        ({}, "--host localhost", "127.0.0.1"),
-        ({}, "--host 192.0.2.7", "192.0.2.7"),
-        ({}, "--host 192.0.2.7 --kv-host 192.0.2.8", "192.0.2.8"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "", "127.0.0.1"),
+def test_where_consumers_find_a_process(monkeypatch):
+    here = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    for environment, options, expected in (
+        (here, "", "127.0.0.1"),
+        (here, "--host 192.0.2.7", "192.0.2.7"),
+        (here, "--host 192.0.2.7 --kv-host 192.0.2.8", "192.0.2.8"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "", None),  # no loopback
-    ],
-)
-def test_where_consumers_find_a_process(monkeypatch, environment, options, expected):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
-    found = transfer_settings(options)
-    assert found.host == expected if expected else not found.host.startswith("127.")
-    assert (found.port, found.seconds, found.directory) == (0, 120.0, None)
+    ):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
+        found = transfer_settings(options)
+        assert found.host == expected if expected else not found.host.startswith("127.")
+        assert (found.port, found.seconds, found.directory) == (0, 120.0, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "environment", "seconds"),
-    [
-        ([], {}, 30),
-        (["--shutdown-timeout", "90"], {"PET_SHUTDOWN_TIMEOUT": "1"}, 90),
-        (["--shutdown_timeout=90"], {}, 90),
-        ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}, 45),
-        ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45", "PET_SHUTDOWN_TIMEOUT": "50"}, 50),
-        (["--shutdown-timeout", "soon"], {}, None),
-        ([], {"PET_SHUTDOWN_TIMEOUT": "soon"}, None),
-    ],
-)
-def test_torchruns_shutdown_timeout_is_known(options, environment, seconds):
-    command = ["python", "/usr/bin/torchrun", "--nproc-per-node", "2", *options, "launch/serve.py", "--grace", "9"]
-    assert shutdown_timeout(command, environment) == seconds
+def test_torchruns_shutdown_timeout_is_known():
+    for options, environment, seconds in (
+        ("", {}, 30),
+        ("--shutdown-timeout 90", {"PET_SHUTDOWN_TIMEOUT": "1"}, 90),
+        ("--shutdown_timeout=90", {}, 90),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45"}, 45),
+        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45", "PET_SHUTDOWN_TIMEOUT": "50"}, 50),
+        ("", {"PET_SHUTDOWN_TIMEOUT": "soon"}, None),
+    ):
+        command = f"python /usr/bin/torchrun --nproc-per-node 2 {options} launch/serve.py --grace 9".split()
+        assert shutdown_timeout(command, environment) == seconds

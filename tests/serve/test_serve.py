@@ -40,110 +40,71 @@ def collector():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, media, collector):
     """Computing exactly, with everything allowed that is safe to allow, and KV that nobody fetches in a hurry."""
-    options = {
-        "model": "demo",
-        "dtype": "float32",
-        "passing-len": 4096,
-        "media-dir": media,
-        "api-key": KEY,
-        "max-media-mib": 0.5,
-        "max-body-mib": 1,
-        "kv-transfer": "tcp",
-        "kv-seconds": 3600,
-        "grace": HANGING,
-        "otlp-traces-endpoint": collector.url,
-        "log-format": "json",
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    words = (
+        f"--model demo --dtype float32 --passing-len 4096 --kv-transfer tcp --kv-seconds 3600 --grace {HANGING}"
+    )
+    words += f" --media-dir {media} --max-media-mib 0.5 --max-body-mib 1 --log-format json"
+    words = [*words.split(), "--otlp-traces-endpoint", collector.url, "--api-key", KEY]
     with serving(tmp_path_factory.mktemp("server") / "out", *words, key=KEY) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def engine(app):
-    return app.engine
-
-
-def answer_to(question: str) -> str:
-    return next(a for _, q, a in questions(make_clip(*demo.DEMO_CLIP)) if q == question)
-
-
-def ticket_for(server: Server, content) -> Ticket:
-    extra = {"kv_transfer_params": HAND_OVER, "num_frames": 64}
-    reply = server.ask(content, max_tokens=1, extra_body=extra)
-    return Ticket.from_params(reply.model_extra["kv_transfer_params"])
 
 
 def waiting_kv(server: Server) -> tuple[float, float]:
     return server.metric("apbv:kv_offers_waiting"), server.metric("apbv:kv_cache_bytes")
 
 
-@pytest.mark.parametrize("how", ["path", "file URL", "inline data"])
-def test_the_client_asks_about_a_video(server, media, how):
-    url = {"path": media / CLIP, "file URL": "file:clips/a%20clip.mp4", "inline data": data_url(media / CLIP)}[how]
+def test_the_client_asks_about_a_video(server, media):
     question = "name the letters in order"
-    content, expected = [part("video", url), text(question)], answer_to(question)
-    answer = server.ask(content)
-    assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
-    assert answer.usage.prompt_tokens > 256 and answer.usage.completion_tokens == len(expected.split()) + 1
-    if how == "path":
-        chunks = list(server.ask(content, stream=True, stream_options={"include_usage": True}))
-        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
-        assert len(chunks) > 5 and chunks[-2].choices[0].finish_reason == "stop"
-        assert chunks[-1].usage == answer.usage and len({chunk.id for chunk in chunks}) == 1
+    expected = next(a for _, q, a in questions(make_clip(*demo.DEMO_CLIP)) if q == question)
+    for url in ("file:clips/a%20clip.mp4", data_url(media / CLIP), media / CLIP):
+        content = [part("video", url), text(question)]
+        answer = server.ask(content)
+        assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens == len(expected.split()) + 1
+    chunks = list(server.ask(content, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
+    assert len(chunks) > 5 and chunks[-2].choices[0].finish_reason == "stop" and chunks[-1].usage == answer.usage
 
 
-def test_images_chats_and_samples_are_those_of_the_engine(server, media, engine):
-    picture = media / "picture.png"
-    expected = engine.generate(DESCRIBE, images=[picture], max_new_tokens=20).text
-    for url in (picture, data_url(picture)):
-        image = {"type": "image_url", "image_url": {"url": str(url), "detail": "low"}}
-        assert server.ask([image, text(DESCRIBE)], max_tokens=20).choices[0].message.content == expected
-    chat = [
-        {"role": "system", "content": "name the letters"},
-        {"role": "user", "content": "which letter"},
-        {"role": "assistant", "content": "J"},
-        {"role": "user", "content": [text("how many "), text("letters are shown")]},
+def test_videos_images_chats_and_samples_are_those_of_the_engine(server, media, app):
+    """In any order, in several turns, by path and inline."""
+    clip, picture = media / CLIP, media / "picture.png"
+    first = [part("video", clip), text("before"), part("image", data_url(picture)), part("video", data_url(clip))]
+    last = [
+        text("and "),
+        {"type": "image_url", "image_url": {"url": str(picture), "detail": "low"}},
+        text(DESCRIBE),
+    ]
+    chat = [("system", "be brief"), ("user", first), ("assistant", [text("yes")]), ("user", last)]
+    files = {"video_url": {"type": "video", "video": clip}, "image_url": {"type": "image", "image": picture}}
+    said = [
+        {
+            "role": role,
+            "content": [files.get(each["type"], each) for each in content] if role == "user" else content,
+        }
+        for role, content in chat
     ]
     sampling = {"temperature": 0.9, "top_p": 0.95}
-    expected = engine.generate(messages=chat, max_new_tokens=12, seed=2**64 - 5, **sampling).text
-    ask = server.client.chat.completions.create
-    answer = ask(model="demo", messages=chat, max_completion_tokens=12, seed=-5, **sampling)
-    assert answer.choices[0].message.content == expected
+    expected = app.engine.generate(messages=said, num_frames=8, max_new_tokens=12, seed=2**64 - 5, **sampling)
+    messages = [{"role": role, "content": content} for role, content in chat]
+    asked = {"max_completion_tokens": 12, "seed": -5, **sampling, "extra_body": {"num_frames": 8}}
+    answer = server.client.chat.completions.create(model="demo", messages=messages, **asked)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.stats["num_input_tokens"]
     for extra in ({"num_frames": 8}, {"fps": 0.25}):
         few = server.ask([part("video", CLIP), text("x")], max_tokens=1, extra_body={**extra, "ignore_eos": True})
         assert few.usage.prompt_tokens < 60 and few.choices[0].finish_reason == "length"
     raw = server.client.completions.create(
-        model="demo", prompt=[30, 31], max_tokens=5, extra_body={"ignore_eos": True}
+        model="demo", prompt=[30], max_tokens=5, extra_body={"ignore_eos": True}
     )
     assert (raw.choices[0].finish_reason, raw.usage.completion_tokens) == ("length", 5)
-
-
-def test_several_videos_and_images_are_those_of_the_engine(server, media, engine):
-    """In any order, in several turns, by path and inline."""
-    clip, picture = media / CLIP, media / "picture.png"
-    first = [part("video", clip), text("before"), part("image", data_url(picture)), part("video", data_url(clip))]
-    last = [text("and "), part("image", picture), text(DESCRIBE)]
-    chat = [("user", first), ("assistant", [text("yes")]), ("user", last)]
-    files = {"video_url": {"type": "video", "video": clip}, "image_url": {"type": "image", "image": picture}}
-    said = [
-        {"role": role, "content": [files.get(each["type"], each) for each in content]} for role, content in chat
-    ]
-    expected = engine.generate(messages=said, num_frames=8, max_new_tokens=12)
-    messages = [{"role": role, "content": content} for role, content in chat]
-    ask = server.client.chat.completions.create
-    answer = ask(model="demo", messages=messages, max_tokens=12, extra_body={"num_frames": 8})
-    assert answer.choices[0].message.content == expected.text
-    assert answer.usage.prompt_tokens == expected.stats["num_input_tokens"]
 
 
 REQUESTS = [
     ("name the letters in order", {}),
     (DESCRIBE, {"max_tokens": 40}),
-    ("how many letters are shown", {"ignore_eos": True, "max_tokens": 25}),
     (DESCRIBE, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 30}),
-    ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9}),
-    ("name the letters in order", {"temperature": 1.3, "seed": 2**63, "max_tokens": 12}),
+    ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9, "ignore_eos": True}),
 ]
 
 
@@ -159,7 +120,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
         return tokens, said, chunks[-1].choices[0].finish_reason
 
     alone = [answer(request) for request in REQUESTS]
-    assert len({tuple(tokens) for tokens, _, _ in alone}) > 4 and all(said for _, said, _ in alone)
+    assert len({tuple(tokens) for tokens, _, _ in alone}) == 4 and all(said for _, said, _ in alone)
     whole = alone[1][1]
     for stop in (whole[10:13], whole[31:47]):  # wherever tokens end
         _, cut, reason = answer((DESCRIBE, {"stop": ["never", stop], "max_tokens": 40}))
@@ -187,8 +148,6 @@ def test_keys_bodies_and_paths(server):
     for key in ("wrong", "ein Schlüssel", KEY[:-1], KEY):
         reply = server.http.get(f"{server.url}/models", headers={"Authorization": f"Bearer {key}".encode()})
         assert reply.status_code == (200 if key == KEY else 401)
-    reply = server.http.post(f"{server.url}/chat/completions", content=b"{}")
-    assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
     headers = {"Authorization": f"Bearer {KEY}"}
     pieces = (b" " * 2**18 for _ in range(8))  # without a length: it shows while it is read
     for body in (b" " * 2**21, pieces):
@@ -202,22 +161,23 @@ def test_keys_bodies_and_paths(server):
 
 def test_bad_connections_do_not_flood_the_log(server):
     address = urlsplit(server.root)
-    upgrade = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
-    for _ in range(9):
-        for data, status in ((b"no HTTP at all\r\n\r\n", b" 400 "), (upgrade, b" 200 ")):
-            with socket.create_connection((address.hostname, address.port), HANGING) as connection:
-                connection.sendall(data)
-                connection.shutdown(socket.SHUT_WR)
-                assert status in connection.recv(1000)
-    for warning in ("Invalid HTTP request", "Unsupported upgrade request"):
-        assert server.errors().count(warning) == 1
+    for _ in range(3):
+        with socket.create_connection((address.hostname, address.port), HANGING) as connection:
+            connection.sendall(b"no HTTP at all\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 400 " in connection.recv(1000)
+    assert server.errors().count("Invalid HTTP request") == 1
 
 
 @pytest.mark.parametrize("about", ["video", "text"])
-def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, engine, about):
-    question, clip = text(DESCRIBE), {"type": "video", "video": str(demo.video_path())}
-    sources = {"video": ([part("video", "clip.mp4"), question], [clip, question]), "text": (DESCRIBE, DESCRIBE)}
-    asked, content = sources[about]
+def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, app, about):
+    engine, question = app.engine, text(DESCRIBE)
+    asked, content = DESCRIBE, DESCRIBE
+    if about == "video":
+        asked, content = (
+            [part("video", "clip.mp4"), question],
+            [{"type": "video", "video": demo.video_path()}, question],
+        )
     extra = {"kv_transfer_params": HAND_OVER, "num_frames": 64}
     reply = server.ask(asked, max_tokens=1, extra_body=extra)
     state = engine.prefill(messages=[{"role": "user", "content": content}], num_frames=64, positions="vllm")
@@ -261,8 +221,8 @@ def test_every_request_is_traced_and_logged(server, collector):
     }
     assert phases["answered"] == ["decode", "prefill", "queue", "read"]
     assert phases["handed-over"] == ["hand_over", "prefill", "queue", "read"]
-    whole, said = spans()["answered"], {name: values_of(span.attributes) for name, span in spans().items()}
-    assert whole.trace_id.hex() == TRACE and whole.parent_span_id.hex() == SPAN
+    said = {name: values_of(span.attributes) for name, span in spans().items()}
+    assert spans()["answered"].trace_id.hex() == TRACE and spans()["answered"].parent_span_id.hex() == SPAN
     assert said["answered"]["gen_ai.request.max_tokens"] == 3
     assert said["answered"]["gen_ai.usage.prompt_tokens"] == reply.usage.prompt_tokens
     assert said["refused"]["http.response.status_code"] == 400
@@ -270,9 +230,7 @@ def test_every_request_is_traced_and_logged(server, collector):
     lines = [json.loads(line) for line in server.errors().splitlines() if '"request_id"' in line]
     told = {line["request_id"].removeprefix("chatcmpl-"): line for line in lines}
     assert {name: told[name]["trace_id"] for name in said} == {n: s.trace_id.hex() for n, s in spans().items()}
-    outcomes = {name: (told[name]["status"], told[name]["outcome"]) for name in said}
-    first, last = (each.choices[0].finish_reason for each in (reply, handed))
-    assert outcomes == {"answered": (200, first), "refused": (400, "invalid"), "handed-over": (200, last)}
+    assert {name: told[name]["status"] for name in said} == {"answered": 200, "refused": 400, "handed-over": 200}
     assert told["answered"]["completion_tokens"] == reply.usage.completion_tokens
     assert told["answered"]["total_seconds"] >= told["answered"]["time_to_first_token_seconds"] > 0
     assert told["handed-over"]["transfer"] == ticket.transfer
@@ -280,7 +238,9 @@ def test_every_request_is_traced_and_logged(server, collector):
 
 def test_sigterm_lets_the_running_answer_end_and_kv_be_fetched(server):
     """Any host may be asked; host 0 hears of it."""
-    ticket = ticket_for(server, [part("video", "clip.mp4"), text(DESCRIBE)])
+    asked = {"max_tokens": 1, "extra_body": {"kv_transfer_params": HAND_OVER, "num_frames": 64}}
+    reply = server.ask([part("video", "clip.mp4"), text(DESCRIBE)], **asked)
+    ticket = Ticket.from_params(reply.model_extra["kv_transfer_params"])
     running = Stream(server, max_tokens=400, extra_body={"ignore_eos": True})
     wait_for(lambda: running.pieces > 1)
     os.kill(server.processes[1].pid, signal.SIGTERM)
