@@ -13,6 +13,7 @@ from sass import obstacle, programs_at_a_time
 from scripts import BENCHMARKS, SCRIPT_TIMEOUT
 
 
+@pytest.mark.thorough  # a process that compiles
 def test_a_kernel_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
     """In a process of its own, because kernels of this one are interpreted."""
     assert "TRITON_INTERPRET=1" in obstacle() or not find_spec("triton")

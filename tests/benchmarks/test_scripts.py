@@ -52,6 +52,7 @@ def test_throughput_of_real_hosts(run):
     assert sum(by_label["apbv"]["comm_bytes"]) < sum(by_label["zigzag_ring"]["comm_bytes"]) / 2
 
 
+@pytest.mark.thorough
 def test_throughput_of_simulated_hosts_about_a_file(run):
     options = ["--model", "demo", "--video", demo.video_path(), "--frames", 48, "--hosts", 2]
     options += ["--methods", "full", "apbv", "--passing-len", 0, 8, "--rounds", 1, "--warmup", 0]
@@ -108,6 +109,7 @@ def test_a_plan_of_fewer_tokens_and_blocks(run):
     assert ratio("full", "--density", 0.25) > 1.2
 
 
+@pytest.mark.thorough
 def test_simulated_hosts_beside_the_cost_model(run):
     options = ["--tokens", 256, "--hosts", 2, "--rounds", 2, "--full-rounds", 2]
     (record,), _ = run("scaling", "simulate", *options)
@@ -136,6 +138,7 @@ def test_reuse_beside_none(run, tmp_path):
 # ---- answers ----
 
 
+@pytest.mark.thorough
 def test_accuracy_of_real_hosts(run, tmp_path):
     options = ["--preset", "table8", "--clips", 1, "--shots", 16, "--labels", "l_p = 0", "l_p = 8"]
     records, _ = run("accuracy", *options, "--split", "validation", "--folder", tmp_path, hosts=2)
@@ -162,6 +165,7 @@ def test_methods_differ_where_they_should(run, tmp_path):
     assert right("apbv", 8) >= full - 1 > right("star", 8)
 
 
+@pytest.mark.thorough
 def test_systems_go_on_where_their_file_ends(tmp_path):
     labels = ["full", "star", "apbv", "full, draft by hippo, 0.1"]
     path, plot = tmp_path / "figures.jsonl", tmp_path / "figures.png"
@@ -223,6 +227,7 @@ def test_a_papers_table_of_drafts(run, tmp_path):
         assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
 
 
+@pytest.mark.thorough
 def test_a_draft_host_beside_the_targets(run, tmp_path):
     options = of_clip(tmp_path, "--draft-host", "--strategies", "vanilla", "ngram")
     records, _ = run("speculative", *options, hosts=2)
@@ -270,6 +275,7 @@ def test_memory_of_every_way(tmp_path):
     assert beside["draft_decode_ms"] > 0 and "All answers are the same: True" in result.stdout
 
 
+@pytest.mark.thorough
 def test_views_of_a_draft(run, tmp_path):
     options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 16, "--keep-ratio", 0.25]
     records, output = run("draft_views", *options, "--keep", "full", "attention", "uniform_frames", plot=True)
@@ -293,6 +299,7 @@ def test_passed_tokens_are_drawn(run, tmp_path):
     assert (tmp_path / "passed.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_weights_of_an_ensemble_are_traced(run, tmp_path):
     options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 12, "--max-new-tokens", 20]
     (record,), _ = run("ensemble_weights", *options, plot=True)

@@ -61,10 +61,10 @@ def draft_job(hosts: HostGroup, kv: str, ways: list, request: dict, value: float
     ("num_hosts", "ways", "value", "after", "sampled"),
     [
         (1, WAYS, torch.nan, 0, SAMPLED),
-        (2, WAYS, torch.inf, 4, {}),
+        pytest.param(2, WAYS, torch.inf, 4, {}, marks=pytest.mark.thorough),
         # On a thread, or on a host of its own; it is asked again for the next request.
         (1, BESIDE, torch.nan, 0, SAMPLED),
-        (3, BESIDE, -torch.inf, 7, SAMPLED),
+        pytest.param(3, BESIDE, -torch.inf, 7, SAMPLED, marks=pytest.mark.thorough),
     ],
     ids=["one host", "two hosts", "a thread", "beside two"],
 )

@@ -41,6 +41,7 @@ def test_a_host_computes_on_its_gpu_whichever_is_current_and_saves_its_kv(checkp
         assert gpu.events.of("triton") and gpu.events.of("replay")
 
 
+@pytest.mark.thorough
 def test_a_model_whose_steps_cannot_be_recorded_goes_on_without(checkpoints, clip, expected):
     with resizing_as_on_gpu(), rehearsal() as gpu:
         engine = loaded(checkpoints(FAMILY), HostGroup.single("cuda:0"))
@@ -73,6 +74,7 @@ def _ask_shared(group, device, size: int, path: Path, clip: Path) -> list[int]:
     return engine.generate(QUESTION, video=clip, **REQUEST).token_ids
 
 
+@pytest.mark.thorough
 def test_a_host_of_two_gpus_answers_alike(pool, checkpoints, clip):
     for on_cpu, on_gpu in pool.run(2, shared_job, 2, checkpoints(FAMILY), clip):
         assert on_gpu == on_cpu

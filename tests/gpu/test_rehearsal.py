@@ -61,7 +61,7 @@ THOROUGH = [
     (2, drafting("parallelvlm", family="qwen2_vl", prefill={"kv": "sharded"})),
     (2, drafting("layerskip", prefill={"kv": "sharded"}, request=SAMPLED)),
 ]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]
+CASES = [*QUICK[::2], *(pytest.param(*case, marks=pytest.mark.thorough) for case in [*QUICK[1::2], *THOROUGH])]
 
 
 @pytest.mark.parametrize(("num_hosts", "case"), CASES)

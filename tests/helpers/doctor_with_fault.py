@@ -24,7 +24,7 @@ def scale_attention(factor: float) -> None:
 
     def attend(q, segments, *settings, **more):
         out, lse = right(q, segments, *settings, **more)
-        return out * factor, lse
+        return out.mul_(factor), lse
 
     torch_attention.segmented_attention = attend
 

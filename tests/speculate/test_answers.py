@@ -73,7 +73,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.thorough] * (case in ("three", "too short to be split")))
+        for case in CASES
+    ],
+)
 def test_no_way_to_draft_changes_an_answer(pool, clip, case):
     family, num_hosts, kv, ways, kind = CASES[case]
     video = {"video": str(clip), "num_frames": 12}
@@ -104,7 +110,11 @@ SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specv
 
 @pytest.mark.parametrize(
     ("family", "num_hosts", "kv"),
-    [("internvl", 2, "gathered"), ("qwen3_vl", 2, "sharded"), ("qwen2_5_vl", 1, "gathered")],
+    [
+        ("qwen3_vl", 2, "sharded"),
+        pytest.param("internvl", 2, "gathered", marks=pytest.mark.thorough),
+        pytest.param("qwen2_5_vl", 1, "gathered", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip, family, num_hosts, kv):
     """The target itself drafts, with the seed it is built with: so its prompt, positions and KV must be right."""

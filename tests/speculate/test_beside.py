@@ -63,7 +63,11 @@ def engine_job(hosts: HostGroup, kv: str, ways: list[dict], request: dict) -> li
 
 @pytest.mark.parametrize(
     ("num_hosts", "kv", "ways"),
-    [(1, "gathered", [*WAYS, *MORE_WAYS]), (2, "gathered", WAYS), (3, "sharded", MORE_WAYS)],
+    [
+        (1, "gathered", [*WAYS, *MORE_WAYS]),
+        (2, "gathered", WAYS),
+        pytest.param(3, "sharded", MORE_WAYS, marks=pytest.mark.thorough),
+    ],
     ids=["a thread", "one target", "two targets"],
 )
 def test_no_draft_host_changes_an_answer(pool, request_, plain, num_hosts, kv, ways):

@@ -114,7 +114,9 @@ RUNS += [{"most": most, "pattern": "all but the last"} for most in (1, 2, 4, 5, 
 RUNS += [{"end": place, "gamma": 4} for place in (1, 3, 4, 5, 8, 11)]
 
 
-@pytest.mark.parametrize(("num_hosts", "kv"), [(2, "gathered"), (3, "sharded")])
+@pytest.mark.parametrize(
+    ("num_hosts", "kv"), [pytest.param(2, "gathered", marks=pytest.mark.thorough), (3, "sharded")]
+)
 def test_a_pipeline_changes_no_token(pool, num_hosts, kv):
     all_right, none, one, *_ = (stats for _, stats, *_ in check(pool.run(num_hosts, pipeline_job, kv, RUNS), RUNS))
     # Five at a time once the pipeline runs, up to three times as many at first; one where nothing is right.
