@@ -34,6 +34,9 @@ class Cuda:
             shared_memory_per_block_optin=227 * 1024,
             L2_cache_size=50 << 20,
             total_memory=_TOTAL_MEMORY,
+            warp_size=32,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048,
         )
 
     @property
@@ -162,6 +165,7 @@ class Cuda:
             "Stream": Stream,
             "current_device": lambda: self.current_device,
             "current_stream": lambda device=None: Stream(device, number=streams.current),
+            "default_stream": lambda device=None: Stream(device, number=DEFAULT_STREAM),
             "device": on_device,
             "device_count": lambda: machine.num_gpus,
             "empty_cache": empty_cache,
@@ -174,10 +178,11 @@ class Cuda:
             "is_bf16_supported": lambda *_, **__: True,
             "is_current_stream_capturing": lambda: machine.capturing is not None,
             "is_initialized": lambda: True,
+            "max_memory_allocated": lambda device=None: 0,
+            "max_memory_reserved": lambda device=None: 0,
             "mem_get_info": lambda device=None: (_TOTAL_MEMORY, _TOTAL_MEMORY),
-            **dict.fromkeys(
-                ("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda device=None: 0
-            ),
+            "memory_allocated": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0,
             "reset_peak_memory_stats": nothing,
             "set_device": self.set_device,
             "set_stream": lambda stream: setattr(streams, "current", stream.number),

@@ -154,6 +154,18 @@ class Graph:
                         if isinstance(target, Tensor):
                             target.copy_(value)
 
+    def reset(self) -> None:
+        self._nodes, self._own, self._has_ended = [], set(), False
+
+    def pool(self):
+        return self._pool
+
+    def instantiate(self) -> None:
+        """Do nothing: there is no executable form of its own."""
+
+    def enable_debug_mode(self) -> None:
+        """Do nothing: nothing is dumped."""
+
     def _written(self, args: tuple, kwargs: dict) -> Any:
         """Return the argument that an operator writes, and returns."""
         return kwargs["out"] if "out" in kwargs else args[0]
