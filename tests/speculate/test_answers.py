@@ -131,14 +131,17 @@ def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip, fam
 def test_a_context_that_is_always_right_takes_over(pool, clip):
     """The target itself drafts; one context is its own prompt. Only the first block can be wrong.
 
-    One token more is allowed, because the contexts are a batch to the draft: its rounding is not the target's.
+    Where tokens are drawn, one more may be: the contexts are a batch to the draft, which rounds otherwise.
     """
     request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 24}
-    way = {"strategy": "tabed", "ensemble": "MT*", "keep": "full"}
-    for sampled, most, kv in (({}, 2, "gathered"), ({**SAMPLED, "temperature": 0.9}, 1, "sharded")):
+    way, wrong = {"strategy": "tabed", "ensemble": "MT*", "keep": "full"}, []
+    drawn = [({**SAMPLED, "temperature": 0.9, "seed": seed}, 1, "sharded") for seed in (5, 6, 7)]
+    for sampled, most, kv in [({}, 2, "gathered"), *drawn]:
         ways = [{**way, "num_draft_tokens": most}]
-        for ((tokens, figures, _),) in pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0):
-            assert len(tokens) == 24 and figures["num_drafted"] - figures["num_accepted"] <= most + 1
+        ((tokens, figures, _),), _ = pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0)
+        assert len(tokens) == 24
+        wrong.append(figures["num_drafted"] - figures["num_accepted"])
+    assert max(wrong) <= 2 and sum(wrong[1:]) <= 4, wrong
 
 
 def test_the_demo_pair_drafts_most_of_a_description():
