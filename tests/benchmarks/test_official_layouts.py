@@ -14,7 +14,7 @@ import vnbench
 from apbv.demo import clips
 from apbv.input.video import probe, read_frames, sample_uniform
 
-from asked import OPEN, answered, clip_of, summary_of, wrong_answers
+from asked import OPEN, SRT, answered, clip_of, summary_of, wrong_answers
 
 # ---- VNBench ----
 
@@ -97,20 +97,6 @@ def test_vnbench_refuses_a_wrong_file(tmp_path, capsys, change, message):
 
 
 # ---- Video-MME ----
-
-SRT = """1
-00:00:00,000 --> 00:00:01,000
-<font color="white" size=".72c">first line</font>
-
-2
-00:00:01,200 --> 00:00:01,300
-between frames
-
-3
-00:00:02,000 --> 00:00:04,500
-last
-line
-"""
 
 
 @pytest.fixture(scope="module")

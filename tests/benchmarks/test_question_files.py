@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import questions
 
+from asked import SRT
 from support.evaluation.results import ResultsFile, Run, read_runs
 from support.evaluation.samples import Sample, digest_of, in_order_of_files, shard
 from support.evaluation.scoring import ALL, markdown, score
@@ -120,27 +121,12 @@ def test_a_digest_covers_all_that_is_asked():
 
 # ---- subtitles ----
 
-SRT = """1
-00:00:00,000 --> 00:00:01,000
-<font color="white" size=".72c">first line</font>
-
-2
-00:00:01,100 --> 00:00:01,150
-between frames
-
-3
-00:00:02,000 --> 00:00:04,500
-last
-line
-
-"""
-
 
 def test_subrip_files(tmp_path):
-    (tmp_path / "s.srt").write_text(SRT.replace("\n", "\r\n") + "4\r\nno time\r\nlost", encoding="utf-8")
+    (tmp_path / "s.srt").write_text(SRT.replace("\n", "\r\n") + "\r\n4\r\nno time\r\nlost", encoding="utf-8")
     assert read_srt(tmp_path / "s.srt") == [
         Subtitle(0.0, 1.0, "first line"),
-        Subtitle(1.1, 1.15, "between frames"),
+        Subtitle(1.2, 1.3, "between frames"),
         Subtitle(2.0, 4.5, "last line"),
     ]
     (tmp_path / "other.srt").write_text("something else")

@@ -13,6 +13,19 @@ from support.evaluation.results import read_runs
 
 # The demo model knows its questions, and no letters.
 OPEN = ["--template", "{question}"]
+SRT = """1
+00:00:00,000 --> 00:00:01,000
+<font color="white" size=".72c">first line</font>
+
+2
+00:00:01,200 --> 00:00:01,300
+between frames
+
+3
+00:00:02,000 --> 00:00:04,500
+last
+line
+"""
 
 
 def answered(benchmark: ModuleType, results: Path, *options, status: int = 0) -> dict[str, dict]:
