@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, VideoConfig, load, plan, prefill
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, VideoConfig, plan, prefill
 from apbv.input.video import probe, sample_uniform
 
 import families
@@ -224,21 +224,6 @@ def test_what_is_reused_is_that_of_the_same_files(pool, files, num_hosts, mode, 
     for found, logits, expected in pool.run(num_hosts, reuse_job, files, mode):
         assert found == [None, reused, None]
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-def save_job(hosts: HostGroup, messages: list[dict], folder: str):
-    """The logits of a prompt, and of its KV from the disk, with what the disk says of it."""
-    engine = Engine(families.build_model("qwen2_vl"), families.build_processor("qwen2_vl"), hosts)
-    state = engine.prefill(messages=messages, num_frames=FRAMES)
-    state.save(folder)
-    loaded = load(folder, engine.model, hosts=hosts)
-    visual = loaded.inputs.visual
-    return state.logits, loaded.logits, visual.kind, visual.num_rows - state.inputs.visual.num_rows
-
-
-def test_kv_of_a_mixed_prompt_is_saved(pool, files, tmp_path):
-    for logits, loaded, kind, missing in pool.run(2, save_job, chat("everything", files), str(tmp_path / "kv")):
-        assert torch.equal(logits, loaded) and (kind, missing) == ("mixed", 0)
 
 
 def failing_job(hosts: HostGroup, messages: list[dict]):

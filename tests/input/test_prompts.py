@@ -7,7 +7,6 @@ import torch
 
 from apbv import HostGroup, PrefillConfig
 from apbv.input.reading import PromptReader
-from apbv.input.rendering import render_prompt
 from apbv.input.request import Question
 from apbv.input.visual import PromptError
 from apbv.model.parts import inspect_model
@@ -160,12 +159,6 @@ def test_token_ids_that_cannot_be_read():
             reader.render(Question(token_ids=token_ids))
     with pytest.raises(PromptError, match="instead of a prompt"):
         reader.render(Question("why?", token_ids=[1]))
-
-
-def test_a_context_whose_question_is_altered_is_refused():
-    reader = reader_of("qwen3", STRING.replace("trim", "upper"))
-    with pytest.raises(PromptError, match="alters the question"):
-        render_prompt(reader.parts, reader.processor, "why?", context="because")
 
 
 @pytest.mark.parametrize(

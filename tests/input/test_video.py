@@ -1,8 +1,6 @@
 """Clips are made here with PyAV; the reference is always PyAV's plain decoding of the whole file."""
 
 import io
-import struct
-import tracemalloc
 from pathlib import Path
 
 import av
@@ -11,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from apbv.input.video import VideoError, VideoInfo, probe, read_frames, sample_fps, sample_uniform
+from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.input.video.file import VideoFile
 from apbv.input.video.runs import plan_runs
 
@@ -89,53 +87,36 @@ def test_info_travels_between_hosts(encoded, name):
 
 def test_other_bytes_are_no_info(encoded):
     _, info, _ = encoded("mp4")
-    array = io.BytesIO()
-    np.save(array, np.zeros(3))
-    columns = io.BytesIO()
+    columns, objects = io.BytesIO(), io.BytesIO()
     np.savez(columns, path="a.mp4")
-    objects = io.BytesIO()
     np.savez(objects, path=np.array([{}], object))
-    for data in (b"", b"x" * 99, info.to_bytes()[:-99], array, columns, objects):
+    for data in (b"", info.to_bytes()[:-99], columns.getvalue(), objects.getvalue()):
         with pytest.raises(ValueError, match="no description of a video"):
-            VideoInfo.from_bytes(data if isinstance(data, bytes) else data.getvalue())
-
-
-def test_single_frame(tmp_path):
-    info = probe(encode(tmp_path / "a.mp4", n=1))
-    assert (info.timestamps.tolist(), info.fps, info.duration) == ([0.0], 25, 0.04)
-    assert read_frames(info, [0]).shape == (1, 48, 64, 3)
-    assert sample_fps(info, 2) == sample_uniform(info, 8) == [0]
+            VideoInfo.from_bytes(data)
 
 
 # What is decoded.
 
 
-def test_probe_decodes_one_frame(encoded, fed):
-    for name in ("mp4", "mkv late, variable rate", "ts", "avi mjpeg"):
-        path, *_ = encoded(name)
+def test_little_is_decoded(encoded, fed):
+    for name in ("mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"):
+        path, info, _ = encoded(name)
         fed.clear()
         probe(path)
-        assert len(fed) == 1, name
-
-
-@pytest.mark.parametrize("name", ["mp4", "mp4 late, variable rate", "mkv late, variable rate", "flv", "webm vp9"])
-def test_last_frames_decode_little(encoded, fed, name):
-    _, info, _ = encoded(name)
+        assert len(fed) == 1
+        read_frames(info, [48, 49])
+        assert len(fed) <= 1 + 10  # a group of pictures
+    _, info, _ = encoded("mp4")
     fed.clear()
-    read_frames(info, [48, 49])
-    assert len(fed) <= 10  # a group of pictures
+    read_frames(info, [0, 20, 21, 40])
+    assert len(fed) <= 1 + 4 + 1  # B-frames take up to two frames after them
+    fed.clear()
+    read_frames(info, range(50))
+    assert len(fed) == 50
 
 
 def test_frames_are_found_by_seeking(encoded, monkeypatch):
-    for name in (
-        "mp4",
-        "mp4 gop 2",
-        "mp4 open gop",
-        "mp4 edit lists",
-        "mkv late, variable rate",
-        "ts",
-        "flv",
-    ):
+    for name in ("mp4", "mp4 open gop", "mp4 edit lists", "mkv late, variable rate", "ts", "flv"):
         _, info, reference = encoded(name)
         with monkeypatch.context() as patch:
             patch.delattr(VideoFile, "reopen")  # what it does where seeking fails
@@ -155,16 +136,6 @@ def test_frame_displayed_before_its_keyframe(encoded, fed):
     assert len(fed) == info.frame_packets[index] + 1 - second
 
 
-def test_group_of_pictures_is_decoded_only_as_far_as_needed(encoded, fed):
-    _, info, _ = encoded("mp4")
-    fed.clear()
-    read_frames(info, [0, 20, 21, 40])
-    assert len(fed) <= 1 + 4 + 1  # B-frames take up to two frames after them
-    fed.clear()
-    read_frames(info, range(50))
-    assert len(fed) == 50
-
-
 def test_intact_frames_of_a_destroyed_file(encoded, tmp_path):
     path, info, reference = encoded("mp4")
     packets = packets_of(path)
@@ -174,17 +145,6 @@ def test_intact_frames_of_a_destroyed_file(encoded, tmp_path):
     assert np.array_equal(read_frames(probe(broken), [5, 42, 49]), [reference[i] for i in (5, 42, 49)])
     with pytest.raises(VideoError, match=r"a\.mp4: frame 20 cannot be decoded"):
         read_frames(probe(broken), [5, 20, 49])
-
-
-def test_holds_no_other_frames(tmp_path):
-    info = probe(encode(tmp_path / "a.mp4", n=60, gop=60, size=(240, 320)))
-    frame = 240 * 320 * 3
-    read_frames(info, [0])
-    tracemalloc.start()
-    read_frames(info, [57, 59])
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert 2 * frame <= peak < 5 * frame
 
 
 # Orientation.
@@ -203,22 +163,12 @@ def test_orientation(tmp_path, degrees, mirror):
     assert np.array_equal(read_frames(info, [0, 3, 11]), expected[[0, 3, 11]])
 
 
-def test_phone_held_upright(tmp_path):
-    """The matrix that phones write for "rotate by 90 degrees clockwise to display", as bytes of the file."""
-    path = encode(tmp_path / "b.mp4", n=3)
-    content = Path(path).read_bytes()
-    matrix = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 48 << 16, 0, 1 << 30)
-    info = probe(overwrite(path, tmp_path / "a.mp4", content.index(b"tkhd") + 4 + 40, matrix))
-    assert np.array_equal(read_frames(info, [2])[0], np.rot90(decode_all(path)[2], -1))
-
-
 # Unusual streams.
 
 
-@pytest.mark.parametrize("codec", ["libx264", "libx265", "mpeg2video"])
-def test_start_cut_off_an_open_group(tmp_path, codec):
+def test_start_cut_off_an_open_group(tmp_path):
     """The first frames displayed refer to frames that are gone: they are no frames of this video."""
-    path = encode(tmp_path / "b.mkv", codec=codec, bframes=None if codec == "libx265" else 3, gop=7, x264=OPEN_GOP)
+    path = encode(tmp_path / "b.mkv", bframes=3, gop=7, x264=OPEN_GOP)
     second = [i for i, packet in enumerate(packets_of(path)) if packet[3]][1]
     for first in (second, second - 3):
         cut = remux(path, tmp_path / "a.mkv", lambda i, packet: packet if i >= first else None)  # noqa: B023
@@ -227,20 +177,6 @@ def test_start_cut_off_an_open_group(tmp_path, codec):
         assert info.timestamps[0] == 0
         assert np.array_equal(read_frames(info, range(info.num_frames)), reference)
         assert np.array_equal(read_frames(info, [1, 30]), [reference[1], reference[30]])
-
-
-def test_predicted_frames_marked_as_keyframes(tmp_path):
-    """A decoder that starts there gives out pictures, but wrong ones."""
-
-    def mark(i, packet):
-        packet.is_keyframe = packet.is_keyframe or i % 10 == 5
-        return packet
-
-    path = remux(encode(tmp_path / "b.flv", codec="flv", bframes=0), tmp_path / "a.flv", mark)
-    assert [packet[3] for packet in packets_of(path)[:16]].count(True) == 4
-    info, reference = probe(path), decode_all(path)
-    for i in (5, 16, 28, 49):
-        assert np.array_equal(read_frames(info, [i])[0], reference[i])
 
 
 def test_size_change(tmp_path):

@@ -7,11 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, iter_frames, probe, reading
-from apbv.input.video.torchcodec_reading import load_decoder, torchcodec_chunks
+from apbv.input.video import VideoError, iter_frames, reading
+from apbv.input.video.torchcodec_reading import load_decoder
 
 from pairs import each_choice
-from video_files import encode
 
 SAME = ["mp4 open gop", "mp4 late, variable rate", "mp4 edit lists", "mp4 hevc open gop", "webm vp9"]
 
@@ -52,30 +51,6 @@ def test_frames_are_those_of_pyav(encoded, name, threads):
             got = read(info, indices, chunk_len, threads=threads)
             assert got.dtype == np.uint8
             assert np.array_equal(got, [reference[i] for i in indices])
-
-
-@needs_torchcodec
-def test_what_it_cannot_read_as_it_was_probed(encoded, tmp_path):
-    mirrored = probe(encode(tmp_path / "mirrored.mp4", n=12, rotate=(0, True, False)))
-    replaced = probe(encode(tmp_path / "replaced.mp4"))
-    encode(tmp_path / "replaced.mp4", n=20)
-    gone = probe(encode(tmp_path / "gone.mp4"))
-    (tmp_path / "gone.mp4").unlink()
-    for info, index in (
-        (mirrored, 3), (encoded("avi h264")[1], 3), (encoded("ts")[1], 20), (replaced, 40), (gone, 3),
-    ):  # fmt: skip
-        with pytest.raises(VideoError, match=rf"{info.path}: torchcodec cannot decode it"):
-            read(info, [index])
-
-
-@needs_torchcodec
-def test_pyav_goes_on_where_torchcodec_fails(encoded):
-    """From the first chunk on that does not come."""
-    for name in ("mp4", "ts", "avi h264"):
-        _, info, reference = encoded(name)
-        chunks = torchcodec_chunks(load_decoder(), info, range(50), 6, 1, "cpu", at_work)
-        got = list(reading._with_pyav_behind(chunks, info, list(range(50)), 6, 1, at_work))
-        assert np.array_equal(np.concatenate(got), reference)
 
 
 def at_work(thread: int) -> contextlib.AbstractContextManager:
