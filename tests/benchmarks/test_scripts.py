@@ -2,13 +2,11 @@
 
 import json
 import statistics
-from itertools import pairwise
 
 import pytest
 
 from apbv import demo
 from apbv.prefilling.methods import METHODS
-from apbv.speculate import STRATEGIES
 
 from scripts import figures_of, run_benchmark, valid_records
 from support.cost_model.costs import METHODS as COSTED
@@ -65,25 +63,6 @@ def test_throughput_of_simulated_hosts_about_a_file(run):
     assert all(more > less for more, less in zip(some["comm_bytes"], none["comm_bytes"], strict=True))
 
 
-@pytest.mark.thorough
-def test_throughput_presets_have_the_papers_rows(run):
-    options = ["--frames", 8, "--resolutions", "56x84", "--rounds", 1, "--warmup", 0]
-    rows, _ = run("throughput", "--preset", "fig6_baselines", *options, "--hosts", 2)
-    alone = ["full", "xattention", "spargeattn", "flexprefill"]
-    assert [row["label"] for row in rows] == [*alone, *SPLIT_METHODS, "slowfast, 0.5"]
-    assert [row["hosts"] for row in rows] == [1] * 4 + [2] * 5 + [1]
-    assert rows[0]["num_video_tokens"] == 4 * 6 and rows[-1]["num_video_tokens"] <= 12
-    rows, _ = run("throughput", "--preset", "table4", *options, "--hosts", 2)
-    without = ["apbv", "apbv -O", "apbv -O -F", "apbv -O -F -Z", "apbv -O -F -Z -V"]
-    assert [row["label"] for row in rows] == ["full", *without]
-    switches = ("overlap", "fused_query", "zigzag", "frame_parallel")
-    for before, after in pairwise(rows[1:]):
-        assert sum(before[name] != after[name] for name in switches) == 1
-    rows, _ = run("throughput", "--preset", "table7", *options, "--hosts", 4)
-    assert [row["network"]["group_size"] for row in rows] == [None, 2] * 5
-    assert [row["label"] for row in rows[:2]] == ["zigzag_ring (4)", "zigzag_ring (2, 2)"]
-
-
 def test_a_plan_of_a_long_video_on_eight_gpus(run):
     options = ["--frames", 64, "--resolution", "1440p", "--hosts", 4, 8, "--explain"]
     records, output = run("scaling", "plan", *options, plot=True)
@@ -94,19 +73,6 @@ def test_a_plan_of_a_long_video_on_eight_gpus(run):
     assert ratio["full", 1] == 1 and ratio["zigzag_ring", 8] == pytest.approx(8, rel=1e-3)
     assert ratio["ulysses", 8] <= 8 < ratio["apb", 8] < ratio["apbv", 8] > ratio["apbv", 4]
     assert output.count("bound by ") >= len(records)
-
-
-def test_a_plan_of_fewer_tokens_and_blocks(run):
-    """Before the language model a reduction saves work in all layers, and encodes as much as without."""
-
-    def ratio(method: str, *options) -> float:
-        (record,), _ = run("scaling", "plan", "--resolution", "1080p", "--methods", method, *options)
-        return record["flop_ratio"]
-
-    whole = ratio("apbv")
-    between, before = (ratio("apbv", "--reduce", name, "--reduce-ratio", 0.25) for name in ("fastv", "slowfast"))
-    assert whole < between < before
-    assert ratio("full", "--density", 0.25) > 1.2
 
 
 @pytest.mark.thorough
@@ -136,13 +102,6 @@ def test_reuse_beside_none(run, tmp_path):
 
 
 # ---- answers ----
-
-
-@pytest.mark.thorough
-def test_accuracy_of_real_hosts(run, tmp_path):
-    options = ["--preset", "table8", "--clips", 1, "--shots", 16, "--labels", "l_p = 0", "l_p = 8"]
-    records, _ = run("accuracy", *options, "--split", "validation", "--folder", tmp_path, hosts=2)
-    assert {(r["label"], r["passing_len"], r["hosts"]) for r in records} == {("l_p = 0", 0, 2), ("l_p = 8", 8, 2)}
 
 
 @pytest.mark.thorough
@@ -238,26 +197,6 @@ def test_a_draft_host_beside_the_targets(run, tmp_path):
         figures = record["speculation"]
         assert figures["draft_ms_per_token"] > 0 and figures["target_idle_ms"] > 0 and figures["draft_idle_ms"] > 0
         assert 0 < record["breakdown_ms"]["draft prefill"] < record["total_ms"][0]
-
-
-@pytest.mark.thorough
-def test_every_strategy_on_a_scaled_model_with_sharded_kv(run, tmp_path):
-    options = of_clip(tmp_path, "--scale", 2, "--kv", "sharded", "--num-draft-tokens", 2)
-    records, _ = run("speculative", *options, hosts=2, plot=True)
-    assert [record["label"].split(",")[0] for record in records[1:]] == list(STRATEGIES)
-    assert all(record["identical"] and record["hosts"] == 2 for record in records)
-    for record in records[1:]:
-        figures = record["speculation"]
-        # What "uv_prune" looks at: layer 20 of a target whose layers are repeated.
-        assert figures["config"]["uv_layer"] == 40
-        assert figures["tokens_per_target_forward"] <= figures["config"]["num_draft_tokens"] + 1
-
-
-@pytest.mark.thorough
-def test_a_caption_is_what_the_draft_says(run, tmp_path):
-    records, _ = run("speculative", *of_clip(tmp_path, "--preset", "tabed2"))
-    assert [r["label"] for r in records] == ["autoregressive", "M", "T", "P", "C", "MTCP", "MTCP*"]
-    assert all(record["identical"] for record in records)
 
 
 @pytest.mark.thorough  # three processes that import everything
