@@ -57,8 +57,8 @@ def test_weights_are_those_of_the_model(family):
 def test_the_packaged_model_is_planned_as_it_is_prefilled():
     with av.open(demo.video_path()) as container:
         resolution = container.streams.video[0].height, container.streams.video[0].width
-    planned, engine = plan("demo", frames=64, resolution=resolution), Engine.from_pretrained("demo")
-    state = engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=64)
+    planned, engine = plan("demo", frames=8, resolution=resolution), Engine.from_pretrained("demo")
+    state = engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=8)
     assert planned.num_visual_tokens == state.inputs.num_visual_tokens
     assert abs(planned.num_tokens - state.num_tokens) < 100
     assert planned.weights == sum(weight.nbytes for weight in engine.model.parameters())
