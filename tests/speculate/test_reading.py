@@ -24,7 +24,7 @@ from families import OMNI
 from oracle import as_double
 from patience import HANGING
 
-STEPS = 16
+STEPS = 8
 
 
 # ---- text ----
@@ -147,7 +147,6 @@ def heard_job(hosts: HostGroup, path: str, way: dict | None):
 @pytest.mark.parametrize(
     ("num_hosts", "way"),
     [
-        (2, {"strategy": "vanilla"}),
         (2, {"strategy": "tabed", "ensemble": "MTP"}),
         (3, {"strategy": "hippo", "keep_ratio": 0.5, "draft_host": True, "draft_timeout": HANGING}),
     ],
@@ -157,5 +156,3 @@ def test_drafts_that_hear_change_no_token(pool, heard, num_hosts, way):
     plain, _ = heard_job(HostGroup.single(), heard, None)
     for tokens, stats in pool.run(num_hosts, heard_job, heard, way):
         assert tokens == plain and stats.get("num_audio_tokens", 75) == 75
-        if way["strategy"] == "vanilla":  # the same model: it drafts what the target says
-            assert stats["speculation"]["acceptance_rate"] == 1
