@@ -29,7 +29,7 @@ from drafters import decoders
 from pairs import each_choice
 from prompts import text_batch, video_batch
 
-STEPS = 24
+STEPS = 19
 TREE = Tree.of(25, 5)
 
 
@@ -126,24 +126,21 @@ class Checked(TreeDrafter):
         return proposed
 
 
-@pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.0), ("llama", 0.01)])
+@pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.01), ("llama", 0.0)])
 def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
     model, draft = (families.build_model(family, dtype=torch.float64) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for weight in draft.get_decoder().parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator)
     prompt = (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
-    for way in ({}, {"temperature": 1.0, "top_p": 0.95, "seed": 5}):
-        config = SamplingConfig(max_new_tokens=STEPS, **way)
-        plain, by_tree, (_, drafts, look) = (
-            decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
-        )
-        expected = generate_tokens(answer_by(*plain[:2], config))
-        drafter = Checked(inspect_model(draft), look(), drafts.next_position, 256)
-        tokens, stats = generate_by_tree(answer_by(*by_tree[:2], config), drafter, TREE, Pace(TREE.depth))
-        assert tokens == expected
-        best = -(-(STEPS - 1) // 6)
-        if noise:
-            assert best < stats.num_target_forwards < STEPS - 4  # branches are left, and taken
-        elif not way:
-            assert stats.num_target_forwards == best
+    config = SamplingConfig(max_new_tokens=STEPS, temperature=float(noise > 0), seed=5)
+    plain, by_tree, (_, drafts, look) = (
+        decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
+    )
+    expected = generate_tokens(answer_by(*plain[:2], config))
+    drafter = Checked(inspect_model(draft), look(), drafts.next_position, 256)
+    tokens, stats = generate_by_tree(answer_by(*by_tree[:2], config), drafter, TREE, Pace(TREE.depth))
+    assert tokens == expected
+    best = -(-(STEPS - 1) // 6)
+    # Of a draft that is not the target branches are left, and taken.
+    assert best < stats.num_target_forwards < STEPS - 4 if noise else stats.num_target_forwards == best
