@@ -25,7 +25,7 @@ def says(*content, role: str = "user") -> dict:
 
 def answers_job(hosts: HostGroup, path: str, settings: dict, requests: list[dict]):
     engine = Engine.from_pretrained(path, prefill=PrefillConfig(**settings), hosts=hosts)
-    answers = [engine.generate(max_new_tokens=6, **request) for request in requests]
+    answers = [engine.generate(max_new_tokens=3, **request) for request in requests]
     return [(answer.token_ids, answer.text) for answer in answers], answers[0].stats
 
 
@@ -36,7 +36,7 @@ def test_every_family_answers_about_files_as_one_process_would(pool, checkpoints
     families.synthetic_image(84, 112).save(picture)
     video, question = {"type": "video", "video": str(clip)}, {"type": "text", "text": QUESTION}
     requests = [{"prompt": QUESTION, "video": str(clip)}, says(video, question)]
-    requests = [{**request, "num_frames": 15} for request in requests]
+    requests = [{**request, "num_frames": 9} for request in requests]
     requests += [{"prompt": QUESTION, "images": [str(picture)]}]
     requests += [says({"type": "image", "path": str(picture)}, question)]
     expected, stats = answers_job(HostGroup.single("cpu"), path, {}, requests)
