@@ -56,11 +56,9 @@ def first_token_job(hosts: HostGroup, clip: str, config: dict, speculate: dict |
 @pytest.mark.parametrize(
     ("hosts", "config", "speculate", "reuse"),
     [
-        (2, {}, None, None),
         (2, {"kv": "sharded"}, {"strategy": "vanilla"}, None),
         (1, {}, {"strategy": "vanilla", "draft_host": True}, None),
         (3, {}, {"strategy": "vanilla", "draft_host": True}, None),
-        (2, {}, None, "exact"),
         (2, {}, None, "kv"),
     ],
     ids=str,
