@@ -17,13 +17,7 @@ from apbv.speculate.tree_drafter import TreeDrafter
 
 import families
 from answers import answer_by
-from attention_cases import (
-    LSE_TOLERANCE,
-    OUT_TOLERANCE,
-    assert_lse_close,
-    assert_out_close,
-    make_inputs,
-)
+from attention_cases import LSE_TOLERANCE, OUT_TOLERANCE, assert_lse_close, assert_out_close, make_inputs
 from device import DEVICE
 from drafters import decoders
 from pairs import each_choice
@@ -40,10 +34,15 @@ def ancestors(tree: Tree, node: int) -> set[int]:
     return {node} | (ancestors(tree, tree.parents[node]) if node else set())
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (25, 5), (40, 3), (256, 256)])
-def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
-    tree = Tree.of(nodes, depth)
+@pytest.mark.parametrize(
+    ("nodes", "depth", "vocabulary"), [(2, 1, 9), (25, 5, 250), (40, 5, 3), (40, 2, 2), (9, 4, 1), (256, 256, 250)]
+)
+def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth, vocabulary):
+    tree = Tree.of(nodes, depth, vocabulary)
+    # As many nodes as were asked for, where so many fit in; of a node no more children than there are tokens.
+    nodes = min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
     assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth == min(nodes, depth)
+    assert max(map(len, tree.children)) <= vocabulary and tree.num_drafted == nodes
     assert list(tree.parents[1:]) == sorted(tree.parents[1:]) and list(tree.depths) == sorted(tree.depths)
     for node in range(len(tree)):
         assert tree.visible[node].nonzero().flatten().tolist() == sorted(ancestors(tree, node))
@@ -54,15 +53,6 @@ def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
     for most in range(tree.depth + 2):
         shorter = tree.cut(most)
         assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(most, tree.depth)
-
-
-@pytest.mark.parametrize(("nodes", "depth", "vocabulary"), [(40, 5, 3), (256, 5, 25), (40, 2, 2), (9, 4, 1)])
-def test_a_tree_has_no_more_children_than_there_are_tokens(nodes, depth, vocabulary):
-    tree = Tree.of(nodes, depth, vocabulary)
-    assert max(map(len, tree.children)) <= vocabulary
-    # As many nodes as were asked for, where so many fit in.
-    assert tree.num_drafted == min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
-    assert list(tree.parents[1:]) == sorted(tree.parents[1:])
 
 
 # ---- attention ----
