@@ -49,20 +49,16 @@ def test_what_exceeds_the_models_positions_is_refused_on_every_host(pool, checkp
         assert num_tokens + num_new == 64, "where nobody says how many, as many as there is room for"
 
 
-@pytest.mark.parametrize(
-    ("rope", "positions"),
-    [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
-        ({"rope_type": "linear", "factor": 2.0}, 65536),
-    ],
-    ids=str,
-)
-def test_stretched_positions_count(rope, positions):
+def test_stretched_positions_count():
     model = build_model("llama")
-    model.config.max_position_embeddings = 32768
-    model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
-    assert inspect_model(model).max_position_embeddings == positions
+    model.config.max_position_embeddings, yarn = 32768, {"rope_type": "yarn", "factor": 4.0}
+    for rope, positions in (
+        ({**yarn, "original_max_position_embeddings": 32768}, 131072),
+        ({**yarn, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "linear", "factor": 2.0}, 65536),
+    ):
+        model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+        assert inspect_model(model).max_position_embeddings == positions
 
 
 def long_text_job(hosts: HostGroup, path: str, request: dict, settings: dict):
