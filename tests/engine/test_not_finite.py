@@ -97,17 +97,17 @@ TURNS = [None, {"strategy": "sd_tree"}, {"strategy": "ngram"}]
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "kv", "ways", "after", "sampled"),
+    ("num_hosts", "kv", "ways", "after"),
     [
-        (2, "gathered", TURNS[:1], 0, {}),
-        (2, "sharded", TURNS, 2, SAMPLED),
-        (1, "gathered", BESIDE[:1], 2, {}),
-        (3, "gathered", BESIDE[:1], 2, {}),
+        (2, "gathered", TURNS[:1], 0),
+        (2, "sharded", TURNS, 2),
+        (1, "gathered", BESIDE[:1], 2),
+        (3, "gathered", BESIDE[:1], 2),
     ],
     ids=["at once", "shares", "a thread", "beside"],
 )
-def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after, sampled):
-    request = {"video": str(clip), **REQUEST, **sampled}
+def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after):
+    request = {"video": str(clip), **REQUEST, **(SAMPLED if kv == "sharded" else {})}
     for host, found in enumerate(pool.run(num_hosts, target_job, kv, ways, request, after)):
         if ways[0] and host == num_hosts - 1 > 0:
             assert found == ["HostError: the target's hosts failed"]
