@@ -8,7 +8,7 @@ import torch
 from apbv import HostGroup
 from apbv.config import SamplingConfig
 from apbv.decode.answer import generate_tokens
-from apbv.kernels import reference, verify_attention
+from apbv.kernels import reference
 from apbv.model.parts import inspect_model
 from apbv.speculate.pace import Pace
 from apbv.speculate.tree import Tree, verify_tree
@@ -17,10 +17,9 @@ from apbv.speculate.tree_drafter import TreeDrafter
 
 import families
 from answers import answer_by
-from attention_cases import LSE_TOLERANCE, OUT_TOLERANCE, assert_lse_close, assert_out_close, make_inputs
+from attention_cases import assert_out_close, make_inputs
 from device import DEVICE
 from drafters import decoders
-from pairs import each_choice
 from prompts import text_batch, video_batch
 
 STEPS = 19
@@ -53,25 +52,6 @@ def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth, vocabulary):
     for most in range(tree.depth + 2):
         shorter = tree.cut(most)
         assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(most, tree.depth)
-
-
-# ---- attention ----
-
-
-@each_choice(past=[0, 1, 129], near=["none", "tree", "level", "blind"], dtype=list(OUT_TOLERANCE))
-def test_tree_attention_equals_its_definition(past, near, dtype):
-    visible = {
-        "none": TREE.visible[:, :0],  # a host that does not hold the new tokens
-        "tree": TREE.visible,
-        "level": TREE.visible[list(TREE.inner_levels[2])],
-        "blind": TREE.visible & (torch.arange(len(TREE)) > 3)[:, None],
-    }[near].to(DEVICE)
-    q, [(k, v)] = make_inputs(len(visible), [past + visible.shape[1]], dtype=dtype)
-    out, lse = verify_attention(q, k, v, 0.2, visible=visible)
-    exact_out, exact_lse = reference.verify_attention(q.double(), k.double(), v.double(), 0.2, visible=visible)
-    assert out.dtype == dtype and out.shape == q.shape
-    assert_out_close(out, exact_out, OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
 
 
 def test_the_reference_is_masked_attention():
