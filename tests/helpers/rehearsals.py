@@ -51,10 +51,9 @@ class Case:
         model, draft = families.build_model(self.family, dtype=self.dtype, layers=2), None
         if speculate and STRATEGIES[speculate.strategy].needs_draft_model:
             draft = families.build_model(self.family, dtype=self.dtype, seed=1, layers=2)
-        if gpu is not None:
-            for each in (model, draft):
-                if each is not None:
-                    to_gpu(each, gpu, hosts.device.index)
+        for each in (model, draft):
+            if each is not None and gpu is not None:
+                to_gpu(each, gpu, hosts.device.index)
         return Engine(
             model,
             families.build_processor(self.family),
