@@ -116,8 +116,7 @@ def test_a_walk_with_every_way_to_choose(way, seed, monkeypatch):
 
 def test_first_tokens_come_before_anybody_is_decoded_further():
     """And joining moves nothing; the prompt can be answered again."""
-    parts = parts_of()
-    one, other = prefilled(), prefilled("llama", 1)
+    parts, one, other = parts_of(), prefilled(), prefilled("llama", 1)
     places = [layer.keys.data_ptr() for layer in one.kv.cache.layers]
     batch = Batch(parts)
     first = batch.join(one, asked(one))
@@ -163,9 +162,8 @@ def test_end_tokens():
 
 @pytest.mark.parametrize("fails", ["first", "later", "callback"])
 def test_a_member_fails_alone(fails):
-    parts = parts_of()
-    one, other = prefilled(), prefilled("llama", 1)
-    expected = alone(other, parts)
+    parts, one, other = parts_of(), prefilled(), prefilled("llama", 1)
+    batch, expected = Batch(parts), alone(other, parts)
 
     def on_token(token):
         if fails == "callback":
@@ -173,7 +171,6 @@ def test_a_member_fails_alone(fails):
 
     if fails == "first":
         one.logits = one.logits * torch.nan
-    batch = Batch(parts)
     broken = batch.join(one, asked(one, on_token=on_token))
     going = batch.join(other, asked(other))
     if fails == "later":
