@@ -93,13 +93,10 @@ def test_an_answer_ends_where_host_0_says(pool, way, hosts, kv):
 def ended_early_job(hosts: HostGroup) -> list[str]:
     """What is said of requests that are cancelled before they begin, or whose caller fails when asked."""
     engine, said = engine_of("plain", hosts), []
-    for times, error in ((1, RequestCancelled), (2, RequestCancelled), (2, (ZeroDivisionError, RuntimeError))):
-        answers = iter([False] * (times - 1) + ([True] if error is RequestCancelled else []))
-
-        def stop(tokens, answers=answers) -> bool:
-            return next(answers) if answers.__length_hint__() else 1 / 0
-
+    for said_first, error in (([True], RequestCancelled), ([False, True], RequestCancelled), ([], Exception)):
+        answers = iter(said_first)
         with pytest.raises(error) as ended:
+            stop = (lambda tokens, answers=answers: next(answers)) if said_first else (lambda tokens: 1 / 0)
             engine.generate(QUESTION, **VIDEO, max_new_tokens=3, stop=stop)
         assert not hosts.is_broken
         said.append(str(ended.value))
