@@ -44,8 +44,7 @@ def test_numbers_are_a_function_of_their_keys_and_stay_what_they_were():
     calls = list(itertools.product((0, 1, 2**64 - 1), (0, 1, 2, 2**33), (0, 1)))
     first = {call: uniform(*call) for call in calls}
     assert first == {call: uniform(*call) for call in reversed(calls)}
-    assert len(set(first.values())) == len(calls), "two keys share a number"
-    assert all(0.0 <= number < 1.0 for number in first.values())
+    assert len(set(first.values())) == len(calls) and all(0.0 <= number < 1.0 for number in first.values())
     assert (uniform(0, 0, 0), uniform(7, 272, 0)) == (0.011546754286331562, 0.7292900204044579)
     assert (uniform(7, 272, 1), uniform(2**64 - 1, 2**33, 2)) == (0.18702180569014648, 0.1725574004888618)
 
