@@ -68,16 +68,18 @@ def test_held_out_clips_are_answered_right(pool, tmp_path):
         assert right >= 0.85 * total, (task, right, total)
 
 
+def inputs_of(processor, question: str, answer: str, frames, metadata):
+    content = [{"type": "video"}, {"type": "text", "text": question}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+
+
 def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, processor):
     clip = clips.make_clip(*demo.DEMO_CLIP)
     frames, metadata = load_video(str(demo.video_path()), backend="pyav")
     answers = {question: answer for _, question, answer in clips.questions(clip)}
     for question in demo.EXAMPLE_QUESTIONS[:2]:
-        content = [{"type": "video"}, {"type": "text", "text": question}]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-        inputs = processor(text=[text], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+        inputs = inputs_of(processor, question, "", frames, metadata)
         output = target.generate(**inputs, max_new_tokens=40)[:, inputs["input_ids"].shape[1] :]
         assert processor.batch_decode(output, skip_special_tokens=True) == [answers[question]]
 
@@ -111,10 +113,9 @@ def shot_pool():
         return data.ShotPool(seed=9, size=1024, grid=2)
 
 
-@pytest.mark.parametrize("grid", clips.GRIDS)
-def test_training_sequences_equal_what_the_processor_makes(target, processor, grid):
+def test_training_sequences_equal_what_the_processor_makes(target, processor):
     """A packed training row holds, per question, the tokens and positions that inference would see."""
-    maker = data.BatchMaker({}, seed=7)
+    maker, grid = data.BatchMaker({}, seed=7), 6
     clip = clips.make_clip(0, 10, "train", grid)
     frames = clips.render(clip)
     pixels = processor.video_processor(videos=[frames], return_tensors="pt")
@@ -130,11 +131,7 @@ def test_training_sequences_equal_what_the_processor_makes(target, processor, gr
     metadata = VideoMetadata(total_num_frames=20, fps=float(clips.FPS), frames_indices=list(range(20)))
     before = len(row.ids) - len(row.labels)
     for number, (_, question, answer) in enumerate(asked, start=1):
-        content = [{"type": "video"}, {"type": "text", "text": question}]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-        inputs = processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+        inputs = inputs_of(processor, question, answer, frames, metadata)
         inputs.pop("pixel_values_videos")
         chosen = torch.cat([torch.ones(before, dtype=torch.bool), row.segments == number])
         torch.testing.assert_close(row.ids[chosen], inputs["input_ids"][0])
@@ -165,14 +162,13 @@ def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
 def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_pool):
     """A few steps of the real thing: the loss falls, and a resumed run goes on where the first one stopped."""
     monkeypatch.setattr(train_demo, "ShotPool", lambda *_: shot_pool)
-    monkeypatch.setattr(training, "GRID_SHARES", {2: 1.0})
     monkeypatch.setattr(train_demo, "POOL_SIZES", {2: 1024})
-    monkeypatch.setattr(training, "WARMUP_STEPS", 5)
-    monkeypatch.setattr(training, "LOG_SECONDS", 1)
-    for name in ("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"):
-        monkeypatch.setattr(training, name, 384)
     # Every step takes half a second by this clock: as many steps on every machine.
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=itertools.count(step=0.5).__next__))
+    clock = SimpleNamespace(monotonic=itertools.count(step=0.5).__next__)
+    small = {"GRID_SHARES": {2: 1.0}, "WARMUP_STEPS": 5, "LOG_SECONDS": 1, "time": clock}
+    small |= dict.fromkeys(("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"), 384)
+    for name, value in small.items():
+        monkeypatch.setattr(training, name, value)
     command = ["target", "--out", str(tmp_path), "--threads", "1"]
     assert train_demo.main([*command, "--minutes", "0.1"]) == 0
     state = torch.load(tmp_path / "state.pt", weights_only=True)
