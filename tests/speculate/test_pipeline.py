@@ -35,14 +35,14 @@ class ScriptedStream:
     """Writes the answer, and errs or fails where it is told to."""
 
     def __init__(self, answer: list[int], pattern, fail_after: int | None = None):
-        self.answer, self.pattern, self.left = answer, pattern, fail_after
+        self.answer, self.pattern, self.fail_after, self.count = answer, pattern, fail_after, 0
 
     def stream(self, sequence):
         said = list(sequence[1:])
         for place in range(100):
-            if self.left == 0:
+            if self.count == self.fail_after:
                 raise RuntimeError("out of memory")
-            self.left = None if self.left is None else self.left - 1
+            self.count += 1
             right = self.answer[len(said)] if said == self.answer[: len(said)] and len(said) < STEPS else 0
             said.append(right if self.pattern(place) else (right + 1) % VOCABULARY)
             yield said[-1], None
