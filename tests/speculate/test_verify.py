@@ -37,9 +37,8 @@ def one_after_the_other(drafted, q, p, accept_draws, next_draws) -> Verdict:
         # Of a one-hot q nothing is left but that one token.
         weights = [0.0 if q is None and b else max(0.0, a - b) for a, b in zip(row, theirs, strict=False)]
         return Verdict(place, drawn(weights if any(weights) else row, next_draws[place]))
-    if len(p) == len(drafted):
-        return Verdict(len(drafted), None)
-    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]))
+    has_more = len(p) > len(drafted)
+    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]) if has_more else None)
 
 
 def drawn(weights: list[float], number: float) -> int:
