@@ -26,8 +26,7 @@ ARRIVAL, RECORDING = ("event", "apbv/transfer.py:read"), ("synchronize", "apbv/d
 
 def engine_of(hosts: HostGroup, gpu=None) -> Engine:
     model = families.build_model("qwen2_5_vl", layers=1)
-    if gpu is not None:
-        to_gpu(model, gpu)
+    model = model if gpu is None else to_gpu(model, gpu)
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts)
 
 
