@@ -233,10 +233,9 @@ def test_what_was_passed_on_is_known_to_all(pool):
     results = pool.run(3, passed_job, "sharded")
     found, _, layout, is_visual = results[0]
     expected = torch.zeros(len(found), *found[0].shape[:1], len(is_visual), dtype=torch.bool)
-    for _, told, *_ in results:
-        for layer, block, rows in told:
-            for head, chosen in enumerate(rows):
-                expected[layer, head, layout.blocks[block].start + chosen] = True
+    for layer, block, rows in (passed for _, told, *_ in results for passed in told):
+        for head, chosen in enumerate(rows):
+            expected[layer, head, layout.blocks[block].start + chosen] = True
     # Every block chose, the last one too, of every layer and head as many as it would pass on.
     assert (expected.sum(dim=-1) == sum(map(layout.num_passed, range(len(layout.blocks))))).all()
     for result, *_ in results:
