@@ -36,8 +36,10 @@ def decoded(state, ahead: bool, sampling: SamplingConfig, end=()) -> tuple[list[
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_an_answer_of_any_length_is_the_same(sampling):
     state = prefilled()
-    full, *_ = decoded(state, False, sampling)
-    assert len(full) == MOST
+    full, happened, _ = decoded(state, False, sampling)
+    assert len(full) == MOST and happened[:4] == ["token", "step", "token", "step"]
+    _, happened, _ = decoded(state, True, sampling)
+    assert happened[:6] == ["token", "step", "step", "token", "step", "token"]
     for index, token in enumerate(full):
         expected = decoded(state, False, sampling, (token,))
         tokens, happened, left = decoded(state, True, sampling, (token,))
@@ -46,14 +48,6 @@ def test_an_answer_of_any_length_is_the_same(sampling):
         # Behind an end token a step was for nothing; where the answer may not be longer there is none.
         wasted = 1 < len(tokens) < MOST
         assert happened.count("step") == len(tokens) - 1 + wasted, index
-
-
-def test_every_step_but_the_first_is_given_before_a_token_is_read():
-    state = prefilled()
-    _, happened, _ = decoded(state, True, GREEDY)
-    assert happened[:6] == ["token", "step", "step", "token", "step", "token"]
-    _, happened, _ = decoded(state, False, GREEDY)
-    assert happened[:4] == ["token", "step", "token", "step"]
 
 
 @pytest.mark.parametrize(("sampling", "broken_at"), [(GREEDY, 4), (SAMPLED, 1)])

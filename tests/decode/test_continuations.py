@@ -35,15 +35,15 @@ def continuation_job(
 
 
 CASES = [(family, 1 + place % 3, "apbv") for place, family in enumerate(ALL_FAMILIES)]
-CASES += [("llama", 8, "apbv"), ("qwen2_5_vl", 3, "zigzag_ring"), ("llama", 2, "ulysses")]
+CASES += [("qwen2_5_vl", 3, "zigzag_ring"), ("llama", 2, "ulysses")]
 
 
 @pytest.mark.parametrize(("family", "num_hosts", "method"), CASES)
-def test_continuations_equal_hugging_face_generate(on_hosts, family, num_hosts, method):
+def test_continuations_equal_hugging_face_generate(pool, family, num_hosts, method):
     batch, query_start, expected = continuation(family)
     assert len(set(expected)) > 2
     steps = len(expected)
-    results = on_hosts(num_hosts, continuation_job, family, torch.float32, batch, query_start, steps, method)
+    results = pool.run(num_hosts, continuation_job, family, torch.float32, batch, query_start, steps, method)
     for host, continued in enumerate(results):
         assert len(continued) == (4 if host == 0 else 2)
         for way, tokens in continued.items():
@@ -51,7 +51,7 @@ def test_continuations_equal_hugging_face_generate(on_hosts, family, num_hosts, 
 
 
 @cache
-def continuation(family: str, steps: int = 12) -> tuple[dict, int | None, list[int]]:
+def continuation(family: str, steps: int = 9) -> tuple[dict, int | None, list[int]]:
     """A prompt, its first query token where it is a text, and what the model itself says next."""
     # 40 frames of 2 x 2 tokens: more time steps than rows, where rotary positions of text and video overlap.
     batch = text_batch(120) if family in TEXT_FAMILIES else video_batch(family, frames=40)

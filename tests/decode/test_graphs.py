@@ -13,7 +13,7 @@ from apbv.model.parts import inspect_model
 from apbv.speculate.tree import Tree
 
 from families import TEXT_FAMILIES
-from prompts import POSITIONS, as_inputs, build, text_batch, video_batch
+from prompts import as_inputs, build, text_batch, video_batch
 from recorded import recorded_on_a_cpu
 
 QUESTION, FRAMES = "name the letters in order", 16
@@ -54,46 +54,49 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
     return said + [states for layer in decoder.newest_kv(length) for states in layer]
 
 
-@pytest.mark.parametrize("family", [*POSITIONS, "shorter layers"])
-def test_a_walk_says_the_same(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "reduce"),
+    [("qwen2_5_vl", None), ("llama", None), ("qwen2_5_vl", ReduceConfig(method="pdrop", ratio=0.3, layer=1))],
+)
+def test_a_walk_says_the_same(family, reduce, monkeypatch):
     """Where tokens were dropped inside the model every layer has another number of rows to write behind."""
     monkeypatch.setattr(growing, "GROWTH_ROWS", 24)  # so that buffers are left for new ones
-    reduce = None
-    if family == "shorter layers":
-        family, reduce = "qwen2_5_vl", ReduceConfig(method="pdrop", ratio=0.3, layer=1)
-    expected = walk(decoder_of(family, reduce=reduce), 0, 40)
+    expected = walk(decoder_of(family, reduce=reduce), 0, 30)
     with recorded_on_a_cpu() as repeated:
         decoder = decoder_of(family, reduce=reduce)
         assert len({layer.keys.shape[2] for layer in decoder.cache.layers}) == (3 if reduce else 1)
-        found = walk(decoder, 0, 40)
+        found = walk(decoder, 0, 30)
     assert len(repeated) > 10 and len(set(repeated)) > 2
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def way(strategy: str, backend: str = "auto", **settings) -> dict:
-    speculate = SpeculativeConfig(strategy=strategy, keep_losing_draft=True, **settings)
-    return {"speculate": speculate, "prefill": PrefillConfig(backend=backend)}
+# A cache that changes, a tree, and drafts on the target's KV, read where that lies.
+WAYS = [("auto", {"strategy": "hippo", "draft_model": "demo", "prune": "kv"})]
+WAYS += [
+    ("auto", {"strategy": "sd_tree", "draft_model": "demo"}),
+    ("triton", {"strategy": "std", "keep_tokens": 60}),
+]
 
 
-# A window, a cache that changes, a tree, and drafts on the target's KV, once read where that lies.
-WAYS = [way("hippo", draft_model="demo", prune="kv"), way("sd_tree", draft_model="demo")]
-WAYS += [way("std", keep_tokens=60), way("std", keep_tokens=60, backend="triton")]
-SAMPLED = {"temperature": 1.3, "top_p": 0.9, "seed": 3}
-
-
-def answers(engine: Engine, sampling=({}, SAMPLED)) -> list[list[int]]:
+def answer(engine: Engine) -> list[int]:
     request = {"video": demo.video_path(), "num_frames": FRAMES, "max_new_tokens": 8}
-    return [engine.generate(QUESTION, **request, **options).token_ids for options in sampling]
+    return engine.generate(QUESTION, **request, temperature=1.3, top_p=0.9, seed=3).token_ids
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, pytest.param(3, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_answers_are_the_same(number):
-    engine = Engine.from_pretrained("demo", dtype="float32", **WAYS[number])
-    expected = answers(engine)
+    backend, way = WAYS[number]
+    speculate, config = SpeculativeConfig(keep_losing_draft=True, **way), PrefillConfig(backend=backend)
+    engine = Engine.from_pretrained("demo", dtype="float32", prefill=config, speculate=speculate)
+    expected = answer(engine)
     with recorded_on_a_cpu() as repeated:
-        assert answers(engine) == expected
+        assert answer(engine) == expected
     assert repeated
+    engine = Engine.from_pretrained("demo", dtype="float32", decode=DecodeConfig(cuda_graphs="off"))
+    with recorded_on_a_cpu() as repeated:
+        answer(engine)
+    assert not repeated
 
 
 def test_a_kept_prompt_is_answered_again():
@@ -114,12 +117,3 @@ def test_what_keeps_steps_from_being_recorded(monkeypatch):
     assert "torch attention" in runner.why_not_captured(other, None)
     monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
     assert "members of a host" in runner.why_not_captured(parts, None)
-
-
-def test_graphs_can_be_switched_off():
-    engine = Engine.from_pretrained("demo", dtype="float32", decode=DecodeConfig(cuda_graphs="off"))
-    with recorded_on_a_cpu() as repeated:
-        answers(engine, [{}])
-    assert not repeated
-    with pytest.raises(ValueError, match=r"^cuda_graphs must be one of auto, off, not 'on'$"):
-        DecodeConfig(cuda_graphs="on")

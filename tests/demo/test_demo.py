@@ -3,7 +3,9 @@
 import itertools
 import re
 from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import train_demo
@@ -30,18 +32,19 @@ def target():
     return load(demo.model_path())
 
 
-def clip_job(hosts: HostGroup, asked: list[tuple[str, str]]) -> list[str]:
+def clip_job(hosts: HostGroup, asked: list[str]) -> list[str]:
     config = PrefillConfig(passing_len=16, anchor_len=32)
     engine = Engine.from_pretrained("demo", hosts=hosts, prefill=config, dtype="float32")
-    return [engine.generate(q, video=v, num_frames=128, max_new_tokens=8).text.strip() for v, q in asked]
+    request = {"video": demo.video_path(), "num_frames": 128, "max_new_tokens": 8}
+    return [engine.generate(question, **request).text.strip() for question in asked]
 
 
 def test_the_packaged_clip_is_answered_right_with_real_compression(pool):
     """Blocks of about 50 tokens that pass on 16 each, per layer and KV head."""
     clip = clips.make_clip(*demo.DEMO_CLIP)
     answers = {question: answer for task, question, answer in clips.questions(clip) if task == "retrieval"}
-    assert demo.DEMO_QUESTION in answers
-    assert pool.run(2, clip_job, [(str(demo.video_path()), q) for q in answers])[0] == list(answers.values())
+    asked = [demo.DEMO_QUESTION, *list(answers)[-2:]]
+    assert pool.run(2, clip_job, asked)[0] == [answers[question] for question in asked]
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +61,27 @@ def score_job(hosts: HostGroup, exam: Exam, configs: list[PrefillConfig], folder
 def test_held_out_clips_are_answered_right(pool, tmp_path):
     exam = Exam(grid=6, num_shots=16, num_clips=6, split="validation")
     records, others = pool.run(2, score_job, exam, [PrefillConfig()], tmp_path)
-    assert records == others
-    assert {record["task"] for record in records} == {"retrieval", "ordering", "counting", "describe"}
-    assert {record["needles"] for record in records} == set(clips.NEEDLES)
-    for task in ("retrieval", "ordering", "counting", "describe"):
+    assert records == others and {record["needles"] for record in records} == set(clips.NEEDLES)
+    for task in clips.TASKS:
         mine = [record for record in records if record["task"] == task]
-        assert {record["method"] for record in mine} == {"apbv"}
         right, total = (sum(record[name] for record in mine) for name in ("right", "total"))
         assert right >= 0.85 * total, (task, right, total)
+
+
+def inputs_of(processor, question: str, answer: str, frames, metadata):
+    content = [{"type": "video"}, {"type": "text", "text": question}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    return processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
 
 
 def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, processor):
     clip = clips.make_clip(*demo.DEMO_CLIP)
     frames, metadata = load_video(str(demo.video_path()), backend="pyav")
-    assert len(frames) == 2 * len(clip.shots)
-    asked = clips.questions(clip)
-    assert set(demo.EXAMPLE_QUESTIONS) <= {question for _, question, _ in asked}
-    for _, question, answer in asked[-3:]:
-        content = [{"type": "video"}, {"type": "text", "text": question}]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-        inputs = processor(text=[text], videos=[frames], video_metadata=[metadata], return_tensors="pt")
-        output = target.generate(**inputs, max_new_tokens=400)[:, inputs["input_ids"].shape[1] :]
-        assert processor.batch_decode(output, skip_special_tokens=True) == [answer]
+    answers = {question: answer for _, question, answer in clips.questions(clip)}
+    for question in demo.EXAMPLE_QUESTIONS[:2]:
+        inputs = inputs_of(processor, question, "", frames, metadata)
+        output = target.generate(**inputs, max_new_tokens=40)[:, inputs["input_ids"].shape[1] :]
+        assert processor.batch_decode(output, skip_special_tokens=True) == [answers[question]]
 
 
 def test_the_checkpoints_are_genuine_and_small_and_list_no_foreign_path(target):
@@ -93,8 +93,8 @@ def test_the_checkpoints_are_genuine_and_small_and_list_no_foreign_path(target):
     assert demo.video_path().stat().st_size < 300_000
     for file in demo.model_path().glob("*.json"):
         assert not re.search(r'"(/|[A-Z]:\\\\)\w+/', file.read_text()), file
-    shared = ("tokenizer.json", "tokenizer_config.json", "processor_config.json", "chat_template.jinja")
-    for name in (*shared, "generation_config.json"):  # the draft reads and writes as the target does
+    # The draft reads and writes as the target does.
+    for name in ("tokenizer.json", "processor_config.json", "chat_template.jinja", "generation_config.json"):
         assert (demo.draft_path() / name).read_bytes() == (demo.model_path() / name).read_bytes()
 
 
@@ -108,14 +108,14 @@ def test_a_scaled_model_computes_the_same_with_more_layers(target, processor):
 
 @pytest.fixture(scope="module")
 def shot_pool():
-    """As few shots as a pool may hold."""
-    return data.ShotPool(seed=9, size=1024, grid=2)
+    """As few shots as a pool may hold, which are not encoded: that takes longest."""
+    with mock.patch.multiple(clips, write_mp4=lambda frames, file: np.save(file, frames), read_mp4=np.load):
+        return data.ShotPool(seed=9, size=1024, grid=2)
 
 
-@pytest.mark.parametrize("grid", clips.GRIDS)
-def test_training_sequences_equal_what_the_processor_makes(target, processor, grid):
+def test_training_sequences_equal_what_the_processor_makes(target, processor):
     """A packed training row holds, per question, the tokens and positions that inference would see."""
-    maker = data.BatchMaker({}, seed=7)
+    maker, grid = data.BatchMaker({}, seed=7), 6
     clip = clips.make_clip(0, 10, "train", grid)
     frames = clips.render(clip)
     pixels = processor.video_processor(videos=[frames], return_tensors="pt")
@@ -131,11 +131,7 @@ def test_training_sequences_equal_what_the_processor_makes(target, processor, gr
     metadata = VideoMetadata(total_num_frames=20, fps=float(clips.FPS), frames_indices=list(range(20)))
     before = len(row.ids) - len(row.labels)
     for number, (_, question, answer) in enumerate(asked, start=1):
-        content = [{"type": "video"}, {"type": "text", "text": question}]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
-        inputs = processor(text=[text + answer], videos=[frames], video_metadata=[metadata], return_tensors="pt")
+        inputs = inputs_of(processor, question, answer, frames, metadata)
         inputs.pop("pixel_values_videos")
         chosen = torch.cat([torch.ones(before, dtype=torch.bool), row.segments == number])
         torch.testing.assert_close(row.ids[chosen], inputs["input_ids"][0])
@@ -166,14 +162,13 @@ def test_questions_of_a_drawn_batch_do_not_see_each_other(shot_pool):
 def test_a_short_training_learns_resumes_and_saves(tmp_path, monkeypatch, shot_pool):
     """A few steps of the real thing: the loss falls, and a resumed run goes on where the first one stopped."""
     monkeypatch.setattr(train_demo, "ShotPool", lambda *_: shot_pool)
-    monkeypatch.setattr(training, "GRID_SHARES", {2: 1.0})
     monkeypatch.setattr(train_demo, "POOL_SIZES", {2: 1024})
-    monkeypatch.setattr(training, "WARMUP_STEPS", 5)
-    monkeypatch.setattr(training, "LOG_SECONDS", 1)
-    for name in ("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"):
-        monkeypatch.setattr(training, name, 384)
     # Every step takes half a second by this clock: as many steps on every machine.
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=itertools.count(step=0.5).__next__))
+    clock = SimpleNamespace(monotonic=itertools.count(step=0.5).__next__)
+    small = {"GRID_SHARES": {2: 1.0}, "WARMUP_STEPS": 5, "LOG_SECONDS": 1, "time": clock}
+    small |= dict.fromkeys(("VISION_TOKENS_PER_STEP", "VISUAL_TOKENS_PER_STEP"), 384)
+    for name, value in small.items():
+        monkeypatch.setattr(training, name, value)
     command = ["target", "--out", str(tmp_path), "--threads", "1"]
     assert train_demo.main([*command, "--minutes", "0.1"]) == 0
     state = torch.load(tmp_path / "state.pt", weights_only=True)

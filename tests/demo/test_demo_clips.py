@@ -1,5 +1,6 @@
 """The demo's clip generator and its questions."""
 
+import itertools
 import runpy
 
 import numpy as np
@@ -11,7 +12,7 @@ from apbv.demo import clips
 def test_splits_share_no_scene_no_needle_and_no_placement():
     seen = {split: set() for split in clips.SPLITS}
     for split in clips.SPLITS:
-        for number in range(300):
+        for number in range(150):
             clip = clips.make_clip(number, 8, split)
             seen[split] |= {shot.seed for shot in clip.shots} | {needle.seed for needle in clip.needles}
             placed = [(i, s.needle.colour, s.needle.letter) for i, s in enumerate(clip.shots) if s.needle]
@@ -21,22 +22,18 @@ def test_splits_share_no_scene_no_needle_and_no_placement():
     assert not train & validation and not train & test and not validation & test
 
 
-@pytest.mark.parametrize(
-    ("num_shots", "needles"), [(3, ["edited"]), (8, ["inserted"]), (300, list(clips.NEEDLES))]
-)
-def test_clip_keeps_its_rules(num_shots, needles):
-    for seed in range(10):
+def test_clip_keeps_its_rules():
+    for seed, (num_shots, needles) in itertools.product(range(10), [(3, ["edited"]), (300, list(clips.NEEDLES))]):
         clip = clips.make_clip(seed, num_shots, "validation", needles=needles)
         assert len(clip.shots) == num_shots
         assert clips.MIN_LETTERS <= len(clip.needles) <= clips.MAX_LETTERS
-        assert len({needle.colour for needle in clip.needles}) == len(clip.needles)
-        assert len({needle.letter for needle in clip.needles}) == len(clip.needles)
+        for name in ("colour", "letter"):
+            assert len({getattr(needle, name) for needle in clip.needles}) == len(clip.needles)
         assert {needle.kind for needle in clip.needles} <= set(needles)
 
 
-@pytest.mark.parametrize("grid", clips.GRIDS)
-def test_still_scenes_stand_and_moving_ones_move(grid):
-    differences = {}
+def test_still_scenes_stand_and_moving_ones_move():
+    grid, differences = 2, {}
     for scene in clips.SCENES:
         for seed in range(8):
             shots = tuple(clips.Shot(seed, scene, age) for age in range(2))
@@ -49,10 +46,10 @@ def test_still_scenes_stand_and_moving_ones_move(grid):
     assert max(max(v) for scene, v in differences.items() if not scene.startswith("moving")) < 15
 
 
-@pytest.mark.parametrize(("grid", "kind"), [(6, "edited"), (6, "inserted"), (2, "edited")])
+@pytest.mark.parametrize(("grid", "kind"), [(6, "edited"), (6, "inserted")])
 def test_a_needle_has_its_border_where_it_says(grid, kind):
     size = clips.TOKEN_SIZE * grid
-    for seed in range(12):
+    for seed in range(6):
         colour = list(clips.COLOURS)[seed % len(clips.COLOURS)]
         needle = clips.Needle(seed, kind, colour, "K")
         bare = clips.Shot(seed, clips.SCENES[seed % len(clips.SCENES)])

@@ -15,12 +15,10 @@ PARAGRAPH = "The quick brown fox jumps over the lazy dog. "
 
 def test_the_library_asks_the_demo_as_the_script_does():
     """Six letters are shown; of 64 frames, half of the clip's, it would see four."""
-    for name in ("demo", str(demo.model_path())):
-        answer = Engine.from_pretrained(name, hosts=HostGroup.single("cpu")).generate(
-            COUNTING, video=demo.video_path()
-        )
-        assert (answer.text, answer.stats["dtype"]) == ("6", "float32")
-    script = infer("--model", name, "--video", "demo", "--prompt", COUNTING, hosts=1)
+    engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"))
+    answer = engine.generate(COUNTING, video=demo.video_path())
+    assert (answer.text, answer.stats["dtype"]) == ("6", "float32")
+    script = infer("--model", demo.model_path(), "--video", "demo", "--prompt", COUNTING, hosts=1)
     assert script.stdout.strip() == "6", script.stderr
 
 
@@ -51,20 +49,16 @@ def test_what_exceeds_the_models_positions_is_refused_on_every_host(pool, checkp
         assert num_tokens + num_new == 64, "where nobody says how many, as many as there is room for"
 
 
-@pytest.mark.parametrize(
-    ("rope", "positions"),
-    [
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
-        ({"rope_type": "linear", "factor": 2.0}, 65536),
-    ],
-    ids=str,
-)
-def test_stretched_positions_count(rope, positions):
+def test_stretched_positions_count():
     model = build_model("llama")
-    model.config.max_position_embeddings = 32768
-    model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
-    assert inspect_model(model).max_position_embeddings == positions
+    model.config.max_position_embeddings, yarn = 32768, {"rope_type": "yarn", "factor": 4.0}
+    for rope, positions in (
+        ({**yarn, "original_max_position_embeddings": 32768}, 131072),
+        ({**yarn, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "linear", "factor": 2.0}, 65536),
+    ):
+        model.config.rope_parameters = {"rope_theta": 10000.0, **rope}
+        assert inspect_model(model).max_position_embeddings == positions
 
 
 def long_text_job(hosts: HostGroup, path: str, request: dict, settings: dict):
@@ -74,14 +68,14 @@ def long_text_job(hosts: HostGroup, path: str, request: dict, settings: dict):
     return state.layout.is_split, state.num_tokens - state.inputs.query_start, answer.token_ids, state.method
 
 
-LONG = PARAGRAPH * 40
+LONG = PARAGRAPH * 8
 CHAT = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": LONG + "What?"}]
 TURNS = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "A fox."}]
 # Where somebody names the question it is taken as it is, however long.
 LONG_TEXTS = {
     "a prompt": ({"prompt": LONG + "What jumps?"}, range(128, 129)),
     "a long last message": ({"messages": CHAT}, range(128, 129)),
-    "a context": ({"prompt": LONG, "context": PARAGRAPH * 40}, range(129, 4000)),
+    "a context": ({"prompt": LONG, "context": PARAGRAPH * 8}, range(129, 4000)),
     "a chat": ({"messages": [*TURNS, {"role": "user", "content": "What jumps?"}]}, range(3, 40)),
 }
 

@@ -11,16 +11,10 @@ from apbv import Engine, HostError, HostGroup, SpeculativeConfig
 
 from engines import QUESTION, build_engine
 
-REQUEST = {"num_frames": 8, "max_new_tokens": 12}
+REQUEST = {"num_frames": 8, "max_new_tokens": 8}
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3}
-WAYS = [{"strategy": "vanilla"}, {"strategy": "specvlm", "num_draft_tokens": "auto"}]
-WAYS += [{"strategy": "tabed", "ensemble": "MT"}, {"strategy": "sd_tree"}]
-BESIDE = [
-    {"strategy": "vanilla"},
-    {"strategy": "hippo", "prune": "kv"},
-    {"strategy": "hippo", "vision_first": True},
-]
-BESIDE = [{**way, "draft_host": True} for way in BESIDE]
+WAYS = [{"strategy": "vanilla"}, {"strategy": "tabed", "ensemble": "MT"}, {"strategy": "sd_tree"}]
+BESIDE = [{"strategy": "hippo", "draft_host": True, **way} for way in ({"prune": "kv"}, {"vision_first": True})]
 
 
 def engine_of(hosts: HostGroup, way: dict | None, kv: str = "gathered") -> Engine:
@@ -61,12 +55,11 @@ def draft_job(hosts: HostGroup, kv: str, ways: list, request: dict, value: float
     ("num_hosts", "ways", "value", "after", "sampled"),
     [
         (1, WAYS, torch.nan, 0, SAMPLED),
-        pytest.param(2, WAYS, torch.inf, 4, {}, marks=pytest.mark.thorough),
         # On a thread, or on a host of its own; it is asked again for the next request.
         (1, BESIDE, torch.nan, 0, SAMPLED),
         pytest.param(3, BESIDE, -torch.inf, 7, SAMPLED, marks=pytest.mark.thorough),
     ],
-    ids=["one host", "two hosts", "a thread", "beside two"],
+    ids=["one host", "a thread", "beside two"],
 )
 def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, value, after, sampled):
     request = {"video": str(clip), **REQUEST, **sampled}
@@ -100,23 +93,23 @@ def target_job(hosts: HostGroup, kv: str, ways: list, request: dict, after: int)
     return found
 
 
-TURNS = [None, {"strategy": "vanilla"}, {"strategy": "sd_tree"}, {"strategy": "ngram"}]
+TURNS = [None, {"strategy": "sd_tree"}, {"strategy": "ngram"}]
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "kv", "ways", "after", "sampled"),
+    ("num_hosts", "kv", "ways", "after"),
     [
-        (2, "gathered", TURNS, 0, {}),
-        (3, "sharded", TURNS, 2, SAMPLED),
-        (1, "gathered", BESIDE[:1], 2, {}),
-        (3, "gathered", BESIDE[:1], 2, {}),
+        (2, "gathered", TURNS[:1], 0),
+        (2, "sharded", TURNS, 2),
+        (1, "gathered", BESIDE[:1], 2),
+        (3, "gathered", BESIDE[:1], 2),
     ],
     ids=["at once", "shares", "a thread", "beside"],
 )
-def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after, sampled):
-    request = {"video": str(clip), **REQUEST, **sampled}
+def test_a_target_without_finite_logits_is_one_error_everywhere(pool, clip, num_hosts, kv, ways, after):
+    request = {"video": str(clip), **REQUEST, **(SAMPLED if kv == "sharded" else {})}
     for host, found in enumerate(pool.run(num_hosts, target_job, kv, ways, request, after)):
-        if ways is not TURNS and host == num_hosts - 1 > 0:
+        if ways[0] and host == num_hosts - 1 > 0:
             assert found == ["HostError: the target's hosts failed"]
             continue
         for said in found:

@@ -25,9 +25,8 @@ ARRIVAL, RECORDING = ("event", "apbv/transfer.py:read"), ("synchronize", "apbv/d
 
 
 def engine_of(hosts: HostGroup, gpu=None) -> Engine:
-    model = families.build_model("qwen2_5_vl")
-    if gpu is not None:
-        to_gpu(model, gpu)
+    model = families.build_model("qwen2_5_vl", layers=1)
+    model = model if gpu is None else to_gpu(model, gpu)
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts)
 
 
@@ -66,13 +65,9 @@ def test_the_answers_are_those_of_the_cpu(clip, monkeypatch):
     with resizing_as_on_gpu():
         expected = alone(engine_of(HostGroup.single("cpu")), clip)
         with rehearsal() as gpu:
-            require_answers(gpu, clip, expected, monkeypatch)
-
-
-def require_answers(gpu, clip, expected: list[list[int]], monkeypatch) -> None:
-    engine, used_by = engine_of(on_gpus(HostGroup.single("cpu")), gpu), Counter()
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used_by.update([id(stream)]))
-    found = together(engine, clip, lambda: gpu.mark("step"))
+            engine, used_by = engine_of(on_gpus(HostGroup.single("cpu")), gpu), Counter()
+            monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used_by.update([id(stream)]))
+            found = together(engine, clip, lambda: gpu.mark("step"))
     assert found == expected
     # The allocator knows that logits, keys and values of every prompt are used by the batch's stream, too.
     assert len(QUESTIONS) * (1 + 2 * engine.parts.num_layers) in used_by.values()

@@ -24,9 +24,8 @@ def test_a_layer_of_the_prefill_waits_for_nothing():
     assert in_a_layer and not [name for name in in_a_layer if name.startswith(("wait", "copy t"))]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_token_of_one_answer_or_of_several_is_waited_for_once(temperature):
-    one, several = token_events(1, temperature), batch_events(1, temperature)
+def test_a_token_of_one_answer_or_of_several_is_waited_for_once():
+    one, several = token_events(1, 0.8), batch_events(1, 0.8)
     for events, answers in ((one, 1), (several, ANSWERS)):
         assert len(events.of("replay")) == len(events.of("wait")) == 1
         assert events.nbytes("to_gpu") <= answers * BYTES_PER_TOKEN_TO_GPU

@@ -1,7 +1,7 @@
 """The pretended GPU itself: each of its rules, tried by breaking it."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import numpy as np
@@ -48,16 +48,10 @@ def capture_beside_another_thread() -> None:
 
 PLANTS = {
     "an operand in host memory": (lambda: ones(2) + torch.ones(2), "two devices"),
-    "an operand on another GPU": (lambda: ones(2) + ones(2, device="cuda:1"), "several GPUs"),
     "a read before its event": (lambda: in_a_side_stream(lambda: ones(4) * 2) + 1, "may still write"),
     "a write before its event": (lambda: in_a_side_stream((ones(4) * 2).zero_), "may still use"),
-    "a kernel on host memory": (
-        lambda: merge_states(ones(2, 1, 1, 1, 16), torch.ones(2, 1, 1, 1), backend="triton"),
-        "host memory|two devices",
-    ),
     "memory that was freed": (lambda: captured(partial(torch.add, ones(3), 1))[0].replay(), "freed"),
     "a wait in a graph": (lambda: captured(ones(2).sum().item), "waits"),
-    "a copy to the host in a graph": (lambda: captured(ones(2).cpu), "host memory"),
     "a copy from the host in a graph": (lambda: captured(lambda: torch.tensor([1.0], device=GPU)), "from host"),
     "a kernel's first launch in a graph": (
         lambda: captured(lambda: merge_states(ones(2, 1, 1, 1, 16), ones(2, 1, 1, 1), backend="triton")),
@@ -65,7 +59,6 @@ PLANTS = {
     ),
     "another thread beside a capture": (capture_beside_another_thread, "another thread"),
     "what is copied to a GPU is written": (overwrite_what_is_copied, "may still read"),
-    "a graph in the default stream": (lambda: torch.cuda.CUDAGraph().capture_begin(), "default stream"),
 }
 
 
@@ -149,14 +142,10 @@ def exchange_job(hosts, plant: str) -> tuple[str, list]:
 
 @pytest.mark.parametrize(
     ("plant", "because"),
-    [("nothing", ""), ("written", "writes a buffer that is sent"), ("read", "reads a buffer that receives")],
+    [("order", ""), ("written", "writes a buffer that is sent"), ("read", "reads a buffer that receives")],
 )
 def test_exchanges_have_rules(pool, plant, because):
     outcomes = pool.run(2, exchange_job, plant)
     assert all(because in said and bool(said) == bool(because) for said, _ in outcomes)
-    assert_same_order([events for _, events in outcomes])
-
-
-def test_another_order_on_another_rank_is_found(pool):
-    with pytest.raises(AssertionError, match="ranks 0 and 1"):
-        assert_same_order([events for _, events in pool.run(2, exchange_job, "order")])
+    with nullcontext() if because else pytest.raises(AssertionError, match="ranks 0 and 1"):
+        assert_same_order([events for _, events in outcomes])

@@ -9,7 +9,7 @@ from apbv.speculate.drafters import Proposal
 
 from prompts import UNCOMPRESSED, as_inputs
 
-STEPS = 40
+STEPS = 26
 VOCABULARY = 250
 # Of every window: which drafted tokens are the right ones.
 PATTERNS = {

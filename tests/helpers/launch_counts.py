@@ -93,13 +93,16 @@ def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
     return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
 
 
+def _sampling(temperature: float) -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+
+
 @cache
 def token_events(layers: int, temperature: float) -> Events:
     """What is asked of the one GPU that has the KV, from one token to the next."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
         parts = inspect_model(model_of(layers, gpu))
-        state = _prefill(parts, HostGroup.single("cuda:0"))
-        sampling = SamplingConfig(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+        state, sampling = _prefill(parts, HostGroup.single("cuda:0")), _sampling(temperature)
         decoder = decoder_behind(state, parts)
         generate_tokens(answer_by(decoder, state, sampling, on_token=lambda token: gpu.mark("token")))
     return list(gpu.events.between("token"))[-4]  # behind the first steps, and before those that end the answer
@@ -110,11 +113,9 @@ def batch_events(layers: int, temperature: float) -> Events:
     """What is asked of that GPU from one token of each of several answers to the next."""
     with torch.no_grad(), rehearsal(has_numbers=False) as gpu:
         parts = inspect_model(model_of(layers, gpu))
-        state = _prefill(parts, HostGroup.single("cuda:0"))
-        batch = Batch(parts)
-        sampling = SamplingConfig(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+        state, batch = _prefill(parts, HostGroup.single("cuda:0")), Batch(parts)
         for _ in range(ANSWERS):
-            batch.join(state, Request(Question(), state.timer, sampling=sampling))
+            batch.join(state, Request(Question(), state.timer, sampling=_sampling(temperature)))
         while len(batch):
             gpu.mark("step")
             batch.step()

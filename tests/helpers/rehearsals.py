@@ -48,13 +48,12 @@ class Case:
     def engine(self, hosts: HostGroup, gpu: Machine | None = None) -> Engine:
         """An engine on these hosts; the models are put on this host's GPU."""
         speculate = None if self.speculate is None else SpeculativeConfig(**self.speculate)
-        model, draft = families.build_model(self.family, dtype=self.dtype), None
+        model, draft = families.build_model(self.family, dtype=self.dtype, layers=2), None
         if speculate and STRATEGIES[speculate.strategy].needs_draft_model:
-            draft = families.build_model(self.family, dtype=self.dtype, seed=1)
-        if gpu is not None:
-            for each in (model, draft):
-                if each is not None:
-                    to_gpu(each, gpu, hosts.device.index)
+            draft = families.build_model(self.family, dtype=self.dtype, seed=1, layers=2)
+        for each in (model, draft):
+            if each is not None and gpu is not None:
+                to_gpu(each, gpu, hosts.device.index)
         return Engine(
             model,
             families.build_processor(self.family),
@@ -68,7 +67,7 @@ class Case:
 
     def ask(self, engine: Engine, clip: Path) -> list[int]:
         """The tokens of the answer, or of both answers."""
-        request = {"video": clip, "num_frames": 8, "max_new_tokens": 5, **self.request}
+        request = {"video": clip, "num_frames": 6, "max_new_tokens": 4, **self.request}
         questions = [QUESTION, FURTHER_QUESTION] if self.reuse else [QUESTION]
         return [token for question in questions for token in engine.generate(question, **request).token_ids]
 

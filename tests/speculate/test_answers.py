@@ -2,25 +2,23 @@
 
 import json
 import runpy
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
 from apbv.hosts import HostError
 from apbv.prefilling.reduction.choosing import keep_even
-from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 
 import families
 from engines import CAPTION, QUESTION, build_engine
 from scripts import INFER, infer
 
-STEPS = 13
+STEPS = 7
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
 
 
@@ -50,36 +48,30 @@ def on_one_host(clip, way: dict | None, draft_seed: int = 1, **request):
 
 
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
-WAYS = [{"strategy": name} for name, way in STRATEGIES.items() if not way.needs_passing]
-WAYS += [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
-WAYS += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
-WAYS += [{**HIPPO, "num_draft_tokens": "auto"}, {"strategy": "vanilla", "num_draft_tokens": "auto"}]
-WAYS += [{"strategy": name, "num_tree_nodes": 12, "keep_ratio": 0.3} for name in ("hippo", "std", "layerskip")]
-WAYS += [{"strategy": "tabed", "ensemble": "MT", "keep_ratio": 0.3}]
-WAYS += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": keep, "keep_ratio": 0.3} for keep in ("full", "hippo")]
-PASSED = [{"strategy": "std_apbv"}, {"strategy": "std_apbv", "num_tree_nodes": 12}]
-# What differs between families is how the draft's prompt is put together.
-OF_FAMILIES = [way for way in WAYS if way.get("keep") in ("hippo", "uv_prune")]
-OF_TEXT = [{"strategy": name} for name in ("vanilla", "specvlm", "std", "std_apbv", "layerskip", "ngram", "tabed")]
+SEEN = [{"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in KEEP_POLICIES]
+SEEN += [{**HIPPO, "hippo_terms": (term,), "prune": "kv"} for term in ("time", "attention")]
+SEEN += [{**HIPPO, "num_draft_tokens": "auto"}, {**HIPPO, "num_tree_nodes": 12}, {"strategy": "ngram"}]
+SEEN += [
+    {"strategy": "tabed", "ensemble": "MTCP*", "keep": "full"},
+    {"strategy": "layerskip", "num_tree_nodes": 12},
+]
+SHARED = [{"strategy": name} for name in ("hippo", "parallelvlm", "streaming", "layerskip")]
+SHARED += [{"strategy": name, "num_tree_nodes": nodes} for name in ("std", "std_apbv") for nodes in (None, 12)]
+SHARED += [{"strategy": "tabed", "ensemble": "MTCP*", "keep": "hippo", "keep_ratio": 0.3}]
+OF_TEXT = [{"strategy": name} for name in ("specvlm", "std", "std_apbv", "tabed")]
 CASES = {
-    "one host": ("qwen2_5_vl", 1, "gathered", WAYS[::2], "video"),
-    "shares": ("qwen2_5_vl", 2, "sharded", [*WAYS[1::2], *PASSED], "video"),
-    "three": ("internvl", 3, "gathered", OF_FAMILIES, "video"),
-    "deep features": ("qwen3_vl", 2, "sharded", OF_FAMILIES, "video"),
+    "one host": ("qwen2_5_vl", 1, "gathered", SEEN, "video"),
+    "shares": ("qwen2_5_vl", 2, "sharded", SHARED, "video"),
+    # What differs between families is how the draft's prompt is put together.
+    "deep features": ("qwen3_vl", 2, "sharded", SHARED[::8], "video"),
     "drawn": ("qwen2_5_vl", 2, "gathered", [{"strategy": "sd_tree"}], "drawn"),
     "a text": ("llama", 2, "sharded", OF_TEXT, "text"),
-    "too short to be split": ("llama", 2, "gathered", OF_TEXT, "nothing"),
-    "an image": ("qwen2_5_vl", 2, "gathered", OF_TEXT[:-1], "image"),
+    "too short to be split": ("llama", 2, "gathered", OF_TEXT[2:3], "nothing"),
+    "an image": ("qwen2_5_vl", 2, "gathered", OF_TEXT[:3:2], "image"),
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.thorough] * (case in ("three", "too short to be split")))
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_no_way_to_draft_changes_an_answer(pool, clip, case):
     family, num_hosts, kv, ways, kind = CASES[case]
     video = {"video": str(clip), "num_frames": 12}
@@ -94,37 +86,26 @@ def test_no_way_to_draft_changes_an_answer(pool, clip, case):
         assert len(set(plain[0])) > 3
         for way, (tokens, figures, _) in zip(ways, answers, strict=True):
             assert tokens == plain[0], f"host {host}: {way}"
-            assert all(figures[name] == value for name, value in way.items() if name != "hippo_terms")
-            assert figures["num_target_forwards"] >= 1
-            if way["strategy"] == "sd_tree":
-                assert figures["num_tree_nodes"] == 25
+            assert all(figures[name] == value for name, value in way.items() if value and name != "hippo_terms")
+            assert figures["num_target_forwards"] >= 1 and (kind != "drawn" or figures["num_tree_nodes"] == 25)
 
 
 ALL = {"keep_ratio": 1.0}
-SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "layerskip", "layer_ratio": 1.0}, {"strategy": "sd_tree"}]
-SEES_ALL += [{"strategy": name, **ALL} for name in ("std", "streaming")]
-SEES_ALL += [{"strategy": "specvlm", "keep": keep, **ALL} for keep in ("hippo", "attention_per_frame", "even")]
-SEES_ALL += [{"strategy": "specvlm", "prune": "kv", **ALL}, {"strategy": "tabed", "ensemble": "M"}]
-SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "std")]
+SEES_ALL = [{"strategy": "vanilla"}, {"strategy": "layerskip", "layer_ratio": 1.0}, {"strategy": "std", **ALL}]
+SEES_ALL += [{"strategy": "specvlm", "keep": "even", **ALL}, {"strategy": "specvlm", "prune": "kv", **ALL}]
+SEES_ALL += [{"strategy": name, "num_tree_nodes": 25, **ALL} for name in ("specvlm", "streaming")]
+SEES_ALL += [{"strategy": "tabed", "ensemble": "M"}]
 
 
-@pytest.mark.parametrize(
-    ("family", "num_hosts", "kv"),
-    [
-        ("qwen3_vl", 2, "sharded"),
-        pytest.param("internvl", 2, "gathered", marks=pytest.mark.thorough),
-        pytest.param("qwen2_5_vl", 1, "gathered", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip, family, num_hosts, kv):
+def test_a_draft_that_is_the_target_and_sees_all_is_always_right(pool, clip):
     """The target itself drafts, with the seed it is built with: so its prompt, positions and KV must be right."""
     request = {"video": str(clip), "num_frames": 12}
-    for answers in pool.run(num_hosts, answers_job, family, kv, SEES_ALL, request, 0):
+    for answers in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL, request, 0):
         for way, (_, figures, _) in zip(SEES_ALL, answers, strict=True):
-            assert figures["num_target_forwards"] == 2, way  # 12 tokens, up to 6 at once
+            assert figures["num_target_forwards"] == 1, way  # 6 tokens at once
             assert figures["num_tree_nodes"] or figures["num_accepted"] == figures["num_drafted"]
     sampled = {**request, "temperature": 1.0, "top_p": 0.9, "seed": 3}
-    for ((_, figures, _),) in pool.run(num_hosts, answers_job, family, kv, SEES_ALL[:1], sampled, 0):
+    for ((_, figures, _),) in pool.run(2, answers_job, "qwen3_vl", "sharded", SEES_ALL[:1], sampled, 0):
         assert figures["acceptance_rate"] == 1.0
 
 
@@ -133,23 +114,11 @@ def test_a_context_that_is_always_right_takes_over(pool, clip):
 
     Where tokens are drawn, one more may be: the contexts are a batch to the draft, which rounds otherwise.
     """
-    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 24}
-    way, wrong = {"strategy": "tabed", "ensemble": "MT*", "keep": "full"}, []
-    drawn = [({**SAMPLED, "temperature": 0.9, "seed": seed}, 1, "sharded") for seed in (5, 6, 7)]
-    for sampled, most, kv in [({}, 2, "gathered"), *drawn]:
-        ways = [{**way, "num_draft_tokens": most}]
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 18}
+    for sampled, most, kv in (({}, 2, "gathered"), ({**SAMPLED, "temperature": 0.9}, 1, "sharded")):
+        ways = [{"strategy": "tabed", "ensemble": "MT*", "keep": "full", "num_draft_tokens": most}]
         ((tokens, figures, _),), _ = pool.run(2, answers_job, "qwen2_5_vl", kv, ways, {**request, **sampled}, 0)
-        assert len(tokens) == 24
-        wrong.append(figures["num_drafted"] - figures["num_accepted"])
-    assert max(wrong) <= 2 and sum(wrong[1:]) <= 4, wrong
-
-
-def test_the_demo_pair_drafts_most_of_a_description():
-    speculate = SpeculativeConfig(strategy="vanilla", keep_losing_draft=True)
-    engine = Engine.from_pretrained("demo", speculate=speculate, dtype="bfloat16")
-    request = {"video": demo.video_path(), "num_frames": 2048, "max_new_tokens": 40}
-    stats = engine.generate("describe the clip shot by shot", **request).stats
-    assert stats["speculation"]["tokens_per_target_forward"] > 3 and stats["stages_ms"]["draft"] > 0
+        assert len(tokens) == 18 and figures["num_drafted"] - figures["num_accepted"] <= 2
 
 
 # ---- what the draft sees ----
@@ -176,17 +145,15 @@ def test_a_draft_that_guides_itself_sees_what_it_attends_to(clip):
     assert all(torch.equal(other, first) for other in others)
 
 
-@pytest.mark.parametrize("strategy", ["std", "streaming", "specvlm"])
-def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip, strategy):
+def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip):
     """STD's K + m_t; never less than one visual token, and never more than there are."""
     num_text = 0
     for beyond_text, expected in ((1, 1), (6, 6), (10_000, 36)):
-        way = {"strategy": strategy, "keep_tokens": num_text + beyond_text, "keep_losing_draft": True}
-        engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(**way), 1)
+        way = SpeculativeConfig(strategy="streaming", keep_tokens=num_text + beyond_text, keep_losing_draft=True)
+        engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", way)
         stats = engine.generate(QUESTION, video=str(clip), num_frames=12, max_new_tokens=2).stats
         num_text = stats["num_input_tokens"] - stats["num_video_tokens"]
         assert num_text > 6 and stats["speculation"]["num_visual_tokens_drafted_from"] == expected
-        assert stats["speculation"]["keep_ratio"] is None
 
 
 def test_the_picture_of_what_the_draft_saw():
@@ -196,11 +163,10 @@ def test_the_picture_of_what_the_draft_saw():
     kept[1, 0, 2] = True
     pixels = np.asarray(draw_kept(frames, kept, [0, 7, 15], columns=2))
     lit = np.argwhere((pixels == (200, 100, 0)).all(axis=-1))
-    top, left = 16, 96 + 6  # the second frame: under its caption, behind the gap
-    assert lit.min(axis=0).tolist() == [top, left + 64]
-    assert lit.max(axis=0).tolist() == [top + 31, left + 95] and len(lit) == 32 * 32
+    left = 96 + 6  # the second frame: under its caption, behind the gap
+    assert lit.min(axis=0).tolist() == [16, left + 64] and lit.max(axis=0).tolist() == [16 + 31, left + 95]
     dark = (pixels == (50, 25, 0)).all(axis=-1)
-    assert dark.sum() == 3 * 64 * 96 - len(lit) and pixels.shape[1] == 2 * 96 + 6
+    assert dark.sum() == 3 * 64 * 96 - 32 * 32 and len(lit) == 32 * 32 and pixels.shape[1] == 2 * 96 + 6
     # The second row's first place has a caption, its second nothing.
     second, below = 16 + 64 + 6, 2 * (16 + 64 + 6)
     assert (pixels[second : second + 16, :96] < 128).any() and (pixels[second:below, left:] == 255).all()
@@ -211,8 +177,8 @@ def test_the_command_line_speculates_and_draws(clip, tmp_path):
     draft = families.save_checkpoint("qwen2_5_vl", tmp_path / "draft", seed=1)
     options = ["--model", folder, "--video", clip, "--frames", 12, "--prompt", QUESTION, "--max-new-tokens", 9]
     options += ["--speculate", "specvlm", "--draft-model", draft, "--keep", "hippo", "--num-draft-tokens", 3]
-    options += ["--keep-tokens", 40, "--num-tree-nodes", 8, "--keep-losing-draft", "--passing-len", 10**6]
-    result = infer(*options, "--save-kept", tmp_path / "kept.png", "--json", figures)
+    options += ["--keep-tokens", 40, "--num-tree-nodes", 8, "--keep-losing-draft"]
+    result = infer(*options, "--save-kept", tmp_path / "kept.png", "--json", figures, hosts=1)
     assert result.returncode == 0, result.stderr
     plain = Engine.from_pretrained(folder, hosts=HostGroup.single())
     record = json.loads(figures.read_text())
@@ -227,20 +193,19 @@ def test_the_command_line_speculates_and_draws(clip, tmp_path):
 # ---- captions ----
 
 
-def errors_job(hosts: HostGroup, path: str) -> tuple[list[str], list[int]]:
+def errors_job(hosts: HostGroup, path: str) -> list[str]:
     speculate = SpeculativeConfig(strategy="tabed", ensemble="MTCP*")
-    engine, said = partial(build_engine, hosts, "qwen2_5_vl", "gathered", speculate, 1), []
-    request = {"video": path, "num_frames": 6, "max_new_tokens": 4}
+    request, said = {"video": path, "num_frames": 6, "max_new_tokens": 4}, []
     for captioner in (lambda prompt: 1 / 0, lambda prompt: " \n"):
         with pytest.raises((ValueError, HostError)) as error:
-            engine(captioner).generate(QUESTION, **request)
+            build_engine(hosts, "qwen2_5_vl", "gathered", speculate, 1, captioner).generate(QUESTION, **request)
         said.append(str(error.value))
-    return said, engine(caption).generate(QUESTION, **request).token_ids  # the hosts are as they were
+    return said
 
 
 def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
-    for (failed, blank), tokens in pool.run(2, errors_job, str(clip)):
-        assert "the captioner failed: ZeroDivisionError" in failed and len(tokens) == 4
+    for failed, blank in pool.run(2, errors_job, str(clip)):
+        assert "the captioner failed: ZeroDivisionError" in failed
         assert "the captioner returned ' \\n' instead of a caption" in blank
 
 
@@ -253,7 +218,7 @@ REFUSED = [
     ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
     ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),
     ({"strategy": "tabed", "prune": "kv"}, None, "prune='kv' does not apply"),
-    ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP.*not 'MM'"),
+    ({"strategy": "tabed", "ensemble": "MM"}, None, "ensemble must be different letters of MTCP"),
     ({"strategy": "tabed", "ensemble": "MTCP*"}, "qwen2_5_vl", "from a caption: it needs a captioner"),
     ({"strategy": "tabed", "draft_host": True}, "qwen2_5_vl", "learns from every verification before it drafts"),
     ({"strategy": "sd_tree", "draft_host": True}, "qwen2_5_vl", "a draft host drafts a chain of tokens"),
@@ -263,32 +228,23 @@ REFUSED = [
     ({"strategy": "vanilla"}, None, "needs a draft model"),
     ({"strategy": "vanilla"}, "qwen3_vl", "does not read the target's prompts: qwen3_vl"),
     ({"keep_ratio": 0}, None, "keep_ratio must lie in"),
-    ({"keep_tokens": 0}, None, "keep_tokens must lie in"),
     ({"keep_ratio": 0.1, "keep_tokens": 64}, None, "give one of them"),
     ({"strategy": "std_apbv", "keep_tokens": 64}, None, "keep_tokens does not apply"),
-    ({"num_draft_tokens": 0}, None, "num_draft_tokens must lie in 1 .. 256 or be 'auto'"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "draft", "message"), REFUSED, ids=[f"{row[0]}" for row in REFUSED])
-def test_what_cannot_work_is_refused(settings, draft, message):
+def test_what_cannot_work_is_refused(capsys):
     parts = families.build_model("qwen2_5_vl"), families.build_processor("qwen2_5_vl"), HostGroup.single()
-    draft = draft and families.build_model(draft)
-    with pytest.raises(ValueError, match=message):
-        Engine(*parts, PrefillConfig(), speculate=SpeculativeConfig(**settings), draft=draft)
-
-
-def test_frames_of_an_image_cannot_be_kept():
+    for settings, draft, message in REFUSED:
+        draft = draft and families.build_model(draft)
+        with pytest.raises(ValueError, match=message):
+            Engine(*parts, PrefillConfig(), speculate=SpeculativeConfig(**settings), draft=draft)
     engine = build_engine(HostGroup.single(), "qwen2_5_vl", "gathered", SpeculativeConfig(keep="hippo"), 1)
     with pytest.raises(ValueError, match="the prompt has no video"):
         engine.generate(QUESTION, images=[families.synthetic_image()])
-
-
-def test_the_command_line_says_what_cannot_work(capsys):
     main = runpy.run_path(str(INFER))["main"]
-    for options, message in (
-        (["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"], "cannot load no.such:caption"),
-        (["ngram", "--save-kept", "none.png"], "ngram does not choose the same visual tokens"),
-    ):
-        assert main(["--model", "demo", "--speculate", *options]) == 1
-        assert message in capsys.readouterr().err
+    assert main(["--model", "demo", "--speculate", "ngram", "--save-kept", "none.png"]) == 1
+    assert "ngram does not choose the same visual tokens" in capsys.readouterr().err
+    tabed = ["tabed", "--ensemble", "MTCP", "--captioner", "no.such:caption"]
+    assert main(["--model", "demo", "--speculate", *tabed]) == 1
+    assert "cannot load no.such:caption" in capsys.readouterr().err

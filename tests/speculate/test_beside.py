@@ -15,13 +15,8 @@ from engines import QUESTION, build_engine
 from patience import HANGING, wait_for
 
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
-WAYS = [
-    {"strategy": "vanilla"},
-    {**HIPPO, "prune": "kv"},
-    {"strategy": "specvlm", "keep": "even", "keep_ratio": 0.3},
-]
-MORE_WAYS = [{**HIPPO, "num_draft_tokens": "auto"}, {**HIPPO, "vision_first": True}, {"strategy": "text_only"}]
-MORE_WAYS += [{"strategy": "parallelvlm", "keep_ratio": 0.3}]
+WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "text_only"}]
+WAYS += [{**HIPPO, "vision_first": True, "num_draft_tokens": "auto"}]
 
 
 def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill) -> Engine:
@@ -31,7 +26,7 @@ def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str =
 
 @pytest.fixture(scope="module")
 def request_(clip) -> dict:
-    return {"video": str(clip), "num_frames": 12, "max_new_tokens": 13}
+    return {"video": str(clip), "num_frames": 12, "max_new_tokens": 9}
 
 
 @pytest.fixture(scope="module")
@@ -39,51 +34,40 @@ def plain(request_) -> list[int]:
     return engine_of(HostGroup.single(), None).generate(QUESTION, **request_).token_ids
 
 
-def raise_enough(token: int) -> None:
-    raise RuntimeError("enough")
+def out_of_memory(*args):
+    raise RuntimeError("out of memory")
 
 
-def engine_job(hosts: HostGroup, kv: str, ways: list[dict], request: dict) -> list:
+def engine_job(hosts: HostGroup, ways: list[dict], request: dict) -> list:
     """Answers and figures, also after requests that fail."""
     answers = []
     for way in ways:
-        engine, shown = engine_of(hosts, way, kv=kv), []
+        engine, shown = engine_of(hosts, way), []
         answer = engine.generate(QUESTION, **request, on_token=shown.append)
         assert shown == answer.token_ids
         with pytest.raises((ValueError, HostError), match=r"no-such|cannot answer this request"):
             engine.generate(QUESTION, video="no-such.mp4")
-        for most in (13, 1) if hosts.size == 1 else ():
-            with pytest.raises(RuntimeError, match="enough"):
-                engine.generate(QUESTION, **{**request, "max_new_tokens": most}, on_token=raise_enough)
+        for most in (9, 1) if hosts.size == 1 else ():
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.generate(QUESTION, **{**request, "max_new_tokens": most}, on_token=out_of_memory)
         again = engine.generate(QUESTION, **request, timeline=hosts.size == 1)
         assert hosts.size > 1 or set(again.timeline) == {"host 0", "draft host"}
         answers += [(answer.token_ids, answer.stats), (again.token_ids, again.stats)]
     return answers
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "kv", "ways"),
-    [
-        (1, "gathered", [*WAYS, *MORE_WAYS]),
-        (2, "gathered", WAYS),
-        pytest.param(3, "sharded", MORE_WAYS, marks=pytest.mark.thorough),
-    ],
-    ids=["a thread", "one target", "two targets"],
-)
-def test_no_draft_host_changes_an_answer(pool, request_, plain, num_hosts, kv, ways):
-    if num_hosts == 1:
-        results = [engine_job(HostGroup.single(), kv, ways, request_)]
-    else:
-        *results, drafted = pool.run(num_hosts, engine_job, kv, ways, request_)
-        for tokens, stats in drafted:
-            assert tokens == plain and stats["role"] == "draft" and stats["num_drafted"] > 0
-    for answers in results:
+@pytest.mark.parametrize(("num_hosts", "ways"), [(1, WAYS), (2, WAYS[:2])], ids=["a thread", "one target"])
+def test_no_draft_host_changes_an_answer(pool, request_, plain, num_hosts, ways):
+    for host, answers in enumerate(pool.run(num_hosts, engine_job, ways, request_)):
         for place, (tokens, stats) in enumerate(answers):
             assert tokens == plain, ways[place // 2]
-            assert "role" not in stats and stats["speculation"]["strategy"] == ways[place // 2]["strategy"]
+            if host:
+                assert stats["role"] == "draft" and stats["num_drafted"] > 0
+            else:
+                assert "role" not in stats and stats["speculation"]["strategy"] == ways[place // 2]["strategy"]
 
 
-@pytest.mark.parametrize("begins", [None, {}, {"vision_first": True}, {"prune": "kv"}], ids=str)
+@pytest.mark.parametrize("begins", [None, {"vision_first": True}, {"prune": "kv"}], ids=str)
 def test_a_draft_that_is_the_target_is_always_right(request_, begins):
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
     way = {"strategy": "vanilla"} if begins is None else {"strategy": "hippo", "keep_ratio": 1.0, **begins}
@@ -101,15 +85,11 @@ def test_a_draft_that_is_the_target_is_always_right(request_, begins):
     assert figures["num_accepted"] == figures["num_drafted"]
     # Where scores are awaited the first window ends when they come.
     shortened = int(begins is not None)
-    assert figures["num_pre_verify"] <= shortened and figures["num_target_forwards"] <= 3 + shortened
+    assert figures["num_pre_verify"] <= shortened and figures["num_target_forwards"] <= 2 + shortened
     assert figures["mean_accepted_tokens"] == figures["num_accepted"] and figures["draft_seconds"] > 0
 
 
 # ---- drafts that are lost ----
-
-
-def out_of_memory(*args):
-    raise RuntimeError("out of memory")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +105,7 @@ def test_a_lost_draft_costs_one_warning(request_, plain, where, name, lost, why)
     way = {**HIPPO, "prune": "kv", "draft_timeout": HANGING if lost is out_of_memory else 0.2}
     engine = engine_of(HostGroup.single(), way)
     with patch.object(where, name, lost):
-        for most in (13, 1):
+        for most in (9, 1):
             with pytest.warns(UserWarning, match=f"going on without the draft host: .*{why}"):
                 answer = engine.generate(QUESTION, **{**request_, "max_new_tokens": most})
             assert answer.token_ids == plain[:most] and why in answer.stats["speculation"]["lost_draft"]

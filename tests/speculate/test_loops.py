@@ -17,17 +17,16 @@ from answers import answer_by, decoder_behind
 from drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders
 from prompts import as_inputs, build, text_batch, video_batch
 
-STEPS = 24
+STEPS = 19
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 5}
 # Every pattern of errors with lengths of a window, the last one such that something has to be taken back.
-CHAINS = [("none", 5), ("all", 5), ("none", 1), ("alternating", 2), ("alternating", 13), ("all but the first", 5)]
-CHAINS += [("all", 1), ("all but the last", 13), ("all but the last", 5)]
+CHAINS = [("none", 5), ("all", 5), ("all", 1), ("alternating", 13), ("all but the first", 2)]
+CHAINS += [("all but the last", 5)]
 TREE = Tree.of(25, 5)
 # Which child of a node on the right path is the right one; None: no child is. By the place in the answer.
 BRANCHES = {
     "no child": lambda place: None,
     "the first": lambda place: 0,
-    "the second": lambda place: 1,
     "alternating": lambda place: place % 2,
     "another each time": lambda place: (2, 0, 1, 0, None, 0, 0)[place % 7],
 }
@@ -64,19 +63,15 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
 
     left = []
     ends = [place for place in range(1, 10) if plain[place] not in plain[:place]]
-    assert len(ends) > 4
     for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES])):
         if drawn and loop is chain:
             continue  # it draws with other numbers
         runs = {shape: check(loop, *shape) for shape in shapes}
         left.append(runs[shapes[-1]][1:])
-        for most in range(1, 9):  # every offset in a window, or in a tree
+        for most in (1, 2, 5, 6, 7):  # before, in and behind a window, or a tree
             check(loop, *shapes[-1], most=most)
-        left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends][-1][1:])
-        stats = {shape: run[0] for shape, run in runs.items()}
-        best, worst = (
-            (stats["all", 5], stats["none", 5]) if loop is chain else (stats["the first",], stats["no child",])
-        )
+        left.append([check(loop, *shapes[-1], end=(plain[place],)) for place in ends[:4]][-1][1:])
+        worst, best = (runs[shape][0] for shape in shapes[:2])
         assert best.num_target_forwards == -(-(STEPS - 1) // 6)
         assert worst.num_target_forwards == STEPS - 1 and worst.num_accepted == 0
     check(tree, "alternating", Tree.of(6, 3))
@@ -88,7 +83,6 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
     [
         ("qwen2_5_vl", 2, "sharded", {}),
         ("llama", 1, "gathered", SAMPLED),
-        pytest.param("llama", 3, "gathered", {}, marks=pytest.mark.thorough),
     ],
 )
 def test_speculation_changes_no_token_and_leaves_the_right_kv(pool, family, num_hosts, kv, drawn):

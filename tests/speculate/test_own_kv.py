@@ -91,20 +91,16 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
     return figures, [proposal for *_, proposal in proposed], expected
 
 
-@pytest.mark.parametrize(("kv", "num_nodes", "seeds"), [("gathered", None, [5]), ("sharded", 8, [6])])
-def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, seeds):
+@pytest.mark.parametrize(("kv", "num_nodes", "seed"), [("gathered", None, 5), ("sharded", 8, 6)])
+def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, seed):
     """STD: the verification's dense KV takes the place of what the sparse draft computed of the same tokens."""
-    num_accepted = num_drafted = 0
-    # A tree of this model's guesses is seldom right: several answers, so that one of them accepts something.
-    for seed in seeds:
-        request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 24, "temperature": 1.0, "seed": seed}
-        figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
-        assert figures["num_visual_tokens_drafted_from"] == VISIBLE
-        num_accepted, num_drafted = num_accepted + figures["num_accepted"], num_drafted + figures["num_drafted"]
-        for found, right in zip(proposed, expected, strict=True):
-            if num_nodes is None:
-                assert found.tokens == right.tokens
-                torch.testing.assert_close(found.q, right.q, rtol=1e-4, atol=1e-9)
-            else:
-                assert found == right
-    assert 0 < num_accepted < num_drafted
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 14, "temperature": 1.0, "seed": seed}
+    figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
+    assert figures["num_visual_tokens_drafted_from"] == VISIBLE
+    assert 0 < figures["num_accepted"] < figures["num_drafted"]
+    for found, right in zip(proposed, expected, strict=True):
+        if num_nodes is None:
+            assert found.tokens == right.tokens
+            torch.testing.assert_close(found.q, right.q, rtol=1e-4, atol=1e-9)
+        else:
+            assert found == right

@@ -35,14 +35,14 @@ class ScriptedStream:
     """Writes the answer, and errs or fails where it is told to."""
 
     def __init__(self, answer: list[int], pattern, fail_after: int | None = None):
-        self.answer, self.pattern, self.left = answer, pattern, fail_after
+        self.answer, self.pattern, self.fail_after, self.count = answer, pattern, fail_after, 0
 
     def stream(self, sequence):
         said = list(sequence[1:])
         for place in range(100):
-            if self.left == 0:
+            if self.count == self.fail_after:
                 raise RuntimeError("out of memory")
-            self.left = None if self.left is None else self.left - 1
+            self.count += 1
             right = self.answer[len(said)] if said == self.answer[: len(said)] and len(said) < STEPS else 0
             said.append(right if self.pattern(place) else (right + 1) % VOCABULARY)
             yield said[-1], None
@@ -108,17 +108,14 @@ def counted(function, calls: list):
 
 
 RUNS = [{"pattern": "all", "gamma": 5}, {"pattern": "none", "gamma": 5}, {"pattern": "all", "gamma": 1}]
-RUNS += [{"pattern": "alternating", "gamma": 2}, {"pattern": "alternating", "gamma": 13}]
-RUNS += [{"pattern": "all but the first", "gamma": 5}, {"pattern": "all but the last", "gamma": 13}]
-RUNS += [{"most": most, "pattern": "all but the last"} for most in (1, 2, 4, 5, 6, 7)]
-RUNS += [{"end": place, "gamma": 4} for place in (1, 3, 4, 5, 8, 11)]
+RUNS += [{"pattern": "alternating", "gamma": 2}, {"pattern": "all but the first", "gamma": 5}]
+RUNS += [{"pattern": "all but the last", "gamma": 13}]
+RUNS += [{"most": most, "pattern": "all but the last"} for most in (1, 2, 5, 6)]
+RUNS += [{"end": place, "gamma": 4} for place in (1, 4, 5)]
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "kv"), [pytest.param(2, "gathered", marks=pytest.mark.thorough), (3, "sharded")]
-)
-def test_a_pipeline_changes_no_token(pool, num_hosts, kv):
-    all_right, none, one, *_ = (stats for _, stats, *_ in check(pool.run(num_hosts, pipeline_job, kv, RUNS), RUNS))
+def test_a_pipeline_changes_no_token(pool):
+    all_right, none, one, *_ = (stats for _, stats, *_ in check(pool.run(3, pipeline_job, "sharded", RUNS), RUNS))
     # Five at a time once the pipeline runs, up to three times as many at first; one where nothing is right.
     assert STEPS // 5 - 2 <= all_right.num_target_forwards <= STEPS // 5 and all_right.num_pre_verify == 0
     assert none.num_target_forwards == STEPS - 1 and none.num_post_verify == 0
@@ -138,7 +135,7 @@ def test_a_losing_draft_host_rests_until_the_next_request(pool):
     assert kept[1].switched_off is None and not kept[3]
 
 
-@pytest.mark.parametrize("fail_after", [0, 1, 11])
+@pytest.mark.parametrize("fail_after", [0, 11])
 def test_the_target_goes_on_without_a_draft_that_fails(pool, fail_after):
     runs = [{"pattern": "all", "fail_after": fail_after}, {"most": 7}]
     answers = check(pool.run(3, pipeline_job, "sharded", runs), runs)

@@ -16,7 +16,7 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.speculate import builders
 from apbv.speculate.draft_kv import prefill_draft
-from apbv.speculate.drafters import ModelDrafter, NgramDrafter
+from apbv.speculate.drafters import ModelDrafter, NgramDrafter, Proposal
 
 import families
 from engines import QUESTION
@@ -24,7 +24,7 @@ from families import OMNI
 from oracle import as_double
 from patience import HANGING
 
-STEPS = 16
+STEPS = 8
 
 
 # ---- text ----
@@ -54,21 +54,19 @@ def text_draft_job(hosts: HostGroup, path: str, nodes: int | None):
     model, draft = (families.build_model(name, dtype=torch.float64) for name in ("qwen2_5_vl", "qwen2"))
     way = SpeculativeConfig(strategy="text_only", num_tree_nodes=nodes, keep_losing_draft=True)
     engine = partial(Engine, model, families.build_processor("qwen2_5_vl"), hosts, PrefillConfig(kv="sharded"))
-    run_prompt, propose = builders.run_prompt, ModelDrafter.propose
-    read, asked, request = [], [], {"video": path, "num_frames": 8, "max_new_tokens": STEPS}
-
-    def reading(parts, input_ids, *args):
-        read.append(input_ids[0].tolist())
-        return run_prompt(parts, input_ids, *args)
+    propose, asked, request = ModelDrafter.propose, [], {"video": path, "num_frames": 8, "max_new_tokens": STEPS}
 
     def proposing(self, tokens, count):
-        asked.append((list(tokens), propose(self, tokens, count)))
-        return asked[-1][1]
+        asked.append((list(tokens), propose(self, tokens, count).tokens))
+        return Proposal(asked[-1][1])
 
     plain = engine().generate(QUESTION, **request).token_ids
-    with patch.object(builders, "run_prompt", reading), patch.object(ModelDrafter, "propose", proposing):
+    with (
+        patch.object(builders, "run_prompt", wraps=builders.run_prompt) as reading,
+        patch.object(ModelDrafter, "propose", proposing),
+    ):
         assert engine(speculate=way, draft=draft).generate(QUESTION, **request).token_ids == plain
-    return read, [(tokens, proposal.tokens) for tokens, proposal in asked]
+    return [call.args[1][0].tolist() for call in reading.call_args_list], asked
 
 
 def test_a_text_only_model_drafts_from_the_text(pool, clip):
@@ -80,7 +78,7 @@ def test_a_text_only_model_drafts_from_the_text(pool, clip):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[*read, *tokens, *proposed]])).logits[0]
         assert proposed == logits[len(read) + len(tokens) - 1 : -1].argmax(dim=-1).tolist()
-    pool.run(2, text_draft_job, str(clip), 6)
+    pool.run(1, text_draft_job, str(clip), 6)
 
 
 def test_a_text_only_draft_has_the_targets_tokens(tmp_path):
@@ -144,18 +142,9 @@ def heard_job(hosts: HostGroup, path: str, way: dict | None):
     return answer.token_ids, answer.stats
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "way"),
-    [
-        (2, {"strategy": "vanilla"}),
-        (2, {"strategy": "tabed", "ensemble": "MTP"}),
-        (3, {"strategy": "hippo", "keep_ratio": 0.5, "draft_host": True, "draft_timeout": HANGING}),
-    ],
-    ids=str,
-)
-def test_drafts_that_hear_change_no_token(pool, heard, num_hosts, way):
+def test_drafts_that_hear_change_no_token(pool, heard):
     plain, _ = heard_job(HostGroup.single(), heard, None)
-    for tokens, stats in pool.run(num_hosts, heard_job, heard, way):
-        assert tokens == plain and stats.get("num_audio_tokens", 75) == 75
-        if way["strategy"] == "vanilla":  # the same model: it drafts what the target says
-            assert stats["speculation"]["acceptance_rate"] == 1
+    beside = {"strategy": "hippo", "keep_ratio": 0.5, "draft_host": True, "draft_timeout": HANGING}
+    for num_hosts, way in ((2, {"strategy": "tabed", "ensemble": "MTP"}), (3, beside)):
+        for tokens, stats in pool.run(num_hosts, heard_job, heard, way):
+            assert tokens == plain and stats.get("num_audio_tokens", 75) == 75

@@ -8,7 +8,7 @@ import torch
 from apbv import HostGroup
 from apbv.config import SamplingConfig
 from apbv.decode.answer import generate_tokens
-from apbv.kernels import reference, verify_attention
+from apbv.kernels import reference
 from apbv.model.parts import inspect_model
 from apbv.speculate.pace import Pace
 from apbv.speculate.tree import Tree, verify_tree
@@ -17,19 +17,12 @@ from apbv.speculate.tree_drafter import TreeDrafter
 
 import families
 from answers import answer_by
-from attention_cases import (
-    LSE_TOLERANCE,
-    OUT_TOLERANCE,
-    assert_lse_close,
-    assert_out_close,
-    make_inputs,
-)
+from attention_cases import assert_out_close, make_inputs
 from device import DEVICE
 from drafters import decoders
-from pairs import each_choice
 from prompts import text_batch, video_batch
 
-STEPS = 24
+STEPS = 19
 TREE = Tree.of(25, 5)
 
 
@@ -40,10 +33,15 @@ def ancestors(tree: Tree, node: int) -> set[int]:
     return {node} | (ancestors(tree, tree.parents[node]) if node else set())
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (2, 1), (25, 5), (40, 3), (256, 256)])
-def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
-    tree = Tree.of(nodes, depth)
+@pytest.mark.parametrize(
+    ("nodes", "depth", "vocabulary"), [(2, 1, 9), (25, 5, 250), (40, 5, 3), (40, 2, 2), (9, 4, 1), (256, 256, 250)]
+)
+def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth, vocabulary):
+    tree = Tree.of(nodes, depth, vocabulary)
+    # As many nodes as were asked for, where so many fit in; of a node no more children than there are tokens.
+    nodes = min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
     assert len(tree) == nodes + 1 and tree.parents[0] == -1 and tree.depth == min(nodes, depth)
+    assert max(map(len, tree.children)) <= vocabulary and tree.num_drafted == nodes
     assert list(tree.parents[1:]) == sorted(tree.parents[1:]) and list(tree.depths) == sorted(tree.depths)
     for node in range(len(tree)):
         assert tree.visible[node].nonzero().flatten().tolist() == sorted(ancestors(tree, node))
@@ -54,34 +52,6 @@ def test_a_tree_is_closed_ordered_and_cut_by_levels(nodes, depth):
     for most in range(tree.depth + 2):
         shorter = tree.cut(most)
         assert shorter.parents == tree.parents[: len(shorter)] and shorter.depth == min(most, tree.depth)
-
-
-@pytest.mark.parametrize(("nodes", "depth", "vocabulary"), [(40, 5, 3), (256, 5, 25), (40, 2, 2), (9, 4, 1)])
-def test_a_tree_has_no_more_children_than_there_are_tokens(nodes, depth, vocabulary):
-    tree = Tree.of(nodes, depth, vocabulary)
-    assert max(map(len, tree.children)) <= vocabulary
-    # As many nodes as were asked for, where so many fit in.
-    assert tree.num_drafted == min(nodes, sum(vocabulary**level for level in range(1, depth + 1)))
-    assert list(tree.parents[1:]) == sorted(tree.parents[1:])
-
-
-# ---- attention ----
-
-
-@each_choice(past=[0, 1, 129], near=["none", "tree", "level", "blind"], dtype=list(OUT_TOLERANCE))
-def test_tree_attention_equals_its_definition(past, near, dtype):
-    visible = {
-        "none": TREE.visible[:, :0],  # a host that does not hold the new tokens
-        "tree": TREE.visible,
-        "level": TREE.visible[list(TREE.inner_levels[2])],
-        "blind": TREE.visible & (torch.arange(len(TREE)) > 3)[:, None],
-    }[near].to(DEVICE)
-    q, [(k, v)] = make_inputs(len(visible), [past + visible.shape[1]], dtype=dtype)
-    out, lse = verify_attention(q, k, v, 0.2, visible=visible)
-    exact_out, exact_lse = reference.verify_attention(q.double(), k.double(), v.double(), 0.2, visible=visible)
-    assert out.dtype == dtype and out.shape == q.shape
-    assert_out_close(out, exact_out, OUT_TOLERANCE[dtype])
-    assert_lse_close(lse, exact_lse, LSE_TOLERANCE[dtype])
 
 
 def test_the_reference_is_masked_attention():
@@ -126,24 +96,21 @@ class Checked(TreeDrafter):
         return proposed
 
 
-@pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.0), ("llama", 0.01)])
+@pytest.mark.parametrize(("family", "noise"), [("qwen2_5_vl", 0.01), ("llama", 0.0)])
 def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
     model, draft = (families.build_model(family, dtype=torch.float64) for _ in range(2))
     generator = torch.Generator().manual_seed(1)
     for weight in draft.get_decoder().parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator)
     prompt = (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
-    for way in ({}, {"temperature": 1.0, "top_p": 0.95, "seed": 5}):
-        config = SamplingConfig(max_new_tokens=STEPS, **way)
-        plain, by_tree, (_, drafts, look) = (
-            decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
-        )
-        expected = generate_tokens(answer_by(*plain[:2], config))
-        drafter = Checked(inspect_model(draft), look(), drafts.next_position, 256)
-        tokens, stats = generate_by_tree(answer_by(*by_tree[:2], config), drafter, TREE, Pace(TREE.depth))
-        assert tokens == expected
-        best = -(-(STEPS - 1) // 6)
-        if noise:
-            assert best < stats.num_target_forwards < STEPS - 4  # branches are left, and taken
-        elif not way:
-            assert stats.num_target_forwards == best
+    config = SamplingConfig(max_new_tokens=STEPS, temperature=float(noise > 0), seed=5)
+    plain, by_tree, (_, drafts, look) = (
+        decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
+    )
+    expected = generate_tokens(answer_by(*plain[:2], config))
+    drafter = Checked(inspect_model(draft), look(), drafts.next_position, 256)
+    tokens, stats = generate_by_tree(answer_by(*by_tree[:2], config), drafter, TREE, Pace(TREE.depth))
+    assert tokens == expected
+    best = -(-(STEPS - 1) // 6)
+    # Of a draft that is not the target branches are left, and taken.
+    assert best < stats.num_target_forwards < STEPS - 4 if noise else stats.num_target_forwards == best

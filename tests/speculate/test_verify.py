@@ -37,9 +37,8 @@ def one_after_the_other(drafted, q, p, accept_draws, next_draws) -> Verdict:
         # Of a one-hot q nothing is left but that one token.
         weights = [0.0 if q is None and b else max(0.0, a - b) for a, b in zip(row, theirs, strict=False)]
         return Verdict(place, drawn(weights if any(weights) else row, next_draws[place]))
-    if len(p) == len(drafted):
-        return Verdict(len(drafted), None)
-    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]))
+    has_more = len(p) > len(drafted)
+    return Verdict(len(drafted), drawn(p[-1].tolist(), next_draws[len(drafted)]) if has_more else None)
 
 
 def drawn(weights: list[float], number: float) -> int:
@@ -71,24 +70,6 @@ def test_a_window_is_decided_as_token_after_token():
     assert len(verdicts) >= 8  # all kinds
 
 
-def test_what_differs_by_rounding_alone_is_drawn_from_the_targets_own():
-    q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
-    p = torch.tensor([[0.5 - 2.0**-54, 0.5]], dtype=torch.float64)  # nowhere more than q
-    for number, token in ((0.1, 0), (0.9, 1)):
-        assert verify_sampled([0], q, p, [1 - 2.0**-53], [number]) == Verdict(0, token)
-
-
-def test_only_rows_up_to_the_next_token_have_to_be_finite():
-    p = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan], [0.5, 0.5]], dtype=torch.float64)
-    rejected = verify_sampled([0, 0], None, p, [0.9, 0.0], [0.0, 0.0, 0.0])
-    assert rejected == Verdict(0, 1)
-    with pytest.raises(NotFiniteError):
-        verify_sampled([0, 0], None, p, [0.1, 0.0], [0.0, 0.0, 0.0])
-    with pytest.raises(NotFiniteError):
-        verify_sampled([0], None, p[:2], [0.1], [0.0, 0.0])
-    assert verify_sampled([0], None, p[:1], [0.1], [0.0]) == Verdict(1, None)
-
-
 def test_greedy_verification():
     logits = torch.eye(5)[[3, 1, 4, 2]]
     assert verify_greedy([3, 1, 4], logits) == Verdict(3, 2)
@@ -100,3 +81,16 @@ def test_greedy_verification():
     for drafted in ([3, 1, 4], [3, 1, 0]):
         with pytest.raises(NotFiniteError):
             verify_greedy(drafted, logits)
+
+
+def test_rows_that_differ_by_rounding_alone_or_are_not_finite():
+    q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    p = torch.tensor([[0.5 - 2.0**-54, 0.5]], dtype=torch.float64)  # nowhere more than q: drawn from p itself
+    for number, token in ((0.1, 0), (0.9, 1)):
+        assert verify_sampled([0], q, p, [1 - 2.0**-53], [number]) == Verdict(0, token)
+    p = torch.tensor([[0.5, 0.5], [torch.nan, torch.nan], [0.5, 0.5]], dtype=torch.float64)
+    assert verify_sampled([0, 0], None, p, [0.9, 0.0], [0.0, 0.0, 0.0]) == Verdict(0, 1)
+    for drafted, rows in (([0, 0], p), ([0], p[:2])):
+        with pytest.raises(NotFiniteError):
+            verify_sampled(drafted, None, rows, [0.1, 0.0], [0.0, 0.0, 0.0])
+    assert verify_sampled([0], None, p[:1], [0.1], [0.0]) == Verdict(1, None)

@@ -35,8 +35,6 @@ class Cuda:
             L2_cache_size=50 << 20,
             total_memory=_TOTAL_MEMORY,
             warp_size=32,
-            regs_per_multiprocessor=65536,
-            max_threads_per_multi_processor=2048,
         )
 
     @property
@@ -88,7 +86,6 @@ class Cuda:
             def __init__(self, device=None, priority=0, number=None):
                 self.number = streams.new() if number is None else number
                 self.device = torch.device("cuda", cuda.index_of(device))
-                self.cuda_stream, self.priority = self.number, priority
 
             def record_event(self, event=None):
                 event = event or Event()
@@ -103,9 +100,6 @@ class Cuda:
 
             def synchronize(self):
                 machine.wait("stream", streams.moment(self.number))
-
-            def query(self):
-                return False
 
             def __eq__(self, other):
                 return isinstance(other, Stream) and other.number == self.number
@@ -139,10 +133,10 @@ class Cuda:
         class OurGraph(Graph):
             pass
 
-        OurGraph.machine = machine
-
         class graph(torch.cuda.graph):
             default_capture_stream = None
+
+        OurGraph.machine = machine
 
         def synchronize(device=None):
             machine.wait("synchronize", streams.everything())
@@ -160,12 +154,16 @@ class Cuda:
             machine.captured_pools.remove(pool)
 
         stand_ins = {
+            **dict.fromkeys(("is_available", "is_bf16_supported", "is_initialized"), lambda *_, **__: True),
+            **dict.fromkeys(
+                ("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda device=None: 0
+            ),
+            **dict.fromkeys(("reset_peak_memory_stats", "_lazy_init"), nothing),
             "CUDAGraph": OurGraph,
             "Event": Event,
             "Stream": Stream,
             "current_device": lambda: self.current_device,
             "current_stream": lambda device=None: Stream(device, number=streams.current),
-            "default_stream": lambda device=None: Stream(device, number=DEFAULT_STREAM),
             "device": on_device,
             "device_count": lambda: machine.num_gpus,
             "empty_cache": empty_cache,
@@ -174,29 +172,27 @@ class Cuda:
             "get_device_properties": self.properties_of,
             "graph": graph,
             "graph_pool_handle": lambda: (id(object()), 1),
-            "is_available": lambda: True,
-            "is_bf16_supported": lambda *_, **__: True,
             "is_current_stream_capturing": lambda: machine.capturing is not None,
-            "is_initialized": lambda: True,
-            "max_memory_allocated": lambda device=None: 0,
-            "max_memory_reserved": lambda device=None: 0,
             "mem_get_info": lambda device=None: (_TOTAL_MEMORY, _TOTAL_MEMORY),
-            "memory_allocated": lambda device=None: 0,
-            "memory_reserved": lambda device=None: 0,
-            "reset_peak_memory_stats": nothing,
             "set_device": self.set_device,
             "set_stream": lambda stream: setattr(streams, "current", stream.number),
             "stream": on_stream,
             "synchronize": synchronize,
-            "_lazy_init": nothing,
         }
-        for name, value in stand_ins.items():
-            stack.enter_context(patch.object(torch.cuda, name, value))
-        stack.enter_context(patch.object(torch.cuda.graphs, "CUDAGraph", OurGraph))
-        stack.enter_context(patch.object(torch._C, "_host_emptyCache", nothing, create=True))
-        stack.enter_context(patch.object(torch._C, "_cuda_endAllocateToPool", leave_pool))
-        stack.enter_context(patch.object(torch.cuda.nccl, "version", lambda: (2, 28, 9)))
         pinned = machine.pinned
-        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda t, *_: pinned.add(t.clone())))
-        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda t, *_: t in pinned))
-        stack.enter_context(patch.object(torch.Tensor, "record_stream", nothing))
+        for where, values in (
+            (torch.cuda, stand_ins),
+            (torch.cuda.graphs, {"CUDAGraph": OurGraph}),
+            (torch._C, {"_host_emptyCache": nothing, "_cuda_endAllocateToPool": leave_pool}),
+            (torch.cuda.nccl, {"version": lambda: (2, 28, 9)}),
+            (
+                torch.Tensor,
+                {
+                    "pin_memory": lambda t, *_: pinned.add(t.clone()),
+                    "is_pinned": lambda t, *_: t in pinned,
+                    "record_stream": nothing,
+                },
+            ),
+        ):
+            for name, value in values.items():
+                stack.enter_context(patch.object(where, name, value, create=True))

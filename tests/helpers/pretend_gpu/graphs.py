@@ -111,9 +111,8 @@ class Graph:
 
     def add(self, call, name: str, args: tuple, kwargs: dict, is_view: bool, writes: bool):
         """Add a call to the graph, and return what its results will be in."""
-        out = self._written(args, kwargs) if writes else None
-        if out is None:
-            out = call(*args, **kwargs)
+        # An operator that writes an argument returns it.
+        out = kwargs.get("out", args[0]) if writes else call(*args, **kwargs)
         if is_view:
             return out
         if not writes:
@@ -153,22 +152,6 @@ class Graph:
                     for target, value in zip(tree_leaves(node.out), tree_leaves(result), strict=True):
                         if isinstance(target, Tensor):
                             target.copy_(value)
-
-    def reset(self) -> None:
-        self._nodes, self._own, self._has_ended = [], set(), False
-
-    def pool(self):
-        return self._pool
-
-    def instantiate(self) -> None:
-        """Do nothing: there is no executable form of its own."""
-
-    def enable_debug_mode(self) -> None:
-        """Do nothing: nothing is dumped."""
-
-    def _written(self, args: tuple, kwargs: dict) -> Any:
-        """Return the argument that an operator writes, and returns."""
-        return kwargs["out"] if "out" in kwargs else args[0]
 
     def _let_go(self, arguments: tuple) -> tuple:
         """Keep of tensors from outside only where they lie."""

@@ -21,7 +21,6 @@ _NO_KERNEL = {
     "is_same_size", "sym_size", "sym_stride", "sym_numel", "lift_fresh", "record_stream",
     "_fused_sdp_choice",
 }  # fmt: skip
-_EMPTY = {name for name in _NO_KERNEL if "empty" in name}
 # Operators whose result's shape depends on numbers, which the host has to know.
 _SHAPED_BY_DATA = {
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal",
