@@ -12,7 +12,6 @@ from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
 from apbv.layout import plan_layout, with_question_in_anchor
 
 from oracle import DenseOracle, as_double, run_oracle, with_attention
-from pairs import pairwise
 from prompts import as_inputs, build, relative_error, reset_rope, text_batch, video_batch
 
 ANCHOR_LEN = 27
@@ -92,7 +91,25 @@ def anchor_job(hosts: HostGroup, family: str, batch: dict, query_start: int | No
     return state.logits, kv, state.exact, (inputs.context_start, inputs.query_start)
 
 
-def check(on_hosts, num_hosts: int, family: str, batch: dict, asked: int | None, settings: dict) -> None:
+SPARSE = SparseConfig(block_size=32, stride=8, threshold=0.3)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "num_hosts"),
+    [
+        ("qwen2", {}, 1),
+        ("qwen2", {}, 2),
+        ("qwen2", {"zigzag": False}, 3),
+        ("qwen2", {"sparse": SPARSE}, 2),
+        ("qwen2_5_vl", {}, 3),
+        ("qwen2_5_vl", {"method": "apb"}, 2),
+    ],
+)
+def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_hosts):
+    """Also of blocks that attend sparsely to themselves."""
+    length = 290 if "sparse" in settings else 130
+    batch, asked = (text_batch(length), length - 10) if family == "qwen2" else (video_batch(family), None)
+    settings = {"passing_len": 3, **settings}
     results = on_hosts(num_hosts, anchor_job, family, batch, asked, settings)
     (logits, kv, exact, (prefix, query_start)), *_ = results
     one_block_a_host = settings.get("method") == "apb" or "zigzag" in settings
@@ -103,24 +120,14 @@ def check(on_hosts, num_hosts: int, family: str, batch: dict, asked: int | None,
     for (ours_k, ours_v), theirs_k, theirs_v in zip(kv, keys, values, strict=True):
         assert relative_error(ours_k, theirs_k) < 1e-9 and relative_error(ours_v, theirs_v) < 1e-9
     assert not exact
-    if num_blocks > 1:  # the switch is not idle, and what is sparse is
-        plain = DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3, separate_query=settings.get("method") == "apb")
-        if family == "qwen2":
-            assert relative_error(expected, run_oracle(build(family, torch.float64), batch, plain)) > 1e-4
-        if "sparse" in settings:
-            dense, *_ = by_definition(family, batch, query_start, prefix, {**settings, "sparse": None}, num_blocks)
-            assert relative_error(expected, dense) > 1e-4
-
-
-@pairwise(family=["qwen2", "qwen2_5_vl"], settings=[{}, {"zigzag": False}, {"method": "apb"}], num_hosts=[1, 2, 3])
-def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_hosts):
-    batch, asked = (text_batch(130), 120) if family == "qwen2" else (video_batch(family), None)
-    check(on_hosts, num_hosts, family, batch, asked, {"passing_len": 3, **settings})
-
-
-def test_blocks_behind_a_copied_anchor_attend_sparsely_to_themselves(on_hosts):
-    settings = {"passing_len": 3, "sparse": SparseConfig(block_size=32, stride=8, threshold=0.3)}
-    check(on_hosts, 2, "qwen2", text_batch(290), 280, settings)
+    if family == "qwen2":  # the switch is not idle, and what is sparse is
+        plain = run_oracle(
+            build(family, torch.float64), batch, DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3)
+        )
+        assert relative_error(expected, plain) > 1e-4
+    if "sparse" in settings:
+        dense, *_ = by_definition(family, batch, query_start, prefix, {"passing_len": 3}, num_blocks)
+        assert relative_error(expected, dense) > 1e-4
 
 
 @given(

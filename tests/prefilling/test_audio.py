@@ -60,11 +60,9 @@ def files(tmp_path_factory):
 
 
 PROMPTS = {
-    "as long": {"videos": ["as long"]},
     "shorter": {"videos": ["shorter"]},
     "longer": {"videos": ["longer"]},
     "not heard": {"videos": ["as long"], "heard": False},
-    "sound": {"sounds": ["sound"]},
     "sounds": {"sounds": ["long sound", "sound"]},
     "both": {"videos": ["shorter"], "sounds": ["sound"]},
 }
@@ -115,7 +113,7 @@ def file_job(hosts: HostGroup, question: Question, config: PrefillConfig):
 @pytest.mark.filterwarnings("ignore:a prompt of")
 @pytest.mark.parametrize(
     ("name", "method", "num_hosts"),
-    [("longer", "apbv", 2), ("sounds", "ulysses", 3), ("both", "apbv", 4), ("shorter", "zigzag_ring", 2)],
+    [("both", "apbv", 2), ("sounds", "ulysses", 3)],
 )
 def test_exact_prefill_equals_transformers(pool, files, name, method, num_hosts):
     """Every method, and APB-V where nothing is compressed; frames and windows of sound are shared by all hosts."""
@@ -168,7 +166,7 @@ def answer_job(hosts: HostGroup, path: str, folder: str):
     return tokens, engine.decode(loaded, max_new_tokens=STEPS).token_ids
 
 
-STEPS = 8
+STEPS = 4
 
 
 def test_answers_are_those_of_transformers(pool, files, tmp_path):
@@ -216,7 +214,6 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
         "AudioError: .*mute.mp4: has no audio track": Question(ASKED, video=mute, audio_in_video=True),
         "AudioError: .*f.mkv: its audio track is empty": Question(ASKED, video=files["silent"]),
         "AudioError: .*broken.wav: the audio cannot be decoded": Question(ASKED, audio=str(broken)),
-        "AudioError: .*no.wav: no such file": Question(ASKED, audio=str(tmp_path / "no.wav")),
         "PromptError: .*mute.mp4: is not heard, but another": Question(ASKED, video=[files["as long"], mute]),
     }
     for refusals in pool.run(2, refused_job, list(reasons.values())):
@@ -238,7 +235,7 @@ def test_no_more_is_heard_than_the_model_has_positions_for(files):
 
 def test_a_short_sound_is_not_padded_to_the_longest(files, tmp_path):
     """Neither to the extractor's nor to another's of the prompt; it has the spectrogram of the padded one."""
-    for tail in (0, 1, 159, 160, 399):
+    for tail in (0, 159, 160):
         path = audio_files.write(tmp_path / f"{tail}.flac", [(0, 0.5 + tail / RATE)], "flac", RATE)
         sounds = [path, files["sound"]]
         expected, found = omni_batch(sounds=sounds), read(Question(ASKED, audio=sounds))

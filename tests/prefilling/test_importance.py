@@ -36,13 +36,11 @@ def by_definition(name, q_query, q_block, k_block):
     return result
 
 
-@pytest.mark.parametrize("name", ["peak", "softmax", "dot", "received"])
+@pytest.mark.parametrize("name", IMPORTANCE)
 def test_equals_its_definition(name):
     for length, group, queries, dtype, tolerance in (
         (1, 1, 1, torch.float64, 1e-6),
-        (4, 1, 3, torch.float64, 1e-6),
         (129, 2, 3, torch.float64, 1e-6),
-        (40, 3, 5, torch.float32, 1e-6),
         (40, 3, 5, torch.float16, 2e-3),
         (40, 3, 5, torch.bfloat16, 1.5e-2),
     ):
@@ -52,7 +50,7 @@ def test_equals_its_definition(name):
         assert (result - exact).norm() < tolerance * exact.norm()
 
 
-@each_choice(name=["peak", "softmax", "dot", "received"], max_scores=[1, 1000])
+@each_choice(name=["received", "dot", "peak"], max_scores=[1000, 1])
 def test_chunks_bound_memory_and_do_not_change_the_result(monkeypatch, name, max_scores):
     tensors, rows_at_once = block(70), []
     whole, scores = IMPORTANCE[name](*tensors, SCALE), importance._scores

@@ -48,9 +48,7 @@ def pairs_of(kept: torch.Tensor, sparse: SparseConfig, tokens: int) -> torch.Ten
 @pytest.mark.parametrize(
     "sparse",
     [
-        SparseConfig(block_size=32, stride=8),
         SparseConfig(block_size=32, stride=16, threshold=0.5),
-        SparseConfig(method="spargeattn", block_size=32),
         SparseConfig(method="spargeattn", block_size=32, threshold=0.5, similarity=0.5),
         SparseConfig(method="spargeattn", block_size=64, threshold=0.01, similarity=-1),
         SparseConfig(method="flexprefill", block_size=32, min_blocks=1, divergence=0.6),
@@ -105,7 +103,7 @@ def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
     assert kept[0, 0, 7].nonzero().flatten().tolist() == [0, 2, 4, 6, 7]
 
 
-@pytest.mark.parametrize("tokens", [20, 160, 175])
+@pytest.mark.parametrize("tokens", [160, 175])
 def test_flexprefill_finds_a_pattern_for_each_head(monkeypatch, tokens):
     monkeypatch.setattr(flexprefill, "_MOST_SCORES_ON_CPU", 1 if tokens == 175 else 2**30)
     q, k = drifting_states(tokens, 0)
@@ -117,9 +115,8 @@ def test_flexprefill_finds_a_pattern_for_each_head(monkeypatch, tokens):
         pairs = pairs_of(BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch"), sparse, tokens)
         assert torch.equal(pairs, chosen_pairs(q[0], k[0], 0.25, sparse))
         chosen[divergence] = pairs.flatten(1)
-    if tokens > 32:  # or there is nothing to choose
-        is_aware, is_lines = ((chosen[0.5] == chosen[other]).all(dim=1) for other in (1, 0))
-        assert (is_aware & ~is_lines).any() and (is_lines & ~is_aware).any() and (is_lines | is_aware).all()
+    is_aware, is_lines = ((chosen[0.5] == chosen[other]).all(dim=1) for other in (1, 0))
+    assert (is_aware & ~is_lines).any() and (is_lines & ~is_aware).any() and (is_lines | is_aware).all()
 
 
 # ---- some heads at a time ----
@@ -151,7 +148,7 @@ def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads
 @pytest.mark.parametrize("method", SPARSE_NAMES)
 def test_choosing_blocks_widens_a_part_of_the_prompt_at_a_time(method):
     with FakeTensorMode():
-        q, k = (torch.empty(1, heads, 12_000, 128, dtype=torch.bfloat16) for heads in (28, 4))
+        q, k = (torch.empty(1, heads, 6_000, 128, dtype=torch.bfloat16) for heads in (28, 4))
         with LiveTensors() as live:
             BlockAttention(SparseConfig(method=method), "torch").list_blocks(q, k, 0.1)
     assert live.peak < q.nbytes
@@ -162,7 +159,6 @@ def test_choosing_blocks_widens_a_part_of_the_prompt_at_a_time(method):
 XATTENTION = SparseConfig(block_size=32, stride=8, threshold=0.3)
 SPARGE = SparseConfig(method="spargeattn", block_size=32, threshold=0.4, similarity=-1)
 FLEX = SparseConfig(method="flexprefill", block_size=32, threshold=0.4, divergence=0.15, min_blocks=1)
-CHOICES = [XATTENTION, SPARGE, FLEX]
 # The models of these tests have small scores.
 SKIPPING = replace(SPARGE, threshold=0.8, skip_margin=0.05)
 
@@ -194,7 +190,6 @@ def check(results, model, batch, oracle, exact):
         (SPARGE, 2, "qwen2"),
         (SKIPPING, 1, "qwen2"),
         (FLEX, 1, "qwen2_5_vl"),
-        (FLEX, 2, "qwen2"),
     ],
 )
 def test_methods_of_one_host_equal_the_dense_definition(pool, sparse, num_hosts, family):
@@ -222,9 +217,7 @@ def test_methods_of_one_host_equal_the_dense_definition(pool, sparse, num_hosts,
         ({}, 3, SPARGE),
         ({}, 2, SKIPPING),
         ({"overlap": False}, 2, FLEX),
-        ({"anchor_len": 0, "passing_len": 0}, 1, FLEX),
-        ({"method": "apb"}, 3, XATTENTION),
-        ({"method": "star"}, 2, SPARGE),
+        ({"method": "star"}, 2, XATTENTION),
         ({"method": "star"}, 1, FLEX),
     ],
 )
@@ -260,12 +253,17 @@ def test_threshold_1_is_dense(pool, method, num_hosts):
             assert relative_error(keys, layer.keys) < 1e-9 and relative_error(values, layer.values) < 1e-9
 
 
-@pytest.mark.parametrize("sparse", CHOICES, ids=lambda sparse: sparse.method)
-def test_triton_chooses_and_computes_the_same(sparse):
-    batch, config = text_batch(70), PrefillConfig(method=sparse.method, sparse=sparse, backend="triton")
+def test_triton_chooses_and_computes_the_same():
+    for sparse in (XATTENTION, FLEX):
+        q, k = (states.float() for states in drifting_states(150, 0))
+        kept, by_triton = (
+            BLOCK_SELECTION[sparse.method](q, k, 0.25, sparse, name) for name in ("torch", "triton")
+        )
+        assert torch.equal(by_triton.tril(), kept.tril())
+    batch, config = text_batch(70), PrefillConfig(method="spargeattn", sparse=SPARGE, backend="triton")
     model = build("qwen2", torch.float32)
     logits = prefill(model, as_inputs("qwen2", batch, 60, ALONE), hosts=ALONE, config=config).logits
-    oracle = DenseOracle(0, 70, 1, 0, "received", sparse=sparse)
+    oracle = DenseOracle(0, 70, 1, 0, "received", sparse=SPARGE)
     expected = run_oracle(build("qwen2", torch.float64), batch, oracle)
     assert relative_error(expected, hugging_face("qwen2", torch.float64, batch)[0]) > 1e-3
     assert relative_error(logits, expected) < 1e-4
