@@ -47,8 +47,8 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
     cache = state.to_dynamic_cache()
     plain = state.generate_inputs()
     if plain:
-        plain = engine.model.generate(**plain, max_new_tokens=6, do_sample=False)[0, state.num_tokens :].tolist()
-    answer = engine.generate(QUESTION, max_new_tokens=6, **request)
+        plain = engine.model.generate(**plain, max_new_tokens=3, do_sample=False)[0, state.num_tokens :].tolist()
+    answer = engine.decode(state, max_new_tokens=3)
     return {
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
@@ -87,14 +87,14 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
     ("family", "settings", "num_processes", "repeated"),
     [
         ("qwen2_5_vl", {"method": "ulysses", "kv": "sharded"}, 4, 0),
-        ("qwen3_vl", {}, 4, 0),  # for which transformers has no plan
+        ("qwen3_vl", {}, 2, 0),  # for which transformers has no plan
         ("llama", {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}, 4, 6),
         ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
     ],
 )
 def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, settings, num_processes, repeated):
     """Uncompressed it is full attention of one process."""
-    request = {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 21}
+    request = {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}
     path, chunked, num_hosts = str(checkpoints(family)), repeated > 6, num_processes // 2
     is_exact = "passing_len" not in settings
     whole, *_ = pool.run(1 if is_exact else num_hosts, prefill_job, 1, path, {} if is_exact else settings, request)
@@ -118,7 +118,7 @@ def reduced_job(processes: HostGroup, size: int, path: str, clip: Path, methods:
 @pytest.mark.thorough
 def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip):
     """Each process has the attention of its own heads, and all have to choose alike."""
-    path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", *LATE_REDUCER_NAMES]
+    path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", "pdrop", "sparsevlm", "hippo_attention"]
     (whole,) = pool.run(1, reduced_job, 1, path, clip, methods, {})
     settings = {"method": "zigzag_ring", "kv": "sharded"}
     for shares in pool.run(4, reduced_job, 2, path, clip, methods, settings):
@@ -127,8 +127,7 @@ def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip):
             assert [tokens, reduction] == theirs
 
 
-DRAFTED = [{"strategy": name} for name in ("ngram", "vanilla", "sd_tree")]
-DRAFTED += [{"strategy": "specvlm", "keep_ratio": 0.4}, {"strategy": "tabed", "ensemble": "MT*"}]
+DRAFTED = [{"strategy": "sd_tree"}, {"strategy": "specvlm", "keep_ratio": 0.4}]
 
 
 def drafted_job(processes: HostGroup, size: int, target: str, draft: str, request: dict):

@@ -15,7 +15,7 @@ from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_vision_attention
 
 import families
-from pairs import pairwise
+from pairs import each_choice
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILY = pytest.mark.parametrize("family", QWEN)
@@ -49,7 +49,7 @@ def close(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     return float((rows - expected).abs().max() / expected.abs().max()) <= TOLERANCE[rows.dtype]
 
 
-@pairwise(family=QWEN, grid=GRIDS, dtype=TOLERANCE)
+@each_choice(family=QWEN, grid=[*GRIDS, "ragged windows"], dtype=TOLERANCE)
 def test_the_rows_are_those_of_transformers(family, grid, dtype):
     parts = build(family, dtype)
     expected = encode(parts, GRIDS[grid])

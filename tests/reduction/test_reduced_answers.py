@@ -30,7 +30,7 @@ def answer_job(hosts: HostGroup, reducer: str, settings: dict):
 
 @pytest.mark.parametrize(
     ("method", "reducer", "kv"),
-    [("star", "slowfast", "sharded"), ("apbv", "hippo", "gathered"), ("ulysses", "dycoke", "sharded")],
+    [("star", "slowfast", "sharded"), ("ulysses", "dycoke", "gathered")],
 )
 def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv):
     """By an exact method as one host does."""
@@ -97,10 +97,8 @@ def test_embeddings_are_kept_whole_and_reduced_for_every_question(pool):
 DRAFTS = [
     {"strategy": "hippo", "prune": "kv"},
     {"strategy": "parallelvlm", "keep_ratio": 0.5},
-    {"strategy": "tabed", "keep": "attention"},
     {"strategy": "std"},
-    {"strategy": "streaming", "keep_tokens": 40},
-    *({"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in ("dycoke", "fastvid", "similarity")),
+    {"strategy": "specvlm", "keep": "similarity", "keep_ratio": 0.3},
 ]
 
 
@@ -118,7 +116,7 @@ def test_a_draft_does_not_change_what_the_reduced_model_says(pool):
     for plain, found in pool.run(2, draft_job):
         for draft, (tokens, figures, kept) in zip(DRAFTS, found, strict=True):
             assert tokens == plain, draft
-            assert figures["num_accepted"] > 0 or draft["strategy"] == "streaming"
+            assert figures["num_accepted"] > 0
             if kept is not None:
                 assert kept.sum() == figures["num_visual_tokens_drafted_from"] and kept.numel() == 256
             assert draft["strategy"] != "specvlm" or kept.sum() == round(0.3 * 256)

@@ -26,8 +26,6 @@ GREEDY = SamplingConfig(max_new_tokens=6, ignore_eos=True)
 # The ratio, and the anchor's tokens. Of the ratio 0.05 three visual tokens are left, and seven before them: fewer
 # than the longer anchor has, and behind the shorter one too few to be split.
 LENGTHS = {"pdrop": (0.05, 8), "uv_prune": (0.05, 21)}
-PLACES = [(1, "gathered"), (2, "gathered"), (2, "sharded"), (3, "gathered"), (3, "sharded")]
-NAMES = [*LATE_REDUCER_NAMES, "fastvid"]
 
 
 def prefilled(hosts: HostGroup, name: str | None, kv: str = "gathered", dtype=torch.float64) -> apbv.PrefillResult:
@@ -73,9 +71,15 @@ def assert_same(found: tuple, expected: tuple) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(states, their_states, strict=True))
 
 
-@pytest.mark.parametrize("row", range(len(NAMES)), ids=NAMES)
-def test_what_was_saved_is_loaded_bit_for_bit_and_says_what_is_left(pool, tmp_path, row):
-    name, (num_hosts, kv), places = NAMES[row], PLACES[(row + 1) % 5], [PLACES[row % 5], PLACES[(row + 3) % 5]]
+@pytest.mark.parametrize(
+    ("name", "num_hosts", "kv", "places"),
+    [
+        ("pdrop", 2, "sharded", [(1, "gathered"), (3, "sharded")]),
+        ("uv_prune", 3, "gathered", [(2, "sharded")]),
+        ("fastvid", 2, "gathered", [(2, "gathered")]),
+    ],
+)
+def test_what_was_saved_is_loaded_bit_for_bit_and_says_what_is_left(pool, tmp_path, name, num_hosts, kv, places):
     expected, *_ = pool.run(num_hosts, save_job, tmp_path / "kv", name, kv)
     lengths = [keys.shape[2] for keys, _ in expected[3]]
     assert (len(set(lengths)) > 1) == (name in LATE_REDUCER_NAMES)
