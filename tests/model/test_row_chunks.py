@@ -65,29 +65,20 @@ def test_every_row_is_computed_once():
     hook.remove()
 
 
-def wrapped(model) -> list:
-    return [module for module in model.modules() if "forward" in vars(module)]
-
-
 def test_the_model_is_left_as_it_was():
     parts = inspect_model(build("llama", torch.float32))
-    mlp = parts.language_model.layers[0].mlp
-    own = mlp.forward
-
-    def theirs(states):
-        return 2 * own(states)
-
-    mlp.forward = theirs
+    mlp, own = parts.language_model.layers[0].mlp, type(parts.language_model.layers[0].mlp).forward
+    mlp.forward = theirs = lambda states: 2 * own(mlp, states)
     try:
         states = torch.randn(1, TOKENS, parts.language_model.config.hidden_size)
         with pytest.raises(KeyError), torch.no_grad(), rows_in_chunks(parts, chunk_bytes=1):
-            assert len(wrapped(parts.model)) == 3 * parts.num_layers + 1
             with rows_in_chunks(parts):
                 pass
             assert mlp.forward is not theirs  # not undone by the inner block
             torch.testing.assert_close(mlp(states), theirs(states), **CLOSE)
             raise KeyError
-        assert wrapped(parts.model) == [mlp] and mlp.forward is theirs
+        assert mlp.forward is theirs
+        assert [module for module in parts.model.modules() if "forward" in vars(module)] == [mlp]
     finally:
         del mlp.forward
 

@@ -4,12 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
-from apbv.layout import plan_layout, with_question_in_anchor
 
 from oracle import DenseOracle, as_double, run_oracle, with_attention
 from prompts import as_inputs, build, relative_error, reset_rope, text_batch, video_batch
@@ -130,35 +127,8 @@ def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_h
         assert relative_error(expected, dense) > 1e-4
 
 
-@given(
-    num_hosts=st.integers(1, 6),
-    lengths=st.tuples(st.integers(0, 12), st.integers(1, 200), st.integers(1, 20)),
-    anchor_len=st.one_of(st.none(), st.integers(1, 300)),
-    zigzag=st.booleans(),
-)
-def test_the_copy_is_prefix_question_and_start(num_hosts, lengths, anchor_len, zigzag):
-    prefix, context, question = lengths
-    query_start, num_tokens = prefix + context, prefix + context + question
-    ends = {"num_tokens": num_tokens, "context_start": prefix, "query_start": query_start}
-    plain = plan_layout(num_hosts=num_hosts, anchor_len=0, passing_len=1, zigzag=zigzag, **ends)
-    layout = with_question_in_anchor(plain, prefix, anchor_len)
-    if len(layout.blocks) < 2:
-        assert layout.anchor_copy == ()
-        return
-    wanted = anchor_len if anchor_len is not None else min(128, num_tokens // 4)
-    for host in range(num_hosts):
-        spans = [token for span in layout.local_spans(host) for token in span]
-        copy, own = spans[: layout.anchor_len], spans[layout.anchor_len :]
-        num_rest = min(max(0, wanted - prefix - question), context)
-        assert copy == [*range(prefix), *range(query_start, num_tokens), *range(prefix, prefix + num_rest)]
-        assert sorted(own) == own and len(set(own)) == len(own)
-        kept = [token for span in layout.cache_spans(host) for token in span]
-        assert set(kept) <= set(own)
-
-
 def test_no_anchor_to_put_the_question_into():
     for settings, reason in (
-        ({"method": "star"}, "not method star"),
         ({"method": "full"}, "not method full"),
         ({"anchor_len": 0}, "not without an anchor"),
     ):

@@ -9,7 +9,7 @@ import audio_files
 import pytest
 import torch
 from audio_files import RATE
-from omni_prompts import ASKED, FPS, FRAMES, omni_batch, plain
+from omni_prompts import ASKED, FPS, FRAMES, omni_batch
 from read_prompts import read_question
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load, prefill
@@ -99,32 +99,6 @@ def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
     assert len(heard) == len(masks)
     for ours, theirs, mask in zip(heard, batch.get("input_features", ()), masks, strict=True):
         torch.testing.assert_close(ours, theirs[:, mask.bool()], rtol=0, atol=1e-5)
-
-
-def file_job(hosts: HostGroup, question: Question, config: PrefillConfig):
-    """Logits, and on host 0 the gathered KV, of a prompt read from files."""
-    engine = Engine(families.build_model(OMNI), families.build_processor(OMNI), hosts, config)
-    about = {name: getattr(question, name) for name in ("video", "audio", "num_frames", "audio_in_video")}
-    state = engine.prefill(question.prompt, **about)
-    cache = state.to_dynamic_cache()
-    return state.logits, cache and [(layer.keys, layer.values) for layer in cache.layers], state.method
-
-
-@pytest.mark.filterwarnings("ignore:a prompt of")
-@pytest.mark.parametrize(
-    ("name", "method", "num_hosts"),
-    [("both", "apbv", 2), ("sounds", "ulysses", 3)],
-)
-def test_exact_prefill_equals_transformers(pool, files, name, method, num_hosts):
-    """Every method, and APB-V where nothing is compressed; frames and windows of sound are shared by all hosts."""
-    expected, cache = plain(batch_like(files, **PROMPTS[name]), PROMPTS[name].get("heard", True))
-    config = PrefillConfig(method=method, passing_len=UNCOMPRESSED)
-    results = pool.run(num_hosts, file_job, asked_like(files, **PROMPTS[name]), config)
-    for logits, _, used in results:
-        assert used == (method if num_hosts > 1 else "full")
-        assert relative_error(logits, expected) < 1e-4
-    for (keys, values), layer in zip(results[0][1], cache.layers, strict=True):
-        assert relative_error(keys, layer.keys) < 1e-4 and relative_error(values, layer.values) < 1e-4
 
 
 def batch_job(hosts: HostGroup, batch: dict, config: PrefillConfig):

@@ -56,31 +56,25 @@ def plain(pool) -> list:
     return [tokens for tokens, *_ in answers]
 
 
-def test_kept_embeddings_change_no_answer(pool):
-    plain = pool.run(2, questions_job, None, APPROXIMATE)[0]
-    for answers in pool.run(2, questions_job, "exact", APPROXIMATE):
-        assert [tokens for tokens, *_ in answers] == [tokens for tokens, *_ in plain]
-        ways = [(reused, encoded) for _, reused, encoded, _ in answers]
-        assert ways == [(None, 1), ("embeddings", 0), ("embeddings", 0)]
-
-
 @pytest.mark.parametrize(
-    ("hosts", "settings", "speculate"),
+    ("hosts", "mode", "settings", "speculate"),
     [
-        (1, {}, SpeculativeConfig(strategy="ngram")),
-        (2, {**EXACT, "kv": "sharded"}, None),
-        (2, EXACT, SpeculativeConfig(strategy="vanilla", draft_model="demo")),
+        (1, "kv", {}, SpeculativeConfig(strategy="ngram")),
+        (2, "kv", {**EXACT, "kv": "sharded"}, None),
+        (2, "kv", EXACT, SpeculativeConfig(strategy="vanilla", draft_model="demo")),
+        (2, "exact", EXACT, None),
     ],
 )
-def test_kept_kv_of_an_exact_method_changes_no_answer(pool, plain, hosts, settings, speculate):
-    """And the language model's first pass is over the question only."""
-    kept = pool.run(hosts, questions_job, "kv", settings, speculate)
-    for rank, answers in enumerate(kept):
+def test_what_is_kept_of_an_exact_method_changes_no_answer(pool, plain, hosts, mode, settings, speculate):
+    """And with KV the language model's first pass is over the question only."""
+    way, needs_draft = {"kv": "kv", "exact": "embeddings"}[mode], bool(speculate and speculate.draft_model)
+    for rank, answers in enumerate(pool.run(hosts, questions_job, mode, settings, speculate)):
         assert [tokens for tokens, *_ in answers] == plain
-        assert [reused for _, reused, *_ in answers] == [None, "kv", "kv"]
+        assert [reused for _, reused, *_ in answers] == [None, way, way]
         if rank == 0:
-            needs_draft = speculate is not None and speculate.draft_model is not None
-            assert all(encoded <= needs_draft and run < 20 for *_, encoded, run in answers[1:])
+            assert all(
+                encoded <= needs_draft and (run < 20 or mode == "exact") for *_, encoded, run in answers[1:]
+            )
 
 
 def approximate_job(hosts: HostGroup, kv: str):

@@ -75,15 +75,6 @@ def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(poo
     assert all(allowed == "nothing raised" for allowed, _ in pool.run(2, reduced_job, {1: needed}, reduce))
 
 
-def test_kv_that_a_reduction_between_layers_leaves_out_is_not_asked_for(pool):
-    """Behind the first of three layers a hundredth of the tokens is left."""
-    parts, length = inspect_model(build("qwen2_5_vl", torch.float32)), 800
-    layout = METHODS["full"].plan(1, length, 0, 1, PrefillConfig())
-    whole = host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], 0, "sharded").least
-    reduce = {"method": "fastv", "ratio": 0.01, "layer": 1}
-    assert pool.run(1, reduced_job, {0: whole - 1}, reduce)[0][0] == "nothing raised"
-
-
 def test_what_sparsevlm_may_leave_out_is_not_asked_for(pool):
     """How many tokens it leaves depends on a rank, of which the highest is not certain."""
     parts = inspect_model(build("qwen2_5_vl", torch.float32))

@@ -131,24 +131,6 @@ def test_a_callers_mistake_on_one_host_fails_all_and_breaks_nothing(pool, checkp
         assert tokens == others
 
 
-def draft_in_a_thread_job(hosts: HostGroup, clip: str, chunk_bytes: int | None):
-    config = PrefillConfig(video=VideoConfig(chunk_bytes=chunk_bytes))
-    models = [families.build_model("qwen2_5_vl", dtype=torch.float64, seed=seed) for seed in (0, 1)]
-    speculate = SpeculativeConfig(strategy="hippo", draft_host=True)
-    processor = families.build_processor("qwen2_5_vl")
-    engine = Engine(models[0], processor, hosts, config, speculate=speculate, draft=models[1])
-    answers = [engine.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=3) for _ in range(2)]
-    return [answer.token_ids for answer in answers]
-
-
-@pytest.mark.filterwarnings("ignore:.*draft")
-def test_both_towers_read_the_same_chunks(clip):
-    """Whichever comes first: the draft's, in a thread of its own, or the target's."""
-    hosts = HostGroup.single("cpu")
-    expected = draft_in_a_thread_job(hosts, str(clip), None)
-    assert draft_in_a_thread_job(hosts, str(clip), 1) == expected == expected[:1] * 2
-
-
 def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
     frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
     reader = VideoReader(probe(clip), frames, 2, grid, families.build_processor("qwen2_vl"))

@@ -147,20 +147,3 @@ def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, n
     assert (relative_error(reduced.logits, exact) > 1e-4) == (settings.get("method") != "star" or num_hosts > 2)
     results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": ratio, "layer": layer}, settings)
     check(results, reduced.logits, [(layer.keys, layer.values) for layer in reduced.cache.layers])
-
-
-def whole_job(hosts: HostGroup):
-    family, found = "qwen2_5_vl", []
-    inputs = as_inputs(family, video_batch(family), None, hosts, torch.float64)
-    for reduce in (None, *(ReduceConfig(method=name, ratio=1.0) for name in ("fastv", "sparsevlm"))):
-        config = PrefillConfig(reduce=reduce, passing_len=4, anchor_len=21)
-        state = prefill(build(family, torch.float64), inputs, hosts=hosts, config=config)
-        layers = [] if state.to_dynamic_cache() is None else state.to_dynamic_cache().layers
-        found.append((state.exact, state.logits, *(layer.keys for layer in layers)))
-    return found
-
-
-def test_a_ratio_of_one_leaves_everything(pool):
-    for (exact, *plain), *reduced in pool.run(2, whole_job):
-        for is_exact, *tensors in reduced:
-            assert is_exact == exact and all(map(torch.equal, tensors, plain)) and len(tensors) == len(plain)

@@ -6,10 +6,8 @@ import pytest
 import torch
 from early_oracle import reduced_logits, whole_videos
 
-from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, VideoConfig, prefill
+from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill
 from apbv.config.names import VIDEO_REDUCER_NAMES
-from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import TowerRows
 from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
@@ -107,15 +105,6 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
             assert rest == [length, None, True] and torch.equal(logits, expected)
 
 
-def test_chunks_of_which_nothing_is_left(pool):
-    """Frames are encoded and exchanged one by one, and most of them keep no token."""
-    config = reduced("hippo", 0.05, "ring")
-    expected = pool.run(1, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), config)[0][0]
-    one_by_one = replace(config, video=VideoConfig(chunk_bytes=1))
-    for logits, *_ in pool.run(2, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), one_by_one):
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
 # ---- what cannot be reduced, and hosts that fail ----
 
 
@@ -138,35 +127,3 @@ def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
         assert (
             unlike.startswith("HostError") and "the prefill configuration or the model of host 1 differs" in unlike
         )
-
-
-class FailingRows:
-    """A vision tower that fails after its first chunk."""
-
-    def __init__(self, rows: TowerRows):
-        self._rows = rows
-
-    def chunks(self, chunks):
-        yield next(self._rows.chunks(chunks))
-        raise OSError("a frame cannot be read")
-
-
-def failing_job(hosts: HostGroup, failing: int):
-    family, batch = "qwen2_5_vl", video_batch("qwen2_5_vl")
-    model, config = build(family, DOUBLE), reduced("fastvid", 0.3, "ring")
-    parts = inspect_model(model)
-    inputs = ModelInputs.from_processor(parts, batch, hosts)
-    rows = TowerRows(parts, inputs.visual)
-    rows = FailingRows(rows) if failing == hosts.rank else rows
-    failure = described(lambda: prefill(parts, inputs, hosts=hosts, config=config, encoded=rows))
-    again = prefill(parts, ModelInputs.from_processor(parts, batch, hosts), hosts=hosts, config=config)
-    return failure, again.logits
-
-
-def test_a_host_that_fails_ends_the_request_on_all_and_the_next_one_follows(pool):
-    failing = 1
-    results = pool.run(2, failing_job, failing)
-    for host, (failure, logits) in enumerate(results):
-        assert failure.startswith("OSError" if host == failing else "HostError")
-        assert "a frame cannot be read" in failure
-        torch.testing.assert_close(logits, results[0][1])
