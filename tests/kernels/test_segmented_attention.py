@@ -156,8 +156,6 @@ def test_what_does_not_fit_is_refused():
     for message, given, into in (
         ("at least one", (q, []), None),
         ("3 query heads .* 2 key/value heads", (q[:, :3], segments), None),
-        ("1 query heads .* 2 key/value heads", (q[:, :1], segments), None),
-        ("the result is of shape .*, and out is of shape", (q, segments), q[:, :, :4]),
         ("the result is of shape .*, and out is of shape", (q, segments), q.half()),
     ):
         with pytest.raises(ValueError, match=message):

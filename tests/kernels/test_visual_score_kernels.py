@@ -115,9 +115,7 @@ def test_shapes_must_fit():
     x = torch.zeros(2, 6, 8)
     for message, call in {
         r"before is torch.float32 \[3, 8\]": lambda: temporal_change(x, before=x[0, :3]),
-        r"after is torch.float16 \[6, 8\]": lambda: temporal_change(x, after=x[0].half()),
         "2 x 2 tokens cannot have 6": lambda: spatial_variety(x, 2, 2),
-        "must be positive, not 0": lambda: spatial_variety(x, 2, 3, crop=0),
         r"\[6, 8\] have no direction of shape \[7\]": lambda: similarity_to(x[0], x[0, 0, :7]),
     }.items():
         with pytest.raises(ValueError, match=message):
