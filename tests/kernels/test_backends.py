@@ -2,7 +2,6 @@
 
 import math
 import sys
-from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from apbv.kernels.backends import (
     LIBRARIES,
     choose,
     failed_launch,
-    implementation,
     requested,
 )
 from apbv.kernels.library_attention import attend_natively
@@ -120,28 +118,6 @@ def test_the_order_of_preference():
     assert preferred((9, 0), 3, 40, 16384, heads=128)[0] != "triton"
     assert preferred((9, 0), 3, 16384, 16384, dtype=torch.float32) == ["triton"]
     assert preferred((9, 0), 3, 16384, 16384, dtype=torch.float64) == []
-
-
-def test_triton_launches_on_the_gpu_of_its_operands(monkeypatch):
-    """Whichever is the current one, in this thread."""
-    current = [0]
-
-    @contextmanager
-    def device(wanted):
-        before, current[0] = current[0], wanted.index
-        yield
-        current[0] = before
-
-    launched = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(triton_merging, "merge_states", lambda outs, lses, out: launched.append(current[0]))
-    merge = implementation("merge_states", "triton")
-    with FakeTensorMode():
-        outs = torch.empty(2, 1, 1, 1, 16, device="cuda:1")
-        merge(outs, outs, out=None)
-        merge([outs, outs], [outs, outs], out=None)
-    assert launched == [1, 1] and current == [0]
 
 
 @pytest.fixture

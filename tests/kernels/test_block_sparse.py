@@ -247,11 +247,3 @@ def test_shapes_must_fit():
     for message, call in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
-
-
-def test_no_tokens():
-    q, k, v = states(0, 16)
-    out, lse = block_sparse_attention(q, k, v, ListedBlocks.of(masked(0, 32, 32, 1), 32, 32), 1.0)
-    assert out.shape == q.shape and lse.shape == q.shape[:3]
-    assert antidiagonal_scores(q, k, 1.0, 4, 32).shape == (1, HEADS, 0, 0)
-    assert [x.shape for x in block_means(k, 32)] == [(1, KV_HEADS, 0, 16), (1, KV_HEADS, 0)]

@@ -106,14 +106,6 @@ def test_a_flash_attention_is_tried_before_it_is_used(flash, function, major, na
     assert found is None if reason is None else re.search(reason, found)
 
 
-def test_a_library_is_asked_only_for_what_it_says_it_can(flash):
-    flash(flash_attention_2)
-    cuda = torch.device("cuda")
-    assert "float32" in varlen.usable("flash_attn", cuda, torch.float32, 80)
-    assert "multiples of 8" in varlen.usable("flash_attn", cuda, torch.bfloat16, 20)
-    assert "on cpu" in varlen.usable("flash_attn", CPU, torch.bfloat16, 80)
-
-
 @pytest.mark.parametrize("usable", [["flash_attn", "torch"], ["torch"], []], ids=str)
 def test_auto_takes_what_is_usable(monkeypatch, usable):
     used = []

@@ -205,15 +205,3 @@ def test_no_more_is_heard_than_the_model_has_positions_for(files):
     for asked in ({"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}):
         with pytest.raises(AudioError, match="has more audio than the 2 seconds that the prompt has room for"):
             read(Question(ASKED, **asked), most_positions=110)
-
-
-def test_a_short_sound_is_not_padded_to_the_longest(files, tmp_path):
-    """Neither to the extractor's nor to another's of the prompt; it has the spectrogram of the padded one."""
-    for tail in (0, 159, 160):
-        path = audio_files.write(tmp_path / f"{tail}.flac", [(0, 0.5 + tail / RATE)], "flac", RATE)
-        sounds = [path, files["sound"]]
-        expected, found = omni_batch(sounds=sounds), read(Question(ASKED, audio=sounds))
-        masks = expected["feature_attention_mask"].bool()
-        for ours, padded, mask in zip(found.audio.spectrograms, expected["input_features"], masks, strict=True):
-            torch.testing.assert_close(ours, padded[:, mask], rtol=0, atol=1e-5)
-            assert ours.untyped_storage().nbytes() < 1.1 * ours.nbytes, "nothing of the padding is kept"

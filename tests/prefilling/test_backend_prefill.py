@@ -7,7 +7,6 @@ import torch
 
 from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
 from apbv.decode.answer import generate_tokens
-from apbv.kernels import BackendError
 from apbv.model.parts import inspect_model
 from apbv.speculate.pace import Pace
 from apbv.speculate.tree import Tree
@@ -66,10 +65,3 @@ def test_continuations_equal_hugging_face_generate(pool):
     expected = model.generate(**batch, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)[0, 60:]
     for continued in pool.run(2, continuation_job, batch):
         assert len(continued) == 4 and all(tokens == expected.tolist() for tokens in continued.values())
-
-
-def test_a_back_end_for_gpus_is_refused():
-    with pytest.raises(
-        BackendError, match="cudnn back end cannot be used: it runs on CUDA devices, and the tensors"
-    ):
-        prefill(build("llama", torch.float64), text_batch(20), config=PrefillConfig(backend="cudnn"))

@@ -11,8 +11,7 @@ from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
 from apbv.kv.growing import first_tokens
-from apbv.prefilling.reuse import ByteBoundedCache, Prefix
-from apbv.serve.private_files import PrivateFiles
+from apbv.prefilling.reuse import ByteBoundedCache
 
 FRAMES, STEPS = 16, 4
 QUESTIONS = ("name the letters in order", "how many letters are shown", "name the letters in order")
@@ -121,17 +120,6 @@ def test_what_changed_is_read_again(pool, tmp_path):
     assert ask(engine, QUESTIONS[1], videos[0]).stats["reused"] is None
 
 
-def test_a_video_that_a_request_brings_along_is_known_again():
-    engine = demo_engine(HostGroup.single("cpu"), "kv")
-    answers = []
-    with PrivateFiles() as files:
-        for question in QUESTIONS[:2]:
-            with files.holding(demo.video_path().read_bytes()) as video:
-                answers.append(ask(engine, question, video))
-    assert answers[0].stats["reused"] is None and answers[1].stats["reused"] is not None
-    assert answers[1].token_ids == ask(engine, QUESTIONS[1]).token_ids
-
-
 def forgetful_job(hosts: HostGroup):
     """Host 1 has lost what host 0 still has."""
     config = ReuseConfig(mode="kv", max_bytes=2**30 if hosts.rank == 0 else 1)
@@ -144,21 +132,6 @@ def forgetful_job(hosts: HostGroup):
 
 def test_all_hosts_have_it_or_none(pool, plain):
     assert pool.run(2, forgetful_job) == [(plain, [None] * 3)] * 2
-
-
-def held_job(hosts: HostGroup, kv: str) -> tuple[int, int]:
-    """Bytes that are counted for a short text before a long question, and those of all of its KV that is here."""
-    engine = demo_engine(hosts, kv=kv, anchor_len=0)
-    state = engine.prefill("why? " * 200, context="a few words")
-    layers = [] if state.shards is None else state.shards.layers
-    if kv == "gathered" and hosts.rank == 0:
-        layers = state.to_dynamic_cache().layers
-    return Prefix.of(state).num_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-
-
-@pytest.mark.parametrize("kv", ["gathered", "sharded"])
-def test_all_that_is_kept_from_being_freed_counts(pool, kv):
-    assert all(counted > held for counted, held in pool.run(2, held_job, kv))
 
 
 def test_a_text_is_kept_too_and_what_cannot_be_is_refused():

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apbv import HostGroup, PrefillConfig, ReduceConfig, SparseConfig, prefill
 from apbv.config import SPARSE_NAMES
@@ -13,7 +12,6 @@ from apbv.prefilling.methods import block_attention, flexprefill
 from apbv.prefilling.methods.block_attention import BlockAttention
 from apbv.prefilling.methods.block_selection import BLOCK_SELECTION
 
-from live_tensors import LiveTensors
 from oracle import DenseOracle, as_double, oracle_of, run_oracle
 from pairs import each_choice
 from prompts import as_inputs, build, hugging_face, relative_error, reset_rope, text_batch, video_batch
@@ -143,15 +141,6 @@ def test_heads_choose_the_same_however_many_at_a_time(monkeypatch, method, heads
     assert sum(heads for heads, _ in asked) == 9
     assert max(kv_heads for _, kv_heads in asked) == max(1, heads_at_once // 3)
     assert torch.equal(listed.kept, expected.kept) and torch.equal(listed.counts, expected.counts)
-
-
-@pytest.mark.parametrize("method", SPARSE_NAMES)
-def test_choosing_blocks_widens_a_part_of_the_prompt_at_a_time(method):
-    with FakeTensorMode():
-        q, k = (torch.empty(1, heads, 6_000, 128, dtype=torch.bfloat16) for heads in (28, 4))
-        with LiveTensors() as live:
-            BlockAttention(SparseConfig(method=method), "torch").list_blocks(q, k, 0.1)
-    assert live.peak < q.nbytes
 
 
 # ---- prefill ----

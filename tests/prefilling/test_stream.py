@@ -164,19 +164,6 @@ def test_kept_pixels_fail_for_everybody(tmp_path):
             list(kept.chunks(chunks))
 
 
-def test_closing_kept_pixels_ends_their_threads_whoever_holds_them(clip):
-    before = set(threading.enumerate())
-    pixels, single_patches = pixels_of(clip)
-    kept = KeptPixels(pixels)
-    chunks = kept.chunks(single_patches)
-    next(chunks)
-    assert set(threading.enumerate()) > before
-    kept.close()
-    assert set(threading.enumerate()) <= before
-    with pytest.raises(ValueError, match="has ended"):
-        next(chunks)
-
-
 def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
     made, ended, go_on = [], threading.Event(), threading.Semaphore(0)
 

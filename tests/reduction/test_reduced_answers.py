@@ -119,13 +119,3 @@ def test_a_draft_does_not_change_what_the_reduced_model_says(pool):
             if kept is not None:
                 assert kept.sum() == figures["num_visual_tokens_drafted_from"] and kept.numel() == 64
             assert draft["strategy"] != "specvlm" or kept.sum() == round(0.3 * 64)
-
-
-def draft_host_job(hosts: HostGroup):
-    config = SpeculativeConfig(strategy="hippo", keep="dycoke", draft_host=True, keep_losing_draft=True)
-    return ask(engine_of(hosts, "hippo", config)).token_ids
-
-
-def test_a_draft_host_drafts_for_a_reduced_model(pool):
-    expected = ask(engine_of(HostGroup.single("cpu"), "hippo")).token_ids
-    assert pool.run(2, draft_host_job) == [expected] * 2

@@ -103,22 +103,6 @@ def saved_once(pool, tmp_path_factory) -> Path:
     return path
 
 
-def test_any_part_of_a_short_layer_can_be_read_and_no_more_than_it_holds(saved_once):
-    saved = SavedKV.open(saved_once)
-    assert len(saved.manifest.groups) == 3
-    n, left = saved.manifest.num_tokens, saved.manifest.groups[2].num_tokens
-    keys, values = saved.layer(2)
-    assert keys.shape[1] == left < n and saved.layer(0)[0].shape[1] == n
-    parts = saved.layer(2, [range(left - 3, left), range(0, 5)], range(1, 2))
-    assert torch.equal(parts[0], torch.cat([keys[1:, -3:], keys[1:, :5]], dim=1))
-    assert torch.equal(parts[1], torch.cat([values[1:, -3:], values[1:, :5]], dim=1))
-    for tokens in (range(n), range(0, 8, 2), range(-1, 3), [range(3), range(left, left + 1)]):
-        with pytest.raises(ValueError, match=f"is not within the {left} tokens of layer 2"):
-            saved.layer(2, tokens)
-    with pytest.raises(IndexError, match="layer 3 is not one of the KV's 3"):
-        saved.layer(3)
-
-
 # ---- what follows loaded KV, and what is refused ----
 
 
