@@ -49,22 +49,6 @@ def test_a_prefill_in_chunks_equals_hugging_face(shortest_chunks, family):
         assert relative_error(here.values, layer.values) < 1e-4
 
 
-def test_every_row_is_computed_once():
-    parts = inspect_model(build("qwen2", torch.float32))
-    layer, width, shown = parts.language_model.layers[0], parts.language_model.config.hidden_size, []
-    hook = layer.mlp.register_forward_hook(lambda _, args, output: shown.append((args[0].shape, output.shape)))
-    for rows in (1, FEWEST, FEWEST + 1, 2 * FEWEST - 1, TOKENS):
-        states = torch.randn(1, rows, width)
-        with torch.no_grad():
-            expected = [module(states) for module in (layer.mlp, layer.input_layernorm)]
-            with rows_in_chunks(parts, chunk_bytes=1):
-                found = [module(states) for module in (layer.mlp, layer.input_layernorm)]
-        assert shown[-2:] == [(states.shape, states.shape)] * 2  # whoever looks on sees whole rows
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, **CLOSE)
-    hook.remove()
-
-
 def test_the_model_is_left_as_it_was():
     parts = inspect_model(build("llama", torch.float32))
     mlp, own = parts.language_model.layers[0].mlp, type(parts.language_model.layers[0].mlp).forward

@@ -13,7 +13,7 @@ from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SparseConfig, V
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
-from apbv.prefilling import encode, forward
+from apbv.prefilling import forward
 from apbv.prefilling.memory import HostMemory, LayerRun, Share, host_memory
 
 import families
@@ -145,12 +145,3 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
         hook.remove()
     *encoding, prefilling = counts
     assert len(encoding) == NUM_PATCHES and 0 < min(encoding) <= max(encoding) < 6 and prefilling == 0
-
-
-def test_what_the_gpus_allocator_keeps_for_reuse_counts_as_free_for_chunks(monkeypatch):
-    """After a long prompt the driver has next to nothing left to give, and chunks would become tiny."""
-    monkeypatch.setattr(encode, "free_host_memory_bytes", lambda: 2**40)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**27, 2**36))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**33)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**33 + 2**31)
-    assert encode.default_chunk_bytes(torch.device("cuda:0")) == (2**27 + 2**31) // 16
