@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
 
-from oracle import DenseOracle, as_double, run_oracle, with_attention
+from oracle import DenseOracle, as_double, decoder_inputs, run_oracle, with_attention
 from prompts import as_inputs, build, relative_error, reset_rope, text_batch, video_batch
 
 ANCHOR_LEN = 27
@@ -35,11 +35,7 @@ def by_definition(family: str, batch: dict, query_start: int, prefix: int, setti
     ids, num_tokens = batch["input_ids"], batch["input_ids"].shape[1]
     num_of_context = max(0, ANCHOR_LEN - prefix - (num_tokens - query_start))
     copy = [*range(prefix), *range(query_start, num_tokens), *range(prefix, prefix + num_of_context)]
-    seen = {}
-    decoder = model.get_decoder()
-    hook = decoder.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
-    model(**as_double(batch), use_cache=False)
-    hook.remove()
+    seen, decoder = decoder_inputs(model, as_double(batch)), model.get_decoder()
     embeds = seen["inputs_embeds"] if seen.get("inputs_embeds") is not None else decoder.embed_tokens(ids)
     if family == "qwen2_5_vl":  # where a prompt that has the question first would have its tokens
         first = [*range(prefix), *range(query_start, num_tokens), *range(prefix, query_start)]
