@@ -14,22 +14,12 @@ A script, because it needs a process without TRITON_INTERPRET, with benchmarks/ 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
 import triton
 
-from support.compiled_kernels.launches import (
-    CALLS,
-    SHARED_MEMORY,
-    antidiagonals,
-    block_sparse,
-    compile_launches,
-    importance,
-    prefill,
-    verify,
-)
+from support.compiled_kernels.launches import CALLS, SHARED_MEMORY, block_sparse, compile_launches, prefill, verify
 from support.compiled_kernels.listing import disassemble, loops, read, used_memory
 
 
@@ -51,62 +41,27 @@ def properties(kernel: triton.compiler.CompiledKernel) -> dict:
     }
 
 
-def many_prompts(dim: int) -> None:
+def many_prompts() -> None:
     """Lengths that 16 divides and not, a single pair passed on, and other numbers of hosts."""
-    for tokens in (640, 1001, 4097, 8192):
-        for passed, senders in ((1, 1), (100, 2), (128, 7)):
-            prefill(dim, tokens=tokens, passed=passed, senders=senders, anchor=tokens // 7)
+    for tokens, passed, senders in ((640, 1, 1), (1001, 100, 2), (8192, 128, 7)):
+        prefill(128, tokens=tokens, passed=passed, senders=senders, anchor=tokens // 7)
 
 
-def cases() -> dict[int, dict[str, Callable]]:
-    """By capability and name."""
-    attention = {
-        **{f"prefill, D={dim}": partial(prefill, dim) for dim in (128, 256)},
-        "tree, kept keys, D=128": partial(verify, 128, 26, tree=True, kept=True),
-        "tokens of a batch, D=128": CALLS["tokens of a batch"],
-        **{f"listed blocks, D={dim}": partial(block_sparse, dim) for dim in (128, 256)},
-        "listed blocks, skipping": CALLS["listed blocks, skipping"],
-        "antidiagonals": CALLS["antidiagonals"],
-        "means of blocks": CALLS["means of blocks"],
-    }
-    hopper = {
-        **attention,
-        **{f"prefill, D={dim}": partial(prefill, dim) for dim in (64, 80)},
-        "many prompts, D=128": partial(many_prompts, 128),
-        **{f"listed blocks, D={dim}": partial(block_sparse, dim, 128, 128) for dim in (64, 80)},
-        "listed blocks of 256 and 32, D=128": partial(block_sparse, 128, 256, 32),
-        "antidiagonals, stride 8": partial(antidiagonals, 8),
-        "prefill in fp32, D=64": partial(prefill, 64, torch.float32),
-        "one token, D=128": partial(verify, 128, 1),
-        "tokens in a row, D=128": partial(verify, 128, 8),
-        "tokens in a row, kept keys, D=128": partial(verify, 128, 8, kept=True),
-        "tree, D=64": partial(verify, 64, 26, tree=True),
-        "tree, kept keys, D=256": partial(verify, 256, 26, tree=True, kept=True),
-        **{
-            case: call
-            for case, call in CALLS.items()
-            if "token" not in case and case not in ("prefill", "tree, kept keys")
-        },
-        "importance, peak, given lse": partial(importance, "peak", has_lse=True),
-        "importance, softmax": partial(importance, "softmax", has_lse=True),
-    }
-    blackwell = {"one token, D=128": partial(verify, 128, 1), "merge": CALLS["merge"]}
-    # The largest tiles of a GPU that is newer than Hopper, and has less than half of its shared memory.
-    small = {
-        "prefill, D=256": partial(prefill, 256),
-        "listed blocks, D=256": partial(block_sparse, 256),
-        "tokens in a row, D=128": partial(verify, 128, 8),
-        "tree, kept keys, D=256": partial(verify, 256, 26, tree=True, kept=True),
-    }
-    return {80: attention, 89: attention, 90: hopper, 100: attention | blackwell, 120: small}
+def cases() -> Iterator[tuple[int, str, Callable]]:
+    """Capability, name and call; every kernel for Hopper, attention also for others, with the largest tiles."""
+    yield from ((90, case, call) for case, call in CALLS.items())
+    yield 90, "many prompts", many_prompts
+    yield 80, "prefill", CALLS["prefill"]
+    yield 89, "tree, kept keys, D=256", partial(verify, 256, 26, tree=True, kept=True)
+    yield 100, "prefill", CALLS["prefill"]
+    yield 120, "listed blocks, D=256", partial(block_sparse, 256)
 
 
 def main() -> None:
-    for capability, calls in cases().items():
-        for case, call in calls.items():
-            for name, kernel in compile_launches(capability, call):
-                line = {"capability": capability, "case": case, "kernel": name, **properties(kernel)}
-                print(json.dumps(line | {"most_shared": SHARED_MEMORY[capability]}), flush=True)
+    for capability, case, call in cases():
+        for name, kernel in compile_launches(capability, call):
+            line = {"capability": capability, "case": case, "kernel": name, **properties(kernel)}
+            print(json.dumps(line | {"most_shared": SHARED_MEMORY[capability]}), flush=True)
 
 
 if __name__ == "__main__":

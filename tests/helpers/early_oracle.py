@@ -8,6 +8,8 @@ import math
 
 import torch
 
+from oracle import decoder_inputs
+
 
 def cosine(a, b) -> float:
     return float(a @ b / (a.norm() * b.norm()))
@@ -184,22 +186,7 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
         videos: frames, height and width in tokens of the prompt's videos, which come first among its visual tokens
             of this kind; behind a video there may be rows of no frame, as many as are left over.
     """
-    decoder, taken = model.model.language_model, {}
-
-    class Taken(Exception):
-        pass
-
-    def take(module, args, kwargs):
-        taken.update(kwargs)
-        raise Taken
-
-    hook = decoder.register_forward_pre_hook(take, with_kwargs=True)
-    try:
-        model(**batch, use_cache=False)
-    except Taken:
-        pass
-    finally:
-        hook.remove()
+    decoder, taken = model.get_decoder(), decoder_inputs(model, batch)
     embeds, ids = taken["inputs_embeds"][0], batch["input_ids"][0]
     hidden = embeds.shape[1]
     deepstack = list(taken.get("deepstack_visual_embeds") or [])

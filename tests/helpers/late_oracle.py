@@ -6,14 +6,16 @@ Nothing here is shared with the implementation.
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from early_oracle import best, hippo_scores, video_tokens, whole_videos, z_scores
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 
-from oracle import as_double
+from oracle import as_double, decoder_inputs, with_attention
 from prompts import build, reset_rope
 
 # Makes [1, S, H, D] of the last S tokens' queries [1, H, S, D], keys and values [1, Hkv, n, D], and the scale.
@@ -224,12 +226,10 @@ def run_reduced(
         attend_before: the attention of layers in which the question begins at this token.
         separate_query: in every layer the question is run once more, behind the keys and values of the context.
     """
-    model, given = build(family, torch.float64), {}
+    model = build(family, torch.float64)
     reset_rope(model)
     decoder = model.get_decoder()
-    hook = decoder.register_forward_pre_hook(lambda m, args, kwargs: given.update(kwargs), with_kwargs=True)
-    model(**as_double(batch), use_cache=False)
-    hook.remove()
+    given = decoder_inputs(model, as_double(batch))
     hidden, ids = given["inputs_embeds"], batch["input_ids"][0].tolist()
     places = {model.config.image_token_id, getattr(model.config, "video_token_id", None)}
     visual = [t for t, token in enumerate(ids) if token in places]
@@ -288,19 +288,13 @@ def _layer(decoder, layer, hidden: Tensor, positions: Tensor, cache: DynamicCach
     return layer(hidden, attention_mask=None, position_embeddings=rotary, past_key_values=cache)
 
 
-class _attention:
+@contextmanager
+def _attention(model, seen: dict, attend: Attend):
     """Let a model's language model use a dense attention, which leaves its queries and keys in ``seen``."""
 
-    def __init__(self, model, seen: dict, attend: Attend):
-        self.config, self.seen, self.attend = model.get_decoder().config, seen, attend
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        seen["states"] = query, key, value, scaling
+        return attend(query, key, value, scaling).contiguous(), None
 
-    def __enter__(self):
-        def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-            self.seen["states"] = query, key, value, scaling
-            return self.attend(query, key, value, scaling).contiguous(), None
-
-        AttentionInterface.register("late_oracle", attention)
-        self.before, self.config._attn_implementation = self.config._attn_implementation, "late_oracle"
-
-    def __exit__(self, *error):
-        self.config._attn_implementation = self.before
+    with with_attention(model, SimpleNamespace(attend=attention)):
+        yield

@@ -53,14 +53,6 @@ def omni_batch(videos: Sequence[str] = (), sounds: Sequence[str] = (), heard: bo
 
 
 @torch.no_grad()
-def plain(batch: dict, heard: bool = True, dtype: torch.dtype = torch.float32):
-    """Logits ``[1, V]`` and the cache of the model itself."""
-    model = families.build_model(OMNI, dtype=dtype)
-    output = model(**batch, use_audio_in_video="pixel_values_videos" in batch and heard, use_cache=True)
-    return output.logits[:, -1], output.past_key_values
-
-
-@torch.no_grad()
 def embedded(model, batch: dict) -> dict:
     """The embeddings and positions, as the model gives them to its decoder, of a video that is heard."""
     seen = {}

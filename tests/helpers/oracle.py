@@ -123,6 +123,15 @@ def with_attention(model, oracle: DenseOracle):
         config._attn_implementation = before
 
 
+def decoder_inputs(model, batch: dict) -> dict:
+    """What a model makes of a prompt on its way into the language model."""
+    given = {}
+    hook = model.get_decoder().register_forward_pre_hook(lambda *call: given.update(call[2]), with_kwargs=True)
+    model(**batch, use_cache=False)
+    hook.remove()
+    return given
+
+
 @torch.no_grad()
 def run_oracle(model, batch, oracle: DenseOracle):
     """Logits ``[1, V]`` of the last token with the oracle's attention in every layer of the language model.

@@ -41,17 +41,15 @@ def guarded(tensor: torch.Tensor, behind: bool) -> torch.Tensor:
 
 
 def attend(guard):
-    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((6, 33), (2, 70), (2, 70)))
+    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, 17), (1, 35), (1, 35)))
     segmented_attention(q, [(k, v)] * 2, 0.1, True, rows_alone=5, backend="triton")
-    segmented_attention(q, [(k, v)], 0.1, False, rows_alone=5, backend="triton")
 
 
 def attend_masked(guard):
     for queries in (1, 33):  # times 3 heads in a group: they fill no tile
-        q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((6, queries), (2, 70), (2, 70)))
+        q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, queries), (1, 70), (1, 70)))
         visible = guard(torch.ones(queries, 33, dtype=torch.bool))
-        kept = guard(torch.arange(0, 37, 2).expand(1, 2, -1))
-        verify_attention(q, k, v, 0.1, visible=visible, backend="triton")
+        kept = guard(torch.arange(0, 37, 2).expand(1, 1, -1))
         verify_attention(q, k, v, 0.1, visible=visible, kept=kept, backend="triton")
 
 
@@ -63,15 +61,15 @@ def merge(guard):
 
 
 def rank(guard):
-    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((6, 5), (2, 70), (2, 70)))
-    for lse in (None, guard(torch.randn(1, 6, 5))):
+    q, k, v = (guard(torch.randn(1, heads, rows, 40)) for heads, rows in ((3, 5), (1, 70), (1, 70)))
+    for lse in (None, guard(torch.randn(1, 3, 5))):
         scores = kv_importance(q, k, 0.1, lse=lse, backend="triton")
-    out = guard(torch.empty(2, 1, 2, 7, 40))
+    out = guard(torch.empty(2, 1, 1, 7, 40))
     select_topk(guard(scores), k, v, 7, out, backend="triton")
 
 
 def score(guard):
-    frames = guard(torch.randn(3, 6 * 7, 40))
+    frames = guard(torch.randn(2, 6 * 7, 40))
     temporal_change(frames, guard(torch.randn(42, 40)), guard(torch.randn(42, 40)), backend="triton")
     spatial_variety(frames, 6, 7, backend="triton")
 

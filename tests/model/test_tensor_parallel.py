@@ -1,7 +1,5 @@
 """Hosts of several processes: the results of hosts of one, with an equal share of the language model on each."""
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import families
 from engines import QUESTION
 from fresh_hosts import Store, described, run_fresh
 from patience import GROUP_TIMEOUT, HANGING
-from scripts import INFER, run_script
 
 # fp32 sums over a layer's columns, in another order
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -47,8 +44,8 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
     cache = state.to_dynamic_cache()
     plain = state.generate_inputs()
     if plain:
-        plain = engine.model.generate(**plain, max_new_tokens=6, do_sample=False)[0, state.num_tokens :].tolist()
-    answer = engine.generate(QUESTION, max_new_tokens=6, **request)
+        plain = engine.model.generate(**plain, max_new_tokens=3, do_sample=False)[0, state.num_tokens :].tolist()
+    answer = engine.decode(state, max_new_tokens=3)
     return {
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
@@ -87,14 +84,14 @@ SENTENCE = "the quick brown fox jumps over the lazy dog. "
     ("family", "settings", "num_processes", "repeated"),
     [
         ("qwen2_5_vl", {"method": "ulysses", "kv": "sharded"}, 4, 0),
-        ("qwen3_vl", {}, 4, 0),  # for which transformers has no plan
+        ("qwen3_vl", {}, 2, 0),  # for which transformers has no plan
         ("llama", {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}, 4, 6),
         ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
     ],
 )
 def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, settings, num_processes, repeated):
     """Uncompressed it is full attention of one process."""
-    request = {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 21}
+    request = {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}
     path, chunked, num_hosts = str(checkpoints(family)), repeated > 6, num_processes // 2
     is_exact = "passing_len" not in settings
     whole, *_ = pool.run(1 if is_exact else num_hosts, prefill_job, 1, path, {} if is_exact else settings, request)
@@ -118,7 +115,7 @@ def reduced_job(processes: HostGroup, size: int, path: str, clip: Path, methods:
 @pytest.mark.thorough
 def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip):
     """Each process has the attention of its own heads, and all have to choose alike."""
-    path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", *LATE_REDUCER_NAMES]
+    path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", "pdrop", "sparsevlm", "hippo_attention"]
     (whole,) = pool.run(1, reduced_job, 1, path, clip, methods, {})
     settings = {"method": "zigzag_ring", "kv": "sharded"}
     for shares in pool.run(4, reduced_job, 2, path, clip, methods, settings):
@@ -127,8 +124,7 @@ def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip):
             assert [tokens, reduction] == theirs
 
 
-DRAFTED = [{"strategy": name} for name in ("ngram", "vanilla", "sd_tree")]
-DRAFTED += [{"strategy": "specvlm", "keep_ratio": 0.4}, {"strategy": "tabed", "ensemble": "MT*"}]
+DRAFTED = [{"strategy": "sd_tree"}, {"strategy": "specvlm", "keep_ratio": 0.4}]
 
 
 def drafted_job(processes: HostGroup, size: int, target: str, draft: str, request: dict):
@@ -162,6 +158,7 @@ def refused_job(processes: HostGroup, path: str):
     refused = [
         described(Engine(whole.model, whole.processor, hosts).prefill, QUESTION),
         described(joined, processes, 3),
+        described(lambda: Engine.from_pretrained(path, hosts=joined(processes, 4))),
         described(hosts.subgroup, [0]),
     ]
     for speculate in ({"strategy": "streaming"}, {"strategy": "vanilla", "draft_model": path, "draft_host": True}):
@@ -172,63 +169,37 @@ def refused_job(processes: HostGroup, path: str):
 
 def test_what_cannot_be_is_refused(pool, checkpoints):
     path = str(checkpoints("llama"))
-    for whole, odd_group, subgroup, streaming, draft_host in pool.run(4, refused_job, path):
+    for whole, odd_group, few_heads, subgroup, streaming, draft_host in pool.run(4, refused_job, path):
         assert whole.startswith("ValueError: the model is share 0 of 1, but this process is member ")
         assert odd_group.startswith("ValueError: 4 process(es) cannot form hosts of 3 each")
+        assert "the model has 2 KV heads, which 4 processes cannot share evenly" in few_heads
         assert subgroup.startswith("ValueError: hosts of several processes cannot form subgroups")
         assert streaming.startswith("ValueError: streaming, with which the target drafts itself, is not supported")
         assert draft_host.startswith("ValueError: a draft host is not supported")
 
 
-@pytest.mark.thorough
-def test_the_script_answers_once(checkpoints):
-    asked = ["--model", checkpoints("llama"), "--prompt", "Why?", "--max-new-tokens", 3]
-    whole, shared = [run_script(INFER, *asked, "--tensor-parallel", size, hosts=2 * size) for size in (1, 2)]
-    assert shared.returncode == 0, shared.stderr
-    assert whole.stdout == shared.stdout != ""
-    refused = run_script(INFER, *asked, "--tensor-parallel", 4, hosts=4)
-    assert refused.returncode == 1
-    assert refused.stderr.count("the model has 2 KV heads, which 4 processes cannot share evenly") == 4
-
-
-def failing_job(processes: HostGroup, path: str, victim: int, how: str, told: Path):
-    """One process fails in a layer, while the others of its host wait for it, or is killed."""
+def failing_job(processes: HostGroup, path: str, told: Path):
+    """One process fails in a layer, while the others of its host wait for it."""
     hosts = joined(processes, 2)
     engine = Engine.from_pretrained(path, hosts=hosts, prefill=PrefillConfig(passing_len=6, anchor_len=8))
 
     def fail(*args) -> None:
-        if how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("out of luck")
 
-    if processes.rank == victim:
+    if processes.rank == 0:
         engine.model.get_decoder().layers[1].mlp.register_forward_pre_hook(fail)
     failure = described(lambda: engine.generate(QUESTION, context=SENTENCE * 6, max_new_tokens=2))
     (told / str(processes.rank)).touch()
-    while how != "is killed" and len(list(told.iterdir())) < processes.size:
+    while len(list(told.iterdir())) < processes.size:
         time.sleep(0.05)  # nobody learns of the failure by this process's end
     return failure
 
 
-@pytest.mark.parametrize(
-    ("how", "processes", "victim"),
-    [
-        ("fails in a layer", 2, 0),
-        pytest.param("is killed", 4, 3, marks=pytest.mark.thorough),
-    ],
-)
-def test_a_failing_process_ends_all(checkpoints, tmp_path, how, processes, victim):
+def test_a_failing_process_ends_all(checkpoints, tmp_path):
     told = tmp_path / "told"
     told.mkdir()
-    path = str(checkpoints("llama"))
-    outcomes = run_fresh(Store(tmp_path), processes, failing_job, path, victim, how, told)
-    failed = outcomes.pop(victim)
+    outcomes = run_fresh(Store(tmp_path), 2, failing_job, str(checkpoints("llama")), told)
     assert all(outcome.seconds < HANGING and outcome.exit_status == 0 for outcome in outcomes)
-    texts = [outcome.result for outcome in outcomes]
-    name = f"host {victim // 2}, member {victim % 2}"
-    if how == "is killed":
-        assert failed.exit_status == -signal.SIGKILL
-        assert all(text.startswith("HostError: another host ended, or did not answer in time") for text in texts)
-    else:
-        assert failed.result == "ValueError: out of luck"
-        assert set(texts) == {f"HostError: {name} failed in prefill: ValueError: out of luck"}
+    failure = "ValueError: out of luck"
+    passed_on = f"HostError: host 0, member 0 failed in prefill: {failure}"
+    assert [outcome.result for outcome in outcomes] == [failure, passed_on]

@@ -9,7 +9,7 @@ import audio_files
 import pytest
 import torch
 from audio_files import RATE
-from omni_prompts import ASKED, FPS, FRAMES, omni_batch, plain
+from omni_prompts import ASKED, FPS, FRAMES, omni_batch
 from read_prompts import read_question
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load, prefill
@@ -60,11 +60,9 @@ def files(tmp_path_factory):
 
 
 PROMPTS = {
-    "as long": {"videos": ["as long"]},
     "shorter": {"videos": ["shorter"]},
     "longer": {"videos": ["longer"]},
     "not heard": {"videos": ["as long"], "heard": False},
-    "sound": {"sounds": ["sound"]},
     "sounds": {"sounds": ["long sound", "sound"]},
     "both": {"videos": ["shorter"], "sounds": ["sound"]},
 }
@@ -101,32 +99,6 @@ def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
     assert len(heard) == len(masks)
     for ours, theirs, mask in zip(heard, batch.get("input_features", ()), masks, strict=True):
         torch.testing.assert_close(ours, theirs[:, mask.bool()], rtol=0, atol=1e-5)
-
-
-def file_job(hosts: HostGroup, question: Question, config: PrefillConfig):
-    """Logits, and on host 0 the gathered KV, of a prompt read from files."""
-    engine = Engine(families.build_model(OMNI), families.build_processor(OMNI), hosts, config)
-    about = {name: getattr(question, name) for name in ("video", "audio", "num_frames", "audio_in_video")}
-    state = engine.prefill(question.prompt, **about)
-    cache = state.to_dynamic_cache()
-    return state.logits, cache and [(layer.keys, layer.values) for layer in cache.layers], state.method
-
-
-@pytest.mark.filterwarnings("ignore:a prompt of")
-@pytest.mark.parametrize(
-    ("name", "method", "num_hosts"),
-    [("longer", "apbv", 2), ("sounds", "ulysses", 3), ("both", "apbv", 4), ("shorter", "zigzag_ring", 2)],
-)
-def test_exact_prefill_equals_transformers(pool, files, name, method, num_hosts):
-    """Every method, and APB-V where nothing is compressed; frames and windows of sound are shared by all hosts."""
-    expected, cache = plain(batch_like(files, **PROMPTS[name]), PROMPTS[name].get("heard", True))
-    config = PrefillConfig(method=method, passing_len=UNCOMPRESSED)
-    results = pool.run(num_hosts, file_job, asked_like(files, **PROMPTS[name]), config)
-    for logits, _, used in results:
-        assert used == (method if num_hosts > 1 else "full")
-        assert relative_error(logits, expected) < 1e-4
-    for (keys, values), layer in zip(results[0][1], cache.layers, strict=True):
-        assert relative_error(keys, layer.keys) < 1e-4 and relative_error(values, layer.values) < 1e-4
 
 
 def batch_job(hosts: HostGroup, batch: dict, config: PrefillConfig):
@@ -168,7 +140,7 @@ def answer_job(hosts: HostGroup, path: str, folder: str):
     return tokens, engine.decode(loaded, max_new_tokens=STEPS).token_ids
 
 
-STEPS = 8
+STEPS = 4
 
 
 def test_answers_are_those_of_transformers(pool, files, tmp_path):
@@ -216,7 +188,6 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
         "AudioError: .*mute.mp4: has no audio track": Question(ASKED, video=mute, audio_in_video=True),
         "AudioError: .*f.mkv: its audio track is empty": Question(ASKED, video=files["silent"]),
         "AudioError: .*broken.wav: the audio cannot be decoded": Question(ASKED, audio=str(broken)),
-        "AudioError: .*no.wav: no such file": Question(ASKED, audio=str(tmp_path / "no.wav")),
         "PromptError: .*mute.mp4: is not heard, but another": Question(ASKED, video=[files["as long"], mute]),
     }
     for refusals in pool.run(2, refused_job, list(reasons.values())):
@@ -234,15 +205,3 @@ def test_no_more_is_heard_than_the_model_has_positions_for(files):
     for asked in ({"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}):
         with pytest.raises(AudioError, match="has more audio than the 2 seconds that the prompt has room for"):
             read(Question(ASKED, **asked), most_positions=110)
-
-
-def test_a_short_sound_is_not_padded_to_the_longest(files, tmp_path):
-    """Neither to the extractor's nor to another's of the prompt; it has the spectrogram of the padded one."""
-    for tail in (0, 1, 159, 160, 399):
-        path = audio_files.write(tmp_path / f"{tail}.flac", [(0, 0.5 + tail / RATE)], "flac", RATE)
-        sounds = [path, files["sound"]]
-        expected, found = omni_batch(sounds=sounds), read(Question(ASKED, audio=sounds))
-        masks = expected["feature_attention_mask"].bool()
-        for ours, padded, mask in zip(found.audio.spectrograms, expected["input_features"], masks, strict=True):
-            torch.testing.assert_close(ours, padded[:, mask], rtol=0, atol=1e-5)
-            assert ours.untyped_storage().nbytes() < 1.1 * ours.nbytes, "nothing of the padding is kept"

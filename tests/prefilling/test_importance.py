@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from apbv.kernels import reference
-from apbv.kernels import torch_importance as importance
 from apbv.prefilling.methods.importance import IMPORTANCE
 
 from attention_cases import randn
-from pairs import each_choice
 
 BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
 
@@ -36,13 +34,11 @@ def by_definition(name, q_query, q_block, k_block):
     return result
 
 
-@pytest.mark.parametrize("name", ["peak", "softmax", "dot", "received"])
+@pytest.mark.parametrize("name", IMPORTANCE)
 def test_equals_its_definition(name):
     for length, group, queries, dtype, tolerance in (
         (1, 1, 1, torch.float64, 1e-6),
-        (4, 1, 3, torch.float64, 1e-6),
         (129, 2, 3, torch.float64, 1e-6),
-        (40, 3, 5, torch.float32, 1e-6),
         (40, 3, 5, torch.float16, 2e-3),
         (40, 3, 5, torch.bfloat16, 1.5e-2),
     ):
@@ -50,20 +46,3 @@ def test_equals_its_definition(name):
         result, exact = IMPORTANCE[name](*tensors, SCALE), by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32
         assert (result - exact).norm() < tolerance * exact.norm()
-
-
-@each_choice(name=["peak", "softmax", "dot", "received"], max_scores=[1, 1000])
-def test_chunks_bound_memory_and_do_not_change_the_result(monkeypatch, name, max_scores):
-    tensors, rows_at_once = block(70), []
-    whole, scores = IMPORTANCE[name](*tensors, SCALE), importance._scores
-
-    def spy(rows, k, scale):
-        rows_at_once.append(rows.shape[2])
-        return scores(rows, k, scale)
-
-    monkeypatch.setattr(importance, "_MAX_SCORES", max_scores)
-    monkeypatch.setattr(importance, "_scores", spy)
-    torch.testing.assert_close(IMPORTANCE[name](*tensors, SCALE), whole, rtol=1e-12, atol=1e-12)
-    num_rows = 3 * {"received": 64, "dot": 0}.get(name, 5)  # dot: one row of scores whatever the question's length
-    assert sum(rows_at_once) == num_rows
-    assert max(rows_at_once, default=0) == min(num_rows, max(1, max_scores // (KV_HEADS * 70)))

@@ -13,12 +13,10 @@ from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SparseConfig, V
 from apbv.hosts.simulated import share_weights, simulate
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
-from apbv.prefilling import encode, forward
+from apbv.prefilling import forward
 from apbv.prefilling.memory import HostMemory, LayerRun, Share, host_memory
-from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
-from families import VIDEO_FAMILIES
 from live_tensors import LiveTensors
 from pairs import each_choice
 from prompts import text_batch, video_batch
@@ -61,18 +59,10 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **set
     return simulate(num_hosts, job)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_tokens", "num_hosts", "settings"),
-    [
-        (2, 3_000, 2, {"kv": "gathered"}),
-        (2, 3_000, 2, {"method": "zigzag_ring", "kv": "sharded"}),
-        (2, 3_000, 2, {"method": "ulysses", "kv": "sharded"}),
-        pytest.param(28, 16_000, 2, {"kv": "sharded"}, marks=pytest.mark.thorough),
-    ],
-)
-def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, num_layers, num_tokens, num_hosts, settings):
+@pytest.mark.parametrize("settings", [{"kv": "gathered"}, {"method": "zigzag_ring", "kv": "sharded"}], ids=str)
+def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
     """Within a quarter, for the widths of a 7B model."""
-    for peak, predicted in measure(monkeypatch, num_layers, num_tokens, num_hosts, **settings):
+    for peak, predicted in measure(monkeypatch, 2, 3_000, 2, **settings):
         assert predicted.least <= peak
         assert 0.75 < predicted.peak / peak < 1.25, (predicted, peak)
 
@@ -89,7 +79,7 @@ def test_blocks_of_attention_take_what_is_predicted(monkeypatch, method):
     monkeypatch.setattr(forward, "_forward", counting)
     parts, hosts = inspect_model(families.build_model("llama", layers=2)), HostGroup.single("cpu")
     config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32))
-    state = prefill(parts, text_batch(3000), hosts=hosts, config=config)
+    state = prefill(parts, text_batch(1500), hosts=hosts, config=config)
     sparse, dense = (
         host_memory(Share.of(parts), [LayerRun(2, state.layout, sparse=chosen)], 0, "sharded").prefill
         for chosen in (config.sparse_attention, None)
@@ -113,12 +103,19 @@ def embeddings_job(hosts: HostGroup, family: str, method: str, reduce: ReduceCon
     return shapes.count(given), [shape for shape in shapes if shape != given]
 
 
-@each_choice(family=VIDEO_FAMILIES, method=["apbv", "star"], reduce=[None, *EARLY_REDUCERS])
+@each_choice(
+    family=["qwen3_vl", "llava_onevision", "qwen2_5_vl", "internvl"],
+    method=["apbv", "star"],
+    reduce=["fastvid", "slowfast", None, "dycoke"],
+)
 def test_of_the_embeddings_only_the_hidden_states_are_left(family, method, reduce):
     """Neither visual rows nor what they were merged into, nor what a reduction has left out, are kept behind."""
     reduce = reduce and ReduceConfig(method=reduce, ratio=0.8)
     for num_hidden, others in simulate(2, embeddings_job, family, method, reduce):
         assert num_hidden == 1 and others == []
+
+
+NUM_PATCHES = 3
 
 
 def test_neither_frames_nor_pixels_are_kept_for_the_layers():
@@ -128,13 +125,14 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
     width = 3 * processor.temporal_patch_size * processor.patch_size**2
 
     def pixels_and_frames() -> list[torch.Tensor]:
-        gc.collect()
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dim() > 1]
         return [t for t in tensors if t.shape[-1] == width or (t.dtype == torch.uint8 and t.shape[-1] == 3)]
 
     of_others, counts = pixels_and_frames(), []
 
     def look(module, args):
+        if len(counts) == NUM_PATCHES:
+            gc.collect()
         counts.append(len(pixels_and_frames()) - len(of_others))
 
     # The tower sees pixels, so that what is counted is there to be counted.
@@ -142,17 +140,8 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
         engine.model.model.visual.register_forward_pre_hook(look),
         engine.model.get_decoder().layers[0].register_forward_pre_hook(look),
     ]
-    engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=12)
+    engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=2 * NUM_PATCHES)
     for hook in hooks:
         hook.remove()
     *encoding, prefilling = counts
-    assert len(encoding) == 6 and 0 < min(encoding) <= max(encoding) < 12 and prefilling == 0
-
-
-def test_what_the_gpus_allocator_keeps_for_reuse_counts_as_free_for_chunks(monkeypatch):
-    """After a long prompt the driver has next to nothing left to give, and chunks would become tiny."""
-    monkeypatch.setattr(encode, "free_host_memory_bytes", lambda: 2**40)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**27, 2**36))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**33)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**33 + 2**31)
-    assert encode.default_chunk_bytes(torch.device("cuda:0")) == (2**27 + 2**31) // 16
+    assert len(encoding) == NUM_PATCHES and 0 < min(encoding) <= max(encoding) < 6 and prefilling == 0

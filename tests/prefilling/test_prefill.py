@@ -7,7 +7,7 @@ from apbv import HostGroup, PrefillConfig, prefill
 from apbv.hosts.simulated import share_weights, simulate
 
 import families
-from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from families import TEXT_FAMILIES
 from oracle import as_double, oracle_of, run_oracle
 from pairs import each_choice
 from prompts import (
@@ -35,7 +35,7 @@ def prompts(family: str, num_hosts: int, method: str) -> list[tuple]:
     is a matter of integers, in which families do not differ. Otherwise two that are H apart: with one of them,
     blocks before the last differ in length.
     """
-    every = family in EXAMPLES and num_hosts <= 4
+    every = family in EXAMPLES and num_hosts <= 3
     extras = range(2 * num_hosts) if every else (0, num_hosts)
     if family in TEXT_FAMILIES:
         return [(TEXT_CONTEXT + 12 + extra, TEXT_CONTEXT + extra, None) for extra in extras]
@@ -61,9 +61,9 @@ def uncompressed_job(hosts: HostGroup, family: str, dtype: torch.dtype, method: 
 
 
 EXACT = [("apbv", family, (2, 3)[row % 2]) for row, family in enumerate(ALL_FAMILIES)]
-EXACT += [("apbv", EXAMPLES[0], 1), ("apbv", EXAMPLES[1], 4), ("apbv", EXAMPLES[1], 8)]
-EXACT += [("zigzag_ring", EXAMPLES[0], n) for n in (1, 3)] + [("zigzag_ring", EXAMPLES[1], n) for n in (2, 4, 8)]
-EXACT += [("ulysses", EXAMPLES[0], n) for n in (2, 4)] + [("ulysses", EXAMPLES[1], n) for n in (1, 3, 8)]
+EXACT += [("apbv", EXAMPLES[0], 1), ("apbv", EXAMPLES[1], 8)]
+EXACT += [("zigzag_ring", EXAMPLES[0], 3), ("zigzag_ring", EXAMPLES[1], 2)]
+EXACT += [("ulysses", EXAMPLES[0], 4), ("ulysses", EXAMPLES[1], 3)]
 
 
 @pytest.mark.parametrize(("method", "family", "num_hosts"), EXACT)
@@ -83,18 +83,6 @@ def test_what_is_exact_equals_hugging_face(on_hosts, family, num_hosts, method):
             assert relative_error(results[place][0], logits) < 1e-4 and results[place][1] is None
 
 
-@pytest.mark.parametrize(
-    ("method", "family"), [("apbv", "qwen3_vl"), ("zigzag_ring", "llama"), ("ulysses", "internvl")]
-)
-def test_bf16_is_as_good_as_hugging_faces(pool, family, method):
-    """The distance to fp32 is at most 2.5 times Hugging Face's own, plus one bf16 rounding step."""
-    results = pool.run(3, uncompressed_job, family, torch.bfloat16, method)[0]
-    for (num_tokens, *_), (logits, _) in zip(prompts(family, 3, method), results, strict=True):
-        exact, _ = hugging_face_on(family, torch.float32, num_tokens)
-        theirs, _ = hugging_face_on(family, torch.bfloat16, num_tokens)
-        assert relative_error(logits, exact) < 2.5 * relative_error(theirs, exact) + 2**-8
-
-
 def small_job(hosts: HostGroup, model, batch: dict, method: str):
     before = model.config._attn_implementation
     state = prefill(share_weights(model), batch, hosts=hosts, config=PrefillConfig(method=method))
@@ -108,9 +96,8 @@ def small_job(hosts: HostGroup, model, batch: dict, method: str):
     [
         # 8 query heads in groups of 2, over three hosts: the second has heads 3, 4 and 5.
         ("llama", 3, "ulysses", "ulysses"),
-        ("llama", 1, "apbv", "full"),
         ("llama", 8, "apbv", "full"),  # there are too few tokens to split
-        *((family, 2, "apbv", "full") for family in VIDEO_FAMILIES if family not in ("qwen3_vl", "internvl")),
+        ("qwen2_vl", 2, "apbv", "full"),
         ("internvl", 2, "apbv", "apbv"),
     ],
 )
@@ -129,10 +116,8 @@ def test_small_prompts_equal_hugging_face(family, num_hosts, method, used):
 VARIANTS = {
     "default": {},
     "anchor 0": {"anchor_len": 0},
-    "anchor 30": {"anchor_len": 30},
     "passing 0": {"passing_len": 0},
     "passing 1": {"passing_len": 1},
-    "passing 5": {"passing_len": 5},
     "softmax": {"importance": "softmax"},
     "dot": {"importance": "dot"},
     "received": {"importance": "received"},
@@ -155,23 +140,21 @@ def compressed_job(hosts: HostGroup, family: str, batch: dict, query_start, sett
 
 # Choosing other keys within a block is the same work however many hosts there are.
 CASES = [(variant, 2 + row % 2) for row, variant in enumerate(VARIANTS)]
-CASES += [("default", 1), ("default", 4), ("default", 8), ("separate query", 4), ("no zigzag", 3)]
-CASES += [("APB", 3), ("Star Attention", 4), ("Star Attention", 1)]
+CASES += [("default", 1), ("default", 8), ("Star Attention", 4)]
 
 
 @pytest.mark.parametrize(("variant", "num_hosts"), CASES)
 def test_compressed_equals_dense_oracle(on_hosts, variant, num_hosts):
     """On a text model in fp64, where no rounding can change a selection."""
     settings = {"passing_len": 3, "anchor_len": 11, **VARIANTS[variant]}
-    for length in (131, 132 + num_hosts):
+    for length in (131, 132 + num_hosts)[variant != "default" :]:
         check_against_oracle(on_hosts, num_hosts, "qwen2", text_batch(length), length - 10, settings)
 
 
-@each_choice(num_hosts=[2, 3], family=[family for family in ALL_FAMILIES if family != "qwen2"])
-def test_compressed_equals_dense_oracle_in_every_family(on_hosts, family, num_hosts):
-    batch, query_start = (text_batch(140), 128) if family in TEXT_FAMILIES else (video_batch(family), None)
+@each_choice(num_hosts=[2, 3], family=["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_compressed_equals_dense_oracle_of_videos(on_hosts, family, num_hosts):
     settings = {"passing_len": 4, "anchor_len": 21}
-    check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settings)
+    check_against_oracle(on_hosts, num_hosts, family, video_batch(family), None, settings)
 
 
 def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settings):
@@ -210,7 +193,7 @@ def traffic_job(hosts: HostGroup, settings: dict):
 
 
 @each_choice(
-    num_hosts=[2, 3, 8], settings=[{"passing_len": 5}, {"passing_len": 0}, {"passing_len": 5, "zigzag": False}]
+    num_hosts=[2, 3], settings=[{"passing_len": 5}, {"passing_len": 0}, {"passing_len": 5, "zigzag": False}]
 )
 def test_comm_bytes_are_what_the_layout_predicts(on_hosts, num_hosts, settings):
     layers, kv_heads, heads, dim, width, itemsize = 3, 2, 4, 16, 64, 2

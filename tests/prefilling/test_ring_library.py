@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from apbv import HostError, HostGroup
+from apbv import HostGroup
 from apbv.kernels import reference
 from apbv.prefilling.methods import ring_library
 
@@ -41,25 +41,6 @@ def wrong_on_host_1(*states, group, **options):
 
 def raising(*states, **options):
     raise RuntimeError("no kernel image is available\nfor execution on the device")
-
-
-def waiting_job(hosts: HostGroup) -> str:
-    """What a host says whose GPU waits in vain for what the ring sends."""
-
-    def settle():
-        raise HostError("host 1 did not come")
-
-    hosts.settle = settle
-    try:
-        return f"returned {ring_library.why_wrong(gathered_ring, hosts, *PROBLEM)}"
-    except HostError as error:
-        return str(error)
-    finally:
-        del hosts.settle
-
-
-def test_a_ring_is_not_waited_for_without_end(pool):
-    assert pool.run(2, waiting_job) == ["host 1 did not come"] * 2
 
 
 def choosing_job(hosts: HostGroup, installed: list) -> tuple[str | None, list[str]]:

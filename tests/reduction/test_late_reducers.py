@@ -11,7 +11,7 @@ from apbv.config import ReduceConfig
 from apbv.prefilling.reduction import question_attention, sparsevlm
 
 from answers import plain_tokens
-from families import VIDEO_FAMILIES, build_processor, synthetic_video
+from families import build_processor, synthetic_video
 from oracle import oracle_of
 from pairs import each_choice
 from prompts import UNCOMPRESSED, as_inputs, build, relative_error, video_batch
@@ -77,17 +77,16 @@ QWEN = "qwen2_5_vl"
 @pytest.mark.parametrize(
     ("name", "num_hosts", "settings", "family", "is_mixed"),
     [
-        ("fastv", 2, {"method": "zigzag_ring"}, QWEN, False),
         ("fastv", 3, {"method": "apb", "kv": "sharded"}, QWEN, False),
         ("pdrop", 3, {"method": "ulysses", "kv": "sharded"}, QWEN, False),
         ("sparsevlm", 3, {"method": "zigzag_ring", "kv": "sharded"}, QWEN, False),
         ("uv_prune", 2, {"method": "full"}, QWEN, False),
-        ("uv_prune", 4, {"kv": "sharded"}, QWEN, False),
-        ("hippo_attention", 2, {"method": "ulysses"}, QWEN, False),
         # HIPPO's terms of time and space are of frames, wherever these were encoded.
         ("hippo_attention", 3, {"frame_parallel": False}, QWEN, False),
-        *((name, 3 - 2 * (row % 2), {}, QWEN, True) for row, name in enumerate(STEPS)),
-        *((name, 2, {"anchor_len": 20}, each, False) for name, each in zip([*STEPS] * 2, VIDEO_FAMILIES)),  # noqa: B905
+        *((name, 2, {}, QWEN, True) for name in STEPS),
+        ("fastv", 2, {"anchor_len": 20}, "internvl", False),
+        ("sparsevlm", 2, {"anchor_len": 20}, "qwen3_vl", False),
+        ("uv_prune", 2, {}, "llava_onevision", False),
     ],
 )
 def test_every_method_equals_the_dense_definition(pool, name, num_hosts, settings, family, is_mixed):
@@ -116,7 +115,6 @@ COMPRESSED = {
     "apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "star": {"method": "star"},
     "too little to split": {"passing_len": 4, "anchor_len": 21},
-    "too little to split, apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "too little to split, star": {"method": "star"},
 }
 
@@ -149,20 +147,3 @@ def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, n
     assert (relative_error(reduced.logits, exact) > 1e-4) == (settings.get("method") != "star" or num_hosts > 2)
     results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": ratio, "layer": layer}, settings)
     check(results, reduced.logits, [(layer.keys, layer.values) for layer in reduced.cache.layers])
-
-
-def whole_job(hosts: HostGroup):
-    family, found = "qwen2_5_vl", []
-    inputs = as_inputs(family, video_batch(family), None, hosts, torch.float64)
-    for reduce in (None, *(ReduceConfig(method=name, ratio=1.0) for name in STEPS)):
-        config = PrefillConfig(reduce=reduce, passing_len=4, anchor_len=21)
-        state = prefill(build(family, torch.float64), inputs, hosts=hosts, config=config)
-        layers = [] if state.to_dynamic_cache() is None else state.to_dynamic_cache().layers
-        found.append((state.exact, state.logits, *(layer.keys for layer in layers)))
-    return found
-
-
-def test_a_ratio_of_one_leaves_everything(pool):
-    for (exact, *plain), *reduced in pool.run(2, whole_job):
-        for is_exact, *tensors in reduced:
-            assert is_exact == exact and all(map(torch.equal, tensors, plain)) and len(tensors) == len(plain)

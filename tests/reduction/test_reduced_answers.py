@@ -20,7 +20,7 @@ def engine_of(hosts: HostGroup, reducer: str, speculate: SpeculativeConfig | Non
 
 
 def ask(engine: Engine, question: str = QUESTION):
-    return engine.generate(question, video=demo.video_path(), max_new_tokens=8)
+    return engine.generate(question, video=demo.video_path(), num_frames=32, max_new_tokens=6)
 
 
 def answer_job(hosts: HostGroup, reducer: str, settings: dict):
@@ -30,7 +30,7 @@ def answer_job(hosts: HostGroup, reducer: str, settings: dict):
 
 @pytest.mark.parametrize(
     ("method", "reducer", "kv"),
-    [("star", "slowfast", "sharded"), ("apbv", "hippo", "gathered"), ("ulysses", "dycoke", "sharded")],
+    [("star", "slowfast", "sharded"), ("ulysses", "dycoke", "gathered")],
 )
 def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv):
     """By an exact method as one host does."""
@@ -39,8 +39,8 @@ def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv
         assert stats["method"] == method
         figures = stats["reduction"]
         assert (figures["method"], figures["ratio"]) == (reducer, RATIO)
-        assert figures["num_video_tokens_before"] == 256
-        assert 96 <= figures["num_video_tokens_after"] == stats["num_video_tokens"] <= 102
+        assert figures["num_video_tokens_before"] == 64
+        assert 24 <= figures["num_video_tokens_after"] == stats["num_video_tokens"] <= 26
         assert stats["num_input_tokens"] == NUM_TEXT + stats["num_video_tokens"]
         if METHODS[method].is_exact:
             assert tokens == ask(engine_of(HostGroup.single("cpu"), reducer)).token_ids
@@ -48,7 +48,7 @@ def test_a_reduced_prompt_is_answered_with_its_figures(pool, method, reducer, kv
 
 def kept_kv_job(hosts: HostGroup):
     engine = engine_of(hosts, "fastvid", method="zigzag_ring", kv="sharded")
-    state = engine.prefill(QUESTION, video=demo.video_path())
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=32)
     expected = engine.decode(state, max_new_tokens=8).token_ids
     arguments = state.generate_inputs()
     if arguments:
@@ -58,7 +58,7 @@ def kept_kv_job(hosts: HostGroup):
 
 
 def test_the_kv_of_a_reduced_prompt_is_decoded_and_generated_from(pool):
-    assert pool.run(2, kept_kv_job) == [(NUM_TEXT + round(RATIO * 256), False)] * 2
+    assert pool.run(2, kept_kv_job) == [(NUM_TEXT + round(RATIO * 64), False)] * 2
 
 
 def test_what_does_not_go_together_is_refused():
@@ -96,11 +96,8 @@ def test_embeddings_are_kept_whole_and_reduced_for_every_question(pool):
 
 DRAFTS = [
     {"strategy": "hippo", "prune": "kv"},
-    {"strategy": "parallelvlm", "keep_ratio": 0.5},
-    {"strategy": "tabed", "keep": "attention"},
     {"strategy": "std"},
-    {"strategy": "streaming", "keep_tokens": 40},
-    *({"strategy": "specvlm", "keep": keep, "keep_ratio": 0.3} for keep in ("dycoke", "fastvid", "similarity")),
+    {"strategy": "specvlm", "keep": "similarity", "keep_ratio": 0.3},
 ]
 
 
@@ -118,17 +115,7 @@ def test_a_draft_does_not_change_what_the_reduced_model_says(pool):
     for plain, found in pool.run(2, draft_job):
         for draft, (tokens, figures, kept) in zip(DRAFTS, found, strict=True):
             assert tokens == plain, draft
-            assert figures["num_accepted"] > 0 or draft["strategy"] == "streaming"
+            assert figures["num_accepted"] > 0
             if kept is not None:
-                assert kept.sum() == figures["num_visual_tokens_drafted_from"] and kept.numel() == 256
-            assert draft["strategy"] != "specvlm" or kept.sum() == round(0.3 * 256)
-
-
-def draft_host_job(hosts: HostGroup):
-    config = SpeculativeConfig(strategy="hippo", keep="dycoke", draft_host=True, keep_losing_draft=True)
-    return ask(engine_of(hosts, "hippo", config)).token_ids
-
-
-def test_a_draft_host_drafts_for_a_reduced_model(pool):
-    expected = ask(engine_of(HostGroup.single("cpu"), "hippo")).token_ids
-    assert pool.run(2, draft_host_job) == [expected] * 2
+                assert kept.sum() == figures["num_visual_tokens_drafted_from"] and kept.numel() == 64
+            assert draft["strategy"] != "specvlm" or kept.sum() == round(0.3 * 64)

@@ -6,10 +6,8 @@ import pytest
 import torch
 from early_oracle import reduced_logits, whole_videos
 
-from apbv import HostGroup, ModelInputs, PrefillConfig, ReduceConfig, VideoConfig, prefill
+from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill
 from apbv.config.names import VIDEO_REDUCER_NAMES
-from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import TowerRows
 from apbv.prefilling.reduction import EARLY_REDUCERS
 
 import families
@@ -71,9 +69,8 @@ def check(pool, num_hosts: int, family: str, batch: dict, config: PrefillConfig)
 
 
 # With deepstack, a row behind the video, and frames that hosts have to exchange.
-CASES = [(family, "fastvid", 3) for family in ("qwen3_vl", "llava_onevision", "internvl")]
-CASES += [("qwen3_vl", "slowfast", 2), ("llava_onevision", "dycoke", 3), ("qwen2_vl", "hippo", 2)]
-CASES += [("qwen2_5_vl", "dycoke", 4), ("qwen2_5_vl", "hippo", 1), (families.OMNI, "slowfast", 3)]
+CASES = [("qwen3_vl", "fastvid", 3), ("llava_onevision", "dycoke", 3), ("internvl", "fastvid", 2)]
+CASES += [("qwen2_vl", "hippo", 2), ("qwen2_5_vl", "hippo", 1), (families.OMNI, "slowfast", 3)]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{family}-{method}" for family, method, _ in CASES])
@@ -83,8 +80,7 @@ def test_a_reduced_prompt_is_prefilled_as_by_transformers(pool, number):
     check(pool, num_hosts, family, video_batch(family), config)
 
 
-@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
-@pytest.mark.parametrize("way", ["apbv", "ring"])
+@each_choice(family=["llava_onevision", "qwen3_vl"], way=["apbv", "ring"])
 def test_what_hardly_moves_is_reduced_on_the_host_where_it_begins(pool, family, way):
     """Frames of the last hosts come to the first, and with them the row behind the video."""
     video = families.synthetic_video(29, 56, 70)
@@ -92,30 +88,21 @@ def test_what_hardly_moves_is_reduced_on_the_host_where_it_begins(pool, family, 
     check(pool, 3, family, processed(family, video), reduced("fastvid", 0.3, way))
 
 
-@each_choice(family=["qwen2_5_vl", "qwen3_vl"], method=EARLY_REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 4])
+@each_choice(family=["qwen2_5_vl", "qwen3_vl"], method=EARLY_REDUCERS, ratio=[0.4, 0.1], num_hosts=[1, 2, 3])
 def test_every_video_of_a_prompt_is_reduced_and_no_image(pool, family, method, ratio, num_hosts):
     videos = [families.synthetic_video(*shape, seed=n) for n, shape in enumerate([(14, 56, 84), (20, 84, 56)])]
     batch = processed(family, videos[0], families.synthetic_image(84, 56), videos[1])
     check(pool, num_hosts, family, batch, reduced(method, ratio, "ring"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava_onevision"])
-def test_with_all_tokens_left_it_is_the_whole_prompt(pool, family):
+def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
+    family = "llava_onevision"
     batch = video_batch(family)
     plain = pool.run(2, prefill_job, family, batch, PrefillConfig(**WAYS["ring"]))
     for method in EARLY_REDUCERS:
         whole = pool.run(2, prefill_job, family, batch, reduced(method, 1.0, "ring"))
         for (logits, *rest), (expected, length, *_) in zip(whole, plain, strict=True):
             assert rest == [length, None, True] and torch.equal(logits, expected)
-
-
-def test_chunks_of_which_nothing_is_left(pool):
-    """Frames are encoded and exchanged one by one, and most of them keep no token."""
-    config = reduced("hippo", 0.05, "ring")
-    expected = pool.run(1, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), config)[0][0]
-    one_by_one = replace(config, video=VideoConfig(chunk_bytes=1))
-    for logits, *_ in pool.run(2, prefill_job, "qwen2_5_vl", video_batch("qwen2_5_vl"), one_by_one):
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- what cannot be reduced, and hosts that fail ----
@@ -140,35 +127,3 @@ def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
         assert (
             unlike.startswith("HostError") and "the prefill configuration or the model of host 1 differs" in unlike
         )
-
-
-class FailingRows:
-    """A vision tower that fails after its first chunk."""
-
-    def __init__(self, rows: TowerRows):
-        self._rows = rows
-
-    def chunks(self, chunks):
-        yield next(self._rows.chunks(chunks))
-        raise OSError("a frame cannot be read")
-
-
-def failing_job(hosts: HostGroup, failing: int):
-    family, batch = "qwen2_5_vl", video_batch("qwen2_5_vl")
-    model, config = build(family, DOUBLE), reduced("fastvid", 0.3, "ring")
-    parts = inspect_model(model)
-    inputs = ModelInputs.from_processor(parts, batch, hosts)
-    rows = TowerRows(parts, inputs.visual)
-    rows = FailingRows(rows) if failing == hosts.rank else rows
-    failure = described(lambda: prefill(parts, inputs, hosts=hosts, config=config, encoded=rows))
-    again = prefill(parts, ModelInputs.from_processor(parts, batch, hosts), hosts=hosts, config=config)
-    return failure, again.logits
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_host_that_fails_ends_the_request_on_all_and_the_next_one_follows(pool, failing):
-    results = pool.run(2, failing_job, failing)
-    for host, (failure, logits) in enumerate(results):
-        assert failure.startswith("OSError" if host == failing else "HostError")
-        assert "a frame cannot be read" in failure
-        torch.testing.assert_close(logits, results[0][1])

@@ -26,8 +26,6 @@ GREEDY = SamplingConfig(max_new_tokens=6, ignore_eos=True)
 # The ratio, and the anchor's tokens. Of the ratio 0.05 three visual tokens are left, and seven before them: fewer
 # than the longer anchor has, and behind the shorter one too few to be split.
 LENGTHS = {"pdrop": (0.05, 8), "uv_prune": (0.05, 21)}
-PLACES = [(1, "gathered"), (2, "gathered"), (2, "sharded"), (3, "gathered"), (3, "sharded")]
-NAMES = [*LATE_REDUCER_NAMES, "fastvid"]
 
 
 def prefilled(hosts: HostGroup, name: str | None, kv: str = "gathered", dtype=torch.float64) -> apbv.PrefillResult:
@@ -73,9 +71,15 @@ def assert_same(found: tuple, expected: tuple) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(states, their_states, strict=True))
 
 
-@pytest.mark.parametrize("row", range(len(NAMES)), ids=NAMES)
-def test_what_was_saved_is_loaded_bit_for_bit_and_says_what_is_left(pool, tmp_path, row):
-    name, (num_hosts, kv), places = NAMES[row], PLACES[(row + 1) % 5], [PLACES[row % 5], PLACES[(row + 3) % 5]]
+@pytest.mark.parametrize(
+    ("name", "num_hosts", "kv", "places"),
+    [
+        ("pdrop", 2, "sharded", [(1, "gathered"), (3, "sharded")]),
+        ("uv_prune", 3, "gathered", [(2, "sharded")]),
+        ("fastvid", 2, "gathered", [(2, "gathered")]),
+    ],
+)
+def test_what_was_saved_is_loaded_bit_for_bit_and_says_what_is_left(pool, tmp_path, name, num_hosts, kv, places):
     expected, *_ = pool.run(num_hosts, save_job, tmp_path / "kv", name, kv)
     lengths = [keys.shape[2] for keys, _ in expected[3]]
     assert (len(set(lengths)) > 1) == (name in LATE_REDUCER_NAMES)
@@ -97,22 +101,6 @@ def saved_once(pool, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "kv"
     pool.run(2, save_job, path, "sparsevlm", "sharded")
     return path
-
-
-def test_any_part_of_a_short_layer_can_be_read_and_no_more_than_it_holds(saved_once):
-    saved = SavedKV.open(saved_once)
-    assert len(saved.manifest.groups) == 3
-    n, left = saved.manifest.num_tokens, saved.manifest.groups[2].num_tokens
-    keys, values = saved.layer(2)
-    assert keys.shape[1] == left < n and saved.layer(0)[0].shape[1] == n
-    parts = saved.layer(2, [range(left - 3, left), range(0, 5)], range(1, 2))
-    assert torch.equal(parts[0], torch.cat([keys[1:, -3:], keys[1:, :5]], dim=1))
-    assert torch.equal(parts[1], torch.cat([values[1:, -3:], values[1:, :5]], dim=1))
-    for tokens in (range(n), range(0, 8, 2), range(-1, 3), [range(3), range(left, left + 1)]):
-        with pytest.raises(ValueError, match=f"is not within the {left} tokens of layer 2"):
-            saved.layer(2, tokens)
-    with pytest.raises(IndexError, match="layer 3 is not one of the KV's 3"):
-        saved.layer(3)
 
 
 # ---- what follows loaded KV, and what is refused ----
@@ -145,33 +133,20 @@ def lengthen_last(record, first, middle, last) -> None:
     last["shards"][0]["tokens"][-1][1] += 1
 
 
-def without_layers(record, first, middle, last) -> None:
-    """A group behind the last one, of which there is nothing to read."""
-    shards = [{**shard, "files": []} for shard in last["shards"]]
-    record["groups"].append({**last, "layers": [3, 3], "shards": shards})
-
-
 LEFT, EVERY_LAYER, NO_MANIFEST = "that their reduction has left", "every layer", "not a manifest"
 # Changes of the manifest, of whose record r the groups are a, b and c.
 SIGNED = [
     (lambda r, a, b, c: c.update(num_tokens=c["num_tokens"] - 1), LEFT),
     (lengthen_last, LEFT),
     (lambda r, a, b, c: b.update(num_tokens=b["num_tokens"] + 1), "every token exactly once"),
-    (lambda r, a, b, c: b.update(num_tokens=r["num_tokens"] + 1), LEFT),
     (lambda r, a, b, c: a.update(b | {"layers": [0, 1]}), LEFT),
     (lambda r, a, b, c: r.update(context_start=r["query_start"] - 1), LEFT),
     (lambda r, a, b, c: r.update(groups=[a, c]), EVERY_LAYER),
-    (lambda r, a, b, c: r.update(groups=[]), EVERY_LAYER),
     (lambda r, a, b, c: r.update(groups=[b, a, c]), EVERY_LAYER),
-    (without_layers, EVERY_LAYER),
-    (lambda r, a, b, c: c.update(layers=[2, 10**30]), EVERY_LAYER),
     (lambda r, a, b, c: c.update(layers=[2.0, 3.0]), NO_MANIFEST),
-    (lambda r, a, b, c: r.update(reduction=None), LEFT),
     (lambda r, a, b, c: r.update(reduction={"method": "fastv"}), NO_MANIFEST),
     (lambda r, a, b, c: r["reduction"]["kept"].__setitem__(1, r["reduction"]["kept"][0]), LEFT),
-    (lambda r, a, b, c: r["reduction"].update(num_before=70), LEFT),
     (lambda r, a, b, c: r.update(visual=None), NO_MANIFEST),
-    (lambda r, a, b, c: r.update(format_version=1), NO_MANIFEST),
 ]
 
 

@@ -53,11 +53,3 @@ def test_before_the_model_sound_is_left_as_it_is(pool, heard):
 def token_places(ids, positions) -> list[list[int]]:
     """Every token with its position, which no two tokens share that are alike."""
     return torch.cat([ids, positions[-3:, 0]]).T.tolist()
-
-
-def test_inside_the_model_no_sound_is_dropped(pool, heard):
-    batch, config = omni_batch([heard]), families.build_config(OMNI)
-    visual = int((batch["input_ids"] == config.video_token_id).sum())
-    whole = batch["input_ids"].shape[1]
-    _, ids, _, lengths = pool.run(2, reduced_job, heard, {"method": "fastv", "ratio": 0.5, "layer": 1})[0]
-    assert lengths == [whole, *[whole - visual // 2] * (len(lengths) - 1)] and ids.shape[1] == whole
