@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from apbv import HostGroup
+from apbv.hosts import failure_watch, heartbeat
 
 from patience import GROUP_TIMEOUT, wait_for
 from pool import exit_statuses, start
@@ -62,6 +63,7 @@ class Store:
 
 def serve_fresh(pipe, rank: int, size: int, store: Store, timeout: float, job: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
+    failure_watch.POLL_SECONDS = heartbeat._BEAT_SECONDS = 0.1
     longest = timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=longest, **store.arguments(rank, size))
     hosts = HostGroup.from_process_group(dist.group.WORLD, "cpu", timeout, owns_group=True)

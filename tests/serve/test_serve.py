@@ -56,7 +56,7 @@ def waiting_kv(server: Server) -> tuple[float, float]:
 def test_the_client_asks_about_a_video(server, media):
     question = "name the letters in order"
     expected = next(a for _, q, a in questions(make_clip(*demo.DEMO_CLIP)) if q == question)
-    for url in ("file:clips/a%20clip.mp4", data_url(media / CLIP), media / CLIP):
+    for url in ("file:clips/a%20clip.mp4", data_url(media / CLIP)):
         content = [part("video", url), text(question)]
         answer = server.ask(content)
         assert answer.choices[0].message.content == expected and answer.choices[0].finish_reason == "stop"
@@ -102,8 +102,8 @@ def test_videos_images_chats_and_samples_are_those_of_the_engine(server, media, 
 
 REQUESTS = [
     ("name the letters in order", {}),
-    (DESCRIBE, {"max_tokens": 40}),
-    (DESCRIBE, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 30}),
+    (DESCRIBE, {"max_tokens": 30}),
+    (DESCRIBE, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 20}),
     ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9, "ignore_eos": True}),
 ]
 
@@ -113,7 +113,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
         question, options = request
         extra = {name: options[name] for name in ("ignore_eos", "min_tokens") if name in options}
         usual = {name: value for name, value in options.items() if name not in extra}
-        body = {**extra, "num_frames": 64, "return_token_ids": True}
+        body = {**extra, "num_frames": 32, "return_token_ids": True}
         chunks = list(server.ask([part("video", CLIP), text(question)], stream=True, extra_body=body, **usual))
         tokens = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids") or []]
         said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -123,7 +123,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
     assert len({tuple(tokens) for tokens, _, _ in alone}) == 4 and all(said for _, said, _ in alone)
     whole = alone[1][1]
     for stop in (whole[10:13], whole[31:47]):  # wherever tokens end
-        _, cut, reason = answer((DESCRIBE, {"stop": ["never", stop], "max_tokens": 40}))
+        _, cut, reason = answer((DESCRIBE, {"stop": ["never", stop], "max_tokens": 30}))
         assert (cut, reason) == (whole[: whole.index(stop)], "stop")
     with ThreadPoolExecutor(len(REQUESTS)) as clients:
         assert list(clients.map(answer, REQUESTS)) == alone
@@ -241,13 +241,13 @@ def test_sigterm_lets_the_running_answer_end_and_kv_be_fetched(server):
     asked = {"max_tokens": 1, "extra_body": {"kv_transfer_params": HAND_OVER, "num_frames": 64}}
     reply = server.ask([part("video", "clip.mp4"), text(DESCRIBE)], **asked)
     ticket = Ticket.from_params(reply.model_extra["kv_transfer_params"])
-    running = Stream(server, max_tokens=400, extra_body={"ignore_eos": True})
+    running = Stream(server, max_tokens=150, extra_body={"ignore_eos": True})
     wait_for(lambda: running.pieces > 1)
     os.kill(server.processes[1].pid, signal.SIGTERM)
     wait_for(lambda: server.health() == 503)
     with pytest.raises(openai.InternalServerError, match="stopping"):
         server.ask("x")
-    assert running.end() is None and running.pieces > 100 and server.health() == 503
+    assert running.end() is None and running.pieces > 50 and server.health() == 503
     with RemoteKV.open(ticket, HANGING, 1) as kv:
         assert sum(1 for _ in kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads))) == ticket.num_layers
         kv.confirm()
