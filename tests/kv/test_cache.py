@@ -113,11 +113,11 @@ def test_cropped_tokens_make_room_for_others(layout, count):
         assert cache.owned_spans(0)[-1].stop == left + 300
 
 
-@pytest.mark.parametrize(("count", "message"), [(3, "not 3"), (-8, "cannot remove 8")])
-def test_a_crop_that_cannot_be_changes_nothing(count, message):
+def test_a_crop_that_cannot_be_changes_nothing():
     cache, kept = prefilled(make_layout(2, True, 6), 0)
-    with pytest.raises(ValueError, match=message):
-        cache.crop(count)
+    for count, message in ((3, "not 3"), (-8, "cannot remove 8")):
+        with pytest.raises(ValueError, match=message):
+            cache.crop(count)
     assert_holds(cache, kept)
 
 
