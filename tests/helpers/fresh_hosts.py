@@ -1,7 +1,6 @@
 """Host processes for one test alone, which may fail, hang or be killed, and what they exchange there."""
 
 import multiprocessing as mp
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,14 +107,6 @@ def told_job(hosts: HostGroup, folder: Path, job: Callable, *args) -> Any:
     finally:
         (folder / f"told {hosts.rank}").touch()
         wait_for(lambda: len(list(folder.glob("told *"))) == hosts.size)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def exchange_in_stage(hosts: HostGroup, error: BaseException | None = None) -> None:

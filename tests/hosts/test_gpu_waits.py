@@ -95,16 +95,6 @@ def cut_off_job(hosts: HostGroup):
     return first, sound.is_broken, described(prefill, hosts, gpu, "asks"), gpu.is_aborted
 
 
-def own_error_job(hosts: HostGroup):
-    hosts, gpu = on_gpu(hosts)
-    gpu.query = lambda: [][0]
-    return described(hosts._watch.wait_for_gpu, gpu)
-
-
-def test_an_error_of_the_gpu_itself_is_no_other_hosts(pool):
-    assert pool.run(2, own_error_job) == ["IndexError: list index out of range"] * 2
-
-
 def test_a_wait_ends_with_the_exchange_and_an_error_that_one_host_sees_reaches_the_others(tmp_path):
     text = "HostError: another host ended, or did not answer in time (seen by host 0): NCCL reports COMM_ERROR"
     outcomes = run_fresh(Store(tmp_path), 2, told_job, tmp_path, cut_off_job)

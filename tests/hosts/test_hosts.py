@@ -11,7 +11,7 @@ import torch.distributed as dist
 from apbv import HostGroup
 from apbv.hosts import failure_watch, fair_share_of_cores
 
-from fresh_hosts import Store, described, exchange_in_stage, is_alive, pattern, run_fresh, told_job
+from fresh_hosts import Store, described, exchange_in_stage, pattern, run_fresh, told_job
 from patience import GROUP_TIMEOUT, HANGING, wait_for
 
 UNICODE = "no such clip: Übersicht_映像.mp4"
@@ -173,23 +173,6 @@ def test_a_failure_amid_exchanges_reaches_those_who_wait(tmp_path, in_host_0, ba
         assert failure == (own if rank in bad else quoted)
         assert all(text.startswith("HostError: ") and "broke" in text for text in later), later
     assert max(outcome.seconds for outcome in outcomes) < HANGING
-
-
-def late_job(hosts: HostGroup, met: Path):
-    """Host 1 fails and is gone before host 0 begins to exchange."""
-    process = int(hosts.gather_floats([os.getpid()])[1][0])
-    if hosts.rank == 1:
-        wait_for(met.exists)
-        exchange_in_stage(hosts, ValueError("bad"))
-    met.touch()
-    wait_for(lambda: not is_alive(process))
-    return described(exchange_in_stage, hosts)
-
-
-def test_a_host_that_comes_late_still_learns_the_reason(tmp_path):
-    late, failed = run_fresh(Store(tmp_path, in_host_0=True), 2, late_job, tmp_path / "met")
-    assert late.result == "HostError: host 1 failed in encode: ValueError: bad"
-    assert (failed.error, failed.exit_status) == ("ValueError: bad", 1)
 
 
 def kill_job(hosts: HostGroup, victim: int, stage: str):

@@ -102,8 +102,8 @@ def test_videos_images_chats_and_samples_are_those_of_the_engine(server, media, 
 
 REQUESTS = [
     ("name the letters in order", {}),
-    (DESCRIBE, {"max_tokens": 30}),
-    (DESCRIBE, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 20}),
+    (DESCRIBE, {"max_tokens": 40}),
+    (DESCRIBE, {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 30}),
     ("which letter has the border: red", {"min_tokens": 6, "max_tokens": 9, "ignore_eos": True}),
 ]
 
@@ -113,7 +113,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
         question, options = request
         extra = {name: options[name] for name in ("ignore_eos", "min_tokens") if name in options}
         usual = {name: value for name, value in options.items() if name not in extra}
-        body = {**extra, "num_frames": 32, "return_token_ids": True}
+        body = {**extra, "num_frames": 64, "return_token_ids": True}
         chunks = list(server.ask([part("video", CLIP), text(question)], stream=True, extra_body=body, **usual))
         tokens = [token for chunk in chunks for token in chunk.choices[0].model_extra.get("token_ids") or []]
         said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -123,7 +123,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
     assert len({tuple(tokens) for tokens, _, _ in alone}) == 4 and all(said for _, said, _ in alone)
     whole = alone[1][1]
     for stop in (whole[10:13], whole[31:47]):  # wherever tokens end
-        _, cut, reason = answer((DESCRIBE, {"stop": ["never", stop], "max_tokens": 30}))
+        _, cut, reason = answer((DESCRIBE, {"stop": ["never", stop], "max_tokens": 40}))
         assert (cut, reason) == (whole[: whole.index(stop)], "stop")
     with ThreadPoolExecutor(len(REQUESTS)) as clients:
         assert list(clients.map(answer, REQUESTS)) == alone

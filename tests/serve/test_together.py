@@ -136,7 +136,7 @@ def test_answers_are_single_beside_a_draft_kv_in_a_folder_ends_and_a_host_that_d
         server.wait_until("apbv:kv_transfers_total", 1, how="expired")
         wait_until_idle(server)
         assert not any(folder.iterdir())
-        streams = [Stream(server, ignore_eos=True, max_tokens=3000) for _ in range(2)]
+        streams = [Stream(server, max_tokens=3000, extra_body={"ignore_eos": True}) for _ in range(2)]
         server.wait_until("apbv:num_requests_waiting", 1)
         server.processes[1].kill()
         for stream in streams:
