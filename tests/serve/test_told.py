@@ -133,10 +133,7 @@ def test_a_request_is_an_object_with_all_its_times(log, collector):
     told |= {"prompt_tokens": 300, "completion_tokens": 20, "num_drafted": 25, "num_accepted": 14}
     told |= {f"{name}_seconds": taken for name, taken in PHASES.items()}
     told |= {"time_to_first_token_seconds": 6.5, "total_seconds": 15.0}
-    assert (
-        answered.keys() - told.keys() == {"time", "level", "logger", "message"}
-        and told.items() <= answered.items()
-    )
+    assert told.items() <= answered.items()
     assert refused["outcome"] == "invalid" and refused["queue_seconds"] is None
     assert refused["trace_id"] == traces[1] != traces[0]
 
@@ -213,8 +210,8 @@ def test_a_request_is_a_span_and_its_phases_are_spans_inside(collector, monkeypa
     for earlier, later in pairwise(PHASES):
         assert phases[earlier].end_time_unix_nano == phases[later].start_time_unix_nano
     said = values_of(whole.attributes)
-    latencies = {"time_in_queue": 1.75, "time_in_model_prefill": 4.25, "time_in_model_decode": 8.0}
-    for name, taken in {**latencies, "time_to_first_token": 6.5, "e2e": 15.0}.items():
+    latencies = {"time_in_queue": 1.75, "time_in_model_prefill": 4.25, "time_to_first_token": 6.5, "e2e": 15.0}
+    for name, taken in latencies.items():
         assert said[f"gen_ai.latency.{name}"] == pytest.approx(taken)
     for name, asked in {"id": "chatcmpl-7", "max_tokens": 64, "temperature": 0.5, "top_p": 0.9}.items():
         assert said[f"gen_ai.request.{name}"] == asked
