@@ -18,7 +18,7 @@ def test_one_gpu(monkeypatch):
     slow = ("segmented_attention", "block_sparse_attention", "antidiagonal_scores")
     problems = {name: listed for name, listed in operators.PROBLEMS.items() if name not in slow}
     monkeypatch.setattr(operators, "PROBLEMS", problems)
-    monkeypatch.setattr(operators, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(operators, "DTYPES", (torch.float32,))
     with rehearsal():
         gpu = HostGroup.single("cuda:0")
         parts = checks_of(["backends", "kernels", "demo"], gpu, True)
