@@ -29,11 +29,6 @@ def report_in(path: Path) -> dict | None:
     return report
 
 
-def verdicts(report: dict) -> dict[str, list[str]]:
-    """What became of each check, host by host."""
-    return {check["name"]: [verdict["status"] for verdict in check["on_hosts"]] for check in report["checks"]}
-
-
 def require_healthy(report: dict, page: str) -> None:
     assert report["healthy"] and report["hosts"] == 2
     assert {check["part"] for check in report["checks"]} == set(report["parts"])
@@ -49,17 +44,15 @@ def require_healthy(report: dict, page: str) -> None:
 def test_two_healthy_hosts(tmp_path):
     """With torchrun itself, and the benchmarks."""
     path = tmp_path / "report.jsonl"
-    command = ["torchrun", "--nproc-per-node", "2", "-m", "apbv.doctor", "--json", str(path)]
+    command = ["torchrun", "--nproc-per-node", "2", "-m", "apbv.doctor", "--only", "machine", "hosts", "speed"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": SCRIPT_TIMEOUT}
-    result = subprocess.run(command, **run)
+    result = subprocess.run([*command, "--json", str(path)], **run)
     assert result.returncode == 0, result.stdout + result.stderr
     report = report_in(path)
-    assert report["parts"] == list(PARTS)
     require_healthy(report, result.stdout)
-    # Once, and not once for each host.
-    assert result.stdout.count("The machine\n") == 1 and result.stdout.count("X J P H E L") == 10
+    assert result.stdout.count("The machine\n") == 1, "once, and not once for each host"
     speed = {check["name"]: check["on_hosts"] for check in report["checks"] if check["part"] == "speed"}
     figures = {name: on_hosts[1]["figures"] for name, on_hosts in speed.items()}
     assert figures["file to first token, apbv"]["stages_ms"]["prefill"] > 0
@@ -74,13 +67,10 @@ def test_two_healthy_hosts(tmp_path):
 
 def test_one_host_says_what_it_leaves_out(tmp_path):
     path = tmp_path / "report.jsonl"
-    options = ["--only", "machine", "backends", "hosts", "--json", path]
-    (result,) = run_hosts(ROOT / "apbv" / "doctor" / "__main__.py", *options)
+    (result,) = run_hosts(ROOT / "apbv" / "doctor" / "__main__.py", "--only", "machine", "hosts", "--json", path)
     assert result.returncode == 0, result.stderr
-    checks = report_in(path)["checks"]
-    assert {check["status"] for check in checks if check["part"] == "hosts"} == {"skipped"}
+    assert {check["status"] for check in report_in(path)["checks"] if check["part"] == "hosts"} == {"skipped"}
     assert "torchrun --nproc-per-node N -m apbv.doctor" in " ".join(result.stdout.split())
-    assert "The demo model" not in result.stdout
 
 
 def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | None, str]:
@@ -93,53 +83,49 @@ def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | Non
 
 
 def test_two_healthy_hosts_quickly(tmp_path):
-    ended, page, report, errors = examine(tmp_path, "nothing", "--quick")
+    parts = [part for part in PARTS if part not in ("kernels", "speed")]
+    ended, page, report, errors = examine(tmp_path, "nothing", "--only", *parts, "--quick")
     assert ended == [0, 0], page + errors
-    assert report["is_quick"] and "speed" not in report["parts"]
+    assert report["is_quick"]
     require_healthy(report, page)
     assert page.count("X J P H E L") == 2
 
 
-FAILED, FINE = ["failed", "failed"], ["ok", "ok"]
+FAILED = ["failed", "failed"]
 WRONG = {
-    "wrong_kernel,raising_host,other_version --only machine kernels hosts": (
-        {"versions": ["ok", "failed"], "segmented_attention by torch": ["ok", "failed"], "host memory": FINE},
-        {"ring": FAILED, "several at once": FAILED},
+    "raising_host,other_version --only machine hosts": (
+        {"versions": ["ok", "failed"], "host memory": ["ok", "ok"], "ring": FAILED, "several at once": FAILED},
         "torch 1.0.0",
-        "failed segmented_attention by torch host 1: a block behind passing blocks in float32 is off by",
-        "segmented_attention by torch (kernels) on host 1",
         "failed ring host 0: HostError: host 1 failed in ring: RuntimeError: the link is down",
         "failed ring host 1: RuntimeError: the link is down",
     ),
     "no_connection --only machine hosts": (
-        {"versions": ["ok"]},
-        {"connecting": ["failed"]},
+        {"versions": ["ok"], "connecting": ["failed"]},
         "error: NCCL error: unhandled system error",
         "failed connecting the hosts could not be connected",
     ),
-    "blind,hosts_mixed_up --only demo hosts --quick": (
-        {},
-        {"apbv": FAILED, "all-gather": FAILED, "several at once": FAILED},
-        "in place of 'X J P H E L'",
-        "1 numbers in torch.float32 (no. 0) arrived wrong",
-    ),
     "unnoticed --only hosts": (
-        {},
         {"a failing host": ["failed", "ok"]},
         "failed a failing host host 0: the others got a tensor that was never sent after",
+    ),
+    "blind,hosts_mixed_up --only kernels demo hosts --quick": (
+        {"segmented_attention by torch": FAILED, "apbv": FAILED, "all-gather": FAILED, "several at once": FAILED},
+        "failed segmented_attention by torch a block behind passing blocks in float32 is off by",
+        "in place of 'X J P H E L'",
+        "1 numbers in torch.float32 (no. 0) arrived wrong",
     ),
 }
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.thorough] * (n > 0)) for n, fault in enumerate(WRONG)]
+    "fault", [pytest.param(fault, marks=[pytest.mark.thorough] * ("kernels" in fault)) for fault in WRONG]
 )
 def test_what_is_wrong_is_found_and_the_rest_is_examined_all_the_same(tmp_path, fault):
-    others, wrong, *said = WRONG[fault]
+    wrong, *said = WRONG[fault]
     ended, page, report, errors = examine(tmp_path, *fault.split())
     assert ended == [1, 1] and not report["healthy"]
-    found = verdicts(report)
-    assert {name: found[name] for name in (*others, *wrong)} == {**others, **wrong}
+    found = {check["name"]: [each["status"] for each in check["on_hosts"]] for check in report["checks"]}
+    assert wrong.items() <= found.items()
     page = " ".join((page + errors).split())
     assert all(line in page for line in said), page
 

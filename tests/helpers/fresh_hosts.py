@@ -1,7 +1,6 @@
 """Host processes for one test alone, which may fail, hang or be killed, and what they exchange there."""
 
 import multiprocessing as mp
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from apbv import HostGroup
+from apbv.hosts import failure_watch, heartbeat
 
 from patience import GROUP_TIMEOUT, wait_for
 from pool import exit_statuses, start
@@ -62,6 +62,7 @@ class Store:
 
 def serve_fresh(pipe, rank: int, size: int, store: Store, timeout: float, job: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
+    failure_watch.POLL_SECONDS = heartbeat._BEAT_SECONDS = 0.1
     longest = timedelta(seconds=GROUP_TIMEOUT)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=longest, **store.arguments(rank, size))
     hosts = HostGroup.from_process_group(dist.group.WORLD, "cpu", timeout, owns_group=True)
@@ -106,14 +107,6 @@ def told_job(hosts: HostGroup, folder: Path, job: Callable, *args) -> Any:
     finally:
         (folder / f"told {hosts.rank}").touch()
         wait_for(lambda: len(list(folder.glob("told *"))) == hosts.size)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def exchange_in_stage(hosts: HostGroup, error: BaseException | None = None) -> None:

@@ -20,7 +20,7 @@ from apbv.kv.ticket import Ticket, digest_of_positions, digest_of_tokens, new_to
 from patience import GROUP_TIMEOUT, wait_for
 from pool import HostPool
 
-QUESTION, FRAMES = "name the letters in order", 48
+QUESTION, FRAMES = "name the letters in order", 40
 
 # 8 MiB a layer, four of them in memory: more than sockets and buffers hold.
 BIG = {"num_layers": 16, "num_tokens": 8192, "num_kv_heads": 4, "head_dim": 64}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apbv import HostGroup
-from apbv.hosts import run_on_hosts
+from apbv.hosts import process_groups, run_on_hosts
 
 import families
 from fresh_hosts import described
@@ -19,6 +19,7 @@ from scripts import INFER, as_torchrun_starts, run_hosts
 
 def alone_job(pipe, port: int) -> None:
     as_torchrun_starts(0, 2, port)
+    process_groups.POLL_SECONDS = 0.05
     pipe.send(described(HostGroup.from_env, "cpu", 0.1))
 
 

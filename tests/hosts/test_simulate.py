@@ -25,7 +25,7 @@ def prefill_job(hosts: HostGroup, models, settings: dict):
     return state.logits, kv, state.timer.summary()["comm_bytes"]
 
 
-@each_choice(num_hosts=(2, 3, 8), method=sorted(METHODS))
+@each_choice(num_hosts=(2, 3, 2, 3, 2, 3, 2, 3, 8), method=sorted(METHODS))
 def test_results_and_bytes_are_those_of_real_hosts(pool, num_hosts, method):
     real = pool.run(num_hosts, prefill_job, None, {"method": method})
     models = [share_weights(families.build_model("qwen2")) for _ in range(num_hosts)]
@@ -162,11 +162,10 @@ def test_a_failing_host_is_named_by_the_others():
     assert seen.count("HostError: host 1 failed in prefill: ValueError: bad layer") == 4
 
 
-@pytest.mark.parametrize("leaves", [0, 2])
-def test_a_host_that_leaves_early_ends_the_others(leaves):
+def test_a_host_that_leaves_early_ends_the_others():
     def job(hosts):
         hosts.barrier()
-        if hosts.rank != leaves:
+        if hosts.rank != 2:
             hosts.barrier()
 
     before = threading.active_count()

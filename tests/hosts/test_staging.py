@@ -22,7 +22,7 @@ def answer_job(hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: 
     model, draft = (families.build_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
     processor, draft = families.build_processor("qwen2_5_vl"), draft if speculate else None
     engine = Engine(model, processor, hosts, prefill, speculate=speculate, draft=draft)
-    result = engine.generate(QUESTION, video=clip, num_frames=12, max_new_tokens=6)
+    result = engine.generate(QUESTION, video=clip, num_frames=8, max_new_tokens=4)
     return result.token_ids, result.stats["comm_bytes"]
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-import torch
 
 from apbv import HostGroup, StorageError
 from apbv.kv import offers as offers_module
@@ -142,11 +141,3 @@ def test_sources_that_do_not_hold_everything_once_are_refused(offers):
         ticket = changed(ticket, num_tokens=12, sources=(*ticket.sources, other.address))
         with pytest.raises(StorageError, match="do not hold every token exactly once"):
             fetch(ticket)
-
-
-def test_kv_that_is_not_laid_out_row_by_row_is_sent_all_the_same(offers):
-    layers = [
-        tuple(states.transpose(1, 2).contiguous().transpose(1, 2) for states in layer) for layer in made_up()
-    ]
-    for found, (keys, values) in zip(fetch(offer(offers, layers)), layers, strict=True):
-        assert torch.equal(found[0], keys[0]) and torch.equal(found[1], values[0])

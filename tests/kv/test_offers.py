@@ -13,6 +13,7 @@ from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import new_token, new_transfer
 
+from fresh_hosts import described
 from offered import a_ticket, changed, fetch, is_free, made_up, message, of_memory, offer
 from patience import HANGING, wait_for
 
@@ -50,14 +51,11 @@ def ask_raw(offers: Offers, content: bytes) -> bytes:
 
 NONSENSE = {
     "another protocol": (b"GET / HTTP/1", b"not of the protocol"),
-    "a huge message": (b"apbv-kv\x01\xff\xff\xff\xff", b"not of the protocol"),
     "no JSON": (b"apbv-kv\x01\x02\x00\x00\x00{]", b"cannot be read"),
     "deep nesting": (b"apbv-kv\x01\x00\x80\x00\x00" + b"[" * 0x8000, b"cannot be read"),
-    "a list": (b"apbv-kv\x01\x02\x00\x00\x00[]", b"not an object"),
     "something else to do": (message(do=["fetch"]), b"cannot do"),
     "no transfer": (message(do="drop", token="a"), b"must name its transfer"),
     "half a character": (message(do="drop", transfer="\ud800", token="a"), b"there is no KV"),
-    "no reader": (message(do="fetch", transfer="a", token="b"), b"must say who reads"),
     "no number of readers": (message(do="done", transfer="a", token="b", reader="c", num_readers=0), b"who reads"),
     "an unknown ending": (message(do="end", transfer="a", token="b", how=["closed"]), b"cannot end by"),
 }
@@ -91,17 +89,6 @@ def test_who_asks_for_nothing_holds_nobody_up(offers, monkeypatch):
 
 
 # ---- how it ends ----
-
-
-def test_the_memory_is_free_once_the_kv_has_been_fetched(offers, ended):
-    layers = made_up()
-    memory, ticket = of_memory(layers), offer(offers, layers)
-    del layers
-    with RemoteKV.open(ticket) as kv:
-        assert len(list(kv.layers(range(12)))) == 2 and not ended and not is_free(memory)
-        kv.confirm()
-    wait_for(lambda: is_free(memory))  # the thread that has sent it still holds it for a moment
-    assert ended == [(ticket.transfer, "fetched", ticket.num_bytes)]
 
 
 def test_kv_that_nobody_fetches_expires(offers, ended, clock):
@@ -154,13 +141,9 @@ def other_host_job(hosts: HostGroup) -> None:
     """Host 1 holds KV of which it never hears again."""
     with Offers(hosts, seconds=0.02) as offers:
         if hosts.rank:
-            ticket, layers = a_ticket(sources=(offers.address,)), made_up()
-            memory = of_memory(layers)
-            offers.hold(ticket.transfer, ticket.token, Share([range(12)], range(3), layers))
-            del layers
-            wait_for(lambda: is_free(memory))
-            with pytest.raises(StorageError, match="has expired"):
-                fetch(ticket)
+            ticket = a_ticket(sources=(offers.address,))
+            offers.hold(ticket.transfer, ticket.token, Share([range(12)], range(3), made_up()))
+            wait_for(lambda: described(fetch, ticket).endswith("has expired"))
 
 
 def test_what_host_0_forgets_expires_all_the_same():
@@ -203,8 +186,7 @@ def port_job(hosts: HostGroup, port: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("host", [0, 1])
-def test_every_process_has_a_port_of_its_own_and_a_taken_one_is_refused_on_all(pool, host):
+def test_every_process_has_a_port_of_its_own_and_a_taken_one_is_refused_on_all(pool):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] - host  # the port of this host is the one that is taken
+        port = taken.getsockname()[1] - 1  # that of host 1 is taken
         assert all("in use" in said for said in pool.run(2, port_job, port))

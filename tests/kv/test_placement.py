@@ -30,7 +30,7 @@ def memory_job(hosts: HostGroup, kv: str) -> tuple[int, int, bool]:
     decoder = decoder_behind(state, engine.model)
     cache = state.kv.cache
     before = [] if cache is None else [layer.keys.data_ptr() for layer in cache.layers]
-    for _ in range(3):
+    for _ in range(2):
         decoder.advance([5])
     after = [] if cache is None else [layer.keys.data_ptr() for layer in cache.layers]
     if cache is None:
@@ -43,7 +43,7 @@ def memory_job(hosts: HostGroup, kv: str) -> tuple[int, int, bool]:
     return held, 2 * len(cache.layers) * (num_rows + room) * row_bytes, before == after
 
 
-@pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (2, "gathered"), (3, "sharded")])
+@pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (2, "sharded")])
 def test_the_kv_is_in_memory_once_and_has_room_for_the_answer(pool, num_hosts, kv):
     for held, needed, stayed in pool.run(num_hosts, memory_job, kv):
         assert stayed and held == needed
@@ -56,8 +56,8 @@ def views_job(hosts: HostGroup, kv: str):
     state = engine.prefill(question, video=demo.video_path(), num_frames=FRAMES)
     view = state.to_dynamic_cache()
     copies = [] if view is None else [layer.keys.clone() for layer in view.layers]
-    answers = [engine.decode(state, max_new_tokens=steps).token_ids for steps in (30, 9)]
-    assert answers[0][:9] == answers[1]
+    answers = [engine.decode(state, max_new_tokens=steps).token_ids for steps in (12, 5)]
+    assert answers[0][:5] == answers[1]
     layers = [] if view is None else view.layers
     assert all(
         layer.keys.shape[2] == state.num_tokens for layer in getattr(state.to_dynamic_cache(), "layers", ())

@@ -18,12 +18,12 @@ from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
 from apbv.kv.manifest import digest_of
 from apbv.kv.reader import SavedKV
 
-from families import TEXT_FAMILIES
+import families
 from pool import start
-from prompts import POSITIONS, batch_of, build, reset_rope
+from prompts import batch_of, build, reset_rope
 from tampering import flip_bit, remove, truncate
 
-QUESTION, FRAMES, STEPS = "name the letters in order", 48, 6
+QUESTION, FRAMES, STEPS = "name the letters in order", 40, 4
 
 
 def engine_on(hosts: HostGroup, **settings) -> Engine:
@@ -61,22 +61,18 @@ def saved_once(pool, tmp_path_factory) -> tuple[Path, list[int]]:
 
 def test_any_number_of_hosts_reads_what_two_have_written(pool, saved_once, tmp_path):
     pool.run(2, save_job, tmp_path, {"kv": "gathered", "passing_len": 8})
-    for path, num_shards, loads in (
-        (saved_once[0], 2, [(1, "gathered"), (3, "sharded")]),
-        (tmp_path, 1, [(2, "sharded")]),
-    ):
-        saved, tokens = SavedKV.open(path), saved_once[1]
-        (group,) = saved.manifest.groups
-        assert len(group.shards) == num_shards
+    tokens = saved_once[1]
+    for path, num_shards, hosts, kv in ((saved_once[0], 2, 3, "sharded"), (tmp_path, 1, 1, "gathered")):
+        saved = SavedKV.open(path)
+        assert len(saved.manifest.groups[0].shards) == num_shards
         assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
+        (_, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
         logits = saved.prompt()["logits"]
-        for hosts, kv in loads:
-            (_, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
-            assert all(result[0] == tokens and torch.equal(result[2], logits) for result in results)
-            assert all(result[1] is None for result in others)
-            for index, (keys, values) in enumerate(layers):
-                stored = saved.layer(index)
-                assert torch.equal(keys[0], stored[0]) and torch.equal(values[0], stored[1])
+        assert all(result[0] == tokens and torch.equal(result[2], logits) for result in results)
+        assert all(result[1] is None for result in others)
+        for index, (keys, values) in enumerate(layers):
+            stored = saved.layer(index)
+            assert torch.equal(keys[0], stored[0]) and torch.equal(values[0], stored[1])
 
 
 def test_any_part_of_a_layer_can_be_read(saved_once):
@@ -89,10 +85,10 @@ def test_any_part_of_a_layer_can_be_read(saved_once):
     assert torch.equal(parts[1], torch.cat([values[:, 70:], values[:, :9]], dim=1))
 
 
-@pytest.mark.parametrize("family", POSITIONS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
 def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
     """generate() from a saved prompt says what it says from the prompt itself; assisted decoding is refused."""
-    model, batch = build(family, torch.float32), batch_of(family, 60 if family in TEXT_FAMILIES else None)
+    model, batch = build(family, torch.float32), batch_of(family, 60 if family in families.TEXT_FAMILIES else None)
     hosts = HostGroup.single("cpu")
     settings = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
     expected = model.generate(**batch, **settings)
@@ -164,13 +160,10 @@ SPOILS = {
     "tokens that are held twice": (lambda path: sign(path, overlap), "every token exactly once"),
     "other tokens": (lambda path: change_manifest(path, lambda r: r["token_ids"].reverse()), "digest"),
     "newer format": (lambda path: change_manifest(path, lambda r: r.update(format_version=9)), "format 9"),
-    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 200), "cannot read"),
     "endless nesting": (lambda path: (path / "manifest.json").write_text("[" * 10**6), "cannot read"),
-    "a field too few": (lambda path: sign(path, lambda r: r.pop("head_dim")), "not a manifest"),
-    "a number that is none": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
+    "no number": (lambda path: sign(path, lambda r: r.update(num_tokens="12")), "not a manifest"),
     "more heads than there are": (lambda path: sign(path, lambda r: r.update(num_kv_heads=10**30)), "every token"),
     "the folder above": (lambda path: sign(path, lambda r: r.update(generation="..")), "not in its folder"),
-    "another file": (lambda path: (path / "manifest.json").write_text("[]"), "not a manifest"),
     "nothing": (lambda path: (path / "manifest.json").unlink(), "no saved KV"),
 }
 
@@ -209,21 +202,24 @@ def test_what_one_host_cannot_read_is_refused_on_all(pool, saved, saved_once):
         assert "bytes instead of" in message
 
 
-def unshared_job(hosts: HostGroup, folders: list[Path]) -> str:
+def unshared_job(hosts: HostGroup, folders: list[list[Path]]) -> list[str]:
     """Each host writes to a directory of its own."""
-    state = engine_on(hosts, kv="sharded").prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
-    with pytest.raises((StorageError, apbv.HostError)) as error:
-        state.save(folders[hosts.rank])
+    engine, said = engine_on(hosts, kv="sharded"), []
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    for paths in folders:
+        with pytest.raises((StorageError, apbv.HostError)) as error:
+            state.save(paths[hosts.rank])
+        said.append(str(error.value))
     assert not hosts.is_broken
-    return str(error.value)
+    return said
 
 
 def test_hosts_that_do_not_share_the_directory_are_told(pool, tmp_path):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "host 1").mkdir()
-    for first, message in (("host 0", "the same directory"), ("file", "cannot save KV in")):
-        for said in pool.run(2, unshared_job, [tmp_path / first, tmp_path / "host 1"]):
-            assert message in said
+    folders = [[tmp_path / first, tmp_path / "host 1"] for first in ("host 0", "file")]
+    for unshared, unusable in pool.run(2, unshared_job, folders):
+        assert "the same directory" in unshared and "cannot save KV in" in unusable
     assert not list((tmp_path / "host 0").glob("kv-*"))  # nothing is left behind
 
 
@@ -242,7 +238,7 @@ def test_a_video_that_changed_since_is_not_vouched_for(tmp_path):
 
 def saved_state(number: int):
     batch = {"input_ids": torch.full((1, 40 + number), number)}
-    return apbv.prefill(build("llama", torch.float32), batch, hosts=HostGroup.single("cpu"))
+    return apbv.prefill(families.build_model("llama", layers=1), batch, hosts=HostGroup.single("cpu"))
 
 
 def save_until(path: Path, steps: int) -> None:
@@ -269,7 +265,7 @@ def test_a_crash_leaves_the_old_state_or_the_new_one(tmp_path):
         (number,) = set(state.inputs.input_ids[0].tolist())
         assert state.to_dynamic_cache().layers[0].keys.shape[2] == state.num_tokens == 40 + number
         seen.append(number)
-    assert seen == sorted(seen) and {1, 2} == set(seen) and len(seen) > 6
+    assert seen == sorted(seen) and {1, 2} == set(seen) and len(seen) > 4
     assert len(list(tmp_path.glob("kv-*"))) == 1  # and what the crashes left is gone
 
 
@@ -289,13 +285,11 @@ def shared_out_job(processes: HostGroup, path: Path, kv: str, writes: bool) -> l
 
 
 def test_processes_that_share_a_model_save_and_load_their_heads(pool, saved_once, tmp_path):
-    (path, whole), kv = saved_once, "sharded"
-    tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", kv, True)
-    assert others == [tokens] * 3
+    path, whole = saved_once
+    tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", "sharded", True)
+    assert tokens == whole and others == [tokens] * 3
     saved = SavedKV.open(tmp_path / "a")
-    shards = saved.manifest.groups[0].shards
-    assert [shard.kv_heads for shard in shards] == [(0, 1), (1, 2)] * 2
+    assert [shard.kv_heads for shard in saved.manifest.groups[0].shards] == [(0, 1), (1, 2)] * 2
     for index in range(saved.manifest.num_layers):
         torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(path).layer(index)[0])
-    assert pool.run(1, load_job, tmp_path / "a", "gathered")[0][0] == tokens == whole
-    assert pool.run(4, shared_out_job, path, kv, False) == [tokens] * 4
+    assert pool.run(4, shared_out_job, path, "sharded", False) == [tokens] * 4

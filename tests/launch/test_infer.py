@@ -1,13 +1,11 @@
 """launch/infer.py: what it refuses before the work is done, and what it says of it."""
 
-import errno
 import json
 import os
 import re
 import runpy
 import shutil
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,12 +74,9 @@ def test_torchruns_single_thread_becomes_a_share_of_the_cores(monkeypatch):
 REFUSED = {
     "--video missing.mp4": "missing.mp4",
     "--image text.png": "cannot read the image text.png: ",
-    "--json missing/figures.jsonl": "--json missing/figures.jsonl: there is no directory missing",
     "--save-kept kept.xyz --speculate streaming": "no picture format has this ending",
-    "--speculate vanilla": "speculative decoding by vanilla needs a draft model",
     "--speculate vanilla --draft-model ./no": "cannot load the model ./no: there is no such directory",
     "--speculate std --save-kept kept.png": "save_kept does not apply",
-    "--speculate std_apbv": "this one passes nothing",
 }
 
 
@@ -99,11 +94,8 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(infer, weightless
 WITHOUT_EFFECT = {
     "--frames 8": "--frames needs a --video",
     "--speculate specvlm --save-kept a.png --video a --video b": "--save-kept draws the frames of one video",
-    "--save-kept kept.png --video clip.mp4": "--save-kept needs --speculate",
     "--sparse-threshold 0.5": "--sparse-threshold needs --sparse, or a sparse --method",
     "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method spargeattn",
-    "--sparse xattention --sparse-divergence 0": "--sparse-divergence needs --sparse or --method flexprefill",
-    "--method flexprefill --sparse-min-blocks 0": "min_blocks must be an integer in 1",
     "--method ulysses --sparse xattention": "sparse attention is for full, apbv, apb and star",
     "--method xattention --sparse spargeattn": "the method xattention cannot choose blocks as",
 }
@@ -140,17 +132,15 @@ def test_the_table_says_what_there_is_with_a_line_for_each_video(infer, tmp_path
     assert "of them visual" in said["prompt"] and "decoding" not in said, "a single token has no rate"
 
 
-DRAFTING = {
-    "vanilla": "vanilla, by the packaged draft on host 0",
-    "std --keep-ratio 0.9": "std, by the target itself on host 0",
-    "ngram": "ngram, by no model on host 0",
-    "vanilla --draft-host": "vanilla, by the packaged draft in a thread of host 0",
-}
-
-
-@pytest.mark.parametrize(("options", "drafting"), DRAFTING.items())
+@pytest.mark.parametrize(
+    ("options", "drafting"),
+    [
+        ("std --keep-ratio 0.9", "std, by the target itself on host 0"),
+        ("vanilla --draft-host", "vanilla, by the packaged draft in a thread of host 0"),
+    ],
+)
 def test_the_table_says_who_drafted_and_how_well(infer, tmp_path, options, drafting):
-    asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 40]
+    asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 20]
     status, lines = infer(*asked, "--speculate", *options.split(), "--json", tmp_path / "figures.jsonl")
     assert status == 0
     said, figures = rows(lines), json.loads((tmp_path / "figures.jsonl").read_text())["speculation"]
@@ -186,13 +176,7 @@ def hold(fifo: Path, reader: int) -> int:
 
     Python would notice a signal that comes after the opening and before the reading only when the reading ends.
     """
-    while True:
-        try:
-            end = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-            break
-        except OSError as error:
-            assert error.errno == errno.ENXIO
-            time.sleep(0.05)
+    end = os.open(fifo, os.O_WRONLY)
     sleeps_in = Path(f"/proc/{reader}/wchan")  # the kernel's function; not every kernel tells
     with suppress(AssertionError):
         wait_for(lambda: "pipe_read" in sleeps_in.read_text(), 2.0)

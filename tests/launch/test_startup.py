@@ -34,13 +34,9 @@ COMMANDS = ("infer", "serve", "doctor", "plan")
 INFER, SERVE, DOCTOR = "launch/infer.py", "launch/serve.py", "apbv/doctor/__main__.py"
 BAD = {
     "--method magic": "argument --method: invalid choice: 'magic' (choose from ",
-    "--speculate magic": "argument --speculate: invalid choice: 'magic' (choose from ",
     "--speculate specvlm --keep magic": "argument --keep: invalid choice: 'magic' (choose from ",
     "--anchor-len -1": "anchor_len must lie in 0 .. 2^31-1, not -1",
-    "--temperature -1": "temperature must be 0 (greedy) or at least 1e-6, not -1.0",
     "--keep-ratio 0.1": "--keep-ratio needs --speculate",
-    "--frames 0": "--frames must be at least 1, not 0",
-    "--timeout 0": "--timeout must be a positive number of seconds, not 0.0",
     "--device gpu": "--device must be cpu, cuda, or a GPU as in cuda:0, not 'gpu'",
     "--fps nan": "--fps must lie in 0 < fps <= 1e+09, not nan",
 }
@@ -75,13 +71,7 @@ def test_the_command_hands_on_to_the_scripts_and_help_is_light():
             *((["apbv", command, "--help"], 0, f"usage: apbv {command} ") for command in COMMANDS),
             (["apbv", "--help"], 0, "usage: apbv "),
             (["apbv", "--version"], 0, apbv.__version__),
-            (["apbv"], 2, "error: the following arguments are required: COMMAND"),
             (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'"),
-            (
-                ["apbv", "infer", "--model", "x", "--method", "magic"],
-                2,
-                "error: argument --method: invalid choice",
-            ),
         ]
     )
     result = python(f"import sys, apbv, apbv.config; print([name for name in {HEAVY} if name in sys.modules])")
@@ -101,15 +91,9 @@ def test_type_checkers_see_the_same_names():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("order", ["import apbv, transformers", "import transformers, apbv"])
-def test_video_processors_load_after_a_bare_import(order, tmp_path):
-    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it.
-
-    So they do where a process has a guard of its own from ``sitecustomize``: neither asks the other without end.
-    """
-    guard = Path(apbv.torchvision_guard.__file__).read_text()
-    (tmp_path / "sitecustomize.py").write_text(f"{guard}\n\nensure_torchvision_imports()\n")
-    path = {"PYTHONPATH": str(tmp_path)} if order.startswith("import apbv") else {}
+def test_video_processors_load_after_a_bare_import():
+    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it."""
     module = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
-    result = python(f"{order}\nimport torchvision, {module} as m\nprint(m.Qwen2VLVideoProcessor.__name__)", **path)
+    code = f"import apbv, transformers, torchvision, {module} as m; print(m.Qwen2VLVideoProcessor.__name__)"
+    result = python(code)
     assert result.stdout.strip() == "Qwen2VLVideoProcessor", result.stderr

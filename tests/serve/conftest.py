@@ -13,8 +13,9 @@ from apbv.input.video import probe, read_frames
 from apbv.kv.offers import Offers
 from apbv.serve.media import MediaSettings
 
-import families
 from servers import InProcess, Site
+
+os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"  # of servers that the tests start
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +54,6 @@ def handing_over(media):
     with app.offers:
         yield app
     app.close()
-
-
-@pytest.fixture(scope="session")
-def endless_model(tmp_path_factory) -> Path:
-    """A model whose answers end by their length."""
-    return families.save_checkpoint("qwen2", tmp_path_factory.mktemp("random") / "model")
 
 
 @pytest.fixture

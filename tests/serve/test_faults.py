@@ -95,33 +95,41 @@ def test_why_answers_are_single(app, monkeypatch):
     assert "rotary frequencies" in why_one_at_a_time(app.engine)
 
 
-def hand_over_job(hosts: HostGroup, name: str, fails, where: int) -> tuple[type, str, bool]:
-    """What a hand-over raises that fails on one of the hosts, and whether the hosts are in step afterwards."""
-    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
-    content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]  # long enough for both hosts
-    order = Order([{"role": "user", "content": content}], ["clip"], 64, None, 1, 0.0, 1.0, 0, hands_over=True)
-    with Offers(hosts) as offers, pytest.MonkeyPatch.context() as patch:
-        carried_out = Executor(engine, hosts, offers)
-        if hosts.rank == where:
-            patch.setattr(name, fails)
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            carried_out.hand_over(order, lambda _: [demo.video_path()], lambda _: False)
-        in_step = carried_out.is_usable and exchange_commands(hosts, WAIT, False) == (WAIT, False)
-        return type(caught.value), str(caught.value), in_step
-
-
 def refuse(*_):
     raise StorageError("no room")
 
 
+FAILING = [
+    ("apbv.kv.offers.Offers.hold", refuse, 0),
+    ("apbv.kv.offers.Offers.hold", refuse, 1),
+    ("apbv.serve.executor.sample", out_of_memory, 0),
+]
+
+
+def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
+    """What hand-overs raise that fail on one of the hosts, and whether the hosts are in step afterwards."""
+    engine, told = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), []
+    content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]  # long enough for both hosts
+    order = Order([{"role": "user", "content": content}], ["clip"], 32, None, 1, 0.0, 1.0, 0, hands_over=True)
+    with Offers(hosts) as offers:
+        carried_out = Executor(engine, hosts, offers)
+        for name, fails, where in FAILING:
+            with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
+                if hosts.rank == where:
+                    patch.setattr(name, fails)
+                carried_out.hand_over(order, lambda _: [demo.video_path()], lambda _: False)
+            in_step = carried_out.is_usable and exchange_commands(hosts, WAIT, False) == (WAIT, False)
+            told.append((type(caught.value), str(caught.value), in_step))
+    return told
+
+
 def test_where_one_host_cannot_offer_kv_or_chooses_no_token_the_hosts_stay_in_step(pool):
     """It is no fault of the request."""
-    for where in (0, 1):
-        for kind, message, in_step in pool.run(2, hand_over_job, "apbv.kv.offers.Offers.hold", refuse, where):
-            assert kind is RuntimeError and in_step
-            assert "the KV cannot be offered: " in message and "no room" in message
-    (kind, message, in_step), other = pool.run(2, hand_over_job, "apbv.serve.executor.sample", out_of_memory, 0)
-    assert kind is RuntimeError and message == "out of memory" and in_step and other[2]
+    first, second = pool.run(2, hand_over_job)
+    for kind, message, in_step in (*first[:2], *second[:2]):
+        assert kind is RuntimeError and in_step
+        assert "the KV cannot be offered: " in message and "no room" in message
+    assert first[2] == (RuntimeError, "out of memory", True) and second[2][2]
 
 
 def test_kv_that_waits_keeps_others_waiting_at_the_limit(handing_over, monkeypatch):
@@ -154,18 +162,18 @@ def test_a_request_does_not_wait_for_the_media_of_others(site):
     slow = asking(messages=[{"role": "user", "content": [part("image", f"{site.url}/late")]}])
     post = server.client.post
 
-    async def ask_beside() -> tuple[int, list[int]]:
+    async def ask_beside() -> list[int]:
         others = [asyncio.create_task(post("/v1/chat/completions", content=slow)) for _ in range(6)]
         while figure(server, "num_requests_waiting") < 6:
             await asyncio.sleep(0.01)
         reply = await post("/v1/chat/completions", content=asking())
         assert not any(task.done() for task in others)
         site.may_answer.set()
-        return reply.status_code, [(await task).status_code for task in others]
+        return [reply.status_code, *[(await task).status_code for task in others]]
 
     try:
-        answered, refused = server.loop.run_until_complete(asyncio.wait_for(ask_beside(), HANGING))
-        assert answered == 200 and refused == [400] * 6  # "xxx" is no image
+        statuses = server.loop.run_until_complete(asyncio.wait_for(ask_beside(), HANGING))
+        assert statuses == [200] + [400] * 6  # "xxx" is no image
     finally:
         site.may_answer.set()
         server.close()

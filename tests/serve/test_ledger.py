@@ -29,11 +29,12 @@ def ledger(max_tokens: int = 100, **limits) -> Ledger:
 LOOP = asyncio.new_event_loop()
 
 
-def new_job() -> Job:
-    async def make() -> Job:
-        return Job()
+async def make_job() -> Job:
+    return Job()
 
-    return LOOP.run_until_complete(make())
+
+def new_job() -> Job:
+    return LOOP.run_until_complete(make_job())
 
 
 def ready(ledger: Ledger, prompt: int, answer: int = 1, hands_over: bool = False) -> Job:

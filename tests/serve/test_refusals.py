@@ -14,7 +14,6 @@ from servers import asking, part, post, text
 
 CHAT, RAW, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-TURN = [{"role": "user", "content": "x"}]
 
 
 def chat(*content, **fields) -> dict:
@@ -35,22 +34,15 @@ REFUSED = {
         (chat(n=2), "n"),
         (chat(logprobs=True), "logprobs"),
         (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-        (chat(response_format={"type": "json_object"}), "response_format"),
-        (chat(temperature=-1), "temperature"),
-        (chat(stop=list("abcde")), "stop"),
         (chat(fps=1e308), "fps"),
         (chat(top_k=5), "top_k"),
         (chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
         (chat(num_frames=17), "num_frames"),
-        (chat(text(" ")), "messages"),
         (chat(text("<|video_pad|>")), "messages"),
         (chat(part("video", "broken.mp4"), text("x")), "messages"),
         (chat(text("x"), part("video", "../x.mp4")), "messages.0.content.1.video_url"),
-        (chat(part("video", "https://example.com/a")), "messages.0.content.0.video_url"),
         (chat(inline(900_000)), "messages.0.content.0.video_url"),
         (chat(image(detail="best")), "messages.0.content.0.image_url.detail"),
-        (chat({"type": "text"}), "messages.0.content.0.text"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages.0.tool_calls"),
         (chat(kv_transfer_params={"do_remote_prefill": True}), "kv_transfer_params", "does not load KV"),
         (chat(kv_transfer_params=ASKED, stream=True), "stream", "stream must be false"),
@@ -61,29 +53,18 @@ REFUSED = {
         ({"prompt": ["a", "b"]}, "prompt", "one prompt per request, not 2"),
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
-        ({"prompt": "x", "echo": True}, "echo"),
-        ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "logprobs": 0}, "logprobs"),
-        ({"prompt": "x", "num_frames": 8}, "num_frames"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "x", "stop_token_ids": [1], "min_tokens": 1}, "stop_token_ids"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "kv_transfer_params": ASKED, "n": 2}, "n", "n must be 1"),
         ({"prompt": "x", "kv_transfer_params": {"do_remote_decode": "yes"}}, "kv_transfer_params", "must be true"),
     ],
     TOKENIZE: [
         ({}, "prompt"),
-        ({"prompt": "x", "messages": TURN}, "prompt"),
-        (chat(part("video", "missing.mp4")), "messages.0.content.0.video_url"),
         (chat(continue_final_message=True), "messages"),
-        (chat(add_special_tokens=True), "add_special_tokens"),
-        (chat(chat_template="x"), "chat_template"),
         (chat(chat_template_kwargs={"continue_final_message": "x"}), "chat_template_kwargs"),
     ],
-    DETOKENIZE: [
-        ({}, "tokens"),
-        ({"tokens": [10**6]}, "tokens"),
-    ],
+    DETOKENIZE: [({}, "tokens")],
 }
 
 
@@ -104,12 +85,10 @@ def test_what_is_no_request(app):
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model" if b"NaN" in body else None)
 
 
-@pytest.mark.parametrize("field", ["messages", "content", "stop"])
+@pytest.mark.parametrize("field", ["messages", "stop"])
 def test_of_many_errors_few_are_looked_for(field):
-    many = [1] * 1000
-    fields = {"messages": [{"role": "user", "content": many}]} if field == "content" else {field: many}
     with pytest.raises(ApiError) as error:
-        ChatRequest.parse(asking(**fields))
+        ChatRequest.parse(asking(**{field: [1] * 1000}))
     assert error.value.__cause__.error_count() <= 2
 
 
@@ -168,7 +147,7 @@ def bodies(draw, examples: list[dict]) -> bytes:
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_no_input_is_an_error_of_the_server(app, path, count=50):
+def test_no_input_is_an_error_of_the_server(app, path, count=20):
     seen = {}
 
     @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -178,9 +157,7 @@ def test_no_input_is_an_error_of_the_server(app, path, count=50):
         seen[reply.status_code] = seen.get(reply.status_code, 0) + 1
         assert reply.status_code in (200, 400, 404), (content, reply.text)
         if reply.status_code != 200:
-            error = reply.json()["error"]
-            assert error["message"] and error["type"] == "invalid_request_error"
-            assert {"param", "code"} <= error.keys()
+            assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
         elif reply.headers["content-type"].startswith("text/event-stream"):
             assert reply.text.endswith("data: [DONE]\n\n") and '"error"' not in reply.text
         else:

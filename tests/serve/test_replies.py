@@ -53,12 +53,6 @@ def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
     assert whole["usage"] == {"prompt_tokens": num, "completion_tokens": 6, "total_tokens": num + 6}
     for prompt in ([PROMPT], prompt_ids, [prompt_ids]):
         assert complete(app, prompt, **fields)["choices"] == whole["choices"]
-    plain = complete(app, max_tokens=6, ignore_eos=True)["choices"][0]
-    assert plain.keys() == choice.keys() - {"prompt_token_ids", "token_ids"}
-    free, held = (
-        post(app, "/v1/chat/completions", messages=CHAT, max_tokens=8, min_tokens=n).json() for n in (0, 6)
-    )
-    assert free["usage"]["completion_tokens"] < 6 <= held["usage"]["completion_tokens"]
 
 
 def test_without_a_limit_an_answer_has_sixteen_tokens_or_what_there_is_room_for(app, prompt_ids):
@@ -118,12 +112,7 @@ def test_stop_tokens_end_an_answer_and_are_no_part_of_its_text(app):
 
 def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to_it(handing_over):
     """Whatever says how tokens are chosen; but not what changes the prompt."""
-    of_the_decoder = {
-        "top_k": 5,
-        "structured_outputs": {"choice": ["a", "b"]},
-        "stop": ["e" * 2000],
-        "min_tokens": 2,
-    }
+    of_the_decoder = {"top_k": 5, "structured_outputs": {"choice": ["a", "b"]}, "stop": ["e" * 2000]}
     tools = [{"type": "function", "function": {"name": "f"}}]
     for (path, prompt), logprobs in zip(ENDPOINTS.items(), (True, 3), strict=True):
         asked = {**prompt, **of_the_decoder, "max_tokens": 1, "logprobs": logprobs}
@@ -176,14 +165,10 @@ def test_a_first_token_that_ends_the_answer_is_said_to_end_it(handing_over):
 
 
 def test_neutral_fields_and_such_without_effect_are_taken(app):
-    none = ("n", "logprobs", "stop", "kv_transfer_params", "response_format", "suffix", "tools")
-    neutral = {"best_of": 1, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
-    neutral |= dict.fromkeys(none) | {"cache_salt": "salt", "request_id": "x", "user": "x", "priority": 3}
-    neutral |= {"echo": False, "use_beam_search": False, "skip_special_tokens": True, "include_reasoning": True}
+    neutral = dict.fromkeys(("n", "logprobs", "stop", "kv_transfer_params", "response_format", "tools"))
+    neutral |= {"best_of": 1, "top_k": -1, "repetition_penalty": 1.0, "echo": False, "cache_salt": "salt"}
     for path, prompt in ENDPOINTS.items():
         assert post(app, path, **prompt, **neutral, max_tokens=1).json()["usage"]["completion_tokens"] == 1
-    of_a_chat = {"mm_processor_kwargs": {}, "add_special_tokens": False, "logprobs": False}
-    assert post(app, "/v1/chat/completions", messages=CHAT, max_tokens=1, **of_a_chat).status_code == 200
 
 
 def test_tokens_are_those_of_the_tokenizer_and_those_that_are_prefilled(app, prompt_ids):
@@ -218,41 +203,35 @@ def test_tokens_are_those_of_the_tokenizer_and_those_that_are_prefilled(app, pro
 
 def test_a_requests_id_is_the_clients_and_each_is_one_line_of_the_log_without_what_was_asked(app, caplog):
     secret, path = "how many letters are shown", "/v1/chat/completions"
-    asked = [
-        {"role": "user", "content": content} for content in (secret, [part("image", "none.png"), text(secret)])
-    ]
+    contents = (secret, [part("image", "none.png"), text(secret)])
+    asked = [{"role": "user", "content": content} for content in contents]
     with caplog.at_level("INFO", logger="apbv.serve"):
-        reply = post(
-            app, path, {"X-Request-Id": "from-a-router"}, messages=asked[:1], max_tokens=1, ignore_eos=True
-        )
-        assert (reply.json()["id"], reply.headers["x-request-id"]) == ("chatcmpl-from-a-router", "from-a-router")
+        reply = post(app, path, {"X-Request-Id": "router"}, messages=asked[:1], max_tokens=1, ignore_eos=True)
+        assert (reply.json()["id"], reply.headers["x-request-id"]) == ("chatcmpl-router", "router")
         refusal = post(app, path, {"X-Request-Id": "another"}, messages=asked[1:])
         assert (refusal.status_code, refusal.headers["x-request-id"]) == (400, "another")
     answered, refused = (record.getMessage() for record in caplog.records)
-    assert answered.startswith("chatcmpl-from-a-router 200 length, ") and " + 1 tokens, first token " in answered
+    assert answered.startswith("chatcmpl-router 200 length, ") and " + 1 tokens, first token " in answered
     assert refused.startswith("chatcmpl-another 400 invalid, total ")
     assert not any(word in line for line in (answered, refused) for word in ("letters", "none.png"))
-    for unfit in ("two words", "x" * 300, "é".encode("latin-1")):
+    for unfit in ("two words", "x" * 300):
         reply = post(app, "/v1/completions", {"X-Request-Id": unfit}, prompt="x", max_tokens=1)
-        own = reply.headers["x-request-id"]
-        assert len(own) == 32 and reply.json()["id"] == f"cmpl-{own}"
+        assert len(reply.headers["x-request-id"]) == 32
 
 
 def test_what_operators_and_routers_ask(app):
     (model,) = app.request("GET", "/v1/models").json()["data"]
     assert (model["id"], model["root"], model["max_model_len"]) == ("demo", "demo", app.worker.max_model_len)
-    assert model["permission"][0]["object"] == "model_permission"
-    assert app.request("GET", "/v1/models/demo").json()["id"] == "demo"
-    others = {"/v1/models/other": 404, "/ping": 200, "/version": 200, "/v1/chat/completions": 405}
+    others = {"/v1/models/demo": 200, "/v1/models/other": 404, "/ping": 200, "/version": 200}
     assert {path: app.request("GET", path).status_code for path in others} == others
 
-    async def load_meanwhile() -> tuple[int, int]:
+    async def load_meanwhile() -> int:
         body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
-        answers = [asyncio.create_task(app.client.post("/v1/completions", json=body)) for _ in range(3)]
+        answer = asyncio.create_task(app.client.post("/v1/completions", json=body))
         while not (load := (await app.client.get("/load")).json()["server_load"]):
             await asyncio.sleep(0.01)
-        return load, [(await answer).status_code for answer in answers]
+        assert (await answer).status_code == 200
+        return load
 
-    load, statuses = app.loop.run_until_complete(asyncio.wait_for(load_meanwhile(), HANGING))
-    assert 1 <= load <= 3 and statuses == [200] * 3
+    assert app.loop.run_until_complete(asyncio.wait_for(load_meanwhile(), HANGING)) == 1
     assert app.request("GET", "/load").json() == {"server_load": 0}

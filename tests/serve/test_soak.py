@@ -15,10 +15,10 @@ from patience import HANGING, wait_for
 from pool import exit_statuses
 from servers import HAND_OVER, Server, data_url, left_open, part, serving, text
 
-CLIENTS, REQUESTS, EARLY = 12, 300, 100
+CLIENTS, REQUESTS, EARLY = 12, 160, 60
 # Allocators keep the most that lay there at a time, which the first requests do not reach. KV that each
 # left behind would be more.
-MOST_GROWN_BYTES = 56 * 2**20
+MOST_GROWN_BYTES = 48 * 2**20
 # Pools of threads grow up to their size as chance has it.
 MOST_NEW_THREADS = 12
 
@@ -30,7 +30,7 @@ class Client:
         self._server = server
         self._film = data_url(demo.video_path())
         self._damaged = self._film[: len("data:application/octet-stream;base64,") + 8000]
-        usual = [self.chat, self.completion, self.hand_over, self.leave, self.hang_up]
+        usual = [self.chat, self.hand_over, self.leave, self.hang_up]
         self._kinds = usual * 5 + [self.film]
 
     def __call__(self, number: int) -> None:
@@ -50,11 +50,6 @@ class Client:
         body = {"max_tokens": draw.randint(1, 8), "ignore_eos": True, "temperature": draw.choice([0, 0.8])}
         assert self._chat("x " * draw.randint(1, 40), **body)["usage"]["completion_tokens"] == body["max_tokens"]
         assert "error" in self._chat("x", 400, **draw.choice([{"n": 2}, {"max_tokens": 10**6}]))
-
-    def completion(self, draw) -> None:
-        tokens = [draw.randrange(20, 200) for _ in range(draw.randint(1, 60))]
-        reply = self._post("completions", 200, prompt=tokens, max_tokens=4, ignore_eos=True)
-        assert reply["usage"]["prompt_tokens"] == len(tokens)
 
     def hand_over(self, draw) -> None:
         reply = self._chat("x " * draw.randint(1, 80), max_tokens=1, kv_transfer_params=HAND_OVER)

@@ -28,7 +28,7 @@ def certain_text(pieces: list[bytes], stop: list[str], least: int, stop_token: i
 LETTERS = "aab🙂é"
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @example(text="baa", stop=["a", "bab"], widths=[1], missing=0, least=2, stop_token=None)
 @given(
     text=st.text(LETTERS, max_size=20),

@@ -22,13 +22,23 @@ IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_bytes")
 
 
 @pytest.fixture(scope="module")
-def endless(tmp_path_factory, endless_model):
-    """A server with room for the KV of 24,000 tokens and a short queue; the last test ends it."""
-    layers = sum(name.endswith("q_proj.weight") for name in load_file(endless_model / "model.safetensors"))
+def endless(tmp_path_factory):
+    """A server with room for the KV of 24,000 tokens and a short queue; the last test of it ends it.
+
+    Its model's answers end by their length, or, where a "Z" is asked, by NaN.
+    """
+    folder = tmp_path_factory.mktemp("together")
+    model = families.save_checkpoint("qwen2", folder / "model")
+    weights = load_file(model / "model.safetensors")
+    poisoned = families.build_processor("qwen2").encode("Z", add_special_tokens=False)
+    weights["model.embed_tokens.weight"][poisoned] = float("nan")
+    weights["lm_head.weight"][poisoned] = 0.0  # so that no answer chooses it
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    layers = sum(name.endswith("q_proj.weight") for name in weights)
     token_bytes = layers * 2 * families.KV_HEADS * families.HEAD_DIM * 4
-    options = ["--model", endless_model, "--served-model-name", "demo", "--max-queue", 2, "--grace", 0.5]
-    options += ["--max-kv-mib", (24_000 + GROWTH_ROWS) * token_bytes / 2**20]
-    with serving(tmp_path_factory.mktemp("together") / "out", *options) as started:
+    options = ["--model", model, "--served-model-name", "demo", "--max-queue", 2, "--grace", 0.5]
+    options += ["--kv-transfer", "tcp", "--max-kv-mib", (24_000 + GROWTH_ROWS) * token_bytes / 2**20]
+    with serving(folder / "out", *options) as started:
         yield started
 
 
@@ -46,7 +56,7 @@ def wait_until_idle(server: Server) -> None:
     wait_for(lambda: not any(server.metric(f"apbv:{name}") for name in IDLE))
 
 
-def test_answers_go_on_beside_clients_that_read_nothing_and_who_leaves_frees_its_place_and_no_other(endless):
+def test_answers_go_on_beside_who_reads_nothing_who_leaves_and_what_fails(endless):
     with (
         running(endless, max_tokens=9000),
         running(endless, max_tokens=9000) as read,
@@ -58,7 +68,10 @@ def test_answers_go_on_beside_clients_that_read_nothing_and_who_leaves_frees_its
             more = endless.metric("apbv:kv_cache_bytes")
         wait_for(lambda: 0 < endless.metric("apbv:kv_cache_bytes") < more)
         assert endless.metric("apbv:num_requests_running") == 2
-        read(20)
+        for extra in ({}, {"kv_transfer_params": HAND_OVER}):
+            with pytest.raises(openai.InternalServerError, match="NaN or infinite logits"):
+                endless.ask("Z", extra_body=extra)  # which fails alone
+            read(20)
     wait_until_idle(endless)
 
 
@@ -102,34 +115,7 @@ def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_gra
     assert "stopping" in str(answer.end())
 
 
-def test_an_answer_that_fails_fails_alone_and_a_host_that_dies_ends_all(tmp_path):
-    """A token that the model makes NaN of ends the answers of those whose prompt has it."""
-    path = families.save_checkpoint("qwen2", tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    poisoned = families.build_processor("qwen2").encode("Z", add_special_tokens=False)
-    weights["model.embed_tokens.weight"][poisoned] = float("nan")
-    weights["lm_head.weight"][poisoned] = 0.0  # so that no answer chooses it
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    options = ["--model", path, "--served-model-name", "demo", "--kv-transfer", "tcp", "--max-running", 2]
-    with serving(tmp_path / "out", *options) as server:
-        with running(server, ignore_eos=True) as read:
-            for extra in ({}, {"kv_transfer_params": HAND_OVER}):
-                with pytest.raises(openai.InternalServerError, match="NaN or infinite logits"):
-                    server.ask("Z", extra_body=extra)
-                read(10)
-            assert server.ask("x", max_tokens=5).usage.completion_tokens == 5
-            assert server.metric("apbv:num_requests_running") == 1
-        wait_until_idle(server)
-        streams = [Stream(server, **ENDLESS) for _ in range(3)]
-        server.wait_until("apbv:num_requests_waiting", 1)
-        server.processes[1].kill()
-        for stream in streams:
-            assert "a host has failed" in str(stream.end())
-        wait_for(lambda: server.health() != 200)
-        assert exit_statuses(server.processes)[0] == 1 and "error (host 0): " in server.errors()
-
-
-def test_answers_are_single_beside_a_draft_and_kv_in_a_folder_ends_by_itself(tmp_path):
+def test_answers_are_single_beside_a_draft_kv_in_a_folder_ends_and_a_host_that_dies_ends_all(tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
     options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "vanilla"]
@@ -150,3 +136,10 @@ def test_answers_are_single_beside_a_draft_and_kv_in_a_folder_ends_by_itself(tmp
         server.wait_until("apbv:kv_transfers_total", 1, how="expired")
         wait_until_idle(server)
         assert not any(folder.iterdir())
+        streams = [Stream(server, max_tokens=3000, extra_body={"ignore_eos": True}) for _ in range(2)]
+        server.wait_until("apbv:num_requests_waiting", 1)
+        server.processes[1].kill()
+        for stream in streams:
+            assert "a host has failed" in str(stream.end())
+        wait_for(lambda: server.health() != 200)
+        assert exit_statuses(server.processes)[0] == 1 and "error (host 0): " in server.errors()
