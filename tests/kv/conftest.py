@@ -20,9 +20,9 @@ from patience import wait_for
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """No thread and no socket stays behind, whatever a test did."""
-    before = num_sockets()
+    before, threads = num_sockets(), set(threading.enumerate())
     yield
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")])
+    wait_for(lambda: not [t for t in threading.enumerate() if t.name.startswith("kv-") and t not in threads])
     if num_sockets() > before:
         gc.collect()
     assert num_sockets() <= before
