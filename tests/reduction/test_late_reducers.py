@@ -115,6 +115,8 @@ COMPRESSED = {
     "apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "star": {"method": "star"},
     "too little to split": {"passing_len": 4, "anchor_len": 21},
+    # The question's own hidden states go on from here, only where they were computed apart.
+    "too little to split, apb": {"method": "apb", "passing_len": 4, "anchor_len": 21},
     "too little to split, star": {"method": "star"},
 }
 
