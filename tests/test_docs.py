@@ -5,7 +5,6 @@ import json
 import re
 import runpy
 import shlex
-from importlib.util import find_spec
 
 import pytest
 
@@ -25,9 +24,6 @@ from documents import (
     is_there,
     layers,
     marked,
-    missing_imports,
-    names_in,
-    names_passed_on,
     output_of,
     parse_command,
     places_named,
@@ -90,7 +86,6 @@ def test_commands_in_running_text_are_understood(monkeypatch):
 @pytest.mark.parametrize("block", [*marked("python compile"), *marked("python client")], ids=str)
 def test_other_scripts_compile(block):
     compile(block.code, str(block), "exec")
-    assert not missing_imports(block.code)
 
 
 def test_every_benchmark_says_how_it_is_run(monkeypatch):
@@ -115,8 +110,8 @@ def test_extras_exist(block):
 def test_the_connector_that_vllm_is_told_of_exists(block):
     words = shlex.split(block.code)
     settings = json.loads(words[words.index("--kv-transfer-config") + 1])
-    path = find_spec(settings["kv_connector_module_path"]).origin
-    assert settings["kv_connector"] in names_in(ROOT / path) | names_passed_on(ROOT / path)
+    folder = settings["kv_connector_module_path"].replace(".", "/")
+    assert is_there(f"{folder}:{settings['kv_connector']}")
 
 
 @pytest.mark.parametrize("block", marked("bash deploy"), ids=str)

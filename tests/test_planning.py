@@ -108,19 +108,6 @@ def test_what_cannot_be_planned_is_refused(settings, message):
         plan(LLAMA, **settings)
 
 
-def test_a_video_that_is_heard_takes_more_tokens(tmp_path):
-    """25 a second; and frames are as large as the whole processor makes them, which has limits of its own."""
-    path = families.save_checkpoint(families.OMNI, tmp_path / "omni")
-    seen, heard = (plan(path, frames=8, resolution="84x112", audio_seconds=seconds) for seconds in (0, 30))
-    assert heard.num_tokens - seen.num_tokens == heard.num_audio_tokens == 30 * 25
-    assert "750 sound" in str(heard) and heard.hosts[0].kv > seen.hosts[0].kv
-    assert seen.num_visual_tokens == heard.num_visual_tokens > 4 * 100
-    with pytest.raises(ValueError, match="qwen2_5_vl models do not hear"):
-        plan("demo", frames=8, audio_seconds=30)
-    with pytest.raises(ValueError, match="it needs its frames"):
-        plan(path, tokens=800, audio_seconds=30)
-
-
 @pytest.mark.parametrize(("gigabytes", "status", "said"), [("4", 0, "yes"), ("0.02", 1, "no")])
 def test_the_command_says_so_and_ends_with_a_status(capsys, gigabytes, status, said):
     assert main(["--model", "demo", "--frames", "64", "--device-memory", gigabytes]) == status

@@ -53,14 +53,6 @@ def test_options_that_are_numbers(text, choice):
     assert choose_option(text, NUMBERS) == choice
 
 
-def test_a_pronoun_is_no_letter():
-    ten = tuple("qrstuvwxyz")
-    assert choose_option("I think that it is option C", ten) == 2
-    assert choose_option("I would say B", ten) == 1
-    assert choose_option("I is right", ten) == 8
-    assert choose_option("I", ten) == 8
-
-
 def test_an_option_that_is_itself_a_letter():
     """The letter before an option counts, unless prompts do not show letters."""
     assert choose_option("B", ("J", "A", "B")) == 1

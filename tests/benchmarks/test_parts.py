@@ -9,16 +9,13 @@ import torch
 from ensemble_weights import hits
 
 from apbv import HostGroup, PrefillConfig
-from apbv.config import METHOD_NAMES, REDUCER_NAMES
 from apbv.hosts.simulated import Link
-from apbv.speculate import theory
 from apbv.speculate.settings import require_consistent
 
 from scripts import assert_one_line_error
 from support.decoding import batches
 from support.prefills.presets import PRESETS as PREFILL_PRESETS
 from support.speculation.presets import PRESETS as DRAFT_PRESETS
-from support.systems import report, ways
 
 # ---- what is wrong ----
 
@@ -84,19 +81,6 @@ def test_hits_leave_out_what_no_weight_decides():
     assert hits(record) == {"MT*": [1, 2], "M": [2, 2], "T": [0, 2], "MT": [0, 2]}
 
 
-def test_the_theorems():
-    assert theory.serial(5, 5, 0.4) == 5 * 3 / 10
-    assert theory.by_block_efficiency(3, 5, 5) == pytest.approx(theory.serial(5, 5, 0.4))
-    assert theory.parallel(8, 8) == 8 and theory.parallel(4, 8) == 4 and theory.parallel(16, 8, 0.5) == 4
-    # With the window as long as the cost ratio, Theorem 6 is half the sum of τ^k over 2c tokens.
-    c, tau = 6, 0.7
-    assert theory.parallel_with_rollback(c, c, tau) == pytest.approx(sum(tau**k for k in range(1, 2 * c + 1)) / 2)
-    assert theory.parallel_with_rollback(c, c) == theory.parallel(c, c)
-    # Accepting independently: the mean over all outcomes of a window.
-    chances = [tau**k * (1 - tau) for k in range(c)] + [tau**c]
-    assert theory.expected_accepted(c, tau) == pytest.approx(sum(k * p for k, p in enumerate(chances)))
-
-
 # ---- presets, and the models that they name ----
 
 
@@ -123,41 +107,3 @@ def test_presets_cover_the_papers_sweeps():
         config = dict(DRAFT_PRESETS[name](0.3))["T"]
         assert (config.strategy, config.ensemble) == ("tabed", "T")
     assert dict(DRAFT_PRESETS["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
-
-
-def test_every_system_is_compared_once():
-    compared = ways.systems(1024, hosts=8)
-    by_label = {system.label: system for system in compared}
-    assert len(by_label) == len(compared)
-    assert {*METHOD_NAMES} - {"zigzag_ring", "ulysses"} <= {label.split(",")[0] for label in by_label}
-    for name in REDUCER_NAMES:
-        kept = [s.config.reduce.ratio for s in compared if s.config.reduce and s.config.reduce.method == name]
-        assert sorted(kept) == [0.25, 0.5]
-    assert (by_label["apbv"].config.anchor_len, by_label["apbv"].config.passing_len) == (16, 8)
-    assert by_label["apb"].config.passing_len == 16
-    settings = {json.dumps([system.settings, system.hosts], sort_keys=True) for system in compared}
-    assert len(settings) == len(compared)
-
-
-# ---- tables and plots ----
-
-
-def record(label: str, seed: int, right: dict, ttft_ms: list, kept: list, hosts: int = 1, kind: str = "exact"):
-    prompt = {"shots": 4, "grid": 2, "num_visual_tokens": 100, "num_visual_kept": kept}
-    times = {"ttft_ms": ttft_ms, "prefill_ms": [ms - 10 for ms in ttft_ms]}
-    return {"label": label, "kind": kind, "hosts": hosts, "seed": seed, "right": right, **prompt, **times}
-
-
-def test_clips_are_summed_and_times_are_medians():
-    right = {"ordering": [1, 1], "counting": [0, 2]}
-    records = [
-        record("full", 0, right, [100, 120], [100]),
-        record("full", 1, {"ordering": [0, 1], "counting": [2, 2]}, [140, 900], [100]),
-        record("half", 0, right, [65, 65], [40, 60], hosts=8, kind="fewer tokens"),
-    ]
-    full, half = report.summarise(records)
-    assert full.right == {"ordering": (1, 2), "counting": (2, 4)} and full.clips == 2
-    assert (full.ttft_ms, full.prefill_ms, full.kept, full.accuracy) == (130, 120, 1.0, 50.0)
-    assert (half.kept, half.hosts, half.accuracy) == (0.5, 8, 50.0)
-    lines = report.table(records).splitlines()
-    assert len(lines) == 4 and "2.00 ×" in lines[3] and "8 (simulated)" in lines[3] and "50 %" in lines[3]

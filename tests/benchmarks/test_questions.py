@@ -15,9 +15,7 @@ from apbv.demo.clips import read_mp4
 
 from documents import commands_in, marked, output_of, read_command
 from scripts import BENCHMARKS, ROOT, run_benchmark, run_hosts
-from support.evaluation.prompting import LETTERED, fill
 from support.evaluation.results import read_runs
-from support.evaluation.samples import Sample
 
 FILE = "questions.jsonl"
 
@@ -203,20 +201,3 @@ def test_the_pages_first_commands_ask_twenty_questions(tmp_path):
     assert shown[-1] == "…" and len(shown) > 6  # then come times
     assert result.stdout.splitlines()[: len(shown) - 1] == shown[:-1]
     assert "| 20 |" in shown[2]
-
-
-def test_a_choice_can_be_asked_for_without_letters(clips, said, tmp_path):
-    """As the demo model has to be, which does not know them."""
-    asked = [{**each, "video": str(clips / each["video"])} for each in read(clips)]
-    for each in asked:
-        each["options"] = ["none", said[each["id"]], "A Z"]
-        each["answer"] = 1 if each["answer"] == said[each["id"]] else "none"
-    (tmp_path / FILE).write_text("".join(json.dumps(each) + "\n" for each in asked))
-    records = ask(tmp_path, tmp_path / "r.jsonl", "--template", "{question}")
-    assert {record["choice"] for record in records.values()} == {"B"}
-    assert [r["right"] for r in records.values()] == [each["answer"] == 1 for each in asked]
-    sample = Sample("1", "What is {options}?", 0, ("a", "b {question}"))
-    assert fill(LETTERED, sample) == (
-        "What is {options}?\nA. a\nB. b {question}\n"
-        "Answer with the option's letter from the given choices directly."
-    )

@@ -77,19 +77,6 @@ def test_a_reader_of_the_text_finds_the_answers(tokenizer, task):
     assert not any(answer in made.question + made.answer_start for answer in made.answers)
 
 
-def test_words_are_frequent_as_in_ruler(tokenizer):
-    for num_tokens, often, seldom in ((3000, 6, 1), (9000, 30, 3)):
-        made = make_task("cwe", 0, num_tokens, tokenizer)
-        listed = re.findall(r"\d+\. ([a-z-]+)", made.context.rpartition("numbered list")[2])
-        counts = Counter(listed)
-        assert {counts.pop(word) for word in made.answers} == {often} and set(counts.values()) == {seldom}
-    coded = make_task("fwe", 0, 6000, tokenizer).context.partition("coded words.")[2].split()
-    (dots, most), *others = Counter(coded).most_common(6)
-    assert dots == "..."
-    for rank, (_, number) in enumerate(others, start=2):  # the zeta distribution with exponent 2
-        assert number == pytest.approx(most / rank**2, abs=1)
-
-
 def test_what_cannot_be_made_is_refused(tokenizer):
     with pytest.raises(ValueError, match="unknown task 'double'; known are single"):
         make_task("double", 0, 1000, tokenizer)

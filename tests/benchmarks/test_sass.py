@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import jsonschema
 import pytest
-from sass import obstacle, programs_at_a_time
+from sass import obstacle
 
 from scripts import BENCHMARKS, SCRIPT_TIMEOUT
 
@@ -42,17 +42,3 @@ def test_a_kernel_for_a_gpu_that_is_not_here(tmp_path, monkeypatch):
     # K and V by 16 bytes for each of the 128 threads.
     assert loop["kinds"]["asynchronous copy"] == 2 * 64 * 128 * 2 // 16 // 128
     assert kernel["spills_in_loops"] == 0
-
-
-@pytest.mark.parametrize(
-    ("capability", "program", "count"),
-    [
-        (80, {"warps": 4, "registers": 32, "shared": 0}, 16),  # by warps
-        (90, {"warps": 1, "registers": 16, "shared": 0}, 32),  # by programs
-        (90, {"warps": 4, "registers": 129, "shared": 0}, 3),  # which come by eights
-        (90, {"warps": 4, "registers": 128, "shared": 76 * 1024}, 2),
-        (100, {"warps": 4, "registers": 64, "shared": 0, "tensor_columns": 256}, 2),  # by tensor memory
-    ],
-)
-def test_programs_at_a_time(capability, program, count):
-    assert programs_at_a_time(capability, **program) == count

@@ -5,7 +5,6 @@ import statistics
 
 import pytest
 
-from apbv import demo
 from apbv.prefilling.methods import METHODS
 
 from scripts import figures_of, run_benchmark, valid_records
@@ -48,19 +47,6 @@ def test_throughput_of_real_hosts(run):
                 assert row[f"speedup_vs_{baseline}"] == pytest.approx(speedup)
     # Rings carry every key and value to every host; APB-V five per block and layer.
     assert sum(by_label["apbv"]["comm_bytes"]) < sum(by_label["zigzag_ring"]["comm_bytes"]) / 2
-
-
-@pytest.mark.thorough
-def test_throughput_of_simulated_hosts_about_a_file(run):
-    options = ["--model", "demo", "--video", demo.video_path(), "--frames", 48, "--hosts", 2]
-    options += ["--methods", "full", "apbv", "--passing-len", 0, 8, "--rounds", 1, "--warmup", 0]
-    (full, none, some), _ = run("throughput", *options, plot=True)
-    assert (full["label"], full["hosts"]) == ("full", 1)
-    for row, length in ((none, 0), (some, 8)):
-        assert (row["label"], row["hosts"], row["passing_len"]) == ("apbv", 2, length)
-        assert row["simulated"] and row["peak_memory_bytes"] is None and row["num_video_tokens"] == 96
-        assert row["stages_ms"]["decode_video"] > 0
-    assert all(more > less for more, less in zip(some["comm_bytes"], none["comm_bytes"], strict=True))
 
 
 def test_a_plan_of_a_long_video_on_eight_gpus(run):
@@ -184,19 +170,6 @@ def test_a_papers_table_of_drafts(run, tmp_path):
         assert record["decode_speedup"] == pytest.approx(alone["decode_ms"][0] / record["decode_ms"][0])
         assert record["end_to_end_speedup"] == pytest.approx(alone["total_ms"][0] / record["total_ms"][0])
         assert figures["config"]["keep_losing_draft"] is True and figures["accepted_in_a_row"] >= 0
-
-
-@pytest.mark.thorough
-def test_a_draft_host_beside_the_targets(run, tmp_path):
-    options = of_clip(tmp_path, "--draft-host", "--strategies", "vanilla", "ngram")
-    records, _ = run("speculative", *options, hosts=2)
-    labels = ["autoregressive", "vanilla, γ = 5", "ngram, γ = 5", "vanilla, γ = 5, draft host"]
-    assert [record["label"] for record in records] == labels
-    assert all(record["identical"] and record["hosts"] == 1 for record in records)
-    for record in (records[1], records[-1]):
-        figures = record["speculation"]
-        assert figures["draft_ms_per_token"] > 0 and figures["target_idle_ms"] > 0 and figures["draft_idle_ms"] > 0
-        assert 0 < record["breakdown_ms"]["draft prefill"] < record["total_ms"][0]
 
 
 @pytest.mark.thorough  # three processes that import everything

@@ -9,7 +9,7 @@ A code block's info string says how it is tested. Behind the language stands one
 ``install``     the extra that pip installs exists
 ``serve``       a server is started as the first line says, and asked as the rest says
 ``client``      the script is run against that server
-``compile``     the script is compiled, and what it imports of apbv exists, for what needs vLLM
+``compile``     the script is compiled, for what needs vLLM
 ``vllm``        the connector that the command names exists
 ``deploy``      the files that the commands name exist, for programs that are not part of the project
 ``output``      what the block before prints
@@ -23,7 +23,6 @@ import re
 import shlex
 from dataclasses import dataclass
 from importlib.metadata import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 from torch.distributed.run import get_args_parser
@@ -208,25 +207,6 @@ def require_installable(command: str) -> None:
     extras = re.findall(r"\[(.*)\]", wanted)
     known = metadata("apbv").get_all("Provides-Extra")
     assert all(extra in known for extra in extras), f"{command}: the extras are {', '.join(known)}"
-
-
-def missing_imports(code: str) -> list[str]:
-    """What a script imports from apbv that is not there, found without importing it."""
-    missing = []
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "apbv":
-            spec = find_spec(node.module)
-            defined = names_in(Path(spec.origin)) | names_passed_on(Path(spec.origin)) if spec else set()
-            missing += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in defined]
-    return missing
-
-
-def names_passed_on(path: Path) -> set[str]:
-    """What a package imports from its own files, for others to import from it."""
-    nodes = ast.parse(path.read_text(encoding="utf-8")).body
-    return {
-        alias.name for node in nodes if isinstance(node, ast.ImportFrom) and node.level for alias in node.names
-    }
 
 
 def names_in(path: Path) -> set[str]:

@@ -16,7 +16,7 @@ from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 
 import families
-from families import OMNI, VIDEO_FAMILIES
+from families import VIDEO_FAMILIES
 from pairs import each_choice
 from video_files import VFR, encode
 
@@ -107,27 +107,6 @@ def pixels_of(inputs: ModelInputs, chunk_size: int) -> torch.Tensor:
     return torch.cat(flat)
 
 
-@each_choice(family=VIDEO_FAMILIES, num_hosts=[8, 2, 3])
-def test_pieces_of_a_processors_batch_encode_to_the_whole(family, num_hosts):
-    processor = families.build_processor(family)
-    parts = inspect_model(families.build_model(family))
-    pixels = families.synthetic_video(7, 84, 112)
-    metadata = VideoMetadata(total_num_frames=14, fps=4.0, frames_indices=list(range(0, 14, 2)))
-    batch = processor(
-        text=[render(processor, "video")],
-        videos=[pixels],
-        video_metadata=[metadata],
-        do_sample_frames=False,
-        return_tensors="pt",
-    )
-    pieces = [ModelInputs.from_processor(parts, batch, OneOf(rank, num_hosts)) for rank in range(num_hosts)]
-    whole = ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"))
-    encoded = encode_visual(parts, whole.visual)
-    assert_encoded_alike([encode_visual(parts, piece.visual) for piece in pieces], encoded)
-    everywhere = ModelInputs.from_processor(parts, batch, OneOf(num_hosts - 1, num_hosts), frame_parallel=False)
-    assert_encoded_alike([encode_visual(parts, everywhere.visual)], encoded)
-
-
 def test_a_long_video_is_resized_as_a_whole():
     """Qwen3-VL's frame size depends on the number of frames; a piece must not get a size of its own."""
     processor = families.build_processor("qwen3_vl")
@@ -142,39 +121,6 @@ def test_a_long_video_is_resized_as_a_whole():
         videos=[frames[:10].permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
     )
     assert not torch.equal(alone["video_grid_thw"][0, 1:], grid[0, 1:]), "the case must be one that differs"
-
-
-@each_choice(family=VIDEO_FAMILIES, count=[2, 1])
-def test_images_are_shared_out_and_encoded_as_by_the_model(family, count):
-    processor = families.build_processor(family)
-    model = families.build_model(family)
-    parts = inspect_model(model)
-    images = [families.synthetic_image(84, 112 + 30 * i, seed=i) for i in range(count)]
-    batch = processor(text=[render(processor, "image", count)], images=images, return_tensors="pt")
-    inputs = [ModelInputs.from_processor(parts, batch, OneOf(rank, 2)) for rank in range(2)]
-    rows = [encode_visual(parts, one.visual) for one in inputs]
-    visual = parts.is_visual(inputs[0].input_ids[0])
-    seen = []
-    model.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
-    )
-    with torch.no_grad():
-        model(**batch)
-    # InternVL's tiles cannot be told from a video's frames, and are shared out by themselves.
-    assert (len(rows[1]) > 0) == (count > 1 or family == "internvl")
-    assert_encoded_alike([host_rows[:, : seen[0].shape[-1]] for host_rows in rows], seen[0][0, visual])
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", OMNI, "llama"])
-def test_a_text_prompt_has_plain_positions(family):
-    parts = inspect_model(families.build_model(family))
-    tokenizer = families.build_tokenizer(family)
-    batch = tokenizer("some text", return_tensors="pt")
-    inputs = ModelInputs.from_processor(parts, batch, HostGroup.single("cpu"), query_start=4)
-    n = batch["input_ids"].shape[1]
-    shape = (3, 1, n) if parts.uses_mrope else (1, n)
-    assert inputs.position_ids.shape == shape and bool((inputs.position_ids == torch.arange(n)).all())
-    assert (inputs.context_start, inputs.query_start, inputs.visual) == (0, 4, None)
 
 
 def text_batch(**changes) -> dict:

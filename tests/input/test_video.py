@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from apbv.input.video import VideoError, VideoInfo, probe, read_frames
 from apbv.input.video.file import VideoFile
-from apbv.input.video.runs import plan_runs
 
 from pairs import each_choice
 from video_files import CLIPS, OPEN_GOP, VFR, decode_all, encode, overwrite, packets_of, remux
@@ -56,33 +55,6 @@ def test_any_frames_equal_those_of_decoding_everything(encoded, name):
 
     check()
     assert np.array_equal(read_frames(info, range(len(reference))), reference)
-
-
-def test_threads_make_no_difference(tmp_path):
-    """Also for a long run, which they share."""
-    path = encode(tmp_path / "a.mp4", n=300, gop=30, x264=OPEN_GOP, size=(16, 32))
-    info, reference = probe(path), decode_all(path)
-    assert len(plan_runs(info, range(300))) > 2
-    for indices in (range(300), range(3, 300, 29)):
-        expected = [reference[i] for i in indices]
-        for threads in (0, 1, 2, 7):
-            assert np.array_equal(read_frames(info, indices, threads), expected)
-    at, size, *_ = packets_of(path)[150]
-    broken = probe(overwrite(path, tmp_path / "b.mp4", at, b"\0" * size))
-    for threads in (1, 4):
-        with pytest.raises(VideoError, match=r"b\.mp4: frame 1[45]\d cannot"):
-            read_frames(broken, range(300), threads)
-
-
-@pytest.mark.parametrize("name", ["mp4", "avi h264"])  # the second is read from its start
-def test_info_travels_between_hosts(encoded, name):
-    _, info, reference = encoded(name)
-    received = VideoInfo.from_bytes(info.to_bytes())
-    assert received.to_bytes() == info.to_bytes() and repr(received) == repr(info)
-    assert np.array_equal(received.timestamps, info.timestamps)
-    assert np.array_equal(read_frames(received, [7])[0], reference[7])
-    assert (received.packets is None) == (name == "avi h264")
-    assert received.packets is None or not received.packets.pts.flags.writeable
 
 
 def test_other_bytes_are_no_info(encoded):

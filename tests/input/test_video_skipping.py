@@ -79,19 +79,3 @@ def test_damage_that_no_wanted_frame_depends_on(tmp_path):
     for indices in ([lost], range(42), [lost, 41], [3, lost]):
         with pytest.raises(VideoError, match=rf"a\.mp4: frame {lost} cannot be decoded"):
             read_frames(broken, indices)
-
-
-def test_a_decoder_that_leaves_out_too_much_is_asked_again(tmp_path, monkeypatch):
-    """It then decodes everything on the way."""
-    path = encode(tmp_path / "a.mp4", n=42, gop=42, x264=PYRAMID)
-    info, reference = probe(path), decode_everything(path)
-    original, left_out = VideoFile.decode, []
-
-    def decode(file, packet, needed=True):
-        frames = original(file, packet, needed)
-        left_out.extend([] if needed else [packet])
-        return frames if packet is not None or not left_out else left_out.clear() or []
-
-    monkeypatch.setattr(VideoFile, "decode", decode)
-    assert np.array_equal(read_frames(info, [13, 30]), [reference[13], reference[30]])
-    assert np.array_equal(read_frames(info, [13]), [reference[13]])
