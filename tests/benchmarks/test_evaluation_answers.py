@@ -19,8 +19,6 @@ NUMBERS = ("1", "2", "3", "4")
     ("text", "choice"),
     [
         ("B", 1),
-        (" B.\n", 1),
-        ("**(D)** because", 3),
         ("The correct answer is: (B).", 1),
         ("Answer: B. dark blue, not A. red", 1),
         ("I first thought that the answer is A, but the correct option is D.", 3),
@@ -34,11 +32,8 @@ NUMBERS = ("1", "2", "3", "4")
         ("B\n\nA dog is not shown", 1),
         ("我选择B,因为", 1),
         ("（Ｃ）", 2),
-        ("The answer is B, C or D", None),
         ("It is not B", None),
-        ("A dog is shown", None),
         ("A or B", None),
-        ("E", None),
         ("", None),
     ],
 )

@@ -91,20 +91,6 @@ def test_only_what_is_missing_or_has_changed_is_asked(clips, said, prompts, tmp_
     assert not prompts
 
 
-def test_shards_together_are_the_whole(clips, said, tmp_path, capsys):
-    parts = [tmp_path / f"{number}.jsonl" for number in (1, 2)]
-    sizes = [len(ask(clips, part, "--shard", f"{number}/2")) for number, part in enumerate(parts, start=1)]
-    assert sizes == [5, 3]  # of three clips, on which three, three and two questions are asked
-    capsys.readouterr()
-    tables = []
-    for files in (parts, parts[::-1]):
-        assert questions.main(["--table", *map(str, files)]) == 0
-        tables.append(capsys.readouterr().out)
-    assert tables[0] == tables[1] and "| 8 |" in tables[0]
-    (found,) = read_runs(parts)
-    assert texts(found.records) == said
-
-
 def test_real_hosts_answer_as_simulated_ones(clips, tmp_path):
     options = ["--method", "apbv", "--passing-len", 4, "--anchor-len", 4]
     simulated = ask(clips, tmp_path / "s.jsonl", *options, "--hosts", 2)

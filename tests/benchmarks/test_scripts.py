@@ -211,15 +211,6 @@ def test_passed_tokens_are_drawn(run, tmp_path):
     assert (tmp_path / "passed.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.thorough
-def test_weights_of_an_ensemble_are_traced(run, tmp_path):
-    options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 12, "--max-new-tokens", 20]
-    (record,), _ = run("ensemble_weights", *options, plot=True)
-    # The first token is the prefill's; of the others all are learnt but those of the last round.
-    assert 20 - 1 - 6 <= len(record["weights"]) == len(record["accepted"]) < 20
-    assert record["weights"][0] == 0.5 and all(len(row) == 11 for row in record["accepted"])
-
-
 # ---- the server, and KV on its way to another process ----
 
 
