@@ -1,8 +1,6 @@
 """A collector of traces that speaks OTLP over HTTP, as OpenTelemetry's own does."""
 
 import http.server
-import threading
-from contextlib import contextmanager
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -60,14 +58,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
-
-
-@contextmanager
-def collecting():
-    collector = Collector()
-    threading.Thread(target=collector.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield collector
-    finally:
-        collector.shutdown()
-        collector.server_close()

@@ -3,7 +3,8 @@
 import multiprocessing as mp
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,10 @@ def run_fresh(store: Store, size: int, job: Callable, *args, timeout: float = GR
     statuses = exit_statuses(processes)
     outcomes = []
     for pipe, status in zip(pipes, statuses, strict=True):
-        try:
+        outcome = Outcome()
+        with suppress(EOFError):
             outcome = pipe.recv()
-        except EOFError:
-            outcome = Outcome()
-        outcome.exit_status = status
-        outcomes.append(outcome)
+        outcomes.append(replace(outcome, exit_status=status))
     return outcomes
 
 

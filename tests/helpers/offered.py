@@ -30,25 +30,14 @@ Layers = list[tuple[Tensor, Tensor]]
 def a_ticket(**changes) -> Ticket:
     """A ticket for KV of 12 tokens, two layers and three KV heads of eight numbers."""
     n = changes.get("num_tokens", 12)
-    values = {
-        "transfer": new_transfer(),
-        "token": new_token(),
-        "sources": (("127.0.0.1", 9),),
-        "num_tokens": n,
+    values = {"transfer": new_transfer(), "token": new_token(), "sources": (("127.0.0.1", 9),), "num_tokens": n}
+    values |= {
         "tokens_sha256": digest_of_tokens(range(n)),
         "positions_sha256": digest_of_positions(torch.arange(n)),
-        "position_rule": "vllm",
-        "model": "demo",
-        "config_sha256": "c",
-        "weights_sha256": "w",
-        "dtype": "bfloat16",
-        "num_layers": 2,
-        "num_kv_heads": 3,
-        "head_dim": 8,
-        "method": "apbv",
-        "exact": False,
     }
-    return Ticket(**values | changes)
+    values |= {"position_rule": "vllm", "model": "demo", "config_sha256": "c", "weights_sha256": "w"}
+    values |= {"dtype": "bfloat16", "num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "method": "apbv"}
+    return Ticket(**values | {"exact": False} | changes)
 
 
 def made_up(num_layers: int = 2, num_tokens: int = 12, num_kv_heads: int = 3, head_dim: int = 8) -> Layers:
@@ -105,10 +94,7 @@ def offered(pool: HostPool, num_hosts: int, folder: Path, **prefill) -> Iterator
             if running.done():
                 running.result()
             parts = [torch.load(path) for path in sorted(folder.glob("kv-*"))]
-            layers = [
-                tuple(torch.cat(states) for states in zip(*layer, strict=True))
-                for layer in zip(*parts, strict=True)
-            ]
+            layers = [tuple(map(torch.cat, zip(*layer, strict=True))) for layer in zip(*parts, strict=True)]
             yield Offered(Ticket.from_params(json.loads((folder / "ticket").read_text())), layers, folder)
         finally:
             (folder / "stop").touch()
@@ -121,22 +107,19 @@ def _offering(hosts: HostGroup, folder: Path, prefill: dict) -> None:
     Args:
         prefill: also ``tensor_parallel``, ``directory``, and ``text``, in place of the demo's video.
     """
-    prefill = dict(prefill)
-    tensor_parallel, directory = prefill.pop("tensor_parallel", 1), prefill.pop("directory", None)
-    text = prefill.pop("text", None)
-    if tensor_parallel > 1:
-        group = hosts.process_group
-        hosts = HostGroup.from_process_group(group, "cpu", GROUP_TIMEOUT, tensor_parallel=tensor_parallel)
-    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(**prefill))
+    asked = {"tensor_parallel": 1, "directory": None, "text": None}
+    parallel, directory, text = (prefill.get(name, usual) for name, usual in asked.items())
+    if parallel > 1:
+        hosts = HostGroup.from_process_group(hosts.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel)
+    config = PrefillConfig(**{name: value for name, value in prefill.items() if name not in asked})
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=config)
 
     def note(transfer: str, how: str, num_bytes: int) -> None:
         _write(folder / "ended", f"{how} {num_bytes}")
 
     with Offers(hosts, directory=directory, on_end=note) as offers:
-        if text is None:
-            state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
-        else:
-            state = engine.prefill(text)
+        about = {} if text else {"video": demo.video_path(), "num_frames": FRAMES}
+        state = engine.prefill(text or QUESTION, **about)
         ticket = state.offer(offers)
         cache = state.to_dynamic_cache()
         if cache is not None:
@@ -169,6 +152,13 @@ def message(**values) -> bytes:
     """A message as a source reads it."""
     content = json.dumps(values).encode()
     return b"apbv-kv\x01" + len(content).to_bytes(4, "little") + content
+
+
+def asking_for_all(ticket: Ticket, **values) -> bytes:
+    """As a reader asks for KV."""
+    parts = {"tokens": ticket.num_tokens, "kv_heads": ticket.num_kv_heads, "layers": ticket.num_layers}
+    known = {"transfer": ticket.transfer, "token": ticket.token, "reader": "me", "num_readers": 1}
+    return message(**{"do": "fetch", **known, **{name: [0, stop] for name, stop in parts.items()}, **values})
 
 
 def of_memory(layers: Layers) -> list[StorageWeakRef]:

@@ -16,6 +16,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from apbv import Engine, HostGroup
+from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
 from apbv.serve.executor import Executor
 from apbv.serve.ledger import Ledger, Limits
@@ -28,15 +29,10 @@ from apbv.serve.worker import Worker
 from patience import HANGING, limit, wait_for
 from scripts import ROOT, started_hosts
 
-SERVE = ROOT / "launch" / "serve.py"
 KEY = "a key"
 # As routers ask for a prompt's KV.
-HAND_OVER = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-}
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+HAND_OVER |= dict.fromkeys(("remote_engine_id", "remote_block_ids"))
 ENDLESS = {"max_tokens": 20000}  # which a model with random weights uses up, in minutes
 
 
@@ -45,31 +41,26 @@ class Server:
 
     def __init__(self, processes: list, outputs: Path, key: str = ""):
         self.processes, self._outputs = processes, outputs
-        self.url = self._wait_for_address()
+        wait_for(lambda: self._address() or any(process.exitcode is not None for process in self.processes))
+        assert self._address(), self.errors()
+        self.url = self._address()[0]
         self.root = self.url.removesuffix("/v1")
         self.client = openai.OpenAI(base_url=self.url, api_key=key or "none", max_retries=0, timeout=limit(600.0))
         self.http = httpx.Client(timeout=HANGING)
 
-    def _wait_for_address(self) -> str:
-        printed = self._outputs / "0.stdout"
-
-        def address() -> str | None:
-            found = printed.exists() and re.search(r"http://\S+\n", printed.read_text())
-            return found[0].strip() if found else None
-
-        wait_for(lambda: address() or any(process.exitcode is not None for process in self.processes))
-        assert address(), self.errors()
-        return address()
+    def _address(self) -> re.Match | None:
+        return re.search(r"http://\S+(?=\n)", self.printed())
 
     def printed(self) -> str:
-        return (self._outputs / "0.stdout").read_text()
+        path = self._outputs / "0.stdout"
+        return path.read_text() if path.exists() else ""
 
     def errors(self) -> str:
         return "".join(path.read_text() for path in sorted(self._outputs.glob("*.stderr")))
 
     def ask(self, content, **options):
-        options = {"model": "demo", **options}
-        return self.client.chat.completions.create(messages=[{"role": "user", "content": content}], **options)
+        messages = [{"role": "user", "content": content}]
+        return self.client.chat.completions.create(model="demo", messages=messages, **options)
 
     def health(self) -> int | None:
         """Its status; None where nobody answers any more."""
@@ -87,12 +78,8 @@ class Server:
 
 def metric_in(text: str, name: str, **labels: str) -> float:
     """The sample of /metrics with that name and those labels, whatever model it is about."""
-    (value,) = [
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and {"model_name": sample.labels["model_name"], **labels} == sample.labels
-    ]
+    found = [s for family in text_string_to_metric_families(text) for s in family.samples if s.name == name]
+    (value,) = [each.value for each in found if each.labels == {"model_name": each.labels["model_name"], **labels}]
     return value
 
 
@@ -100,7 +87,7 @@ def metric_in(text: str, name: str, **labels: str) -> float:
 def serving(outputs: Path, *options, hosts: int = 2, key: str = ""):
     outputs.mkdir()
     arguments = [str(option) for option in ("--port", 0, *options)]
-    with started_hosts(SERVE, arguments, hosts, outputs) as processes:
+    with started_hosts(ROOT / "launch" / "serve.py", arguments, hosts, outputs) as processes:
         yield Server(processes, outputs, key)
 
 
@@ -120,8 +107,8 @@ def data_url(path: Path) -> str:
 def left_open(server: Server, body: dict):
     """A request whose client hangs up at the end of the block, without having read anything."""
     content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: server\r\nContent-Length: {len(content)}\r\n\r\n"
-    url = httpx.URL(server.url)
+    headers = f"Host: server\r\nAuthorization: Bearer {server.client.api_key}\r\nContent-Length: {len(content)}"
+    head, url = f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n", httpx.URL(server.url)
     with socket.create_connection((url.host, url.port)) as client:
         client.sendall(head.encode() + content)
         yield
@@ -154,6 +141,17 @@ class Stream:
         self._thread.join(HANGING)
         assert not self._thread.is_alive()
         return self.error
+
+
+@contextmanager
+def in_thread(server: http.server.ThreadingHTTPServer):
+    """It answers until the end of the block."""
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class Site(http.server.BaseHTTPRequestHandler):
@@ -189,11 +187,11 @@ class InProcess:
     """The app before a real engine, on a loop of its own.
 
     Args:
-        offers: makes what holds KV for other servers, of the hosts and of what is to be told of an offer's end.
+        hands_over: whether KV is held for other servers, which have an hour to fetch it.
         model, max_model_len: what answers, and how much it may read and write.
     """
 
-    def __init__(self, media, max_queue=4, offers=lambda hosts, on_end: None, model="demo", max_model_len=48):
+    def __init__(self, media, max_queue=4, hands_over=False, model="demo", max_model_len=48):
         self.loop = asyncio.new_event_loop()
         hosts = HostGroup.single("cpu")
         self.engine = engine = Engine.from_pretrained(model, hosts=hosts, dtype="float32")
@@ -202,7 +200,8 @@ class InProcess:
         reader = Reader(engine, settings, self.private_files)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10)
         ledger = Ledger(Reporter(Metrics("demo")), limits)
-        self.offers = offers(hosts, ledger.end_offer)
+        patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": ledger.end_offer}
+        self.offers = Offers(hosts, **patient) if hands_over else None
         self.worker = Worker(Executor(engine, hosts, self.offers), reader, ledger)
         self.app = build_app(self.worker, "demo", reader.max_model_len, max_body_bytes=2**20)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
@@ -213,6 +212,8 @@ class InProcess:
         return self.loop.run_until_complete(asyncio.wait_for(self.client.request(method, path, **options), 30))
 
     def close(self):
+        if self.offers is not None:
+            self.offers.close()
         self.worker.stop()
         self.worker.join(10)
         self.loop.run_until_complete(self.client.aclose())

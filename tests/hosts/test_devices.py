@@ -25,29 +25,18 @@ def machine(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize(
-    ("wanted", "num_gpus", "local_rank", "current", "device"),
-    [
-        (None, 0, 1, 0, "cpu"),
-        (None, 4, 3, 0, "cuda:3"),
-        (None, 1, 1, 0, "cuda:0"),
-        (None, 4, None, 2, "cuda:2"),
-        ("cuda", 2, 2, 1, "cuda:0"),
-        ("cpu", 4, 3, 1, "cpu"),
-    ],
-)
-def test_the_device_of_a_process(machine, wanted, num_gpus, local_rank, current, device):
-    machine(num_gpus, local_rank, current)
-    assert choose_device(wanted) == torch.device(device)
+# What is wanted, how many GPUs there are, torchrun's number of the process, and the device in use.
+CHOICES = {(None, 0, 1, 0): "cpu", (None, 4, 3, 0): "cuda:3", (None, 1, 1, 0): "cuda:0"}
+CHOICES |= {(None, 4, None, 2): "cuda:2", ("cuda", 2, 2, 1): "cuda:0", ("cpu", 4, 3, 1): "cpu"}
 
 
-def test_devices_that_there_are_not(machine):
-    for wanted, num_gpus, message in (
-        ("cuda:2", 2, "there is no device cuda:2: torch finds 2 GPUs on this machine"),
-        ("gpu", 2, "'gpu' is no device: name cpu, cuda, or a GPU as in cuda:0"),
-    ):
-        machine(num_gpus, 0)
-        with pytest.raises(ValueError, match=f"^{message}$"):
+def test_the_device_of_a_process(machine):
+    for (wanted, *others), device in CHOICES.items():
+        machine(*others)
+        assert choose_device(wanted) == torch.device(device), (wanted, *others)
+    machine(2, 0)
+    for wanted, message in {"cuda:2": "torch finds 2 GPUs on this machine", "gpu": "'gpu' is no device"}.items():
+        with pytest.raises(ValueError, match=message):
             HostGroup.single(wanted)
 
 
@@ -62,16 +51,10 @@ def test_processes_that_share_a_gpu():
     assert sharing(["a 0", "b 0", "cpu", "cpu"]) == []
 
 
-@pytest.mark.parametrize(
-    ("places", "can"),
-    [
-        ([("a 0", True), ("a 1", True), ("b 0", True)], True),
-        ([("a 0", True), ("a 0", True)], False),
-        ([("a 0", True), ("a 1", False)], False),
-    ],
-)
-def test_when_nccl_connects_processes(places, can):
-    assert _can_use_nccl([Place(*place) for place in places]) == can
+def test_when_nccl_connects_processes():
+    first, second, other = Place("a 0", True), Place("a 1", True), Place("b 0", True)
+    assert _can_use_nccl([first, second, other])
+    assert not _can_use_nccl([first, first]) and not _can_use_nccl([first, Place("a 1", False)])
 
 
 def own_device_job(hosts: HostGroup) -> str:

@@ -21,15 +21,8 @@ class Gpu:
     """A GPU that works on an exchange; its communicator, and the event behind the exchange."""
 
     def __init__(self):
-        self.done = threading.Event()
-        self.is_aborted = False
-        self.problem = ""
-
-    def query(self) -> bool:
-        return self.done.is_set()
-
-    def synchronize(self) -> None:
-        self.done.wait()
+        self.done, self.is_aborted, self.problem = threading.Event(), False, ""
+        self.query, self.synchronize = self.done.is_set, self.done.wait
 
     def error(self) -> str:
         return self.problem

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from apbv import HostGroup
 from apbv.hosts import failure_watch, fair_share_of_cores
 
-from fresh_hosts import Store, described, exchange_in_stage, pattern, run_fresh, told_job
+from fresh_hosts import Store, described, exchange_in_stage, run_fresh, told_job
 from patience import GROUP_TIMEOUT, HANGING, wait_for
 
 UNICODE = "no such clip: Übersicht_映像.mp4"
@@ -27,25 +27,21 @@ def test_without_torchrun_there_is_one_host(monkeypatch):
     for hosts in (HostGroup.from_env("cpu"), HostGroup.single("cpu")):
         assert (hosts.rank, hosts.size, hosts.device.type) == (0, 1, "cpu")
         assert torch.equal(hosts.all_gather(torch.arange(3)).wait(), torch.arange(3)[None])
-        assert hosts.broadcast_ints([4, 5], 2) == [4, 5]
-        assert hosts.gather_floats([0.5]) == [[0.5]]
-        assert hosts.bytes_received == 0
-        hosts.barrier()
+        assert hosts.broadcast_ints([4, 5], 2) == [4, 5] and hosts.gather_floats([0.5]) == [[0.5]]
         with pytest.raises(KeyError), hosts.collective_stage("prefill"):
             raise KeyError("its own")
         hosts.close()
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("num_cores", "num_processes", "share"), [(8, None, 8), (8, "1", 8), (8, "3", 2), (2, "8", 1)]
-)
-def test_processes_of_a_machine_share_its_cores(monkeypatch, num_cores, num_processes, share):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)), raising=False)
+def test_processes_of_a_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if num_processes is not None:
+    shares = [fair_share_of_cores()]
+    for num_processes in ("1", "3", "9"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", num_processes)
-    assert fair_share_of_cores() == share
+        shares.append(fair_share_of_cores())
+    assert shares == [8, 8, 2, 1]
 
 
 def subgroup_job(world: HostGroup, members: list[int]):
@@ -54,11 +50,9 @@ def subgroup_job(world: HostGroup, members: list[int]):
     seen = None
     if world.rank in members:
         hosts = HostGroup.from_process_group(group, "cpu", timeout=GROUP_TIMEOUT)
-        position = pattern(members[0], (3,), torch.float32)
-        mine = pattern(world.rank, (3,), torch.float32)
-        gathered = hosts.all_gather(mine).wait()
-        assert torch.equal(gathered, torch.stack([pattern(m, (3,), torch.float32) for m in members]))
-        assert torch.equal(hosts.broadcast(mine), position)
+        mine, expected = (torch.tensor(ranks) for ranks in ([world.rank], [[m] for m in members]))
+        assert torch.equal(hosts.all_gather(mine).wait(), expected)
+        assert torch.equal(hosts.broadcast(mine), expected[0])
         failure = described(failing_locally, hosts, 1, ValueError("bad"))
         seen = (hosts.rank, hosts.size, hosts.broadcast_ints([world.rank], 1), failure)
         hosts.close()
@@ -74,12 +68,10 @@ def failing_locally(hosts: HostGroup, bad: int, error: Exception) -> None:
 
 
 def test_a_subgroup(pool):
-    members = [2, 5, 7]
-    seen = pool.run(8, subgroup_job, members)
     quoted = "HostError: host 1 failed in reading the prompt: ValueError: bad"
-    expected = [(h, 3, [2], quoted if h != 1 else "ValueError: bad") for h in range(3)]
-    assert [seen[m] for m in members] == expected
-    assert all(seen[h] is None for h in set(range(8)) - set(members))
+    first, second, third = ((h, 3, [2], quoted if h != 1 else "ValueError: bad") for h in range(3))
+    seen = pool.run(8, subgroup_job, [2, 5, 7])
+    assert seen == [None, None, first, None, None, second, None, third]
 
 
 # ---- a stage without exchanges: all hosts raise, or none, and the group stays usable ----
@@ -97,24 +89,16 @@ def local_failure_job(hosts: HostGroup, bad: list[int], errors: dict[int, Except
 
     failures = [described(stage) for _ in range(2)]
     assert failures[0] == failures[1], "the second failure is told like the first"
-    with hosts.local_stage("another stage"):
-        pass
     with hosts.collective_stage("an exchange"):
         gathered = hosts.all_gather(torch.tensor([hosts.rank])).wait()
     assert gathered.flatten().tolist() == list(range(hosts.size))
     return failures[0]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "bad", "error"),
-    [
-        (2, [1], ValueError(UNDECODABLE)),
-        (3, [1], ValueError("")),
-        (8, [7], OddError(UNICODE)),
-        (4, [1, 2], ValueError("bad file")),
-    ],
-    ids=ascii,
-)
+FAILURES = [(2, [1], ValueError(UNDECODABLE)), (3, [1], ValueError("")), (8, [1, 7], OddError(UNICODE))]
+
+
+@pytest.mark.parametrize(("hosts", "bad", "error"), FAILURES, ids=ascii)
 def test_one_hosts_error_reaches_all(pool, hosts, bad, error):
     """Where several fail, each raises its own, and the others quote the first of them."""
     errors = {host: type(error)(f"{error} of host {host}") for host in bad}
@@ -126,13 +110,10 @@ def test_one_hosts_error_reaches_all(pool, hosts, bad, error):
 
 def test_a_long_message_is_cut_but_arrives(pool):
     """Longer than a status holds, and cut wherever a letter of several bytes happens to stand."""
-    letter = "映"
-    error = ValueError(letter * 5000)
+    start, error = "HostError: host 0 failed in reading the prompt: ValueError: ", ValueError("映" * 5000)
     mine, other = pool.run(2, local_failure_job, [0], {0: error})
-    assert mine == f"ValueError: {error}"
-    start = "HostError: host 0 failed in reading the prompt: ValueError: "
-    assert other.startswith(start + letter * 1000)
-    assert set(other.removeprefix(start)) <= {letter, "\N{REPLACEMENT CHARACTER}"}
+    assert mine == f"ValueError: {error}" and other.startswith(start + "映" * 1000)
+    assert set(other.removeprefix(start)) <= {"映", "\N{REPLACEMENT CHARACTER}"}
 
 
 # ---- groups that break: each in processes of its own ----
@@ -140,12 +121,10 @@ def test_a_long_message_is_cut_but_arrives(pool):
 
 def failing_exchange_job(hosts: HostGroup, bad: list[int], error: Exception):
     failure = described(exchange_in_stage, hosts, error if hosts.rank in bad else None)
-    return failure, [  # a broken group refuses at once
-        described(exchange_in_stage, hosts),
-        described(failing_locally, hosts, -1, ValueError()),
-        described(hosts.barrier),
-        described(hosts.all_to_all, [torch.ones(1)] * hosts.size, [(1,)] * hosts.size),
-    ]
+    # A broken group refuses at once.
+    calls = [(exchange_in_stage, hosts), (failing_locally, hosts, -1, ValueError()), (hosts.barrier,)]
+    calls.append((hosts.all_to_all, [torch.ones(1)] * hosts.size, [(1,)] * hosts.size))
+    return failure, [described(*call) for call in calls]
 
 
 def ending_job(hosts: HostGroup, folder: Path, *args):
@@ -156,11 +135,10 @@ def ending_job(hosts: HostGroup, folder: Path, *args):
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("in_host_0", "bad", "how"),
-    [(True, [1], "stays"), (False, [1], "ends at once"), (False, [0, 1, 2], "stays")],
-    ids=["stays", "ends at once", "all fail"],
-)
+WAYS = [(True, [1], "stays"), (False, [1], "ends at once"), (False, [0, 1, 2], "stays")]
+
+
+@pytest.mark.parametrize(("in_host_0", "bad", "how"), WAYS)
 def test_a_failure_amid_exchanges_reaches_those_who_wait(tmp_path, in_host_0, bad, how):
     """The failed host lives on, so that the others must look for its message, or it hangs up."""
     error, store = OddError(UNICODE * 300 + UNDECODABLE), Store(tmp_path, in_host_0)
@@ -179,10 +157,7 @@ def kill_job(hosts: HostGroup, victim: int, stage: str):
     failure_watch.GRACE_SECONDS = 0.2  # in which nobody posts a failure
     if hosts.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    if stage == "local":
-        failing_locally(hosts, -1, ValueError())
-    else:
-        exchange_in_stage(hosts)
+    failing_locally(hosts, -1, ValueError()) if stage == "local" else exchange_in_stage(hosts)
 
 
 @pytest.mark.parametrize(("victim", "stage"), [(2, "local"), (0, "collective")])
@@ -192,7 +167,5 @@ def test_a_killed_host_ends_the_others(tmp_path, victim, stage):
     outcomes = run_fresh(store, 3, kill_job, victim, stage)
     assert outcomes.pop(victim).exit_status == -signal.SIGKILL
     for outcome in outcomes:
-        assert outcome.error is not None and outcome.error.startswith("HostError: "), outcome
-        assert "ended" in outcome.error
-        assert outcome.exit_status == 1, "an error, not a crash on the way out"
-        assert outcome.seconds < HANGING
+        assert outcome.error.startswith("HostError: ") and "ended" in outcome.error
+        assert outcome.exit_status == 1 and outcome.seconds < HANGING, "an error, not a crash on the way out"

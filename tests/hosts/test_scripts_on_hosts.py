@@ -35,19 +35,15 @@ def test_a_scripts_error_is_one_line_and_status_1(capsys, monkeypatch):
     assert run_on_hosts(lambda hosts: None, device="cuda") == 1
     assert capsys.readouterr().err == "error: there is no device cuda: torch finds 0 GPUs on this machine\n"
 
-    def body(hosts: HostGroup) -> None:
-        raise ValueError("a bad option")
-
-    assert run_on_hosts(body) == 1 and capsys.readouterr().err == "error (host 0): a bad option\n"
+    assert run_on_hosts(lambda hosts: int("x")) == 1
+    assert capsys.readouterr().err.startswith("error (host 0): invalid literal")
     assert run_on_hosts(lambda hosts: None) == 0
 
 
 def test_a_file_that_one_host_lacks_is_told_by_all_in_one_line(tmp_path):
     """Each host has a folder of its own."""
     model = families.save_checkpoint("llama", tmp_path / "llama")
-    folders = [tmp_path / f"host{rank}" for rank in range(2)]
-    for folder in folders:
-        folder.mkdir()
+    folders = [model, tmp_path]
     (folders[0] / "context.txt").write_text("A long text. " * 50)
     asked = ["--model", model, "--prompt", "Why?", "--timeout", GROUP_TIMEOUT, "--context", "context.txt"]
     results = run_hosts(INFER, *asked, hosts=2, folders=folders, timeout=HANGING)
@@ -64,8 +60,7 @@ def test_torchrun_lets_every_host_say_why(tmp_path):
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(INFER)]
     command = [*run, "--model", str(tmp_path / "nothing"), "--prompt", "Why?"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=limit(600.0), cwd=tmp_path)
-    assert result.returncode != 0
-    assert "[rank" not in result.stderr, "no traceback of ours"
+    assert result.returncode != 0 and "[rank" not in result.stderr, "no traceback of ours"
     lines = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
-    assert [line.partition(": ")[0] for line in lines] == ["error (host 0)", "error (host 1)"]
-    assert all(f"cannot load the model {tmp_path / 'nothing'}: " in line for line in lines)
+    told = f"cannot load the model {tmp_path / 'nothing'}: "
+    assert [line.partition(told)[0] for line in lines] == ["error (host 0): ", "error (host 1): "]

@@ -26,11 +26,10 @@ def answer_job(hosts: HostGroup, clip: Path, prefill: PrefillConfig, speculate: 
     return result.token_ids, result.stats["comm_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("num_hosts", "method", "kv", "speculate"),
-    [(3, "apbv", "gathered", DRAFT_HOST), (2, "zigzag_ring", "sharded", None)],
-    ids=["with a draft host", "zigzag_ring"],
-)
+SETTINGS = [(3, "apbv", "gathered", DRAFT_HOST), (2, "zigzag_ring", "sharded", None)]
+
+
+@pytest.mark.parametrize(("num_hosts", "method", "kv", "speculate"), SETTINGS)
 def test_answers_are_the_same_by_either_way(pool, clip, num_hosts, method, kv, speculate):
     asked = clip, PrefillConfig(method=method, kv=kv, passing_len=4), speculate
     direct = pool.run(num_hosts, answer_job, *asked)

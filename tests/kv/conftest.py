@@ -1,11 +1,10 @@
 """Offers of KV for tests of one process."""
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,11 +28,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def num_sockets() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
-            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    return count
+    return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture

@@ -20,16 +20,13 @@ def make_layout(num_hosts, zigzag, anchor_len):
 
 # Of one host, an anchor that does not divide evenly, one run per host, and hosts without anchor tokens.
 LAYOUTS = [make_layout(*spec) for spec in ((1, True, 6), (3, True, 7), (2, False, 0), (8, True, 3))]
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["H1", "H3", "H2-no-anchor", "H8"])
 
 
 def kept_tokens(layout, host, with_query=True):
     """By definition: slice h of the anchor, blocks h and 2H-1-h (or h alone), and on host 0 the query."""
     hosts, anchor = layout.num_hosts, list(layout.anchor)
-    longer = len(anchor) % hosts
-    sizes = [len(anchor) // hosts + (h < longer) for h in range(hosts)]
-    kept = anchor[sum(sizes[:host]) : sum(sizes[: host + 1])]
-    kept += layout.blocks[host]
+    sizes = [len(anchor) // hosts + (h < len(anchor) % hosts) for h in range(hosts)]
+    kept = [*anchor[sum(sizes[:host]) : sum(sizes[: host + 1])], *layout.blocks[host]]
     if len(layout.blocks) == 2 * hosts:
         kept += layout.blocks[2 * hosts - 1 - host]
     return kept + (list(layout.query) if with_query and host == 0 else [])
@@ -45,9 +42,7 @@ def states_of(tokens, layer=0):
 
 def assert_holds(cache, tokens):
     for index, layer in enumerate(cache.layers):
-        keys, values = states_of(tokens, index)
-        torch.testing.assert_close(layer.keys, keys, rtol=0, atol=0)
-        torch.testing.assert_close(layer.values, values, rtol=0, atol=0)
+        torch.testing.assert_close((layer.keys, layer.values), states_of(tokens, index), rtol=0, atol=0)
 
 
 def update(cache, tokens):
@@ -60,13 +55,12 @@ def prefilled(layout, host, keep_query=True):
     cache = ShardedCache(LAYERS, layout, host, keep_query=keep_query)
     local = [token for span in layout.local_spans(host) for token in span]
     local = [token for token in local if keep_query or token not in layout.query]
-    for index, (keys, values) in enumerate(update(cache, local)):
-        assert torch.equal(keys, states_of(local, index)[0])
-        assert torch.equal(values, states_of(local, index)[1])
+    for index, states in enumerate(update(cache, local)):
+        torch.testing.assert_close(states, states_of(local, index), rtol=0, atol=0)
     return cache, kept_tokens(layout, host, with_query=keep_query)
 
 
-@layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout):
     everything = []
     for host in range(layout.num_hosts):
@@ -79,8 +73,7 @@ def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout)
             rows = layer.keys.untyped_storage().nbytes() // (HEADS * DIM * layer.keys.itemsize)
             assert rows == len(kept) + (256 if host == 0 else 0)
         everything += kept
-        cache, kept_first = prefilled(layout, host, keep_query=False)
-        assert_holds(cache, kept_first)
+        cache, _ = prefilled(layout, host, keep_query=False)
         update(cache, layout.query)  # in a pass of its own
         assert_holds(cache, kept)
     assert sorted(everything) == list(range(layout.num_tokens))
@@ -88,11 +81,14 @@ def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout)
 
 @each_choice(layout=LAYOUTS[:3], count=[(5, 2), (5, 0), (300, 100), (5, 9), (0, 6), (0, 7)])
 def test_cropped_tokens_make_room_for_others(layout, count):
-    generated, removed = count
+    (generated, removed), new = count, range(1000, 1300)
     for host in range(min(2, layout.num_hosts)):
         cache, kept = prefilled(layout, host)
         update(cache, range(61, 61 + generated))
         kept += range(61, 61 + generated) if host == 0 else []
+        for count, message in ((3, "not 3"), (-1000, "cannot remove")):
+            with pytest.raises(ValueError, match=message):
+                cache.crop(count)
         cache.crop(-removed)
         kept = kept[: len(kept) - removed] if host == 0 else kept
         left = 61 + generated - removed
@@ -100,20 +96,11 @@ def test_cropped_tokens_make_room_for_others(layout, count):
         assert cache.get_seq_length() == left
         assert [token for span in cache.owned_spans(host) for token in span] == kept
         # Other tokens than the first time, so that stale rows would show.
-        new = range(1000, 1300)
         update(cache, new)
         assert_holds(cache, kept + (list(new) if host == 0 else []))
         assert cache.get_seq_length() == left + 300
         # A host also knows what the others hold.
         assert cache.owned_spans(0)[-1].stop == left + 300
-
-
-def test_a_crop_that_cannot_be_changes_nothing():
-    cache, kept = prefilled(make_layout(2, True, 6), 0)
-    for count, message in ((3, "not 3"), (-8, "cannot remove 8")):
-        with pytest.raises(ValueError, match=message):
-            cache.crop(count)
-    assert_holds(cache, kept)
 
 
 def test_a_plain_cache_appends_in_place_and_leaves_alone_what_it_was_given():
@@ -124,10 +111,8 @@ def test_a_plain_cache_appends_in_place_and_leaves_alone_what_it_was_given():
         update(cache, [token])
         places.append([layer.keys.data_ptr() for layer in cache.layers])
     assert places[1:] == places[:-1] and places[0] != [keys.data_ptr() for keys, _ in given]
-    assert_holds(cache, range(56))
     cache.crop(-4)
     update(cache, range(90, 93))
-    assert_holds(cache, [*range(52), 90, 91, 92])
     update(cache, range(100, 400))  # as much as makes it move
     assert_holds(cache, [*range(52), 90, 91, 92, *range(100, 400)])
     for layer, (keys, values) in enumerate(given):
@@ -136,8 +121,7 @@ def test_a_plain_cache_appends_in_place_and_leaves_alone_what_it_was_given():
 
 def test_a_cache_whose_rows_were_replaced_does_not_append_to_the_old_ones():
     cache = appending_in_place(DynamicCache([states_of(range(9), layer) for layer in range(LAYERS)]))
-    for layer in range(LAYERS):
-        cache.update(*states_of([9], layer), layer)
+    update(cache, [9])
     cache.batch_select_indices(torch.tensor([0, 0]))
     for layer in range(LAYERS):
         keys, values = states_of([10], layer)

@@ -27,20 +27,14 @@ def memory_job(hosts: HostGroup, kv: str) -> tuple[int, int, bool]:
     """Bytes of KV in this process while an answer is decoded, bytes that it needs, and whether its rows stayed."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv=kv))
     state = engine.prefill("describe the clip shot by shot", video=demo.video_path(), num_frames=FRAMES)
-    decoder = decoder_behind(state, engine.model)
-    cache = state.kv.cache
-    before = [] if cache is None else [layer.keys.data_ptr() for layer in cache.layers]
+    decoder, layers = decoder_behind(state, engine.model), state.kv.cache.layers
+    before = [layer.keys.data_ptr() for layer in layers]
     for _ in range(2):
         decoder.advance([5])
-    after = [] if cache is None else [layer.keys.data_ptr() for layer in cache.layers]
-    if cache is None:
-        return 0, 0, True
-    layer = cache.layers[0]
-    room = 256 if hosts.rank == 0 else 0
     num_rows = sum(map(len, state.layout.cache_spans(hosts.rank))) if kv == "sharded" else state.num_tokens
-    row_bytes = layer.keys.shape[1] * layer.keys.shape[3] * layer.keys.itemsize
-    held = storages_of((layer.keys.shape[1], layer.keys.shape[3]))
-    return held, 2 * len(cache.layers) * (num_rows + room) * row_bytes, before == after
+    needed = 2 * len(layers) * (num_rows + (0 if hosts.rank else 256)) * layers[0].keys[0, :, 0].nbytes
+    held = storages_of((layers[0].keys.shape[1], layers[0].keys.shape[3]))
+    return held, needed, before == [layer.keys.data_ptr() for layer in layers]
 
 
 @pytest.mark.parametrize(("num_hosts", "kv"), [(1, "gathered"), (2, "sharded")])
@@ -52,16 +46,13 @@ def test_the_kv_is_in_memory_once_and_has_room_for_the_answer(pool, num_hosts, k
 def views_job(hosts: HostGroup, kv: str):
     """What an answer leaves of the prompt's KV for those who hold a view of it."""
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv=kv))
-    question = "describe the clip shot by shot"
-    state = engine.prefill(question, video=demo.video_path(), num_frames=FRAMES)
+    state = engine.prefill("describe the clip shot by shot", video=demo.video_path(), num_frames=FRAMES)
     view = state.to_dynamic_cache()
     copies = [] if view is None else [layer.keys.clone() for layer in view.layers]
     answers = [engine.decode(state, max_new_tokens=steps).token_ids for steps in (12, 5)]
     assert answers[0][:5] == answers[1]
     layers = [] if view is None else view.layers
-    assert all(
-        layer.keys.shape[2] == state.num_tokens for layer in getattr(state.to_dynamic_cache(), "layers", ())
-    )
+    assert all(layer.keys.shape[2] == state.num_tokens for layer in layers)
     return [torch.equal(layer.keys, copy) for layer, copy in zip(layers, copies, strict=True)]
 
 

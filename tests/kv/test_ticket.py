@@ -35,10 +35,8 @@ def test_a_malformed_ticket_is_refused_by_the_name_of_what_is_wrong():
         params["apbv"][name] = value
         with pytest.raises(StorageError, match=name):
             Ticket.from_params(params)
-    del params["apbv"]["dtype"]
-    for record, message in ((params["apbv"], "dtype"), ([], "not an object")):
-        with pytest.raises(StorageError, match=message):
-            Ticket.from_params({**params, "apbv": record})
+    with pytest.raises(StorageError, match="not an object"):
+        Ticket.from_params({**params, "apbv": []})
 
 
 def test_digests_are_of_little_endian_int64_wherever_the_numbers_lie():

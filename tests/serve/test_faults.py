@@ -4,6 +4,8 @@ import asyncio
 import gc
 import threading
 import weakref
+from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +14,6 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.decode.batch import Batch
 from apbv.kv.manifest import StorageError
 from apbv.kv.offers import Offers
-from apbv.kv.remote import drop
-from apbv.kv.ticket import Ticket
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import WAIT, Executor, exchange_commands, why_one_at_a_time
 from apbv.serve.ledger import Ledger
@@ -26,7 +26,7 @@ from apbv.serve.telling import Telling
 from patience import HANGING, wait_for
 from servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
-TELLING = "apbv.serve.telling.Telling._note"  # called for every token
+STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.telling.Telling._note"
 
 
 def ask(app: InProcess, **fields):
@@ -42,12 +42,10 @@ def out_of_memory(*_):
     raise RuntimeError("out of memory")
 
 
-@pytest.mark.parametrize(
-    "where", [(Batch, "join"), (Batch, "step"), (Telling, "finish")], ids=lambda where: where[1]
-)
-def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, where, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), [(Batch, "join"), (Batch, "step"), (Telling, "finish")])
+def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, owner, name, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(*where, out_of_memory)
+        patch.setattr(owner, name, out_of_memory)
         for _ in range(2):
             reply = ask(app)
             assert reply.status_code == 500 and "out of memory" in reply.json()["error"]["message"]
@@ -55,10 +53,8 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, where, mo
     wait_for(lambda: not figure(app, "num_requests_running") and not figure(app, "kv_cache_bytes"))
 
 
-@pytest.mark.parametrize(
-    "fails", [None, "apbv.decode.batch_steps.forward", "apbv.decode.batch_steps.OwnKV.make_room", TELLING]
-)
-def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch):
+@pytest.mark.parametrize("fails", [None, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE])
+def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Ledger.release
 
@@ -74,11 +70,9 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch):
     monkeypatch.setattr(Ledger, "release", count)
     if fails is not None:
         monkeypatch.setattr(fails, out_of_memory)
+    request.addfinalizer(gc.enable)
     gc.disable()
-    try:
-        assert ask(app).status_code == (200 if fails is None else 500)
-    finally:
-        gc.enable()
+    assert ask(app).status_code == (200 if fails is None else 500)
     wait_for(lambda: left)
     assert kept and left == [0]
 
@@ -86,10 +80,7 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch):
 def test_why_answers_are_single(app, monkeypatch):
     assert why_one_at_a_time(app.engine) is None
     draft, sharded = SpeculativeConfig(strategy="ngram"), PrefillConfig(kv="sharded")
-    for speculate, prefill, why in (
-        (draft, PrefillConfig(), "a draft is"),
-        (None, sharded, "all hosts take part"),
-    ):
+    for speculate, prefill, why in ((draft, PrefillConfig(), "a draft is"), (None, sharded, "all hosts")):
         assert why in why_one_at_a_time(SimpleNamespace(speculative_config=speculate, prefill_config=prefill))
     monkeypatch.setitem(app.engine.parts.language_model.config.rope_parameters, "rope_type", "dynamic")
     assert "rotary frequencies" in why_one_at_a_time(app.engine)
@@ -99,11 +90,8 @@ def refuse(*_):
     raise StorageError("no room")
 
 
-FAILING = [
-    ("apbv.kv.offers.Offers.hold", refuse, 0),
-    ("apbv.kv.offers.Offers.hold", refuse, 1),
-    ("apbv.serve.executor.sample", out_of_memory, 0),
-]
+HOLD = "apbv.kv.offers.Offers.hold"
+FAILING = [(HOLD, refuse, 0), (HOLD, refuse, 1), ("apbv.serve.executor.sample", out_of_memory, 0)]
 
 
 def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
@@ -127,66 +115,37 @@ def test_where_one_host_cannot_offer_kv_or_chooses_no_token_the_hosts_stay_in_st
     """It is no fault of the request."""
     first, second = pool.run(2, hand_over_job)
     for kind, message, in_step in (*first[:2], *second[:2]):
-        assert kind is RuntimeError and in_step
-        assert "the KV cannot be offered: " in message and "no room" in message
+        assert kind is RuntimeError and in_step and "the KV cannot be offered: " in message
     assert first[2] == (RuntimeError, "out of memory", True) and second[2][2]
 
 
-def test_kv_that_waits_keeps_others_waiting_at_the_limit(handing_over, monkeypatch):
-    """Until some of it is fetched or dropped."""
-    app = handing_over
-    wait_for(lambda: not figure(app, "num_requests_running"))
-    before = figure(app, "kv_cache_bytes")
-    ticket = Ticket.from_params(ask(app, kv_transfer_params=HAND_OVER).json()["kv_transfer_params"])
-    held = int(before) + ticket.num_bytes
-    wait_for(lambda: figure(app, "kv_cache_bytes") == held)
-    limits = app.worker._ledger.limits
-    monkeypatch.setitem(vars(limits), "max_kv_bytes", held + 2**10)
-
-    async def wait() -> int:
-        body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
-        reply = asyncio.create_task(app.client.post("/v1/completions", json=body))
-        while app.worker._ledger.bytes_wanted() != (1 + 3) * 2**10 - 2**10:
-            await asyncio.sleep(0.01)
-        assert not reply.done() and figure(app, "num_requests_waiting") == 1
-        drop(ticket)
-        return (await reply).status_code
-
-    assert app.loop.run_until_complete(asyncio.wait_for(wait(), HANGING)) == 200
-    wait_for(lambda: figure(app, "kv_cache_bytes") == before)
-    assert metric_in(app.worker.metrics.render().decode(), "apbv:kv_transfers_total", how="dropped") >= 1
+def late(site, count: int) -> bytes:
+    return asking(messages=[{"role": "user", "content": [part("image", f"{site.url}/late")] * count}])
 
 
 def test_a_request_does_not_wait_for_the_media_of_others(site):
-    server = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})), max_queue=8)
-    slow = asking(messages=[{"role": "user", "content": [part("image", f"{site.url}/late")]}])
-    post = server.client.post
+    with closing(InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})), max_queue=8)) as server:
+        post = partial(server.client.post, "/v1/chat/completions")
 
-    async def ask_beside() -> list[int]:
-        others = [asyncio.create_task(post("/v1/chat/completions", content=slow)) for _ in range(6)]
-        while figure(server, "num_requests_waiting") < 6:
-            await asyncio.sleep(0.01)
-        reply = await post("/v1/chat/completions", content=asking())
-        assert not any(task.done() for task in others)
-        site.may_answer.set()
-        return [reply.status_code, *[(await task).status_code for task in others]]
+        async def ask_beside() -> list[int]:
+            others = [asyncio.create_task(post(content=late(site, 1))) for _ in range(6)]
+            while figure(server, "num_requests_waiting") < 6:
+                await asyncio.sleep(0.01)
+            reply = await post(content=asking())
+            assert not any(task.done() for task in others)
+            site.may_answer.set()
+            return [reply.status_code, *[(await task).status_code for task in others]]
 
-    try:
         statuses = server.loop.run_until_complete(asyncio.wait_for(ask_beside(), HANGING))
         assert statuses == [200] + [400] * 6  # "xxx" is no image
-    finally:
-        site.may_answer.set()
-        server.close()
 
 
 def test_a_request_that_is_still_read_when_the_server_stops(site):
     """It hears so at once; what is being fetched for it does not stay, and nothing else is fetched."""
     app = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})))
-    content = [part("image", f"{site.url}/late")] * 3
-    request = ChatRequest.parse(asking(messages=[{"role": "user", "content": content}]))
 
     async def stop_meanwhile():
-        job = app.worker.admit()
+        job, request = app.worker.admit(), ChatRequest.parse(late(site, 3))
         reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
         while not site.paths:
             await asyncio.sleep(0.01)
@@ -206,26 +165,18 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
 
 def test_a_server_that_stops_gives_offers_up_after_its_grace(media):
     """What runs is given the time, waits for its KV included; no time is given here."""
-
-    def offers(hosts, on_end) -> Offers:
-        return Offers(hosts, host="127.0.0.1", seconds=3600.0, on_end=on_end)
-
-    app = InProcess(MediaSettings(folder=media), offers=offers)
-    with app.offers:
+    with closing(InProcess(MediaSettings(folder=media), hands_over=True)) as app:
         assert ask(app, kv_transfer_params=HAND_OVER).status_code == 200  # which nobody fetches
         app.worker.stop()
         assert app.worker._leader.is_alive and app.request("GET", "/health").status_code == 503
         threading.Thread(target=app.worker.join, args=(0.0,)).start()
         app.worker._leader.join(HANGING)
         assert not app.worker._leader.is_alive
-    app.close()
 
 
 def test_of_two_servers_that_want_one_port_the_second_says_so():
     """Both may bind it while neither listens: loading a model takes long."""
-    first = bind("127.0.0.1", 0)
-    second = bind(*first.getsockname())
-    with first, second:
+    with bind("127.0.0.1", 0) as first, bind(*first.getsockname()) as second:
         listen(first)
         for again in (lambda: listen(second), lambda: bind(*first.getsockname())):
             with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:"):

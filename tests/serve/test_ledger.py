@@ -29,12 +29,11 @@ def ledger(max_tokens: int = 100, **limits) -> Ledger:
 LOOP = asyncio.new_event_loop()
 
 
-async def make_job() -> Job:
-    return Job()
-
-
 def new_job() -> Job:
-    return LOOP.run_until_complete(make_job())
+    async def make() -> Job:
+        return Job()
+
+    return LOOP.run_until_complete(make())
 
 
 def ready(ledger: Ledger, prompt: int, answer: int = 1, hands_over: bool = False) -> Job:
@@ -68,15 +67,22 @@ def test_nothing_overtakes_what_does_not_fit_yet():
 
 
 def test_who_waits_for_room_goes_on_when_there_is_some():
-    books = ledger(max_tokens=100)
-    first, second = ready(books, 90), ready(books, 90)
+    """Because somebody leaves, or because KV that was held for another server has ended."""
+    books, taken = ledger(max_tokens=100), []
+    first, second, third = (ready(books, 90) for _ in range(3))
     assert books.take(0) is first
-    taken = []
-    thread = threading.Thread(target=lambda: taken.append(books.take(threading.TIMEOUT_MAX)), daemon=True)
-    thread.start()
-    leave(books, first)
-    thread.join(HANGING)
-    assert taken == [second]
+
+    def expire() -> None:
+        books.hold_offer("a transfer", 8 * 90)
+        leave(books, second)
+        books.end_offer("a transfer", "expired", 8 * 90)
+
+    for end in (lambda: leave(books, first), expire):
+        thread = threading.Thread(target=lambda: taken.append(books.take(threading.TIMEOUT_MAX)), daemon=True)
+        thread.start()
+        end()
+        thread.join(HANGING)
+    assert taken == [second, third]
 
 
 def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():

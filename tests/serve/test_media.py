@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from apbv import Engine, HostGroup, demo
+from apbv import demo
 from apbv.input.files import FileIdentity
-from apbv.input.reading import PromptReader
 from apbv.serve import media as serving_media
 from apbv.serve import reading
 from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, open_media
@@ -23,7 +22,6 @@ from apbv.serve.protocol import ApiError
 from apbv.serve.reading import Reader, ReadRequest, RequestSettings
 from apbv.serve.requests import ChatRequest
 
-import families
 from patience import HANGING
 from servers import asking, data_url, part, text
 
@@ -104,12 +102,11 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
 
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     port, here = site.server_address[1], site.url
-    hosts = frozenset({"127.0.0.1", "media.example"})
-    media = MediaSettings(hosts=hosts, max_bytes=100, fetch_seconds=HANGING)
+    media = MediaSettings(hosts=frozenset({"127.0.0.1", "media.example"}), max_bytes=100, fetch_seconds=HANGING)
     assert fetch(f"{here}/file", media) == b"xxx"
     assert fetch(f"{here}/to/{here}/file", media) == fetch(f"{here}/to//file", media) == b"xxx"
-    refused = {"missing": "404", "large": "at most 100", "short": "middle"}
-    for path, reason in {**refused, "to//to//to//to//to//file": "redirects more"}.items():
+    refused = {"missing": "404", "large": "at most 100", "short": "middle", "to//" * 5 + "file": "redirects more"}
+    for path, reason in refused.items():
         with pytest.raises(MediaError, match=reason):
             fetch(f"{here}/{path}", media)
     with pytest.raises(MediaError, match=r"more than 0\.3 s"):
@@ -121,11 +118,9 @@ def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     site.paths.clear()
     for url, reason in {
         f"http://localhost:{port}/file": "does not fetch from 'localhost'",
-        f"http://2130706433:{port}/file": "does not fetch",
         f"http://127.0.0.1@other.example:{port}/file": "does not fetch from 'other.example'",
         f"http://media.example:{port}/file": "not a public one",
         "http://127.0.0.1:99999/": "not a URL",
-        "http://": "does not fetch",
     }.items():
         with pytest.raises(MediaError, match=reason):
             read(url, media)
@@ -149,16 +144,9 @@ def test_public_addresses():
 
 def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypatch):
     """Each comes in time, but not all of them."""
-    now, read_response = [0.0], serving_media._read
-    clock = SimpleNamespace(monotonic=lambda: now[0])
+    clock = SimpleNamespace(monotonic=lambda: 0.4 * HANGING * len(site.paths))
     for module in (serving_media, reading):
         monkeypatch.setattr(module, "time", clock)
-
-    def read_slowly(*args) -> bytes:
-        now[0] += 0.4 * HANGING
-        return read_response(*args)
-
-    monkeypatch.setattr(serving_media, "_read", read_slowly)
     media = MediaSettings(hosts=frozenset({"127.0.0.1"}), fetch_seconds=HANGING)
     with pytest.raises(ApiError, match="fetching took more than"):
         ordered(app, *[part("image", f"{site.url}/file")] * 6, media=media)
@@ -198,21 +186,6 @@ def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
     }.items():
         with pytest.raises(ApiError, match=refusal):
             ordered(app, *asked, num_frames=8, **limits)
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_prompt_is_as_long_without_pixels_as_with_them(family, monkeypatch):
-    engine = Engine(families.build_model(family), families.build_processor(family), HostGroup.single("cpu"))
-    pictures = [encoded(picture(*size)) for size in ((60, 90), (200, 40))]
-    limits = {"max_model_len": 4000, "max_new_tokens": 4000}  # as many as there is room for
-    decoded, convert, rooms = [], Image.Image.convert, []
-    monkeypatch.setattr(Image.Image, "convert", lambda *args, **kw: decoded.append(1) or convert(*args, **kw))
-    for needs_pixels in (False, True):
-        if needs_pixels:
-            monkeypatch.setattr(PromptReader, "_needs_pixels", True)
-        rooms.append(ordered(SimpleNamespace(engine=engine), *pictures, **limits).order.max_new_tokens)
-        assert bool(decoded) == needs_pixels
-    assert rooms[0] == rooms[1] < 4000
 
 
 def test_an_image_of_too_many_scans_is_refused(app):

@@ -1,5 +1,7 @@
 """The options of ``apbv serve``: what is refused at the start, and what they set; torchrun's patience."""
 
+import os
+
 import pytest
 
 from apbv.launch.serve import parse_arguments, settings_of
@@ -53,8 +55,7 @@ def test_where_consumers_find_a_process(monkeypatch):
         (here, "--host 192.0.2.7 --kv-host 192.0.2.8", "192.0.2.8"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "", None),  # no loopback
     ):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(os, "environ", os.environ | environment)
         options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
         found = transfer_settings(options)
         assert found.host == expected if expected else not found.host.startswith("127.")
@@ -62,12 +63,9 @@ def test_where_consumers_find_a_process(monkeypatch):
 
 
 def test_torchruns_shutdown_timeout_is_known():
-    for options, environment, seconds in (
-        ("", {}, 30),
-        ("--shutdown-timeout 90", {"PET_SHUTDOWN_TIMEOUT": "1"}, 90),
-        ("--shutdown_timeout=90", {}, 90),
-        ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "45", "PET_SHUTDOWN_TIMEOUT": "50"}, 50),
-        ("", {"PET_SHUTDOWN_TIMEOUT": "soon"}, None),
-    ):
+    pet, elastic = "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    rows = [("", {}, 30), ("--shutdown-timeout 90", {pet: "1"}, 90), ("--shutdown_timeout=90", {}, 90)]
+    rows += [("", {elastic: "45", pet: "50"}, 50), ("", {pet: "soon"}, None)]
+    for options, environment, seconds in rows:
         command = f"python /usr/bin/torchrun --nproc-per-node 2 {options} launch/serve.py --grace 9".split()
         assert shutdown_timeout(command, environment) == seconds

@@ -57,12 +57,11 @@ def wait_until_idle(server: Server) -> None:
 
 
 def test_answers_go_on_beside_who_reads_nothing_who_leaves_and_what_fails(endless):
-    with (
-        running(endless, max_tokens=9000),
-        running(endless, max_tokens=9000) as read,
-    ):  # from the first nothing is taken
+    # From the first nothing is taken.
+    with running(endless, max_tokens=9000), running(endless, max_tokens=9000) as read:
         assert endless.ask("y" * 25, max_tokens=10).usage.completion_tokens == 10
         assert endless.metric("apbv:num_requests_running") == 2
+        assert endless.http.get(f"{endless.root}/load").json() == {"server_load": 2}
         read(50)
         with running(endless, max_tokens=3000):
             more = endless.metric("apbv:kv_cache_bytes")
@@ -78,10 +77,9 @@ def test_answers_go_on_beside_who_reads_nothing_who_leaves_and_what_fails(endles
 def test_a_full_queue_and_clients_that_leave_unasked(endless):
     """Who does not fit waits, and nobody overtakes: a small request would fit beside the first."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], **ENDLESS}
-    aborted = endless.metric("apbv:request_success_total", finished_reason="abort")
     with left_open(endless, body):  # running, and not streaming
         endless.wait_until("apbv:num_requests_running", 1)
-    endless.wait_until("apbv:request_success_total", aborted + 1, finished_reason="abort")
+    wait_until_idle(endless)
     with running(endless) as read:
         large = Stream(endless, **ENDLESS)
         endless.wait_until("apbv:num_requests_waiting", 1)
@@ -90,11 +88,9 @@ def test_a_full_queue_and_clients_that_leave_unasked(endless):
         with pytest.raises(openai.RateLimitError) as caught:
             endless.ask("x", max_tokens=1)
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        assert endless.metric("apbv:requests_refused_total", reason="rejected") == 1
         read(100)
         assert (large.pieces, small.pieces) == (0, 0)
-    assert small.end() is None and small.pieces > 1
-    assert large.pieces > 0  # which began before it
+    assert small.end() is None and small.pieces > 1 and large.pieces > 0  # which began before it
     with left_open(endless, body):
         endless.wait_until("apbv:num_requests_waiting", 1)
     endless.wait_until("apbv:num_requests_waiting", 0)

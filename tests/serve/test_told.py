@@ -17,10 +17,13 @@ from apbv.serve.report import Reporter
 from apbv.serve.times import EndedRequest, RequestTimes
 from apbv.serve.tracing import Tracer, require_traceable
 
-from collector import collecting, values_of
+from collector import Collector, values_of
+from servers import in_thread
 
+BEGAN = time.monotonic() // 1 - 100
 # All moments lie apart by another distance.
-TIMES = RequestTimes(arrived=10.0, ready=10.5, began=12.25, first_token=16.5, last_token=24.5, ended=25.0)
+MOMENTS = {"arrived": 0, "ready": 0.5, "began": 2.25, "first_token": 6.5, "last_token": 14.5, "ended": 15}
+TIMES = RequestTimes(**{name: BEGAN + seconds for name, seconds in MOMENTS.items()})
 ANSWERED = EndedRequest(
     id="chatcmpl-7",
     status=200,
@@ -34,11 +37,9 @@ ANSWERED = EndedRequest(
 REFUSED = EndedRequest(id="cmpl-8", status=400, outcome="invalid", times=RequestTimes(arrived=1.0, ended=1.25))
 PHASES = {"read": 0.5, "queue": 1.75, "prefill": 4.25, "decode": 8.0}  # the seconds of each
 # The sums of an answer's histograms, in seconds and tokens.
-SUMS = {
-    **{f"request_{name}_time_seconds": PHASES[name] for name in ("queue", "prefill", "decode")},
-    **{"time_to_first_token_seconds": 6.5, "e2e_request_latency_seconds": 15.0},
-    **{"request_prompt_tokens": 300.0, "request_generation_tokens": 20.0},
-}
+SUMS = {f"request_{name}_time_seconds": PHASES[name] for name in ("queue", "prefill", "decode")}
+SUMS |= {"time_to_first_token_seconds": 6.5, "e2e_request_latency_seconds": 15.0}
+SUMS |= {"request_prompt_tokens": 300.0, "request_generation_tokens": 20.0}
 SPECULATION = {"drafts": 5, "draft_tokens": 25, "accepted_tokens": 14}
 FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}
 
@@ -79,14 +80,13 @@ def test_what_was_said_last_and_what_has_not_happened_yet(metrics):
     assert 'model_name="a \\"model\\"\\nof mine"' in metrics.render().decode()
     for reason in FINISHED.values():
         assert value(metrics, "request_success_total", finished_reason=reason) == 0
-    for load in ((3, 2), (1, 4)):
-        metrics.set_load(*load)
+    metrics.set_load(1, 4)
     metrics.set_offers(2)
     for limit, usage in ((400, 0.75), (0, 0)):
         metrics.set_kv(300, limit)
         assert value(metrics, "kv_cache_usage_perc") == usage and value(metrics, "kv_cache_bytes") == 300
-    names = ("num_requests_waiting", "num_requests_running", "kv_offers_waiting")
-    assert [value(metrics, name) for name in names] == [1, 4, 2]
+    names = {"num_requests_waiting": 1, "num_requests_running": 4, "kv_offers_waiting": 2}
+    assert {name: value(metrics, name) for name in names} == names
     for seconds in (0.03, 0.03, 0.4):
         metrics.observe_token_gap(seconds)
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.46)
@@ -173,18 +173,14 @@ def test_what_was_left_out_of_the_log_is_counted():
 
 @pytest.fixture
 def collector():
-    with collecting() as started:
+    with in_thread(Collector()) as started:
         yield started
 
 
 def traced(collector, *requests: EndedRequest) -> list[str]:
-    """The traces' ids. The requests arrived at a moment of this process's clock."""
-    tracer, arrived = Tracer(collector.url, "a model"), time.monotonic() - 100
-    moments = [
-        {name: None if at is None else arrived + at - 10.0 for name, at in vars(each.times).items()}
-        for each in requests
-    ]
-    ids = [tracer.trace(replace(r, times=RequestTimes(**m))) for r, m in zip(requests, moments, strict=True)]
+    """The traces' ids."""
+    tracer = Tracer(collector.url, "a model")
+    ids = [tracer.trace(each) for each in requests]
     tracer.close()
     return ids
 
@@ -193,9 +189,7 @@ def phases_of(collector, whole) -> dict[str, float]:
     """The seconds of the spans inside."""
     inside = [span for span in collector.spans if span.parent_span_id == whole.span_id]
     assert {span.trace_id for span in inside} == {whole.trace_id}
-    return {
-        each.name: pytest.approx((each.end_time_unix_nano - each.start_time_unix_nano) / 1e9) for each in inside
-    }
+    return {s.name: pytest.approx((s.end_time_unix_nano - s.start_time_unix_nano) / 1e9) for s in inside}
 
 
 def test_a_request_is_a_span_and_its_phases_are_spans_inside(collector, monkeypatch):
@@ -203,22 +197,21 @@ def test_a_request_is_a_span_and_its_phases_are_spans_inside(collector, monkeypa
     (trace_id,) = traced(collector, ANSWERED)
     (whole,) = collector.named("llm_request")
     assert whole.trace_id.hex() == trace_id and not whole.parent_span_id
-    assert abs(whole.start_time_unix_nano / 1e9 - (time.time() - 100)) < 90
+    assert abs(whole.start_time_unix_nano / 1e9 - time.time() + time.monotonic() - BEGAN) < 90
     assert phases_of(collector, whole) == PHASES
     phases = {span.name: span for span in collector.spans}
-    assert phases["read"].start_time_unix_nano == whole.start_time_unix_nano
     for earlier, later in pairwise(PHASES):
         assert phases[earlier].end_time_unix_nano == phases[later].start_time_unix_nano
     said = values_of(whole.attributes)
     latencies = {"time_in_queue": 1.75, "time_in_model_prefill": 4.25, "time_to_first_token": 6.5, "e2e": 15.0}
     for name, taken in latencies.items():
         assert said[f"gen_ai.latency.{name}"] == pytest.approx(taken)
-    for name, asked in {"id": "chatcmpl-7", "max_tokens": 64, "temperature": 0.5, "top_p": 0.9}.items():
+    for name, asked in {"id": "chatcmpl-7", **ANSWERED.sampling}.items():
         assert said[f"gen_ai.request.{name}"] == asked
-    assert said["gen_ai.response.model"] == "a model" and said["gen_ai.response.finish_reasons"] == ["stop"]
-    assert [said[f"gen_ai.usage.{name}_tokens"] for name in ("prompt", "completion")] == [300, 20]
-    assert (said["http.response.status_code"], said["apbv.outcome"]) == (200, "stop")
-    assert [said[f"apbv.speculation.num_{name}"] for name in ("drafted", "accepted")] == [25, 14]
+    told = {"response.model": "a model", "response.finish_reasons": ["stop"], "usage.completion_tokens": 20}
+    assert {name: said[f"gen_ai.{name}"] for name in told} == told and said["gen_ai.usage.prompt_tokens"] == 300
+    names = ("http.response.status_code", "apbv.outcome", "apbv.speculation.num_accepted")
+    assert [said[name] for name in names] == [200, "stop", 14]
     assert collector.resources[0]["service.name"] == "prefill 7"
 
 
@@ -233,15 +226,14 @@ def test_a_trace_that_a_client_began_goes_on_unless_it_is_not_recorded(collector
     assert collector.resources[0]["service.name"] == "apbv"
 
 
-@pytest.mark.parametrize(
-    ("missing", "fields", "last"),
-    [
-        (("first_token", "last_token"), {"status": 503}, {"prefill": 12.75}),
-        (("ready", "began", "first_token", "last_token"), {"status": 400}, {"read": 15.0}),
-        ((), {"transfer": "ab" * 16}, {"hand_over": 8.5}),
-    ],
-    ids=["prefill", "refused", "handed over"],
-)
+ENDED = [
+    (("first_token", "last_token"), {"status": 503}, {"prefill": 12.75}),
+    (("ready", "began", "first_token", "last_token"), {"status": 400}, {"read": 15.0}),
+    ((), {"transfer": "ab" * 16}, {"hand_over": 8.5}),
+]
+
+
+@pytest.mark.parametrize(("missing", "fields", "last"), ENDED)
 def test_the_phase_in_which_a_request_ended_lasts_up_to_its_end(collector, missing, fields, last):
     """An error of the server is one of the span; what a client did wrong is none."""
     times = replace(TIMES, **dict.fromkeys(missing))
@@ -255,11 +247,8 @@ def test_the_phase_in_which_a_request_ended_lasts_up_to_its_end(collector, missi
 
 
 def test_without_the_extra_the_option_is_refused_at_the_start(monkeypatch):
-    for name in list(sys.modules):
-        if name.startswith("opentelemetry"):
-            monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)  # as if it were not there
-    with pytest.raises(
-        ValueError, match=r"traces need opentelemetry.sdk.*not installed: pip install 'apbv\[otel\]'"
-    ):
+    with pytest.raises(ValueError, match=r"opentelemetry.sdk.*not installed: pip install 'apbv\[otel\]'"):
         require_traceable("http://localhost:4318/v1/traces")
