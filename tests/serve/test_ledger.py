@@ -61,6 +61,7 @@ def test_nothing_overtakes_what_does_not_fit_yet():
     assert books.take(0) is None  # the small one would fit
     assert books.bytes_wanted() == 8 * 10
     leave(books, first)
+    assert first.ended(None, "cancelled").status == 499
     exact = ready(books, 45, 5)
     assert [books.take(0) for _ in range(3)] == [large, small, exact], "up to the last byte"
     assert figure(books, "kv_cache_bytes") == 8 * 100 and books.bytes_wanted() == 0
