@@ -30,10 +30,6 @@ def make_inputs(queries, keys, *, dim=80, group=4, dtype=torch.float64):
     return q, [tuple(pair) for pair in pairs]
 
 
-def in_fp64(q, segments):
-    return q.double(), [(k.double(), v.double()) for k, v in segments]
-
-
 def assert_out_close(out, exact, tolerance):
     assert torch.isfinite(out).all()
     assert (out.double() - exact).norm() <= tolerance * exact.norm()

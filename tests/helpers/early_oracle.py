@@ -5,6 +5,7 @@ returns what is kept as ``{(frame, place): row}``. Nothing here is shared with t
 """
 
 import math
+from itertools import product
 
 import torch
 
@@ -46,9 +47,8 @@ def slowfast(frames, height, width, count, hidden) -> dict:
             kept.update({(frame, place): frames[frame, place] for place in range(size)})
         elif frame in fast:
             squares = {}
-            for y in range(height):
-                for x in range(width):
-                    squares.setdefault((y // side, x // side), []).append((y, x))
+            for y, x in product(range(height), range(width)):
+                squares.setdefault((y // side, x // side), []).append((y, x))
             for members in squares.values():
                 rows, columns = sorted({y for y, _ in members}), sorted({x for _, x in members})
                 middle = rows[(len(rows) - 1) // 2] * width + columns[(len(columns) - 1) // 2]
@@ -93,11 +93,8 @@ def hippo_scores(main, height, width) -> dict:
             alike = [cosine(main[frame, place], main[other, place]) for other in beside]
             change.append(1 - sum(alike) / len(alike) if alike else 0.0)
             y, x = divmod(place, width)
-            crop = [
-                a * width + b
-                for a in range(y // 5 * 5, min(y // 5 * 5 + 5, height))
-                for b in range(x // 5 * 5, min(x // 5 * 5 + 5, width))
-            ]
+            rows, columns = range(height)[y // 5 * 5 :][:5], range(width)[x // 5 * 5 :][:5]
+            crop = [a * width + b for a, b in product(rows, columns)]
             inside = [cosine(main[frame, place], main[frame, other]) for other in crop]
             variety.append(sum((c - sum(inside) / len(inside)) ** 2 for c in inside) / len(inside))
         for place, both in enumerate(zip(z_scores(change, 1e-6), z_scores(variety, 1e-6), strict=True)):
@@ -191,8 +188,8 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
     hidden = embeds.shape[1]
     deepstack = list(taken.get("deepstack_visual_embeds") or [])
     tokens = video_tokens(model.config, ids, videos)
-    of_visual = taken.get("visual_pos_masks")
-    numbers = None if of_visual is None else of_visual[0].reshape(-1, len(ids))[0].long().cumsum(0) - 1
+    mask = taken["visual_pos_masks"][0].reshape(-1, len(ids))[0] if deepstack else ids < 0
+    numbers = mask.long().cumsum(0) - 1
     total = sum(len(each) for each in tokens)
     count, before = max(1, round(ratio * total)), 0
     stays = torch.ones(len(ids), dtype=torch.bool)
@@ -216,9 +213,8 @@ def reduced_logits(model, batch: dict, videos: list[tuple[int, int, int]], metho
         position_ids = torch.arange(len(ids))[None]
     extra = {}
     if deepstack:
-        mask = of_visual[0].reshape(-1, len(ids))[0]
-        extra["visual_pos_masks"] = mask[stays][None]
-        extra["deepstack_visual_embeds"] = [layer[stays[mask]] for layer in deepstack]
+        left = [layer[stays[mask]] for layer in deepstack]
+        extra = {"visual_pos_masks": mask[stays][None], "deepstack_visual_embeds": left}
     hidden_states = decoder(
         inputs_embeds=embeds[stays][None],
         attention_mask=torch.ones(1, int(stays.sum()), dtype=torch.long),  # else gaps mean several sequences
@@ -240,9 +236,7 @@ def whole_videos(family: str, batch: dict) -> list[tuple[int, int, int]]:
 
 def video_tokens(config, ids: torch.Tensor, videos: list[tuple[int, int, int]]) -> list[torch.Tensor]:
     """The tokens of every video's frames."""
-    token_id = getattr(config, "video_token_id", None)
-    if token_id is None:
-        token_id = config.image_token_id
+    token_id = getattr(config, "video_token_id", None) or config.image_token_id
     places, found, ending = (ids == token_id).nonzero().flatten(), [], 0
     spare = len(places) - sum(frames * height * width for frames, height, width in videos)
     for frames, height, width in videos:

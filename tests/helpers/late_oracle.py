@@ -6,8 +6,6 @@ Nothing here is shared with the implementation.
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -22,8 +20,7 @@ from prompts import build, reset_rope
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-@dataclass
-class Layers:
+class Layers(SimpleNamespace):
     """What the layers up to a drop have made, for a rule that chooses what stays.
 
     Attributes:
@@ -35,17 +32,6 @@ class Layers:
         num_before: the visual tokens of the prompt.
         videos: the tokens of every video's frames, in the whole prompt, and their height and width.
     """
-
-    embeds: Tensor
-    hidden: Tensor
-    q: Tensor
-    k: Tensor
-    scale: float
-    before: list[tuple[Tensor, Tensor]]
-    visual: list[int]
-    question: list[int]
-    num_before: int
-    videos: list[tuple[list[int], int, int]]
 
     def attention(self, row: int, head: int) -> Tensor:
         """One token's attention to all tokens up to itself, ``[row + 1]``, in one head."""
@@ -64,8 +50,7 @@ class Layers:
         return sorted(self.visual[place] for place in order[:count])
 
 
-# Returns the visual tokens that stay, ascending, and new hidden states of some of them.
-Rule = Callable[[Layers, float, int, int], tuple[list[int], dict[int, Tensor]]]
+# Rules return the visual tokens that stay, ascending, and new hidden states of some of them.
 
 
 def fastv(layers: Layers, ratio: float, step: int, num_steps: int):
@@ -118,8 +103,7 @@ def hippo_attention(layers: Layers, ratio: float, step: int, num_steps: int):
 class SparseVlm:
     """The rule of SparseVLM, which finds its raters before the first layer, in the whole prompt's embeddings."""
 
-    def __init__(self):
-        self.raters: list[int] | None = None  # places in the question
+    raters = None  # places in the question
 
     def __call__(self, layers: Layers, ratio: float, step: int, num_steps: int):
         if self.raters is None:
@@ -161,13 +145,7 @@ def clusters(points: Tensor) -> dict[int, Tensor]:
     return {centre: points[places].mean(dim=0) for centre, places in members.items()}
 
 
-RULES: dict[str, Callable[[], Rule]] = {
-    "fastv": lambda: fastv,
-    "pdrop": lambda: pdrop,
-    "sparsevlm": SparseVlm,
-    "uv_prune": lambda: uv_prune,
-    "hippo_attention": lambda: hippo_attention,
-}
+RULES = {rule.__name__: rule for rule in (fastv, pdrop, uv_prune, hippo_attention)}
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -179,20 +157,14 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return (weights @ v).transpose(1, 2)
 
 
-@dataclass
-class ReducedModel:
+class ReducedModel(SimpleNamespace):
     """A model some of whose layers are run over fewer tokens.
 
     Attributes:
         logits: ``[1, V]`` behind the prompt.
         cache: the keys and values of every layer, ``[1, Hkv, n_l, D]``.
+        seen: queries, keys, values and scale of the latest layer.
     """
-
-    model: torch.nn.Module
-    logits: Tensor
-    cache: DynamicCache
-    next_position: int
-    seen: dict = field(default_factory=dict)
 
     @torch.no_grad()
     def continuation(self, count: int) -> list[int]:
@@ -212,13 +184,7 @@ class ReducedModel:
 
 @torch.no_grad()
 def run_reduced(
-    family: str,
-    batch: dict,
-    name: str,
-    ratio: float,
-    drops: list[int],
-    attend_before: Callable[[int], Attend] = lambda query_start: full_attention,
-    separate_query: bool = False,
+    family, batch: dict, name, ratio, drops, attend_before=lambda start: full_attention, separate_query=False
 ) -> ReducedModel:
     """Run a family's model in fp64 over a prompt, and drop tokens behind these numbers of layers.
 
@@ -239,8 +205,9 @@ def run_reduced(
         positions = torch.arange(len(ids))[None]
     if positions.dim() == 3 and len(positions) == 4:
         positions = positions[1:]
-    reduced = ReducedModel(model, None, DynamicCache(), int(positions[..., -1].max()) + 1)
-    embeds, num_visual, step, rule = hidden[0], len(visual), 0, RULES[name]()
+    next_position = int(positions[..., -1].max()) + 1
+    reduced = ReducedModel(model=model, cache=DynamicCache(), next_position=next_position, seen={})
+    embeds, num_visual, step, rule = hidden[0], len(visual), 0, RULES.get(name) or SparseVlm()
     features = given.get("deepstack_visual_embeds") or []
     shown = list(range(len(visual)))  # the visual features that are left, where some are added behind layers
     asking = hidden[:, question[0] :] if separate_query else None
@@ -265,7 +232,8 @@ def run_reduced(
         if number + 1 not in drops:
             continue
         states = hidden if asking is None else torch.cat([hidden[:, :start], asking], dim=1)
-        made = Layers(embeds, states[0], q[0], k[0], scale, before, visual, question, num_visual, videos)
+        made = Layers(embeds=embeds, hidden=states[0], q=q[0], k=k[0], scale=scale, before=before, visual=visual)
+        vars(made).update(question=question, num_before=num_visual, videos=videos)
         stay, changed = rule(made, ratio, step, len(drops))
         before = []
         for token, state in changed.items():
@@ -288,7 +256,6 @@ def _layer(decoder, layer, hidden: Tensor, positions: Tensor, cache: DynamicCach
     return layer(hidden, attention_mask=None, position_embeddings=rotary, past_key_values=cache)
 
 
-@contextmanager
 def _attention(model, seen: dict, attend: Attend):
     """Let a model's language model use a dense attention, which leaves its queries and keys in ``seen``."""
 
@@ -296,5 +263,4 @@ def _attention(model, seen: dict, attend: Attend):
         seen["states"] = query, key, value, scaling
         return attend(query, key, value, scaling).contiguous(), None
 
-    with with_attention(model, SimpleNamespace(attend=attention)):
-        yield
+    return with_attention(model, SimpleNamespace(attend=attention))

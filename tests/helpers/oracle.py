@@ -52,12 +52,11 @@ class DenseOracle:
         """Importance of the keys of one block for one KV head, ``[l_b]``."""
         heads = range(kv_head * group, (kv_head + 1) * group)
         keys = k[0, kv_head, block]
+        rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
         if self.importance in ("peak", "softmax"):
-            rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
             weights = torch.stack([torch.softmax(keys @ row * scale, dim=0) for row in rows])
             return weights.amax(dim=0) if self.importance == "peak" else weights.mean(dim=0)
         if self.importance == "dot":
-            rows = [q[0, h, t] for h in heads for t in range(self.query_start, q.shape[2])]
             mean = torch.stack([keys @ row * scale for row in rows]).mean(dim=0)
             last = len(block) - 1
             return torch.stack([mean[max(0, j - 2) : min(last, j + 2) + 1].max() for j in range(len(block))])
@@ -153,22 +152,15 @@ def run_oracle(model, batch, oracle: DenseOracle):
 
 def oracle_of(settings: dict, num_hosts: int, query_start: int, prefix: int) -> DenseOracle:
     """What a method means, said anew."""
-    method = settings.get("method", "apbv")
+    method, sparse = settings.get("method", "apbv"), settings.get("sparse")
     if method == "star":
         first_block = -(-query_start // num_hosts)
-        blocks = num_hosts - 1
-        return DenseOracle(first_block, query_start, blocks, 0, separate_query=True, sparse=settings.get("sparse"))
-    anchor_len = settings["anchor_len"]
-    one_block_a_host = method == "apb" or settings.get("zigzag") is False
-    return DenseOracle(
-        anchor_len=max(anchor_len, prefix) if anchor_len else 0,
-        query_start=query_start,
-        num_blocks=num_hosts * (1 if one_block_a_host else 2),
-        passing_len=settings["passing_len"],
-        importance=settings.get("importance", "peak"),
-        separate_query=method == "apb" or settings.get("fused_query") is False,
-        sparse=settings.get("sparse"),
-    )
+        return DenseOracle(first_block, query_start, num_hosts - 1, 0, separate_query=True, sparse=sparse)
+    anchor_len = max(settings["anchor_len"], prefix) if settings["anchor_len"] else 0
+    num_blocks = num_hosts * (1 if method == "apb" or settings.get("zigzag") is False else 2)
+    is_separate = method == "apb" or settings.get("fused_query") is False
+    passed = settings["passing_len"], settings.get("importance", "peak")
+    return DenseOracle(anchor_len, query_start, num_blocks, *passed, is_separate, sparse)
 
 
 def as_double(batch: dict) -> dict:

@@ -2,10 +2,11 @@
 
 import threading
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
-from apbv import ModelInputs
+from apbv import ModelInputs, PrefillConfig, prefill
 from apbv.hosts.simulated import share_weights
 from apbv.model.parts import inspect_model
 
@@ -29,27 +30,30 @@ def build(family: str, dtype: torch.dtype):
     return model if threading.current_thread() is threading.main_thread() else share_weights(model)
 
 
-@cache
-def video_batch(family: str, frames: int = 29, question: str = "What happens?") -> dict:
-    """A processor's output for a clip of 4 visual tokens a frame or patch, so that T > max(h, w) / 2."""
+def processed(family: str, *parts) -> dict:
+    """A processor's output for texts, images and videos ``[T, 3, h, w]``, of every other frame of a file."""
     from transformers.video_utils import VideoMetadata
 
     processor = families.build_processor(family)
-    content = [{"type": "video"}, {"type": "text", "text": question}]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-    )
-    metadata = VideoMetadata(total_num_frames=2 * frames, fps=8.0, frames_indices=list(range(0, 2 * frames, 2)))
-    video = families.synthetic_video(frames, 56, 70)
-    return dict(
-        processor(
-            text=[text],
-            videos=[video],
-            video_metadata=[metadata],
-            do_sample_frames=False,
-            return_tensors="pt",
-        )
-    )
+    videos = [part for part in parts if torch.is_tensor(part)]
+    images = [part for part in parts if not isinstance(part, (str, torch.Tensor))]
+    content, given = [], {"images": images} if images else {}
+    for part in parts:
+        kind = "text" if isinstance(part, str) else "video" if torch.is_tensor(part) else "image"
+        content.append({"type": kind} | ({"text": part} if kind == "text" else {}))
+    if videos:
+        frames = [range(0, 2 * len(video), 2) for video in videos]
+        times = [VideoMetadata(each.stop, fps=8.0, frames_indices=list(each)) for each in frames]
+        given |= {"videos": videos, "video_metadata": times, "do_sample_frames": False}
+    asked = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    return dict(processor(text=[text], return_tensors="pt", **given))
+
+
+@cache
+def video_batch(family: str, frames: int = 29, question: str = "What happens?") -> dict:
+    """A clip of 4 visual tokens a frame or patch, so that T > max(h, w) / 2."""
+    return processed(family, families.synthetic_video(frames, 56, 70), question)
 
 
 def text_batch(length: int) -> dict:
@@ -91,3 +95,36 @@ def reset_rope(model) -> None:
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     reference = reference.double()
     return ((ours.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+def kv_of(cache):
+    """The keys and values of each layer, as they are now; None of a host without a cache."""
+    return cache and [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+
+
+def prefilled(hosts, family: str, batch: dict, query_start: int | None, settings: dict, dtype=torch.float64):
+    """A state, and what of it travels, made where memory holds NaN until it is written."""
+    inputs = as_inputs(family, batch, query_start, hosts, dtype, settings.get("frame_parallel", True))
+    config = PrefillConfig(**{"on_single_host": True, **settings})
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        state = prefill(build(family, dtype), inputs, hosts=hosts, config=config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = ("logits", "num_tokens", "exact", "method", "density", "reduction")
+    facts = {name: getattr(state, name) for name in names} | {"start": inputs.context_start}
+    return state, SimpleNamespace(kv=kv_of(state.to_dynamic_cache()), query_start=inputs.query_start, **facts)
+
+
+def prefill_job(*args):
+    return prefilled(*args)[1]
+
+
+def check_prefill(results: list, logits: torch.Tensor, states, tolerance: float) -> None:
+    """Every host's logits, and host 0's KV."""
+    for host, result in enumerate(results):
+        assert relative_error(result.logits, logits) < tolerance
+        assert (result.kv is None) == (host > 0)
+    for ours, theirs in zip(results[0].kv, states, strict=True):
+        assert ours[0].shape == theirs[0].shape
+        assert all(relative_error(*pair) < tolerance for pair in zip(ours, theirs, strict=True))

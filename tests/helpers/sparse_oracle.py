@@ -65,17 +65,16 @@ def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
     groups = -(-len(q) // stride)
     zeros = q.new_zeros(groups * stride - len(q), q.shape[1])
     q, k = torch.cat([q, zeros]), torch.cat([k, zeros])
+
+    def antidiagonal(i: int, j: int) -> Tensor:
+        return sum(q[i * stride + stride - 1 - step] @ k[j * stride + step] for step in range(stride))
+
     lists = []
     for first in range(0, groups, of_block):
         block = first // of_block
         held = [0.0] * (block + 1)
         for i in range(first, min(first + of_block, groups)):
-            sums = torch.stack(
-                [
-                    sum(q[i * stride + stride - 1 - step] @ k[j * stride + step] for step in range(stride))
-                    for j in range(i + 1)
-                ]
-            )
+            sums = torch.stack([antidiagonal(i, j) for j in range(i + 1)])
             for j, share in enumerate((sums * scale / stride).softmax(dim=0).tolist()):
                 held[j // of_block] += share
         listed = {0, block}

@@ -182,36 +182,22 @@ def test_lists_hold_what_a_mask_keeps_before_the_diagonal():
     assert listed.num_scores(300) == earlier + own
 
 
-def antidiagonals_by_hand(q, k, scale, stride, block):
-    """XAttention's Algorithm 1, a pair of groups of tokens at a time."""
-    tokens, heads, of_block = q.shape[2], q.shape[1], block // stride
-    groups, blocks = -(-tokens // stride), -(-tokens // block)
-    pad = (0, 0, 0, groups * stride - tokens)
-    q, k = (torch.nn.functional.pad(x[0].double().cpu(), pad).unflatten(1, (groups, stride)) for x in (q, k))
-    result = torch.zeros(1, heads, blocks, blocks, dtype=torch.float64)
-    for head, i in itertools.product(range(heads), range(groups)):
-        keys = k[head // (heads // len(k)), : i + 1]
-        sums = torch.stack([(q[head, i].flip(0) * keys[j]).sum() for j in range(i + 1)])
-        of_its_block = min(of_block, groups - i // of_block * of_block)
-        for j, share in enumerate((sums * scale / stride).softmax(dim=0)):
-            result[0, head, i // of_block, j // of_block] += share / of_its_block
-    return result.to(DEVICE)
-
-
 @each_choice(
-    backend=["torch", "triton", "reference", "triton"],
+    backend=["torch", "triton"],
     shape=[(1, 4, 8), (41, 3, 12), (32, 8, 16), (29, 1, 8), (150, 4, 32)],
     dtype=[*DTYPES, torch.float32],
 )
-def test_antidiagonals_are_those_of_the_paper(backend, shape, dtype):
+def test_antidiagonals_are_those_of_the_reference(backend, shape, dtype):
+    """Which ``test_sparse`` compares with the paper's."""
     tokens, *sizes = shape
     q, k = (sliced_rows(x) for x in states(tokens, 16, dtype)[:2])
     scores = antidiagonal_scores(q, k, 0.5, *sizes, backend=backend)
-    torch.testing.assert_close(scores.double(), antidiagonals_by_hand(q, k, 0.5, *sizes), rtol=1e-5, atol=1e-6)
+    exact = antidiagonal_scores(q.double(), k.double(), 0.5, *sizes, backend="reference")
+    torch.testing.assert_close(scores.double(), exact.double(), rtol=1e-5, atol=1e-6)
 
 
 @each_choice(
-    backend=["torch", "triton", "reference", "torch", "triton"],
+    backend=["torch", "triton", "torch", "triton"],
     dtype=DTYPES,
     # Rows, numbers, rows of a block, whether centred, and how many numbers are widened at a time.
     case=[(1, 16, 64, True, 1), (64, 80, 64, False, 1), (200, 128, 64, True, 2**15), (301, 33, 128, False, 2**30)],
@@ -223,27 +209,23 @@ def test_means_of_blocks_and_of_all_cosines_in_them(monkeypatch, backend, dtype,
     rows = sliced_rows(rows)
     center = rows.float().mean(dim=2) if is_centered else None
     monkeypatch.setattr(torch_block_scores, "_MOST_NUMBERS", most)
-    means, similarities = block_means(rows, block, center=center, backend=backend)
-    moved = rows.double() - (center[:, :, None].double() if is_centered else 0)
-    for place, part in enumerate(moved.split(block, dim=2)):
-        unit = torch.nn.functional.normalize(part, dim=-1)
-        torch.testing.assert_close(means[:, :, place].double(), part.mean(dim=2), rtol=1e-5, atol=1e-6)
-        cosines = (unit @ unit.mT).mean(dim=(2, 3))
-        torch.testing.assert_close(similarities[:, :, place].double(), cosines, rtol=1e-5, atol=1e-6)
-
-
-REFUSED = {
-    "of the same tokens": lambda q, k, b: block_sparse_attention(q, k[:, :, 1:], k[:, :, 1:], b, 1.0),
-    r"out is of shape \[1, 2, 40, 16\]": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, out=q[:, :2]),
-    "must be above 0, not 0.0": lambda q, k, b: block_sparse_attention(q, k, k, b, 1.0, skip_margin=0.0),
-    "16 queries and 32 keys are no blocks": lambda q, k, b: ListedBlocks.of(b.kept, 16, 32),
-    "a stride of 3 does not divide a block of 32": lambda q, k, b: antidiagonal_scores(q, k, 1.0, 3, 32),
-    r"center \[1, 2, 1, 16\] does not fit": lambda q, k, b: block_means(k, 8, center=k[:, :, :1]),
-}
+    found = block_means(rows, block, center=center, backend=backend)
+    center = None if center is None else center.double()
+    exact = block_means(rows.double(), block, center=center, backend="reference")
+    for ours, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_shapes_must_fit():
     q, k, _ = states(40, 16)
-    for message, call in REFUSED.items():
+    listed = ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16)
+    for message, call, *arguments, options in (
+        ("of the same tokens", block_sparse_attention, q, k[:, :, 1:], k[:, :, 1:], listed, 1.0, {}),
+        (r"out is of shape \[1, 2, 40", block_sparse_attention, q, k, k, listed, 1.0, {"out": q[:, :2]}),
+        ("must be above 0, not 0.0", block_sparse_attention, q, k, k, listed, 1.0, {"skip_margin": 0.0}),
+        ("16 queries and 32 keys are no blocks", ListedBlocks.of, listed.kept, 16, 32, {}),
+        ("a stride of 3 does not divide", antidiagonal_scores, q, k, 1.0, 3, 32, {}),
+        ("does not fit", block_means, k, 8, {"center": k[:, :, :1]}),
+    ):
         with pytest.raises(ValueError, match=message):
-            call(q, k, ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16))
+            call(*arguments, **options)

@@ -22,7 +22,6 @@ from apbv.kernels import (
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU has no such pages")
 
-_NO_ACCESS = 0  # PROT_NONE
 _libc = ctypes.CDLL(None)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -34,7 +33,7 @@ def guarded(tensor: torch.Tensor, behind: bool) -> torch.Tensor:
     memory = mmap.mmap(-1, (pages + 2) * page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for guard in (address, address + (pages + 1) * page):
-        assert _libc.mprotect(guard, page, _NO_ACCESS) == 0
+        assert _libc.mprotect(guard, page, 0) == 0  # PROT_NONE
     start = page if behind else (pages + 1) * page - tensor.nbytes
     place = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
     return place.view(tensor.shape).copy_(tensor)

@@ -8,7 +8,7 @@ import torch
 from apbv.kernels import library_attention as libraries
 from apbv.kernels import reference, segmented_attention, torch_attention
 
-from attention_cases import assert_attention, in_fp64, make_inputs
+from attention_cases import assert_attention, make_inputs
 from wrong_attention import by_definition
 
 CPU = torch.device("cpu")
@@ -51,41 +51,32 @@ def attend(queries, keys, *, group=7, alone=0):
     segments[-1] = tuple(states.mT.contiguous().mT for states in segments[-1])
     out = torch.full((q.shape[0], queries, *q.shape[1::2]), math.nan).transpose(1, 2)
     result = segmented_attention(q, segments, 0.1, True, rows_alone=alone, out=out)
-    exact = reference.segmented_attention(*in_fp64(q, segments), 0.1, True, rows_alone=alone)
+    wide = q.double(), [(k.double(), v.double()) for k, v in segments]
+    exact = reference.segmented_attention(*wide, 0.1, True, rows_alone=alone)
     assert result[0].data_ptr() == out.data_ptr()
     assert_attention(result, exact, torch.float32)
 
 
-def test_what_a_librarys_causal_mask_means_is_tried():
-    for function, is_bottom_right in ((by_definition, True), (top_left, False)):
-        assert libraries.probe(function, CPU, torch.bfloat16, 64, 2) is None
-        problem = (function, CPU, torch.bfloat16, 64, 2, libraries._FEWER_QUERIES)
-        assert (libraries.probe(*problem) is None) == is_bottom_right
-
-
 @pytest.mark.parametrize(
-    ("keys", "group", "alone", "expected"),
+    ("function", "keys", "group", "alone", "expected"),
     [
-        pytest.param([20, 9, 9, 111], 7, 0, [(111, 149, True)], id="a block and what it sees of others"),
+        # A block, and what it sees of others.
+        (by_definition, [20, 9, 9, 111], 7, 0, [(111, 149, True)]),
         # A merge costs less than copying as many KV heads as there are query heads.
-        pytest.param([20, 9, 111], 1, 0, [(111, 29, False), (111, 111, True)], id="no groups"),
+        (by_definition, [20, 9, 111], 1, 0, [(111, 29, False), (111, 111, True)]),
         # Nor are keys copied that many queries would not: those of all hosts, for one's question.
-        pytest.param([1000, 111], 7, 0, [(111, 1000, False), (111, 111, True)], id="a long past"),
-        pytest.param([9, 9, 131], 7, 20, [(111, 18, False), (131, 131, True)], id="the anchor with its block"),
-        pytest.param([200, 0], 7, 0, [(111, 200, False)], id="no key of its own"),
+        (by_definition, [1000, 111], 7, 0, [(111, 1000, False), (111, 111, True)]),
+        (by_definition, [9, 9, 131], 7, 20, [(111, 18, False), (131, 131, True)]),  # the anchor with its block
+        (by_definition, [200, 0], 7, 0, [(111, 200, False)]),
+        # A mask from the top left is used for squares only.
+        (top_left, [20, 9, 9, 111], 7, 0, [(111, 38, False), (111, 111, True)]),
+        (top_left, [300], 7, 0, [(111, 189, False), (111, 111, True)]),
     ],
 )
-def test_calls_of_a_library(library, keys, group, alone, expected):
-    calls = library(by_definition)
+def test_calls_of_a_library(library, function, keys, group, alone, expected):
+    calls = library(function)
     attend(111 + alone, keys, group=group, alone=alone)
     assert calls == expected
-
-
-def test_a_mask_from_the_top_left_is_used_for_squares_only(library):
-    calls = library(top_left)
-    attend(111, [20, 9, 9, 111])
-    attend(111, [300])
-    assert calls == [(111, 38, False), (111, 111, True), (111, 189, False), (111, 111, True)]
 
 
 def test_what_is_in_one_piece_or_has_few_queries_is_not_copied(monkeypatch, library):

@@ -40,11 +40,9 @@ def by_definition(q, segments, scale, causal_last, alone=0):
 
 SHAPES = {  # queries, keys of each segment, rows alone
     "one-query-one-key": (1, [1], 0),
-    "one-query": (1, [111, 129], 0),
     "one-query-split": (1, [1200], 0),
     "few-queries-split": (5, [1200, 63], 0),
     "fewer-queries-than-keys": (63, [129], 20),
-    "one-visible-key": (111, [1], 0),
     "blind-rows-alone": (63, [9, 20], 50),
     "first-rows-alone": (63, [40, 0, 23, 63], 17),
     "all-rows-alone": (63, [129, 63], 63),
@@ -78,20 +76,23 @@ def test_any_lengths_lie_anywhere(backend, shape):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "dim", "group", "queries", "keys"),
+    ("backend", "dtype", "dim", "group", "queries", "keys", "scale"),
     [
-        ("torch", torch.float32, 128, 4, 5, [8200, 9]),
-        ("torch", torch.float16, 80, 7, 63, [129, 111]),
-        ("torch", torch.bfloat16, 16, 4, 129, [111, 63]),
-        ("triton", torch.float32, 256, 1, 5, [300, 33]),
-        ("triton", TRITON_DTYPES[-1], 128, 4, 65, [51, 33]),
-        ("triton", torch.float16, 80, 7, 11, [69, 51]),
+        ("torch", torch.float32, 128, 4, 5, [8200, 9], 0.1),
+        ("torch", torch.float16, 80, 7, 63, [129, 111], 0.1),
+        ("torch", torch.bfloat16, 16, 4, 129, [111, 63], 0.2),
+        ("triton", torch.float32, 256, 1, 5, [300, 33], -0.1),
+        ("triton", TRITON_DTYPES[-1], 128, 4, 65, [51, 33], 0.1),
+        ("triton", torch.float16, 80, 7, 11, [69, 51], 0.0),
     ],
 )
-def test_heads_of_any_shape_and_dtype(backend, dtype, dim, group, queries, keys):
+def test_heads_of_any_shape_dtype_and_scale(backend, dtype, dim, group, queries, keys, scale):
+    """Also with numbers side by side along the keys, and one KV head that stands for all."""
     q, segments = make_inputs(queries, keys, dim=dim, group=group, dtype=dtype)
-    result = segmented_attention(q, segments, dim**-0.5, True, backend=backend)
-    assert_attention(result, by_definition(q, segments, dim**-0.5, True), dtype)
+    turned = [(k.mT.contiguous().mT, v[:, :1].expand_as(k)) for k, v in segments]
+    for pairs in (segments, turned, [(k[:, :1].expand_as(k), v) for k, v in segments]):
+        result = segmented_attention(q, pairs, scale, True, backend=backend)
+        assert_attention(result, by_definition(q, pairs, scale, True), dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,17 +105,6 @@ def test_scores_beyond_the_range_of_exp(backend):
     assert exact_lse.max() > 1e4
     assert_out_close(out, exact_out, 1e-2)  # fp32 rounds scores of 1e4 by 1e-3
     assert_lse_close(lse, exact_lse, 1e-6)
-
-
-@pytest.mark.parametrize(("backend", "scale"), [("torch", 0.2), ("triton", -0.2), ("triton", 0.0)])
-def test_any_scale_and_keys_without_strides(backend, scale):
-    """Numbers side by side along the keys, and one KV head that stands for all."""
-    dtype = WIDE[backend]
-    q, [(k, v)] = make_inputs(33, [69], dim=16, group=2, dtype=dtype)
-    k = k.mT.contiguous().mT
-    for pair in ((k, v), (k[:, :1].expand(-1, 4, -1, -1), v[:, :1].expand(-1, 4, -1, -1))):
-        result = segmented_attention(q, [pair], scale, True, backend=backend)
-        assert_attention(result, by_definition(q, [pair], scale, True), dtype)
 
 
 # ---- runs of keys, which Triton's kernel finds ----

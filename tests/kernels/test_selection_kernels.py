@@ -107,15 +107,10 @@ def by_place(scores, k, v, count):
     return indices, torch.stack([k.gather(2, places), v.gather(2, places)])
 
 
-@each_choice(
-    way=TWO_WAYS,
-    case=[
-        *((kind, 129, 80) for kind in SCORES),
-        ("heavy-ties", 1100, 16),
-        ("random", 1, 64),
-        ("signed-zeros", 129, 80),
-    ],
-)
+MORE = [("heavy-ties", 1100, 16), ("random", 1, 64), ("signed-zeros", 129, 80)]
+
+
+@each_choice(way=TWO_WAYS, case=[*((kind, 129, 80) for kind in SCORES), *MORE])
 def test_selection_equals_its_definition(way, case):
     (backend, dtype), (kind, keys, dim) = way, case
     scores = strided(SCORES[kind](randn(BATCH, KV_HEADS, keys, dtype=torch.float32))[..., None], torch.float32)
@@ -143,20 +138,16 @@ def test_selection_equals_its_definition(way, case):
 
 def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
     assert kv_importance(*make_inputs(0, 5, 4, 64, torch.float32), 0.1, pool=5).shape == (BATCH, KV_HEADS, 0)
-    q, k, scores, out = (
-        torch.zeros(shape) for shape in ((1, 4, 5, 16), (1, 2, 9, 16), (1, 2, 9), (2, 1, 2, 4, 16))
-    )
-    ranking = {"q_query": q, "k": k, "scale": 1.0}
-    choosing = {"k": k, "v": k, "scores": scores, "count": 4}
-    for operator, arguments, message in (
-        (kv_importance, ranking | {"reduce": "magic"}, "reduce must be one of peak, softmax, dot, not 'magic'"),
-        (kv_importance, ranking | {"k": k.expand(3, 2, 9, 16)}, "differ in batch or head dimension"),
-        (kv_importance, ranking | {"q_query": q[:, :3]}, "3 query heads are not a multiple of 2"),
-        (kv_importance, ranking | {"q_query": q[:, :, :0]}, "no tokens"),
-        (kv_importance, ranking | {"lse": q[:, :2, :, 0]}, r"lse must be \(1, 4, 5\), not \(1, 2, 5\)"),
-        (select_topk, choosing | {"count": 10}, r"count must lie in 0 \.\. 9"),
-        (select_topk, choosing | {"scores": scores[..., 1:]}, "k and v must have one shape, and scores"),
-        (select_topk, choosing | {"out": out[:, :, :, 1:]}, "4 or more"),
+    q, k, scores, out = map(torch.zeros, ((1, 4, 5, 16), (1, 2, 9, 16), (1, 2, 9), (2, 1, 2, 3, 16)))
+    for operator, *arguments, options, message in (
+        (kv_importance, q, k, 1.0, {"reduce": "magic"}, "reduce must be one of peak, softmax, dot, not 'magic'"),
+        (kv_importance, q, k.expand(3, 2, 9, 16), 1.0, {}, "differ in batch or head dimension"),
+        (kv_importance, q[:, :3], k, 1.0, {}, "3 query heads are not a multiple of 2"),
+        (kv_importance, q[:, :, :0], k, 1.0, {}, "no tokens"),
+        (kv_importance, q, k, 1.0, {"lse": q[:, :2, :, 0]}, r"lse must be \(1, 4, 5\), not \(1, 2, 5\)"),
+        (select_topk, scores, k, k, 10, {}, r"count must lie in 0 \.\. 9"),
+        (select_topk, scores[..., 1:], k, k, 4, {}, "k and v must have one shape, and scores"),
+        (select_topk, scores, k, k, 4, {"out": out}, "4 or more"),
     ):
         with pytest.raises(ValueError, match=message):
-            operator(**arguments)
+            operator(*arguments, **options)

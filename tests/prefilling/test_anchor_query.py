@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from apbv import HostGroup, PrefillConfig, SparseConfig, prefill
+from apbv import PrefillConfig, SparseConfig
 
 from oracle import DenseOracle, as_double, decoder_inputs, run_oracle, with_attention
-from prompts import as_inputs, build, relative_error, reset_rope, text_batch, video_batch
+from prompts import build, check_prefill, prefill_job, relative_error, reset_rope, text_batch, video_batch
 
 ANCHOR_LEN = 27
 
@@ -36,14 +36,16 @@ def by_definition(family: str, batch: dict, query_start: int, prefix: int, setti
     num_of_context = max(0, ANCHOR_LEN - prefix - (num_tokens - query_start))
     copy = [*range(prefix), *range(query_start, num_tokens), *range(prefix, prefix + num_of_context)]
     seen, decoder = decoder_inputs(model, as_double(batch)), model.get_decoder()
-    embeds = seen["inputs_embeds"] if seen.get("inputs_embeds") is not None else decoder.embed_tokens(ids)
+    embeds = seen["inputs_embeds"] if family == "qwen2_5_vl" else decoder.embed_tokens(ids)
     if family == "qwen2_5_vl":  # where a prompt that has the question first would have its tokens
         first = [*range(prefix), *range(query_start, num_tokens), *range(prefix, query_start)]
-        as_if = {name: batch[name][:, first] for name in ("mm_token_type_ids",)}
         grids = {name: batch[name] for name in ("video_grid_thw", "second_per_grid_ts")}
-        of_copy = model.model.get_rope_index(ids[:, first], **as_if, **grids)[0][..., : len(copy)]
-        kinds = {"mm_token_type_ids": batch["mm_token_type_ids"]}
-        of_prompt = model.model.get_rope_index(ids, **kinds, **grids)[0]
+        kinds, orders = batch["mm_token_type_ids"], (first, range(num_tokens))
+        of_copy, of_prompt = (
+            model.model.get_rope_index(ids[:, order], mm_token_type_ids=kinds[:, order], **grids)[0]
+            for order in orders
+        )
+        of_copy = of_copy[..., : len(copy)]
     else:
         of_copy, of_prompt = torch.arange(len(copy))[None], torch.arange(num_tokens)[None]
     start = len(copy)
@@ -74,16 +76,6 @@ def by_definition(family: str, batch: dict, query_start: int, prefix: int, setti
     return model.lm_head(hidden[:, -1]), keys, values
 
 
-def anchor_job(hosts: HostGroup, family: str, batch: dict, query_start: int | None, settings: dict):
-    model = build(family, torch.float64)
-    inputs = as_inputs(family, batch, query_start, hosts, torch.float64)
-    config = PrefillConfig(anchor_query=True, anchor_len=ANCHOR_LEN, on_single_host=True, **settings)
-    state = prefill(model, inputs, hosts=hosts, config=config)
-    gathered = state.to_dynamic_cache()
-    kv = None if gathered is None else [(layer.keys, layer.values) for layer in gathered.layers]
-    return state.logits, kv, state.exact, (inputs.context_start, inputs.query_start)
-
-
 SPARSE = SparseConfig(block_size=32, stride=8, threshold=0.3)
 
 
@@ -102,17 +94,14 @@ def test_the_copied_anchor_equals_a_dense_mask(on_hosts, family, settings, num_h
     """Also of blocks that attend sparsely to themselves."""
     length = 290 if "sparse" in settings else 130
     batch, asked = (text_batch(length), length - 10) if family == "qwen2" else (video_batch(family), None)
-    settings = {"passing_len": 3, **settings}
-    results = on_hosts(num_hosts, anchor_job, family, batch, asked, settings)
-    (logits, kv, exact, (prefix, query_start)), *_ = results
+    settings = {"passing_len": 3, "anchor_query": True, "anchor_len": ANCHOR_LEN, **settings}
+    results = on_hosts(num_hosts, prefill_job, family, batch, asked, settings)
+    prefix, query_start = results[0].start, results[0].query_start
     one_block_a_host = settings.get("method") == "apb" or "zigzag" in settings
     num_blocks = num_hosts if one_block_a_host else 2 * num_hosts
     expected, keys, values = by_definition(family, batch, query_start, prefix, settings, num_blocks)
-    assert relative_error(logits, expected) < 1e-9
-    assert all(relative_error(result[0], logits) < 1e-9 for result in results)
-    for (ours_k, ours_v), theirs_k, theirs_v in zip(kv, keys, values, strict=True):
-        assert relative_error(ours_k, theirs_k) < 1e-9 and relative_error(ours_v, theirs_v) < 1e-9
-    assert not exact
+    check_prefill(results, expected, zip(keys, values, strict=True), 1e-9)
+    assert not results[0].exact
     if family == "qwen2":  # the switch is not idle, and what is sparse is
         plain = run_oracle(
             build(family, torch.float64), batch, DenseOracle(ANCHOR_LEN, query_start, num_blocks, 3)

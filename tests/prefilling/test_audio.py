@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 
 import audio_files
 import pytest
@@ -12,7 +12,7 @@ from audio_files import RATE
 from omni_prompts import ASKED, FPS, FRAMES, omni_batch
 from read_prompts import read_question
 
-from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load, prefill
+from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load
 from apbv.input.audio_file import AudioError
 from apbv.input.request import Question
 from apbv.model.parts import inspect_model
@@ -21,23 +21,18 @@ import families
 from families import OMNI
 from fresh_hosts import described
 from oracle import as_double, oracle_of, run_oracle
-from prompts import relative_error
+from prompts import check_prefill, prefill_job
 from video_files import encode
 
 UNCOMPRESSED = 10**6
 ALONE = HostGroup.single("cpu")
 
 
-@cache
-def processor():
-    return families.build_processor(OMNI)
-
-
 def read(question: Question, most_positions: int = 10**5):
     """What a model makes of a question, which has positions for so many tokens."""
     model = families.build_model(OMNI)
     model.config.text_config.max_position_embeddings = most_positions
-    return read_question(inspect_model(model), processor(), question, ALONE)[0]
+    return read_question(inspect_model(model), families.build_processor(OMNI), question, ALONE)[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +65,8 @@ PROMPTS = {
 
 def asked_like(files: dict, videos=(), sounds=(), heard: bool = True) -> Question:
     video, audio = ([files[name] for name in names] or None for names in (videos, sounds))
-    heard = None if heard else False
-    return Question(ASKED, video=video, audio=audio, num_frames=FRAMES, audio_in_video=heard)
+    options = {"num_frames": FRAMES, "audio_in_video": None if heard else False}
+    return Question(ASKED, video=video, audio=audio, **options)
 
 
 def batch_like(files: dict, videos=(), sounds=(), heard: bool = True) -> dict:
@@ -101,26 +96,17 @@ def test_a_prompt_is_the_one_of_the_models_own_processor(files, name):
         torch.testing.assert_close(ours, theirs[:, mask.bool()], rtol=0, atol=1e-5)
 
 
-def batch_job(hosts: HostGroup, batch: dict, config: PrefillConfig):
-    state = prefill(families.build_model(OMNI, dtype=torch.float64), batch, hosts=hosts, config=config)
-    return state.logits, state.inputs.context_start, state.inputs.query_start
-
-
 def test_sound_is_context_where_prefill_is_approximate(pool, files):
     """Audio tokens are passed on and left out as visual ones are: against the dense mask."""
-    settings = {"anchor_len": 24, "passing_len": 6}
-    batch = as_double(batch_like(files, videos=["as long"]))
-    results = pool.run(3, batch_job, batch, PrefillConfig(**settings))
-    logits, start, stop = results[0]
-    ids = batch["input_ids"][0]
-    (sounds,) = torch.where(ids == families.build_config(OMNI).audio_token_id)
+    settings, batch = {"anchor_len": 24, "passing_len": 6}, as_double(batch_like(files, videos=["as long"]))
+    results = pool.run(3, prefill_job, OMNI, batch, None, settings)
+    start, stop = results[0].start, results[0].query_start
+    (sounds,) = torch.where(batch["input_ids"][0] == families.build_config(OMNI).audio_token_id)
     assert start < sounds[0] and sounds[-1] + 2 == stop, "what ends the sound is context, too"
-    model = families.build_model(OMNI, dtype=torch.float64)
     oracle = oracle_of(settings, 3, stop, start)
+    model = families.build_model(OMNI, dtype=torch.float64)
     expected = run_oracle(model, batch | {"use_audio_in_video": True}, oracle)
-    assert relative_error(logits, expected) < 1e-9
-    for other, *_ in results[1:]:
-        assert relative_error(other, logits) < 1e-12
+    check_prefill(results, expected, zip(oracle.keys, oracle.values, strict=True), 1e-9)
 
 
 # ---- answers ----
@@ -160,7 +146,8 @@ def test_answers_are_those_of_transformers(pool, files, tmp_path):
 def test_other_sound_of_the_same_length_is_heard_anew(files, tmp_path):
     """Stored KV belongs to its files, not to the tokens that stand for them."""
     other = audio_files.write(tmp_path / "other.flac", [(1, 3.3)], "flac", RATE)
-    engine = Engine(families.build_model(OMNI), processor(), ALONE, reuse=ReuseConfig(mode="kv"))
+    parts = families.build_model(OMNI), families.build_processor(OMNI)
+    engine = Engine(*parts, ALONE, reuse=ReuseConfig(mode="kv"))
     states = [engine.prefill(ASKED, audio=path) for path in (files["sound"], other, files["sound"])]
     assert len({state.num_tokens for state in states}) == 1
     assert [state.reused for state in states] == [None, None, "kv"]
@@ -173,9 +160,9 @@ def test_other_sound_of_the_same_length_is_heard_anew(files, tmp_path):
 def refused_job(hosts: HostGroup, questions: list[Question]) -> list[str]:
     engine = Engine(families.build_model(OMNI), families.build_processor(OMNI), hosts)
     refusals = []
-    for asked in questions:
-        about = {"video": asked.video, "audio": asked.audio, "audio_in_video": asked.audio_in_video}
-        refusals.append(described(lambda about=about: engine.generate(ASKED, num_frames=4, **about)))
+    for question in questions:
+        about = {name: getattr(question, name) for name in ("video", "audio", "audio_in_video")}
+        refusals.append(described(partial(engine.generate, ASKED, num_frames=4, **about)))
     engine.generate("still there?", max_new_tokens=1)
     return refusals
 
@@ -200,8 +187,7 @@ def test_what_cannot_be_heard_is_one_error_on_every_host(pool, files, tmp_path):
 def test_no_more_is_heard_than_the_model_has_positions_for(files):
     """What is too much together is not decoded: a small file can hold hours, and a prompt many of them."""
     sound, video = files["sound"], files["shorter"]
-    with pytest.raises(AudioError, match="more audio than the 2 seconds"):
-        read(Question(ASKED, audio=sound), most_positions=50)  # of 0.04 s
-    for asked in ({"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}):
-        with pytest.raises(AudioError, match="has more audio than the 2 seconds that the prompt has room for"):
-            read(Question(ASKED, **asked), most_positions=110)
+    long = [{"audio": [sound, sound]}, {"video": video, "audio": sound}, {"video": [video, video]}]
+    for asked, most in (({"audio": sound}, 50), *((each, 110) for each in long)):  # of 0.04 s
+        with pytest.raises(AudioError, match="more audio than the 2 seconds"):
+            read(Question(ASKED, **asked), most_positions=most)

@@ -1,37 +1,28 @@
 """The ranking of a block's keys: by the kernels' reference, and for ``received`` against loops."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from apbv.kernels import reference
 from apbv.prefilling.methods.importance import IMPORTANCE
 
 from attention_cases import randn
+from oracle import DenseOracle
 
 BATCH, KV_HEADS, DIM, SCALE = 2, 2, 16, 0.3
 
 
-def block(length, *, group=3, queries=5, dtype=torch.float64):
-    """q_query, q_block and k_block of one context block."""
-    shapes = [(KV_HEADS * group, queries), (KV_HEADS * group, length), (KV_HEADS, length)]
-    return [randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-
-
 def by_definition(name, q_query, q_block, k_block):
-    """In fp64; the attention that is received is that of 64 of the block's queries at most."""
-    q_query, q_block, k_block = (states.double() for states in (q_query, q_block, k_block))
-    if name != "received":
-        return reference.kv_importance(q_query, k_block, SCALE, name, pool=5 if name == "dot" else 1)
-    length, group = k_block.shape[2], q_block.shape[1] // k_block.shape[1]
-    last, result = min(64, length) - 1, torch.zeros(k_block.shape[:3], dtype=torch.float64)
-    picked = [round(i * (length - 1) / last) for i in range(last + 1)] if last else [0]
-    for b in range(BATCH):
-        for head in range(q_block.shape[1]):
-            for i in picked:
-                keys = k_block[b, head // group, : i + 1]
-                shares = (keys @ q_block[b, head, i] * SCALE).softmax(dim=0) / (len(picked) * group)
-                result[b, head // group, : i + 1] += shares
-    return result
+    """In fp64, as a mean of what the block's queries give."""
+    q, length = torch.cat([q_block, q_query], dim=2).double(), k_block.shape[2]
+    group, oracle = q.shape[1] // KV_HEADS, DenseOracle(0, length, 1, 0, importance=name)
+    shares = min(64, length) * group if name == "received" else 1
+    scores = [
+        oracle.scores(q[b : b + 1], k_block[b : b + 1].double(), [*range(length)], head, group, SCALE) / shares
+        for b, head in product(range(BATCH), range(KV_HEADS))
+    ]
+    return torch.stack(scores).unflatten(0, (BATCH, KV_HEADS))
 
 
 @pytest.mark.parametrize("name", IMPORTANCE)
@@ -42,7 +33,8 @@ def test_equals_its_definition(name):
         (40, 3, 5, torch.float16, 2e-3),
         (40, 3, 5, torch.bfloat16, 1.5e-2),
     ):
-        tensors = block(length, group=group, queries=queries, dtype=dtype)
+        shapes = (KV_HEADS * group, queries), (KV_HEADS * group, length), (KV_HEADS, length)
+        tensors = [randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
         result, exact = IMPORTANCE[name](*tensors, SCALE), by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32
         assert (result - exact).norm() < tolerance * exact.norm()

@@ -22,14 +22,8 @@ from pairs import each_choice
 from prompts import text_batch, video_batch
 
 # Qwen2.5-VL-7B's decoder.
-WIDTHS = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2**20,
-}
+WIDTHS = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+WIDTHS |= {"num_key_value_heads": 4, "max_position_embeddings": 2**20}
 
 
 def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **settings) -> list:
@@ -68,18 +62,12 @@ def test_the_predicted_peak_is_that_of_the_tensors(monkeypatch, settings):
 
 
 @pytest.mark.parametrize("method", ["xattention", "spargeattn", "flexprefill"])
-def test_blocks_of_attention_take_what_is_predicted(monkeypatch, method):
+def test_blocks_of_attention_take_what_is_predicted(method):
     """Of small blocks there are so many pairs that they take more than the layer."""
-    forward_pass, counted = forward._forward, LiveTensors()
-
-    def counting(*args, **kwargs):
-        with counted:
-            return forward_pass(*args, **kwargs)
-
-    monkeypatch.setattr(forward, "_forward", counting)
     parts, hosts = inspect_model(families.build_model("llama", layers=2)), HostGroup.single("cpu")
     config = PrefillConfig(method=method, sparse=SparseConfig(method=method, block_size=32))
-    state = prefill(parts, text_batch(1500), hosts=hosts, config=config)
+    with LiveTensors() as counted:
+        state = prefill(parts, text_batch(1500), hosts=hosts, config=config)
     sparse, dense = (
         host_memory(Share.of(parts), [LayerRun(2, state.layout, sparse=chosen)], 0, "sharded").prefill
         for chosen in (config.sparse_attention, None)
@@ -136,12 +124,8 @@ def test_neither_frames_nor_pixels_are_kept_for_the_layers():
         counts.append(len(pixels_and_frames()) - len(of_others))
 
     # The tower sees pixels, so that what is counted is there to be counted.
-    hooks = [
-        engine.model.model.visual.register_forward_pre_hook(look),
-        engine.model.get_decoder().layers[0].register_forward_pre_hook(look),
-    ]
+    for module in (engine.model.model.visual, engine.model.get_decoder().layers[0]):
+        module.register_forward_pre_hook(look)
     engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=2 * NUM_PATCHES)
-    for hook in hooks:
-        hook.remove()
     *encoding, prefilling = counts
     assert len(encoding) == NUM_PATCHES and 0 < min(encoding) <= max(encoding) < 6 and prefilling == 0

@@ -19,12 +19,10 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 APPROXIMATE, EXACT = {"passing_len": 4}, {"passing_len": 10**6}
 
 
-def demo_engine(hosts: HostGroup, mode: str | None = None, speculate=None, **settings) -> Engine:
-    reuse = None if mode is None else ReuseConfig(mode=mode)
-    prefill = PrefillConfig(**settings)
-    return Engine.from_pretrained(
-        "demo", hosts=hosts, dtype="float32", reuse=reuse, prefill=prefill, speculate=speculate
-    )
+def demo_engine(hosts: HostGroup, mode: str | None = None, speculate=None, max_bytes=2**30, **settings) -> Engine:
+    kept = None if mode is None else ReuseConfig(mode=mode, max_bytes=max_bytes)
+    options = {"reuse": kept, "prefill": PrefillConfig(**settings), "speculate": speculate}
+    return Engine.from_pretrained("demo", hosts=hosts, dtype="float32", **options)
 
 
 def ask(engine: Engine, question: str, video: Path | None = None, frames: int = FRAMES):
@@ -70,10 +68,8 @@ def test_what_is_kept_of_an_exact_method_changes_no_answer(pool, plain, hosts, m
     for rank, answers in enumerate(pool.run(hosts, questions_job, mode, settings, speculate)):
         assert [tokens for tokens, *_ in answers] == plain
         assert [reused for _, reused, *_ in answers] == [None, way, way]
-        if rank == 0:
-            assert all(
-                encoded <= needs_draft and (run < 20 or mode == "exact") for *_, encoded, run in answers[1:]
-            )
+        for *_, encoded, run in answers[1:] if rank == 0 else ():
+            assert encoded <= needs_draft and (run < 20 or mode == "exact")
 
 
 def approximate_job(hosts: HostGroup, kv: str):
@@ -100,16 +96,13 @@ def approximate_job(hosts: HostGroup, kv: str):
 @pytest.mark.parametrize("kv", ["gathered", "sharded"])
 def test_kept_kv_of_an_approximate_method_is_the_first_questions(pool, kv):
     (logits, reference), (on_host_1, _) = pool.run(2, approximate_job, kv)
-    torch.testing.assert_close(logits, on_host_1, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
+    for expected in (on_host_1, reference):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_changed_is_read_again(pool, tmp_path):
     """Another file of the same name; and after that the old one is not taken for it either."""
-    videos = []
-    for name in ("a", "b", "a"):
-        videos.append(tmp_path / f"{name}.mp4")
-        shutil.copy(demo.video_path(), videos[-1])
+    videos = [shutil.copy(demo.video_path(), tmp_path / name) for name in ("a.mp4", "b.mp4", "a.mp4")]
     answers = pool.run(2, questions_job, "exact", EXACT, None, videos)[0]
     assert [reused for _, reused, *_ in answers] == [None, None, "embeddings"]
     engine = demo_engine(HostGroup.single("cpu"), "kv")
@@ -122,10 +115,7 @@ def test_what_changed_is_read_again(pool, tmp_path):
 
 def forgetful_job(hosts: HostGroup):
     """Host 1 has lost what host 0 still has."""
-    config = ReuseConfig(mode="kv", max_bytes=2**30 if hosts.rank == 0 else 1)
-    engine = Engine.from_pretrained(
-        "demo", hosts=hosts, dtype="float32", reuse=config, prefill=PrefillConfig(kv="sharded")
-    )
+    engine = demo_engine(hosts, "kv", max_bytes=2**30 if hosts.rank == 0 else 1, kv="sharded")
     answers = [ask(engine, question) for question in QUESTIONS]
     return [answer.token_ids for answer in answers], [answer.stats["reused"] for answer in answers]
 

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -45,19 +46,15 @@ def raising(*states, **options):
 
 def choosing_job(hosts: HostGroup, installed: list) -> tuple[str | None, list[str]]:
     """The function that is used, by name, and the warnings: ``installed`` says what each host has."""
-    ring = installed[hosts.rank]
+    ring, modules = installed[hosts.rank], {}
     if ring is not None:
-        module = SimpleNamespace(zigzag_ring_flash_attn_func=ring, __spec__=SimpleNamespace())
-        sys.modules["ring_flash_attn"] = module
+        modules["ring_flash_attn"] = SimpleNamespace(zigzag_ring_flash_attn_func=ring, __spec__=SimpleNamespace())
     ring_library.usable_ring.cache_clear()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            used = ring_library.usable_ring(hosts, *PROBLEM)
-        return used and used.__name__, [str(warning.message) for warning in caught]
-    finally:
-        sys.modules.pop("ring_flash_attn", None)
-        ring_library.usable_ring.cache_clear()
+    with patch.dict(sys.modules, modules), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        used = ring_library.usable_ring(hosts, *PROBLEM)
+    ring_library.usable_ring.cache_clear()
+    return used and used.__name__, [str(warning.message) for warning in caught]
 
 
 def test_all_hosts_use_it_or_none(pool):

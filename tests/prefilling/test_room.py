@@ -18,75 +18,59 @@ import families
 from fresh_hosts import Store, described, run_fresh
 from prompts import as_inputs, build, text_batch, video_batch
 
-TOKENS = 400
+TOKENS, SHORT = 400, {"anchor_len": 8, "passing_len": 8, "query_len": 8, "kv": "sharded"}
 
 
-def refused_job(hosts: HostGroup, free_bytes: dict[int, int]) -> tuple[str, str, bool]:
-    """How a prompt ends where so little is free on some hosts, and a later one where enough is."""
-    model, config = (
-        build("llama", torch.float32),
-        PrefillConfig(kv="sharded", anchor_len=8, passing_len=8, query_len=8),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "unused_swap_bytes", lambda: 0)
-        patch.setattr(room, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
-        refused = described(lambda: prefill(model, text_batch(TOKENS), hosts=hosts, config=config))
-    state = prefill(model, text_batch(TOKENS), hosts=hosts, config=config)
-    return refused, state.method, hosts.is_broken
-
-
-def least(num_hosts: int, host: int) -> int:
-    parts, method = inspect_model(build("llama", torch.float32)), "apbv" if num_hosts > 1 else "full"
-    config = PrefillConfig(anchor_len=8, passing_len=8, query_len=8, method=method)
-    layout = METHODS[method].plan(num_hosts, TOKENS, 0, TOKENS - config.query_len, config)
-    return host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], host, "sharded").least
-
-
-def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
-    num_hosts, short = 2, 1
-    needed = least(num_hosts, short)
-    for refused, method, is_broken in pool.run(num_hosts, refused_job, {short: needed - 1}):
-        assert refused.startswith("NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: ")
-        assert f"host {short} needs at least" in refused and "fewer frames or tokens, or more hosts" in refused
-        assert not is_broken and method == ("apbv" if num_hosts > 1 else "full")
-    for allowed, *_ in pool.run(num_hosts, refused_job, {short: needed}):
-        assert not allowed.startswith("NotEnoughMemoryError")
-
-
-def reduced_job(hosts: HostGroup, free_bytes: dict[int, int], reduce: dict, kv="sharded") -> tuple[str, int]:
-    """How a prompt of 800 visual tokens ends where so little is free on some hosts, and the chunks encoded."""
-    model, batch, encoded = build("qwen2_5_vl", torch.float32), video_batch("qwen2_5_vl", frames=400), []
-    config = PrefillConfig(kv=kv, anchor_len=8, reduce=ReduceConfig(**reduce))
-    features = encode._features
+def ended_job(hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict[int, int]) -> tuple:
+    """How a prompt ends where so little is free on some hosts, the chunks encoded, and how it ends elsewhere."""
+    family = "qwen2_5_vl" if is_video else "llama"
+    batch = video_batch(family, frames=400) if is_video else text_batch(TOKENS)
+    model = build(family, torch.float32)
+    config, features, encoded = PrefillConfig(**{**SHORT, **settings}), encode._features, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
         patch.setattr(room, "unused_swap_bytes", lambda: 0)
         patch.setattr(room, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
-        return described(lambda: prefill(model, batch, hosts=hosts, config=config)), len(encoded)
+        ended = described(lambda: prefill(model, batch, hosts=hosts, config=config))
+    method = None if is_video else prefill(model, batch, hosts=hosts, config=config).method
+    return ended, len(encoded), method
+
+
+def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
+    parts, config = inspect_model(build("llama", torch.float32)), PrefillConfig(**SHORT)
+    layout = METHODS["apbv"].plan(2, TOKENS, 0, TOKENS - config.query_len, config)
+    needed = host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], 1, "sharded").least
+    for refused, _, method in pool.run(2, ended_job, False, {}, {1: needed - 1}):
+        assert refused.startswith("NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: ")
+        assert "host 1 needs at least" in refused and "fewer frames or tokens, or more hosts" in refused
+        assert method == "apbv"
+    for allowed, *_ in pool.run(2, ended_job, False, {}, {1: needed}):
+        assert not allowed.startswith("NotEnoughMemoryError")
 
 
 def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(pool):
     """Each host's 400 embeddings take more than what is left of the prompt."""
-    needed, reduce = 400 * families.HIDDEN * 4, {"method": "hippo", "ratio": 0.01}
-    for refused, num_encoded in pool.run(2, reduced_job, {1: needed - 1}, reduce):
+    needed, settings = 400 * families.HIDDEN * 4, {"reduce": ReduceConfig(method="hippo", ratio=0.01)}
+    for refused, num_encoded, _ in pool.run(2, ended_job, True, settings, {1: needed - 1}):
         assert refused.startswith("NotEnoughMemoryError: a prompt of ") and "host 1 needs at least" in refused
         assert "the embeddings of its frames" in refused and "fewer frames, or more hosts" in refused
         assert num_encoded == 0
-    assert all(allowed == "nothing raised" for allowed, _ in pool.run(2, reduced_job, {1: needed}, reduce))
+    results = pool.run(2, ended_job, True, settings, {1: needed})
+    assert all(allowed == "nothing raised" for allowed, *_ in results)
 
 
 def test_what_sparsevlm_may_leave_out_is_not_asked_for(pool):
     """How many tokens it leaves depends on a rank, of which the highest is not certain."""
     parts = inspect_model(build("qwen2_5_vl", torch.float32))
-    reduce = {"method": "sparsevlm", "ratio": 0.3, "layer": 1}
-    config = PrefillConfig(anchor_len=8, reduce=ReduceConfig(**reduce))
+    reduce = ReduceConfig(method="sparsevlm", ratio=0.3, layer=1)
+    config = PrefillConfig(anchor_len=8, reduce=reduce)
     inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl", frames=400), None, HostGroup.single("cpu"))
     share, shape = Share.of(parts), PromptShape.of(parts, inputs, config.reduce)
     forecast = Forecast.of_shape(config, share.sizes, 2, shape)
     most, fewest = (host_memory(share, runs, 0, "gathered").least for runs in (forecast.most, forecast.fewest))
     assert fewest < most
     for free, outcome in ((fewest, "nothing raised"), (fewest - 1, "NotEnoughMemoryError")):
-        for ended, _ in pool.run(2, reduced_job, {0: free}, reduce, "gathered"):
+        for ended, *_ in pool.run(2, ended_job, True, {"reduce": reduce, "kv": "gathered"}, {0: free}):
             assert ended.startswith(outcome) and ("kv='sharded'" in ended) == (free < fewest)
 
 
@@ -95,6 +79,10 @@ def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     monkeypatch.setattr(room, "free_memory_bytes", lambda device: next(free))
     monkeypatch.setattr(room, "unused_swap_bytes", lambda: 0)
     assert prefill(build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")).num_tokens
+
+
+STAGES = {"encoding": (encode, "_features"), "reduction": (early, "choose_rows")}
+STAGES |= {"prefill": (PrefillMethod, "attend"), "handoff": (ShardedKV, "gathered")}
 
 
 def out_of_memory(*args, **kwargs):
@@ -107,19 +95,14 @@ def exhausted_job(hosts: HostGroup, stage: str, victim: int, reduce: str | None 
     config = PrefillConfig(anchor_len=8, reduce=reduce and ReduceConfig(method=reduce))
     with pytest.MonkeyPatch.context() as patch:
         if hosts.rank == victim:
-            where = {
-                "encoding": (encode, "_features"),
-                "reduction": (early, "choose_rows"),
-                "prefill": (PrefillMethod, "attend"),
-                "handoff": (ShardedKV, "gathered"),
-            }
-            patch.setattr(*where[stage], out_of_memory)
-        return described(lambda: prefill(model, batch, hosts=hosts, config=config))
+            patch.setattr(*STAGES[stage], out_of_memory)
+        failure = described(lambda: prefill(model, batch, hosts=hosts, config=config))
+    assert model.get_decoder().config._attn_implementation == "sdpa", "the model is left as it was"
+    return failure
 
 
 def test_an_allocator_that_fails_is_one_clear_error():
-    stages = [("encoding", None), ("prefill", None), ("handoff", None)]
-    for stage, reduce in [*stages, ("encoding", "hippo"), ("reduction", "hippo"), ("prefill", "fastv")]:
+    for stage, reduce in (("encoding", None), ("handoff", None), ("reduction", "hippo"), ("prefill", "fastv")):
         failed = exhausted_job(HostGroup.single("cpu"), stage, 0, reduce)
         where = f"host 0 ran out of memory on cpu in the {stage} of a prompt of "
         assert failed.startswith(f"NotEnoughMemoryError: {where}")

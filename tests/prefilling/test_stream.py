@@ -2,6 +2,8 @@
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
-from apbv.input.pixels import KeptPixels, PixelChunk, SourcePixels, ahead
+from apbv.input.pixels import KeptPixels, SourcePixels, ahead
 from apbv.input.readers import VideoReader
 from apbv.input.video import VideoError, probe, sample_uniform
 from apbv.input.visual import VisualInput, VisualItem
@@ -18,11 +20,11 @@ from apbv.input.visual import VisualInput, VisualItem
 import families
 import video_files
 from engines import QUESTION
-from fresh_hosts import described
 from pairs import each_choice
 
 FRAMES = 13
 ONE_PATCH = VideoConfig(chunk_bytes=1)
+PREFILL = PrefillConfig(video=ONE_PATCH)
 
 
 def logits_job(hosts: HostGroup, family: str, clip: str, settings: dict):
@@ -65,8 +67,7 @@ def logits_by_transformers(family: str, clip: Path) -> torch.Tensor:
 )
 def test_chunks_of_one_patch_prefill_as_the_whole(pool, clip, family, num_hosts, frame_parallel):
     expected = logits_by_transformers(family, clip)
-    settings = {"frame_parallel": frame_parallel}
-    results = pool.run(num_hosts, logits_job, family, str(clip), settings)
+    results = pool.run(num_hosts, logits_job, family, str(clip), {"frame_parallel": frame_parallel})
     for logits, num_calls, share in results:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert num_calls == share > 1  # pixels are fp32, whatever the model is
@@ -82,53 +83,38 @@ def late_damage(folder: Path) -> tuple[str, int]:
     return str(broken), 27
 
 
-def late_damage_job(hosts: HostGroup, path: str, broken: str, good: str):
-    """How a request fails whose last frames are damaged, with a draft; and what is answered afterwards."""
-    settings = {
-        "prefill": PrefillConfig(video=ONE_PATCH),
-        "speculate": SpeculativeConfig(strategy="vanilla", draft_model=path),
-    }
-    engine = Engine.from_pretrained(path, hosts=hosts, **settings)
-    engine.generate(QUESTION, video=good, num_frames=8, max_new_tokens=2)
-    before = threading.active_count()
-    with pytest.raises(Exception) as raised:  # and is kept, as a log or a debugger keeps it
-        engine.generate(QUESTION, video=broken, num_frames=30, max_new_tokens=2)
-    left, failure = threading.active_count() - before, f"{raised.typename}: {raised.value}"
-    return failure, left, engine.generate(QUESTION, video=good, num_frames=8, max_new_tokens=2).token_ids
+def failures_job(hosts: HostGroup, path: str, broken: str, good: str) -> list[tuple]:
+    """How requests end that fail on the last host, with a draft; threads left, and what is answered afterwards."""
+    speculate = SpeculativeConfig(strategy="vanilla", draft_model=path)
+    engine = Engine.from_pretrained(path, prefill=PREFILL, hosts=hosts, speculate=speculate)
+    good, ended = {"video": good, "num_frames": 8, "max_new_tokens": 2}, []
 
+    def fail(begun: str, stage: str) -> None:
+        if begun == stage and hosts.rank == hosts.size - 1:
+            raise RuntimeError("the caller cannot go on")
 
-def test_damage_in_a_late_chunk_fails_all_and_breaks_nothing(pool, checkpoints, clip, tmp_path):
-    """The last host meets it when the others have sent, and received, several chunks."""
-    broken, frame = late_damage(tmp_path)
-    results = pool.run(2, late_damage_job, str(checkpoints("qwen3_vl")), broken, str(clip))
-    *others, last = [failure for failure, *_ in results]
-    assert last.startswith("VideoError: ") and "broken.mp4" in last and str(frame) in last
-    assert all(f.startswith("HostError: host 1 failed in encode: VideoError") for f in others)
-    assert all(left <= 0 for _, left, _ in results), "threads go on after the request"
-    assert all(tokens == results[0][2] for *_, tokens in results)
-
-
-def callback_job(hosts: HostGroup, path: str, clip: str):
-    """How requests end in which the last host's caller fails, and what the same group answers afterwards."""
-    engine = Engine.from_pretrained(path, prefill=PrefillConfig(video=ONE_PATCH), hosts=hosts)
-    request, ended = {"video": clip, "num_frames": 12, "max_new_tokens": 2}, []
-    for stage in ("decode_video", "exchange"):
-
-        def fail(begun: str, stage: str = stage) -> None:
-            if begun == stage and hosts.rank == hosts.size - 1:
-                raise RuntimeError("the caller cannot go on")
-
-        failure = described(lambda fail=fail: engine.generate(QUESTION, on_stage=fail, **request))
-        ended.append((failure, engine.generate(QUESTION, **request).token_ids))
+    requests = [{**good, "video": broken, "num_frames": 30}]
+    requests += [{**good, "on_stage": partial(fail, stage=stage)} for stage in ("decode_video", "exchange")]
+    engine.generate(QUESTION, **good)
+    for request in requests:
+        before = threading.active_count()
+        with pytest.raises(Exception) as raised:  # and is kept, as a log or a debugger keeps it
+            engine.generate(QUESTION, **request)
+        left, failure = threading.active_count() - before, f"{raised.typename}: {raised.value}"
+        ended.append((failure, left, engine.generate(QUESTION, **good).token_ids))
     return ended
 
 
-def test_a_callers_mistake_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, clip):
-    results = pool.run(2, callback_job, str(checkpoints("qwen2_vl")), str(clip))
-    for (failure, tokens), (own, others) in zip(*results, strict=True):
-        assert re.match("HostError: host 1 failed in .*RuntimeError: the caller cannot go on", failure)
-        assert own == "RuntimeError: the caller cannot go on"
-        assert tokens == others
+def test_a_failure_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, clip, tmp_path):
+    """Of a file whose late frame is damaged, when several chunks have been exchanged; and of a host's caller."""
+    broken, frame = late_damage(tmp_path)
+    first, last = pool.run(2, failures_job, str(checkpoints("qwen3_vl")), broken, str(clip))
+    reasons = ["VideoError: ", *["RuntimeError: the caller cannot go on"] * 2]
+    for (quoting, *_, tokens), (own, _, others), reason in zip(first, last, reasons, strict=True):
+        assert own.startswith(reason) and re.match(f"HostError: host 1 failed in .*{reason}", quoting)
+        assert tokens == others == first[0][2]
+    assert "broken.mp4" in last[0][0] and str(frame) in last[0][0]
+    assert all(left <= 0 for _, left, _ in first + last), "threads go on after the request"
 
 
 def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
@@ -141,16 +127,9 @@ def test_kept_pixels_serve_two_towers_at_once(clip):
     pixels, chunks = pixels_of(clip)
     expected = [chunk.values["pixel_values_videos"] for chunk in pixels.chunks(chunks)]
     assert len(expected) == len(chunks)
-    kept, seen = KeptPixels(pixels), [[], []]
-
-    def look(found: list[PixelChunk]) -> None:
-        found.extend(kept.chunks(chunks))
-
-    threads = [threading.Thread(target=look, args=(found,)) for found in seen]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    kept = KeptPixels(pixels)
+    with ThreadPoolExecutor(2) as executor:
+        seen = [*executor.map(lambda _: list(kept.chunks(chunks)), range(2))]
     for found in seen:
         assert all(torch.equal(a.values["pixel_values_videos"], b) for a, b in zip(found, expected, strict=True))
     assert all(a is b for a, b in zip(*seen, strict=True)), "the file was read twice"
@@ -165,7 +144,7 @@ def test_kept_pixels_fail_for_everybody(tmp_path):
 
 
 def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
-    made, ended, go_on = [], threading.Event(), threading.Semaphore(0)
+    made, ended, go_on = [], threading.Event(), threading.Semaphore(2)
 
     def items():
         try:
@@ -176,15 +155,12 @@ def test_what_runs_ahead_runs_one_ahead_and_ends_with_its_user():
         finally:
             ended.set()
 
-    go_on.release(2)
     running = ahead(items())
-    assert next(running) == 0
-    go_on.release(1)
-    assert next(running) == 1
-    assert len(made) <= 3  # the one in use and the one after it; nobody asked for more
-    go_on.release(1)
+    for number in range(2):
+        assert next(running) == number
+        go_on.release()
     running.close()
-    assert ended.is_set() and len(made) <= 4
+    assert ended.is_set() and len(made) <= 4  # the one in use and the one after it; nobody asked for more
 
 
 @pytest.mark.parametrize(

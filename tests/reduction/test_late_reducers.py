@@ -6,25 +6,30 @@ import pytest
 import torch
 from late_oracle import full_attention, run_reduced
 
-from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv import HostGroup, SamplingConfig
 from apbv.config import ReduceConfig
 from apbv.prefilling.reduction import question_attention, sparsevlm
 
+import families
 from answers import plain_tokens
-from families import build_processor, synthetic_video
 from oracle import oracle_of
 from pairs import each_choice
-from prompts import UNCOMPRESSED, as_inputs, build, relative_error, video_batch
+from prompts import (
+    UNCOMPRESSED,
+    as_inputs,
+    build,
+    check_prefill,
+    kv_of,
+    prefilled,
+    processed,
+    relative_error,
+    video_batch,
+)
 
 NUM_NEW = 6
 # Behind so many of the tiny model's three layers: (--reduce-layer, where tokens are dropped).
-STEPS = {
-    "fastv": (1, [1]),
-    "pdrop": (1, [1, 2]),
-    "sparsevlm": (1, [1, 2]),
-    "uv_prune": (2, [2]),
-    "hippo_attention": (2, [2]),
-}
+STEPS = {"fastv": (1, [1]), "pdrop": (1, [1, 2]), "sparsevlm": (1, [1, 2])}
+STEPS |= {"uv_prune": (2, [2]), "hippo_attention": (2, [2])}
 
 
 @cache
@@ -32,43 +37,27 @@ def prompt_of(family: str, is_mixed: bool = False) -> dict:
     """A video, or two videos and an image with text between them."""
     if not is_mixed:
         return video_batch(family)
-    kinds = ["video", "image", "video"]
-    content = [part for kind in kinds for part in ({"type": kind}, {"type": "text", "text": f"a {kind}, "})]
-    processor = build_processor(family)
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-    )
-    videos = [synthetic_video(frames, 56, 70) for frames in (12, 20)]
-    image = synthetic_video(1, 84, 56)[0]
-    return dict(processor(text=[text], images=[image], videos=videos, do_sample_frames=False, return_tensors="pt"))
+    first, last = (families.synthetic_video(frames, 56, 70) for frames in (12, 20))
+    return processed(family, first, "a video, ", families.synthetic_image(84, 56), "an image, ", last, "a video, ")
 
 
 @cache
 def expected(family: str, name: str, ratio: float, drops: tuple[int, ...], is_mixed: bool):
     reduced = run_reduced(family, prompt_of(family, is_mixed), name, ratio, list(drops))
-    states = [(layer.keys.clone(), layer.values.clone()) for layer in reduced.cache.layers]
-    return reduced.logits, states, reduced.continuation(NUM_NEW)
+    return reduced.logits, kv_of(reduced.cache), reduced.continuation(NUM_NEW)
 
 
 def reduced_job(hosts: HostGroup, family: str, reduce: dict, settings: dict, is_mixed: bool = False):
-    model, frame_parallel = build(family, torch.float64), settings.get("frame_parallel", True)
-    inputs = as_inputs(family, prompt_of(family, is_mixed), None, hosts, torch.float64, frame_parallel)
-    config = PrefillConfig(on_single_host=True, reduce=ReduceConfig(**reduce), **settings)
-    state = prefill(model, inputs, hosts=hosts, config=config)
-    gathered = state.to_dynamic_cache()
-    kv = None if gathered is None else [(layer.keys.clone(), layer.values.clone()) for layer in gathered.layers]
-    tokens = plain_tokens(state, model, SamplingConfig(max_new_tokens=NUM_NEW, ignore_eos=True))
-    return state.logits, kv, tokens, state.exact
+    settings = settings | {"reduce": ReduceConfig(**reduce)}
+    state, result = prefilled(hosts, family, prompt_of(family, is_mixed), None, settings)
+    sampling = SamplingConfig(max_new_tokens=NUM_NEW, ignore_eos=True)
+    result.tokens = plain_tokens(state, build(family, torch.float64), sampling)
+    return result
 
 
 def check(results, logits, states, tokens=None):
-    for got, kv, answer, exact in results:
-        assert relative_error(got, logits) < 1e-9
-        assert not exact and (tokens is None or answer == tokens)
-        assert (kv is None) == (got is not results[0][0])
-        for (keys, values), (their_keys, their_values) in zip(kv or (), states, strict=kv is not None):
-            assert keys.shape == their_keys.shape
-            assert relative_error(keys, their_keys) < 1e-9 and relative_error(values, their_values) < 1e-9
+    check_prefill(results, logits, states, 1e-9)
+    assert not any(result.exact or (tokens and result.tokens != tokens) for result in results)
 
 
 QWEN = "qwen2_5_vl"
@@ -148,4 +137,4 @@ def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, n
     # Star Attention's only block but the anchor sees all before it on two hosts.
     assert (relative_error(reduced.logits, exact) > 1e-4) == (settings.get("method") != "star" or num_hosts > 2)
     results = pool.run(num_hosts, reduced_job, family, {"method": name, "ratio": ratio, "layer": layer}, settings)
-    check(results, reduced.logits, [(layer.keys, layer.values) for layer in reduced.cache.layers])
+    check(results, reduced.logits, kv_of(reduced.cache))

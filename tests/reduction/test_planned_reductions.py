@@ -3,7 +3,6 @@
 import operator
 import threading
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from apbv.prefilling.reduction.shape import PromptShape
 import families
 from live_tensors import LiveTensors
 from pairs import each_choice
-from prompts import video_batch
+from prompts import kv_of, processed, video_batch
 
 LAYERS, FRAMES, SIZE = 6, 28, (56, 70)
 
@@ -31,25 +30,13 @@ LAYERS, FRAMES, SIZE = 6, 28, (56, 70)
 @cache
 def batch_of(family: str) -> dict:
     """A video between as many tokens of text as a plan takes to be there: 16, and 64."""
-    processor = families.build_processor(family)
-    content = [{"type": "text", "text": ""}, {"type": "video"}, {"type": "text", "text": ""}]
-
-    def made() -> dict:
-        chat = [{"role": "user", "content": content}]
-        text = processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        video, options = families.synthetic_video(FRAMES, *SIZE), {"do_sample_frames": False}
-        return dict(processor(text=[text], videos=[video], return_tensors="pt", **options))
-
-    parts = inspect_model(families.build_model(family))
-    where = parts.is_visual(made()["input_ids"][0]).nonzero().flatten()
-    behind = made()["input_ids"].shape[1] - 1 - int(where[-1])
-    content[0]["text"], content[2]["text"] = "b" * (16 - int(where[0])), "q" * (64 - behind)
-    return made()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("planned")
+    before = behind = ""
+    for _ in range(2):
+        batch = processed(family, before, families.synthetic_video(FRAMES, *SIZE), behind)
+        where = inspect_model(families.build_model(family)).is_visual(batch["input_ids"][0]).nonzero().flatten()
+        before += "b" * (16 - int(where[0]))
+        behind += "q" * (64 - (batch["input_ids"].shape[1] - 1 - int(where[-1])))
+    return batch
 
 
 def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
@@ -59,7 +46,7 @@ def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
     gathered = None
     if config.kv == "gathered":
         cache = state.to_dynamic_cache()
-        gathered = cache and sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        gathered = cache and sum(states.nbytes for layer in kv_of(cache) for states in layer)
     held = state.shards.nbytes() if config.kv == "sharded" else None
     return batch_of(family)["input_ids"].shape[1], state.num_tokens, state.reduction, held, gathered
 
@@ -72,13 +59,11 @@ def prefill_job(hosts: HostGroup, family: str, config: PrefillConfig):
     num_hosts=[1, 2, 2],
     kv=["sharded", "gathered"] * 4,
 )
-def test_tokens_and_kv_are_those_of_the_prefill(pool, folder, name, family, method, ratio, num_hosts, kv):
+def test_tokens_and_kv_are_those_of_the_prefill(pool, tmp_path, name, family, method, ratio, num_hosts, kv):
     """One family has positions in space, the other a row that ends the video."""
     reduce = ReduceConfig(method=name, ratio=ratio)
     config = PrefillConfig(method=method, kv=kv, on_single_host=True, reduce=reduce)
-    path = folder / family
-    if not path.exists():
-        families.save_checkpoint(family, path, layers=LAYERS)
+    path = families.save_checkpoint(family, tmp_path, layers=LAYERS)
     memory = 10**7  # the less it is, the sooner it is found how many frames would fit
     planned = plan(path, frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
     left, results = planned.reduction, pool.run(num_hosts, prefill_job, family, config)
@@ -123,9 +108,8 @@ def measured(monkeypatch, family: str, dtype: torch.dtype, num_hosts: int, reduc
         inputs = ModelInputs.from_processor(parts, batch, hosts)
         share, shape, reduction = Share.of(parts), PromptShape.of(parts, inputs, reduce), None
         prefill(parts, inputs, hosts=hosts, config=config)
-        left = shape
+        left = shape if reduce.is_late else shape_left(reduce, shape)
         if not reduce.is_late:
-            left = shape_left(reduce, shape)
             reduction = reduction_memory(reduce, share, shape, inputs.visual.pieces, hosts.rank)
         runs = Forecast.of_shape(config, share.sizes, hosts.size, left).most
         memory = host_memory(share, runs, hosts.rank, "sharded", reduction=reduction)

@@ -71,14 +71,10 @@ def test_no_draft_host_changes_an_answer(pool, request_, plain, num_hosts, ways)
 def test_a_draft_that_is_the_target_is_always_right(request_, begins):
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
     way = {"strategy": "vanilla"} if begins is None else {"strategy": "hippo", "keep_ratio": 1.0, **begins}
-    pruned, prune_prompt = [], ModelDrafter.prune_prompt
-
-    def noted(self, rows) -> None:
-        pruned.extend(rows.tolist())
-        prune_prompt(self, rows)
-
-    with patch.object(ModelDrafter, "prune_prompt", noted):
+    prune_prompt = ModelDrafter.prune_prompt
+    with patch.object(ModelDrafter, "prune_prompt", autospec=True, side_effect=prune_prompt) as noted:
         stats = engine_of(HostGroup.single(), way, 0).generate(QUESTION, **request_).stats
+    pruned = [row for call in noted.call_args_list for row in call.args[1].tolist()]
     # The prompt's last token is not among them: it is run again, so that its logits begin the answer.
     assert pruned == (list(range(stats["num_input_tokens"] - 1)) if begins == {"prune": "kv"} else [])
     figures = stats["speculation"]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import DynamicCache
-from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
 from apbv.config import SamplingConfig
@@ -18,26 +17,21 @@ from apbv.speculate.ensemble import (
     EnsembleDrafter,
     as_text,
     make_weights,
-    pooling_cells,
     read_contexts,
 )
 
 import families
 from engines import CAPTION, QUESTION
+from prompts import processed
 
 # ---- one batch of contexts, and each alone ----
 
 
 def video_prompt(family: str) -> tuple[dict, ModelInputs]:
     """Frames of 3 x 5 tokens for M-RoPE families, so that 2 x 2 cells are ragged."""
-    processor = families.build_processor(family)
-    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    metadata = VideoMetadata(total_num_frames=12, fps=8.0, frames_indices=list(range(0, 12, 2)))
-    video = {"videos": [families.synthetic_video(6, 84, 140)], "video_metadata": [metadata]}
-    batch = processor(text=[text], **video, do_sample_frames=False, return_tensors="pt")
+    batch = processed(family, families.synthetic_video(6, 84, 140), QUESTION)
     parts = inspect_model(families.build_model(family, dtype=torch.float64))
-    return dict(batch), ModelInputs.from_processor(parts, batch, HostGroup.single())
+    return batch, ModelInputs.from_processor(parts, batch, HostGroup.single())
 
 
 def tokenizer_of(family: str):
@@ -185,15 +179,3 @@ def test_text_in_place_of_runs_of_visual_tokens():
     visual = [False, True, True, False, True, True]
     assert as_text([1, 9, 9, 2, 9, 9], visual, [7, 8], [6]) == [1, 7, 8, 2, 6]
     assert as_text([9, 9, 3], [True, True, False], [6], [6]) == [6, 3]
-
-
-def test_images_are_pooled_where_they_are_grids():
-    processor, parts = families.build_processor("qwen2_5_vl"), inspect_model(families.build_model("qwen2_5_vl"))
-    content = [{"type": "image"}, {"type": "image"}]
-    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    images = [families.synthetic_image(84, 140), families.synthetic_image(112, 84)]
-    inputs = processor(text=[text], images=images, return_tensors="pt")
-    cells = [[0, 0, 2, 2, 4], [0, 0, 2, 2, 4], [10, 10, 12, 12, 14]]  # of 3 x 5 tokens
-    cells += [[15, 15, 17], [15, 15, 17], [21, 21, 23], [21, 21, 23]]
-    found = pooling_cells(parts, ModelInputs.from_processor(parts, inputs, HostGroup.single()))
-    assert found.tolist() == [cell for row in cells for cell in row]

@@ -63,9 +63,8 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
 
     left = []
     ends = [place for place in range(1, 10) if plain[place] not in plain[:place]]
-    for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES])):
-        if drawn and loop is chain:
-            continue  # it draws with other numbers
+    # A chain draws with other numbers.
+    for loop, shapes in ((chain, CHAINS), (tree, [(pattern,) for pattern in BRANCHES]))[bool(drawn) :]:
         runs = {shape: check(loop, *shape) for shape in shapes}
         left.append(runs[shapes[-1]][1:])
         for most in (1, 2, 5, 6, 7):  # before, in and behind a window, or a tree

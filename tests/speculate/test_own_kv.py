@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
+from apbv import HostGroup, SpeculativeConfig
 from apbv.config import SamplingConfig
 from apbv.decode.decoder import Decoder
 from apbv.kv.select import select_kv
@@ -17,7 +17,7 @@ from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.tree_drafter import TreeDrafter
 
 import families
-from engines import QUESTION
+from engines import QUESTION, build_engine
 
 VISIBLE = 7  # the latest visual tokens, which is what "streaming" sees
 
@@ -53,9 +53,7 @@ def test_kept_kv_is_read_where_it_lies_as_if_it_were_copied(monkeypatch):
 
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
     """What was proposed in every round, and what a fresh drafter proposes that begins with all verified KV."""
-    model = families.build_model("qwen2_5_vl", dtype=torch.float64)
-    processor, kind = families.build_processor("qwen2_5_vl"), ModelDrafter if num_nodes is None else TreeDrafter
-    parts, proposed = inspect_model(model), []
+    kind, proposed = ModelDrafter if num_nodes is None else TreeDrafter, []
 
     def listened(drafter, tokens, count, propose=kind.propose):
         proposed.append((list(tokens), count, propose(drafter, tokens, count)))
@@ -64,13 +62,12 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
     share = VISIBLE / 36  # of 12 frames, merged in pairs, of 2 x 3 tokens
     way = {"strategy": "streaming", "keep_ratio": share, "num_tree_nodes": num_nodes, "keep_losing_draft": True}
     with patch.object(kind, "propose", listened):
-        engine = Engine(model, processor, hosts, PrefillConfig(kv=kv), speculate=SpeculativeConfig(**way))
+        engine = build_engine(hosts, "qwen2_5_vl", kv, SpeculativeConfig(**way))
         figures = engine.generate(QUESTION, **request).stats["speculation"]
     if hosts.rank:
         return None
-    state = Engine(model, processor, HostGroup.single()).prefill(
-        QUESTION, video=request["video"], num_frames=request["num_frames"]
-    )
+    parts, alone = inspect_model(engine.model), build_engine(HostGroup.single(), "qwen2_5_vl")
+    state = alone.prefill(QUESTION, video=request["video"], num_frames=request["num_frames"])
     prompt, expected = state.to_dynamic_cache(), []
     visual = parts.is_visual(state.inputs.input_ids[0]).nonzero().flatten()
     hidden = set(visual[:-VISIBLE].tolist())

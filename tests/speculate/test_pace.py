@@ -2,7 +2,9 @@
 
 import random
 import warnings
+from collections import Counter
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,14 +38,10 @@ def test_the_best_window_is_that_of_the_least_time_per_token(cost_ratio, accepta
     assert time_per_token(best) == pytest.approx(min(map(time_per_token, range(1, 17))))
     assert best >= best_window(cost_ratio, acceptance / 2, 16)
     # Where a drafted token costs as much as a pass of the target, there is nothing to gain.
-    assert best_window(cost_ratio, 0.0, 16) == 1 and best_window(cost_ratio, 1.0, 16) == (
-        16 if cost_ratio > 1 else 1
-    )
+    assert [best_window(cost_ratio, chance, 16) for chance in (0.0, 1.0)] == [1, 16 if cost_ratio > 1 else 1]
 
 
-def rounds_of(
-    pace: Pace, count: int, chance: float, draft: float, verify: float, extra: float = 0.0, seed: int = 0
-):
+def rounds_of(pace: Pace, count: int, chance: float, draft: float, verify: float, extra=0.0, seed=0):
     """Seconds and tokens of so many rounds, or until the draft is dropped."""
     generator, seconds, tokens, windows = random.Random(seed), 0.0, 0, []
     for _ in range(count):
@@ -101,47 +99,35 @@ def test_a_winning_draft_stays_whatever_holds_it_up_once():
 # ---- in the loops, on real hosts ----
 
 
-class Costs:
-    """A clock for one host; what the loops do costs what is said here, and nothing else."""
-
-    now = 0.0
-
-    def timed(self, function, seconds):
-        def call(*args, **kwargs):
-            self.now += seconds(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return call
-
-
 def loops_job(hosts: HostGroup):
     """Tokens, statistics and time on host 0 of chains and trees, which lose or win; and of the target alone."""
     model, batch = build("llama", torch.float64), text_batch(60)
     decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
     answer = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS + 8)))
-    results, costs = [], Costs()
-    hosts.clock = lambda: costs.now
-    try:
+    results, costs = [], Counter()
+
+    def timed(function, seconds):
+        return lambda *args: costs.update(now=seconds) or function(*args)
+
+    with patch.object(hosts, "clock", lambda: float(costs["now"])):
         for is_winning, is_tree in product((False, True), repeat=2):
-            costs.now, price = 0.0, 0.01 if is_winning else 0.5
+            costs["now"], price = 0.0, 0.01 if is_winning else 0.5
             decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
-            decoder.advance = costs.timed(decoder.advance, lambda tokens: 1.0)
-            decoder.advance_tree = costs.timed(decoder.advance_tree, lambda *args: 1.0)
+            decoder.advance = timed(decoder.advance, 1.0)
+            decoder.advance_tree = timed(decoder.advance_tree, 1.0)
             if is_tree:
                 drafter = ScriptedTree(answer, lambda place, right=0 if is_winning else None: right)
                 loop, shape = generate_by_tree, (Tree.of(9, 3), Pace(3, keep_losing_draft=False))
             else:
                 drafter = ScriptedDrafter(answer, PATTERNS["all" if is_winning else "none"])
                 loop, shape = generate_speculatively, (Pace(3, keep_losing_draft=False),)
-            drafter.propose = costs.timed(drafter.propose, lambda *args, price=price: 3 * price)
+            drafter.propose = timed(drafter.propose, 3 * price)
             greedy = answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 tokens, stats = loop(greedy, drafter if hosts.is_leader else None, *shape)
             said = [str(w.message) for w in caught if "without the draft" in str(w.message)]
-            results.append((is_winning, tokens, stats.summary(len(tokens)), costs.now, said))
-    finally:
-        del hosts.clock
+            results.append((is_winning, tokens, stats.summary(len(tokens)), costs["now"], said))
     return answer[:STEPS], results
 
 

@@ -5,7 +5,8 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,21 +32,21 @@ from table_model import NUM_SAMPLES, TableModel, surprise_of, tables
 # ---- the pipeline, with a scripted draft ----
 
 
-class ScriptedStream:
-    """Writes the answer, and errs or fails where it is told to."""
+def scripted(answer: list[int], pattern, fail_after: int | None = None):
+    """A draft that writes the answer, and errs or fails where it is told to."""
 
-    def __init__(self, answer: list[int], pattern, fail_after: int | None = None):
-        self.answer, self.pattern, self.fail_after, self.count = answer, pattern, fail_after, 0
+    numbers = count()
 
-    def stream(self, sequence):
+    def stream(sequence):
         said = list(sequence[1:])
         for place in range(100):
-            if self.count == self.fail_after:
+            if next(numbers) == fail_after:
                 raise RuntimeError("out of memory")
-            self.count += 1
-            right = self.answer[len(said)] if said == self.answer[: len(said)] and len(said) < STEPS else 0
-            said.append(right if self.pattern(place) else (right + 1) % VOCABULARY)
+            right = answer[len(said)] if said == answer[: len(said)] and len(said) < STEPS else 0
+            said.append(right if pattern(place) else (right + 1) % VOCABULARY)
             yield said[-1], None
+
+    return SimpleNamespace(stream=stream)
 
 
 def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
@@ -61,7 +62,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
             pass
         if pair.is_draft:
             try:
-                stream = ScriptedStream(plain, pattern, run.get("fail_after"))
+                stream = scripted(plain, pattern, run.get("fail_after"))
                 results.append(draft_beside(pair.link, Draft(stream, 0), 0)[0])
                 continue
             except RuntimeError as error:
@@ -154,24 +155,19 @@ def links(window: int, drawn: bool = False) -> list[Link]:
     return ends
 
 
-class Meanwhile:
-    """A draft of which the target judges each window while its third token is written."""
-
-    def __init__(self, target: Link):
-        self.target, self.verdicts = target, iter([GO_ON, GO_ON, DONE])
-
-    def stream(self, sequence):
-        for place in range(100):
-            if place == 2:
-                self.target.send_verdict(next(self.verdicts), len(sequence) - 1, 7)
-            yield place, None
-
-
 @pytest.mark.parametrize(("stops", "windows"), [(True, [3, 3, 3]), (False, [12, 4, 3])])
 def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
     """And once it is known that the answer has ended, or goes on otherwise, none is longer."""
-    target, draft = links(4)
-    _, report, _ = draft_beside(draft, Draft(Meanwhile(target), 0), 0, stops_with_target=stops)
+    (target, draft), verdicts = links(4), iter([GO_ON, GO_ON, DONE])
+
+    def stream(sequence):
+        for place in range(100):
+            if place == 2:  # the target judges each window while its third token is written
+                target.send_verdict(next(verdicts), len(sequence) - 1, 7)
+            yield place, None
+
+    drafting = Draft(SimpleNamespace(stream=stream), 0)
+    _, report, _ = draft_beside(draft, drafting, 0, stops_with_target=stops)
     assert [span.details["tokens"] for span in report.spans if span.name == "draft"] == windows
     assert report.num_drafted == sum(windows)
 
@@ -179,26 +175,20 @@ def test_a_window_can_be_as_long_as_the_target_takes(stops, windows):
 # ---- drawn answers ----
 
 
-class TableStream:
-    """The table's draft; the prompt's last token is 0, as for the target."""
+def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -> list[int]:
+    model.seed, model.said = seed, []
 
-    def __init__(self, model: TableModel):
-        self.model = model
-
-    def stream(self, sequence):
+    def stream(sequence):  # the prompt's last token is 0, as for the target
         said = list(sequence)
         while True:
-            proposal = self.model.propose(said, 1, index=len(said) - 1)
+            proposal = model.propose(said, 1, index=len(said) - 1)
             said += proposal.tokens
             yield proposal.tokens[0], proposal.q[0]
 
-
-def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -> list[int]:
-    model.seed, model.said = seed, []
     target, draft = links(gamma, drawn=True)
     sampling = SamplingConfig(max_new_tokens=most, temperature=1.0, seed=seed)
     with ThreadPoolExecutor(1) as executor:
-        drafting = executor.submit(draft_beside, draft, Draft(TableStream(model), 0), 0)
+        drafting = executor.submit(draft_beside, draft, Draft(SimpleNamespace(stream=stream), 0), 0)
         tokens, _ = generate_beside_draft(model.answer(sampling), target, Pace(gamma))
         assert drafting.result()[0] == tokens
     return tokens

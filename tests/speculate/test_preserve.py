@@ -97,45 +97,6 @@ def test_methods_that_share_out_the_question_cannot_be_watched():
 # ---- HIPPO's scores ----
 
 
-def frames(num_frames: int, height: int, width: int) -> torch.Tensor:
-    return torch.randn(num_frames, height * width, 12, generator=torch.Generator().manual_seed(5))
-
-
-def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(a @ b / (a.norm() * b.norm()))
-
-
-def test_change_over_time():
-    video = frames(3, 2, 3)
-    scores = temporal_change(video)
-    for f, place in product(range(3), range(6)):
-        around = [cosine(video[f, place], video[g, place]) for g in (f - 1, f + 1) if 0 <= g < 3]
-        assert scores[f, place] == pytest.approx(1 - sum(around) / len(around), abs=1e-5)
-    # A piece of a video, with the frames next to it.
-    torch.testing.assert_close(temporal_change(video[1:2], video[0], video[2]), scores[1:2])
-
-
-def test_variety_in_space():
-    height, width = 7, 11
-    video = frames(2, height, width)
-    scores = spatial_variety(video, height, width)
-    for f, y, x in product(range(2), range(height), range(width)):
-        rows, columns = (range(at - at % 5, min(end, at - at % 5 + 5)) for at, end in ((y, height), (x, width)))
-        here = video[f, y * width + x]
-        similar = torch.tensor([cosine(here, video[f, v * width + u]) for v, u in product(rows, columns)])
-        assert scores[f, y * width + x] == pytest.approx(float(((similar - similar.mean()) ** 2).mean()), abs=1e-5)
-
-
-@pytest.mark.filterwarnings("error")
-def test_standard_scores():
-    for unit in (None, 1.0):
-        assert standardised(torch.ones(2, 4), unit).abs().max() == 0  # equal scores say nothing
-        assert standardised(torch.empty(0, 4), unit).shape == (0, 4)  # of a host without frames
-    # Of N tokens each gets 1/N of the attention on average; HIPPO's sum of z-scores must not depend on N.
-    scores = torch.rand(3, 36, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(standardised(scores / 1e6), standardised(scores))
-
-
 def semantics_job(hosts: HostGroup, family: str, frame_parallel: bool):
     model = build(family, torch.float32)
     parts = inspect_model(model)

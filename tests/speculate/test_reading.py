@@ -19,7 +19,7 @@ from apbv.speculate.draft_kv import prefill_draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter, Proposal
 
 import families
-from engines import QUESTION
+from engines import QUESTION, build_engine
 from families import OMNI
 from oracle import as_double
 from patience import HANGING
@@ -134,10 +134,8 @@ def test_a_draft_hears_everything_and_sees_what_it_keeps(pool, heard, num_hosts,
 
 
 def heard_job(hosts: HostGroup, path: str, way: dict | None):
-    model, draft = (families.build_model(OMNI, dtype=torch.float64) for _ in range(2))
     speculate = way and SpeculativeConfig(keep_losing_draft=True, **way)
-    processor, config = families.build_processor(OMNI), PrefillConfig(passing_len=10**6)
-    engine = Engine(model, processor, hosts, config, speculate=speculate, draft=way and draft)
+    engine = build_engine(hosts, OMNI, "gathered", speculate, 0, passing_len=10**6)
     answer = engine.generate(ASKED, video=path, num_frames=FRAMES, max_new_tokens=STEPS)
     return answer.token_ids, answer.stats
 

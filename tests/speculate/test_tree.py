@@ -11,7 +11,7 @@ from apbv.decode.answer import generate_tokens
 from apbv.kernels import reference
 from apbv.model.parts import inspect_model
 from apbv.speculate.pace import Pace
-from apbv.speculate.tree import Tree, verify_tree
+from apbv.speculate.tree import Tree
 from apbv.speculate.tree_decoding import generate_by_tree
 from apbv.speculate.tree_drafter import TreeDrafter
 
@@ -60,23 +60,6 @@ def test_the_reference_is_masked_attention():
     mask = torch.cat([visible.new_ones(len(TREE), 40), visible], dim=1)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.2, enable_gqa=True)
     assert_out_close(reference.verify_attention(q, k, v, 0.2, visible=visible)[0], expected, 1e-14)
-
-
-# ---- verification ----
-
-
-def test_verification_goes_down_the_right_branch_only():
-    tree = Tree((-1, 0, 0, 1, 1, 2, 2, 5))  # 0 -> 1 2, 1 -> 3 4, 2 -> 5 6, 5 -> 7
-    tokens = [9, 1, 2, 3, 4, 3, 5, 6]
-    logits = torch.zeros(8, 10)
-    for node, says in {0: 2, 2: 3, 5: 6, 7: 8}.items():
-        logits[node, says] = 9.0
-    greedy = SamplingConfig()
-    assert verify_tree(tree, tokens, logits, 7, greedy) == ([0, 2, 5, 7], 8)
-    logits[5, 4] = 99.0  # what another branch has at this depth
-    assert verify_tree(tree, tokens, logits, 7, greedy) == ([0, 2, 5], 4)
-    logits[0, 7] = 99.0
-    assert verify_tree(tree, tokens, logits, 7, greedy) == ([0], 7)
 
 
 # ---- drafting ----
