@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from apbv.kernels import torch_importance
 from apbv.prefilling.methods.importance import IMPORTANCE
 
 from attention_cases import randn
@@ -25,8 +26,10 @@ def by_definition(name, q_query, q_block, k_block):
     return torch.stack(scores).unflatten(0, (BATCH, KV_HEADS))
 
 
+@pytest.mark.parametrize("most_scores", [torch_importance._MAX_SCORES, 100], ids=["at once", "in chunks"])
 @pytest.mark.parametrize("name", IMPORTANCE)
-def test_equals_its_definition(name):
+def test_equals_its_definition(monkeypatch, name, most_scores):
+    monkeypatch.setattr(torch_importance, "_MAX_SCORES", most_scores)
     for length, group, queries, dtype, tolerance in (
         (1, 1, 1, torch.float64, 1e-6),
         (129, 2, 3, torch.float64, 1e-6),

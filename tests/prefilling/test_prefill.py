@@ -150,3 +150,11 @@ def check_against_oracle(on_hosts, num_hosts, family, batch, query_start, settin
     # One block alone passes nothing on; otherwise a test without compression would prove nothing.
     assert (relative_error(expected, exact) > 1e-4) == (oracle.num_blocks > 1)
     check_prefill(results, expected, zip(oracle.keys, oracle.values, strict=True), tolerance)
+
+
+@pytest.mark.parametrize(("passing_len", "exact"), [(20, True), (19, False)])
+def test_only_what_passes_whole_blocks_on_is_exact(pool, passing_len, exact):
+    """Two blocks of 20 tokens lie between the anchor and the question."""
+    settings = {"method": "apb", "anchor_len": 8, "passing_len": passing_len}
+    for result in pool.run(2, prefill_job, "llama", text_batch(60), 48, settings):
+        assert result.exact == exact

@@ -16,6 +16,7 @@ from apbv.input.pixels import KeptPixels, SourcePixels, ahead
 from apbv.input.readers import VideoReader
 from apbv.input.video import VideoError, probe, sample_uniform
 from apbv.input.visual import VisualInput, VisualItem
+from apbv.prefilling.encode import agree_on_chunks
 
 import families
 import video_files
@@ -176,3 +177,11 @@ def test_chunks_fit_in_memory(patches, patch_bytes, budget, size):
     assert [patch for chunk in chunks for patch in chunk] == list(range(patches))
     rows = [row for chunk in chunks for row in video.rows_of(chunk)]
     assert rows == list(range(video.num_rows)), "the row behind the last frame is the last chunk's"
+
+
+def chunks_job(hosts: HostGroup) -> int:
+    return agree_on_chunks(hosts, hosts.device, 100 + hosts.rank)
+
+
+def test_all_hosts_encode_as_much_at_a_time_as_the_one_with_least_room(pool):
+    assert pool.run(2, chunks_job) == [100, 100]

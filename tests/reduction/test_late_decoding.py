@@ -1,5 +1,7 @@
 """What follows a prompt whose layers hold different numbers of tokens: batches, graphs, drafts, and refusals."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ import families
 from answers import plain_tokens
 from engines import QUESTION, build_engine
 from prompts import as_inputs, build, video_batch
+from recorded import recorded_on_a_cpu
 
 FAMILY, STEPS = "qwen2_5_vl", 6
 GREEDY = SamplingConfig(max_new_tokens=STEPS, ignore_eos=True)
@@ -28,19 +31,21 @@ def prefilled(reduce: ReduceConfig | None, frames: int = 29, **settings):
     return prefill(build(FAMILY, torch.float32), inputs, hosts=hosts, config=config)
 
 
-def test_answers_in_a_batch_say_what_each_says_alone(monkeypatch):
+@pytest.mark.parametrize("steps", [nullcontext, pytest.param(recorded_on_a_cpu, marks=pytest.mark.thorough)])
+def test_answers_in_a_batch_say_what_each_says_alone(monkeypatch, steps):
     """Of members whose layers are short in different ways, one of them in none."""
     monkeypatch.setattr(growing, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
     parts = inspect_model(build(FAMILY, torch.float32))
     asked = [(FASTV, 29), (None, 9), (ReduceConfig(method="pdrop", ratio=0.2, layer=1), 17)]
     expected = [plain_tokens(prefilled(*each), parts, GREEDY) for each in asked]
     batch, members = Batch(parts), []
-    for each in asked:
-        state = prefilled(*each)
-        members.append(batch.join(state, Request(Question(), StageTimer(state.kv.hosts), sampling=GREEDY)))
-        batch.step()
-    while len(batch):
-        batch.step()
+    with steps():
+        for each in asked:
+            state = prefilled(*each)
+            members.append(batch.join(state, Request(Question(), StageTimer(state.kv.hosts), sampling=GREEDY)))
+            batch.step()
+        while len(batch):
+            batch.step()
     assert [member.tokens for member in members] == expected
 
 

@@ -32,8 +32,14 @@ BRANCHES = {
 }
 
 
+class LearningDrafter(ScriptedDrafter):
+    def learn(self, new: list[int], rows: torch.Tensor) -> None:
+        """Row i is what the target says where token i is."""
+        assert rows.argmax(dim=-1).tolist() == new
+
+
 def chain(answer, plain: list[int], pattern: str, gamma: int):
-    return generate_speculatively(answer, ScriptedDrafter(plain, PATTERNS[pattern]), Pace(gamma))
+    return generate_speculatively(answer, LearningDrafter(plain, PATTERNS[pattern]), Pace(gamma))
 
 
 def tree(answer, plain: list[int], pattern: str, shape: Tree = TREE):
