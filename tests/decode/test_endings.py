@@ -10,17 +10,15 @@ from apbv.stats import StageTimer
 
 QUESTION, MOST = "name the letters in order", 12
 VIDEO = {"video": demo.video_path(), "num_frames": 16}
-WAYS = {
-    "plain": None,
-    "window": SpeculativeConfig(strategy="vanilla", draft_model="demo", keep_losing_draft=True),
-    "tree": SpeculativeConfig(strategy="sd_tree", draft_model="demo", keep_losing_draft=True),
-    "thread": SpeculativeConfig(strategy="vanilla", draft_model="demo", draft_host=True, keep_losing_draft=True),
-}
+WAYS = {"plain": None, "window": {}, "tree": {"strategy": "sd_tree"}, "thread": {"draft_host": True}}
+STOPPED = [("plain", 2, "gathered"), ("tree", 2, "sharded"), ("thread", 1, "gathered")]
+DRAFTING = {"strategy": "vanilla", "draft_model": "demo", "keep_losing_draft": True}
 
 
 def engine_of(way: str, hosts: HostGroup, kv: str = "gathered") -> Engine:
+    speculate = None if WAYS[way] is None else SpeculativeConfig(**{**DRAFTING, **WAYS[way]})
     prefill = PrefillConfig(kv=kv)
-    return Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, speculate=WAYS[way], dtype="float32")
+    return Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, speculate=speculate, dtype="float32")
 
 
 def asked(engine: Engine, **sampling):
@@ -77,10 +75,7 @@ def stops_job(hosts: HostGroup, way: str, kv: str) -> list:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("way", "hosts", "kv"),
-    [("plain", 2, "gathered"), ("tree", 2, "sharded"), ("thread", 1, "gathered")],
-)
+@pytest.mark.parametrize(("way", "hosts", "kv"), STOPPED)
 def test_an_answer_ends_where_host_0_says(pool, way, hosts, kv):
     for rank, ((full, reason, *_), *answers) in enumerate(pool.run(hosts, stops_job, way, kv)):
         assert len(full) > 3 and reason == "stop"  # an end token

@@ -54,20 +54,14 @@ def test_numbers_are_a_function_of_their_keys_and_stay_what_they_were():
 
 def by_sorting_all(p: torch.Tensor, top_p: float) -> torch.Tensor:
     """What top-p keeps, by its definition, of rows of probabilities."""
-    kept = torch.zeros_like(p)
-    for row, values in enumerate(p.tolist()):
-        total = 0.0
-        for token in sorted(range(len(values)), key=lambda token: (-values[token], token)):
-            if total >= top_p:
-                break
-            kept[row, token] = values[token]
-            total += values[token]
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1).roll(1, -1)
+    before[:, 0] = 0
+    kept = torch.zeros_like(p).scatter(-1, order, ordered * (before < top_p))
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "top_p"), [(torch.float16, 1.0), (torch.bfloat16, 0.9), (torch.float32, 1e-6)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "top_p"), [(torch.float16, 1.0), (torch.bfloat16, 0.9), (torch.float32, 1e-6)])
 def test_probabilities_are_the_softmax_and_top_p_the_fewest_tokens_that_suffice(dtype, top_p):
     logits = random_logits(1, (3, 64), spread=8.0).to(dtype)
     weights = np.exp(logits.double().numpy() / 0.7)
@@ -82,11 +76,7 @@ def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
     logits = random_logits(7, (2, 20000), spread).bfloat16().double()  # of many equals
     whole = torch.softmax(logits, dim=-1)
     torch.testing.assert_close(probabilities(logits, 1.0, top_p), by_sorting_all(whole, top_p), rtol=1e-12, atol=0)
-    for lead in (
-        8191,
-        8192,
-        8193,
-    ):  # so many are equal that it takes them all, or one of them is not to be left out
+    for lead in (8191, 8192, 8193):  # so many are equal; it takes them all, or one of them is not to be left out
         logits = torch.zeros(20000)
         logits[5000 : 5000 + lead] = 9.0
         whole = torch.softmax(logits.double(), dim=-1)

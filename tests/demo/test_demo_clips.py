@@ -61,19 +61,16 @@ def test_a_needle_has_its_border_where_it_says(grid, kind):
         assert min(clips.COLOURS, key=lambda name: np.abs(edge - clips.COLOURS[name]).sum()) == colour
         outside = np.ones((size, size), dtype=bool)
         outside[top : top + side, left : left + side] = False
-        if outside.any():
-            changed = np.abs(frames[2].astype(int) - frames[0])[outside].mean()
-            # Edited needles leave the scene around them as it was but for its flicker.
-            assert changed < 8 if kind == "edited" else changed > 8
+        changed = np.abs(frames[2].astype(int) - frames[0])[outside].mean()
+        # Edited needles leave the scene around them as it was but for its flicker.
+        assert changed < 8 if kind == "edited" else changed > 8
 
 
 def test_answers_follow_from_the_clip():
     for seed in range(5):
         clip = clips.make_clip(seed, 20, "test")
-        by_task: dict[str, list[tuple[str, str]]] = {}
-        for task, question, answer in clips.questions(clip):
-            by_task.setdefault(task, []).append((question, answer))
-        assert set(by_task) == {"retrieval", "ordering", "counting", "describe"}
+        asked = clips.questions(clip)
+        by_task = {task: [(q, answer) for name, q, answer in asked if name == task] for task, *_ in asked}
         letters = {needle.colour: needle.letter for needle in clip.needles}
         assert {question.split()[-1]: answer for question, answer in by_task["retrieval"]} == letters
         assert by_task["ordering"][0][1].split() == list(letters.values())

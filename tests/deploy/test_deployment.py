@@ -103,12 +103,8 @@ def test_compose_names_what_is_there():
 
 def test_services_share_no_gpu_and_only_the_router_and_the_panels_are_published_to_this_machine():
     services = compose()["services"]
-    held = [
-        service["deploy"]["resources"]["reservations"]["devices"]
-        for service in services.values()
-        if "deploy" in service
-    ]
-    given = [gpu for devices in held for device in devices for gpu in device["device_ids"]]
+    reserved = [each["deploy"]["resources"]["reservations"] for each in services.values() if "deploy" in each]
+    given = [gpu for each in reserved for device in each["devices"] for gpu in device["device_ids"]]
     assert len(given) == len(set(given)) == 8
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert set(published) == {"router", "prometheus", "grafana"}
@@ -143,13 +139,11 @@ def test_the_prefill_groups_have_time_to_end():
 
 
 def test_leader_and_worker_run_the_same_command_on_nodes_of_their_own():
-    leader, worker = (parsed(prefill_commands()[part]) for part in ("leader", "worker"))
-    assert vars(leader[1]) == vars(worker[1])
-    assert (leader[0].node_rank, worker[0].node_rank) == (0, 1)
-    assert leader[0].master_addr == LWS_ENVIRONMENT["LWS_LEADER_ADDRESS"]
-    assert int(leader[0].nnodes) == group()["size"]
+    (leader, options), (worker, theirs) = (parsed(prefill_commands()[part]) for part in ("leader", "worker"))
+    assert vars(options) == vars(theirs) and (leader.node_rank, worker.node_rank) == (0, 1)
+    assert leader.master_addr == LWS_ENVIRONMENT["LWS_LEADER_ADDRESS"] and int(leader.nnodes) == group()["size"]
     gpus = group()["leaderTemplate"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    assert leader[0].nproc_per_node == gpus
+    assert leader.nproc_per_node == gpus
 
 
 def test_kubernetes_accepts_the_manifests_and_the_pods():
@@ -228,13 +222,10 @@ def test_decoders_load_kv_and_see_the_frames_and_the_name_that_the_prefill_group
     for group, words in zip(groups, decoders, strict=True):
         given = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
         assert json.loads(given["media-io-kwargs"])["video"]["num_frames"] == group.frames
-        assert given["served-model-name"] == group.served_model_name
-        assert words[0] == group.model
+        assert (given["served-model-name"], words[0]) == (group.served_model_name, group.model)
         config = json.loads(given["kv-transfer-config"])
-        assert (
-            config["kv_role"] == "kv_consumer"
-            and (ROOT / config["kv_connector_module_path"].replace(".", "/")).is_dir()
-        )
+        module = ROOT / config["kv_connector_module_path"].replace(".", "/")
+        assert config["kv_role"] == "kv_consumer" and module.is_dir()
 
 
 def test_vllm_and_the_router_understand_their_commands():

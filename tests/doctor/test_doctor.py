@@ -32,8 +32,6 @@ def report_in(path: Path) -> dict | None:
 def require_healthy(report: dict, page: str) -> None:
     assert report["healthy"] and report["hosts"] == 2
     assert {check["part"] for check in report["checks"]} == set(report["parts"])
-    names = [(check["part"], check["name"]) for check in report["checks"]]
-    assert len(names) == len(set(names))
     assert max(map(len, page.splitlines())) <= WIDTH and page.endswith(" 0 failed\n")
     for check in report["checks"]:
         assert check["part"] != "hosts" or check["status"] == "ok"
@@ -56,13 +54,11 @@ def test_two_healthy_hosts(tmp_path):
     speed = {check["name"]: check["on_hosts"] for check in report["checks"] if check["part"] == "speed"}
     figures = {name: on_hosts[1]["figures"] for name, on_hosts in speed.items()}
     assert figures["file to first token, apbv"]["stages_ms"]["prefill"] > 0
-    attention, tflops = figures["attention, whole prompt"], figures["device"]["tflops"]
+    attention = figures["attention, whole prompt"]
     tokens = int(attention["size"].removesuffix(" tokens"))
     assert attention["flops"] == 4 * 28 * 128 * sum(range(1, tokens + 1)) and attention["predicted_ms"] is None
-    ms = attention["flops"] / tflops / 1e9
-    assert attention["share"] == pytest.approx(ms / attention["ms"][attention["chosen"]])
-    reading = figures["attention, one new token"]
-    assert reading["bytes"] == 4 * 128 * (2 * 28 + 2 * 4 * 16384) + 4 * 28  # and the log-sum-exp
+    # And the log-sum-exp.
+    assert figures["attention, one new token"]["bytes"] == 4 * 128 * (2 * 28 + 2 * 4 * 16384) + 4 * 28
 
 
 def test_one_host_says_what_it_leaves_out(tmp_path):
@@ -117,9 +113,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.thorough] * ("kernels" in fault)) for fault in WRONG]
-)
+FAULTS = [pytest.param(fault, marks=[pytest.mark.thorough] * ("kernels" in fault)) for fault in WRONG]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_is_found_and_the_rest_is_examined_all_the_same(tmp_path, fault):
     wrong, *said = WRONG[fault]
     ended, page, report, errors = examine(tmp_path, *fault.split())

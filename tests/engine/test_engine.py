@@ -50,8 +50,8 @@ def test_every_family_answers_about_files_as_one_process_would(pool, checkpoints
 
 def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, clip, tmp_path):
     figures = tmp_path / "figures.jsonl"
-    options = ["--model", checkpoints("qwen2_5_vl"), "--video", clip, "--prompt", QUESTION, "--frames", 20]
-    options += ["--passing-len", 4, "--anchor-len", 12, "--max-new-tokens", 5, "--json", figures]
+    options = ["--model", checkpoints("qwen2_5_vl"), "--video", clip, "--prompt", QUESTION, "--json", figures]
+    options += ["--frames", 20, "--passing-len", 4, "--anchor-len", 12, "--max-new-tokens", 5]
     for hosts in (2, 1):
         result = infer(*options, hosts=hosts)
         assert result.returncode == 0, result.stderr
@@ -59,11 +59,10 @@ def test_the_command_line_prints_an_answer_and_writes_its_figures(checkpoints, c
     assert (two["method"], two["hosts"], one["method"], one["hosts"]) == ("apbv", 2, "full", 1)
     for record in (two, one):
         assert (record["num_video_tokens"], len(record["token_ids"])) == (10 * 2 * 3, 5)
-        assert record["ttft_ms"] > 0 and record["output_throughput"] > 0
-        assert set(record["stages_ms"]) == set(STAGES)
+        assert record["output_throughput"] > 0 and set(record["stages_ms"]) == set(STAGES)
         assert all(peak > 50 * 2**20 for peak in record["peak_memory_bytes"])
     assert two["anchor_len"] >= 12 and two["passing_len"] == 4
-    assert one["comm_bytes"] == [0] and all(received > 0 for received in two["comm_bytes"])
+    assert one["comm_bytes"] == [0] and min(two["comm_bytes"]) > 0
     assert two["comm_bytes_total"] == sum(two["comm_bytes"])
 
 
@@ -117,10 +116,8 @@ REFUSED = [
 
 
 def test_a_bad_request_is_refused(checkpoints, clip):
-    video_engine, engine = (
-        Engine.from_pretrained(checkpoints(family), hosts=HostGroup.single("cpu"))
-        for family in ("qwen2_5_vl", "llama")
-    )
+    paths, hosts = (checkpoints("qwen2_5_vl"), checkpoints("llama")), HostGroup.single("cpu")
+    video_engine, engine = (Engine.from_pretrained(path, hosts=hosts) for path in paths)
     for request, message in REFUSED:
         request = {name: str(clip) if value == "CLIP" else value for name, value in request.items()}
         with pytest.raises(ValueError, match=message):
@@ -128,9 +125,8 @@ def test_a_bad_request_is_refused(checkpoints, clip):
     for source in ({"video": clip}, {"images": [families.synthetic_image()]}):
         with pytest.raises(PromptError, match="llama models read text only"):
             engine.generate("What?", **source)
-    answer = engine.generate("What?", max_new_tokens=3)
-    assert repr(replace(answer, text="a" * 61)).startswith(f"GenerateResult({'a' * 60 + '…'!r}, ")
-    assert repr(replace(answer, text="a" * 60)).startswith(f"GenerateResult({'a' * 60!r}, ")
+    answer = replace(engine.generate("What?", max_new_tokens=3), text="a" * 61)
+    assert repr(answer).startswith(f"GenerateResult({'a' * 60 + '…'!r}, ")
 
 
 def test_models_that_are_missing_or_unsupported_are_refused():

@@ -11,6 +11,7 @@ from apbv.model.attention import apbv_attention
 from apbv.stats import StageTimer
 
 import families
+from answers import plain_tokens
 from pretend_gpu import rehearsal, to_gpu
 from rehearsals import on_gpus, resizing_as_on_gpu
 
@@ -30,22 +31,6 @@ def engine_of(hosts: HostGroup, gpu=None) -> Engine:
     return Engine(model, families.build_processor("qwen2_5_vl"), hosts)
 
 
-def request(state, number: int) -> Request:
-    return Request(Question(), StageTimer(state.kv.hosts), sampling=SAMPLINGS[number])
-
-
-def alone(engine: Engine, clip) -> list[list[int]]:
-    parts, answers = engine.parts, []
-    for number, question in enumerate(QUESTIONS):
-        state = engine.prefill(question, video=clip, num_frames=4)
-        batch = Batch(parts)
-        member = batch.join(state, request(state, number))
-        while len(batch):
-            batch.step()
-        answers.append(member.tokens)
-    return answers
-
-
 def together(engine: Engine, clip, on_step=lambda: None) -> list[list[int]]:
     """Prefill each prompt just before it joins, so that nothing has waited for that."""
     batch, members, steps = Batch(engine.parts), [], 0
@@ -53,7 +38,8 @@ def together(engine: Engine, clip, on_step=lambda: None) -> list[list[int]]:
         while len(members) < len(QUESTIONS) or len(batch):
             while len(members) < len(QUESTIONS) and JOINS[len(members)] <= steps:
                 state = engine.prefill(QUESTIONS[len(members)], video=clip, num_frames=4)
-                members.append(batch.join(state, request(state, len(members))))
+                by = SAMPLINGS[len(members)]
+                members.append(batch.join(state, Request(Question(), StageTimer(engine.hosts), sampling=by)))
             on_step()
             batch.step()
             steps += 1
@@ -63,7 +49,10 @@ def together(engine: Engine, clip, on_step=lambda: None) -> list[list[int]]:
 
 def test_the_answers_are_those_of_the_cpu(clip, monkeypatch):
     with resizing_as_on_gpu():
-        expected = alone(engine_of(HostGroup.single("cpu")), clip)
+        engine = engine_of(HostGroup.single("cpu"))
+        states = [engine.prefill(question, video=clip, num_frames=4) for question in QUESTIONS]
+        ends = engine.parts.eos_token_ids
+        expected = [plain_tokens(each, engine.parts, by, ends) for each, by in zip(states, SAMPLINGS, strict=True)]
         with rehearsal() as gpu:
             engine, used_by = engine_of(on_gpus(HostGroup.single("cpu")), gpu), Counter()
             monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used_by.update([id(stream)]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import apbv
-from apbv import Engine, HostGroup, PrefillConfig
+from apbv import Engine, HostGroup
 
 from engines import QUESTION
 from pretend_gpu import rehearsal
@@ -15,23 +15,19 @@ from rehearsals import resizing_as_on_gpu
 FAMILY, REQUEST = "qwen2_5_vl", {"num_frames": 4, "max_new_tokens": 4}
 
 
-def loaded(path: Path, hosts: HostGroup, **prefill) -> Engine:
-    return Engine.from_pretrained(path, hosts=hosts, dtype="float32", prefill=PrefillConfig(**prefill))
+def loaded(path: Path, device: str) -> Engine:
+    return Engine.from_pretrained(path, hosts=HostGroup.single(device), dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints, clip) -> list[int]:
     with resizing_as_on_gpu():
-        return (
-            loaded(checkpoints(FAMILY), HostGroup.single("cpu"))
-            .generate(QUESTION, video=clip, **REQUEST)
-            .token_ids
-        )
+        return loaded(checkpoints(FAMILY), "cpu").generate(QUESTION, video=clip, **REQUEST).token_ids
 
 
 def test_a_host_computes_on_its_gpu_whichever_is_current_and_saves_its_kv(checkpoints, clip, tmp_path, expected):
     with resizing_as_on_gpu(), rehearsal() as gpu:
-        engine = loaded(checkpoints(FAMILY), HostGroup.single("cuda:1"))
+        engine = loaded(checkpoints(FAMILY), "cuda:1")
         assert torch.cuda.current_device() == 0 and engine.model.device == torch.device("cuda:1")
         engine.prefill(QUESTION, video=clip, num_frames=4).save(tmp_path / "kv")
         state = apbv.load(tmp_path / "kv", engine.model, hosts=engine.hosts)
@@ -43,7 +39,7 @@ def test_a_host_computes_on_its_gpu_whichever_is_current_and_saves_its_kv(checkp
 @pytest.mark.thorough
 def test_a_model_whose_steps_cannot_be_recorded_goes_on_without(checkpoints, clip, expected):
     with resizing_as_on_gpu(), rehearsal() as gpu:
-        engine = loaded(checkpoints(FAMILY), HostGroup.single("cuda:0"))
+        engine = loaded(checkpoints(FAMILY), "cuda:0")
         layer = engine.model.model.language_model.layers[1]
         layer.register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
         with pytest.warns(UserWarning, match="goes on without CUDA graphs: GpuError: the host waits"):

@@ -1,7 +1,6 @@
 """Which groups carry the data of pretended GPUs: NCCL's where each process has its own, else host memory."""
 
-from collections.abc import Callable
-
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -10,11 +9,6 @@ from apbv.hosts.process_groups import level_group_counts
 
 from patience import GROUP_TIMEOUT
 from pretend_gpu import rehearsal
-
-
-def rehearsed(hosts: HostGroup, job: Callable, *args):
-    with rehearsal() as machine:
-        return job(machine, hosts, *args)
 
 
 def join(hosts: HostGroup, device: str, **options) -> HostGroup:
@@ -42,53 +36,40 @@ def require_exchanges(hosts: HostGroup) -> None:
     hosts.barrier()
 
 
-def own_gpus_job(machine, pool_hosts: HostGroup):
-    rank = dist.get_rank()
-    hosts = join(pool_hosts, f"cuda:{rank}")
-    assert [event.name for event in machine.events.of("collective")] == ["allreduce_"], "connected at the start"
-    assert dist.get_backend_config(hosts.process_group) == "cuda:nccl"
-    require_exchanges(hosts)
-    some, link = hosts.subgroup([0, 2]), hosts.subgroup([0, 1], has_data=False)
-    if rank in (0, 2):
-        assert dist.get_backend_config(some.process_group) == "cuda:nccl"
-        require_exchanges(some)
-    if rank in (0, 1):
+def exchanges_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> None:
+    with rehearsal() as machine:
+        rank = dist.get_rank()
+        hosts = join(pool_hosts, f"cuda:{gpu_of[rank]}")
+        backend = "cuda:nccl" if len(set(gpu_of)) == hosts.size else None
+        connected = [event.name for event in machine.events.of("collective")]
+        assert connected == (["allreduce_"] if backend else []), "at the start"
+        some, link = hosts.subgroup([0, 2]), hosts.subgroup([0, 1], has_data=False)
+        for group in (hosts, some) if rank in (0, 2) else (hosts,):
+            assert (group.process_group and dist.get_backend_config(group.process_group)) == backend
+            require_exchanges(group)
         before = len(machine.events.of("collective"))
-        received = link.start_broadcast(torch.tensor([7 - rank]), 0)
-        assert received.wait().item() == 7 and not link._groups.nccl
-        assert len(machine.events.of("collective")) == before
-    hosts.barrier()
+        if rank in (0, 1):
+            received = link.start_broadcast(torch.tensor([7 - rank]), 0)
+            assert received.wait().item() == 7 and not link._groups.nccl
+        hosts.barrier()
+        assert len(machine.events.of("collective")) == before and (backend or not before)
 
 
-def test_gpus_of_their_own_are_connected_by_nccl(pool):
-    pool.run(3, rehearsed, own_gpus_job)
+@pytest.mark.parametrize("gpu_of", [(0, 1, 2), (0, 1, 0)])
+def test_nccl_connects_gpus_of_their_own_and_host_memory_shared_ones(pool, gpu_of):
+    pool.run(3, exchanges_job, gpu_of)
 
 
-def shared_gpu_job(machine, pool_hosts: HostGroup):
-    rank = dist.get_rank()
-    hosts = join(pool_hosts, f"cuda:{rank // 2}")
-    assert hosts.process_group is None
-    require_exchanges(hosts)
-    some = hosts.subgroup([0, 1])
-    if rank < 2:
-        require_exchanges(some)
-    hosts.barrier()
-    assert not machine.events.of("collective") and machine.events.of("host_collective")
-
-
-def test_shared_gpus_exchange_by_way_of_host_memory(pool):
-    pool.run(3, rehearsed, shared_gpu_job)
-
-
-def members_job(machine, pool_hosts: HostGroup, gpu_of: tuple[int, ...]):
-    hosts = join(pool_hosts, f"cuda:{gpu_of[dist.get_rank()]}", tensor_parallel=2)
-    total = torch.ones(1, device=hosts.device)
-    dist.all_reduce(total, group=hosts._groups.members)
-    assert total.item() == 2
-    require_exchanges(hosts)
-    return hosts.process_group is None
+def members_job(pool_hosts: HostGroup, gpu_of: tuple[int, ...]) -> bool:
+    with rehearsal():
+        hosts = join(pool_hosts, f"cuda:{gpu_of[dist.get_rank()]}", tensor_parallel=2)
+        total = torch.ones(1, device=hosts.device)
+        dist.all_reduce(total, group=hosts._groups.members)
+        assert total.item() == 2
+        require_exchanges(hosts)
+        return hosts.process_group is None
 
 
 def test_members_of_a_host_are_connected_by_nccl(pool):
     for gpu_of, is_staged in (((0, 1, 2, 3), False), ((0, 1, 0, 1), True)):
-        assert pool.run(4, rehearsed, members_job, gpu_of) == [is_staged] * 4
+        assert pool.run(4, members_job, gpu_of) == [is_staged] * 4

@@ -4,10 +4,8 @@ from importlib.metadata import version
 
 import pytest
 
-from launch_counts import ANSWERS, PAGE, batch_events, columns, prefill_events, table, table_in, token_events
+from launch_counts import ANSWERS, PAGE, batch_events, prefill_events, table, table_in, token_events
 from scripts import ROOT
-
-BYTES_PER_TOKEN_TO_GPU, BYTES_PER_TOKEN_TO_HOST = 64, 64
 
 
 def test_the_table_in_the_docs_is_true():
@@ -19,17 +17,11 @@ def test_the_table_in_the_docs_is_true():
     assert table_in(PAGE.read_text(encoding="utf-8")) == counted, f"count anew:\n{counted}"
 
 
-def test_a_layer_of_the_prefill_waits_for_nothing():
-    in_a_layer = columns()["prefill: a layer"]
-    assert in_a_layer and not [name for name in in_a_layer if name.startswith(("wait", "copy t"))]
-
-
 def test_a_token_of_one_answer_or_of_several_is_waited_for_once():
     one, several = token_events(1, 0.8), batch_events(1, 0.8)
     for events, answers in ((one, 1), (several, ANSWERS)):
         assert len(events.of("replay")) == len(events.of("wait")) == 1
-        assert events.nbytes("to_gpu") <= answers * BYTES_PER_TOKEN_TO_GPU
-        assert events.nbytes("to_host") <= answers * BYTES_PER_TOKEN_TO_HOST
+        assert max(events.nbytes("to_gpu"), events.nbytes("to_host")) <= answers * 64
     assert several.num_launches <= one.num_launches
     assert len(several.of("in_graph")) < len(one.of("in_graph"))
 

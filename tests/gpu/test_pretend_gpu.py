@@ -1,14 +1,10 @@
 """The pretended GPU itself: each of its rules, tried by breaking it."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-
-from apbv.kernels import merge_states
 
 from pretend_gpu import GpuError, GpuTensor, assert_same_order, rehearsal
 from rehearsals import on_gpus
@@ -23,8 +19,8 @@ def ones(*shape: int, device=GPU) -> torch.Tensor:
 def captured(function):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = function()
-    return graph, out
+        function()
+    return graph
 
 
 def in_a_side_stream(function):
@@ -38,26 +34,13 @@ def overwrite_what_is_copied() -> None:
     pinned.fill_(2)
 
 
-def capture_beside_another_thread() -> None:
-    def step() -> None:
-        with suppress(GpuError), ThreadPoolExecutor(1) as other:
-            other.submit(ones, 3).result()
-
-    captured(step)
-
-
 PLANTS = {
     "an operand in host memory": (lambda: ones(2) + torch.ones(2), "two devices"),
     "a read before its event": (lambda: in_a_side_stream(lambda: ones(4) * 2) + 1, "may still write"),
     "a write before its event": (lambda: in_a_side_stream((ones(4) * 2).zero_), "may still use"),
-    "memory that was freed": (lambda: captured(partial(torch.add, ones(3), 1))[0].replay(), "freed"),
+    "memory that was freed": (lambda: captured(partial(torch.add, ones(3), 1)).replay(), "freed"),
     "a wait in a graph": (lambda: captured(ones(2).sum().item), "waits"),
     "a copy from the host in a graph": (lambda: captured(lambda: torch.tensor([1.0], device=GPU)), "from host"),
-    "a kernel's first launch in a graph": (
-        lambda: captured(lambda: merge_states(ones(2, 1, 1, 1, 16), ones(2, 1, 1, 1), backend="triton")),
-        "first time",
-    ),
-    "another thread beside a capture": (capture_beside_another_thread, "another thread"),
     "what is copied to a GPU is written": (overwrite_what_is_copied, "may still read"),
 }
 
@@ -72,14 +55,7 @@ def test_what_a_gpu_refuses_or_does_wrong_fails_the_rehearsal(plant):
 def test_waits_are_counted_where_they_are():
     with rehearsal() as gpu:
         x = torch.arange(6, device=GPU)
-        for wait in (
-            x[0].item,
-            x.tolist,
-            x.cpu,
-            x.nonzero,
-            lambda: x[x > 3],
-            lambda: torch.tensor([1], device=GPU),
-        ):
+        for wait in (x[0].item, x.tolist, x.nonzero, lambda: x[x > 3], lambda: torch.tensor([1], device=GPU)):
             gpu.reset()
             wait()
             assert sum(gpu.events.waits.values()) == 1
@@ -92,26 +68,11 @@ def test_a_copy_that_does_not_block_is_there_after_its_event():
     with rehearsal():
         numbers = torch.arange(3, device=GPU)
         copy = numbers.to("cpu", non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
+        done = torch.cuda.current_stream().record_event()
         numbers.zero_()
         assert copy.tolist() != [0, 1, 2]
         done.synchronize()
         assert copy.tolist() == [0, 1, 2]
-
-
-def test_a_graph_runs_again_on_the_same_memory():
-    with rehearsal() as gpu:
-        x, total = ones(3), torch.zeros(3, device=GPU)
-        graph, (out, _) = captured(lambda: (x * 2 + torch.ones_like(x), total.add_(x)))
-        assert total.tolist() == [0, 0, 0] and np.isnan(out.tolist()).all()  # nothing has run
-        x.copy_(torch.tensor([1.0, 5.0, 3.0]))
-        gpu.reset()
-        graph.replay()
-        graph.replay()
-        assert gpu.events.num_launches == 2 and not gpu.events.waits
-        assert gpu.events.names("in_graph")["add_"] == 2
-        assert (out.tolist(), total.tolist()) == ([3, 11, 7], [2, 10, 6])
 
 
 # Exchanges

@@ -17,12 +17,10 @@ SHORT = {"anchor_len": 4, "passing_len": 4}  # so that blocks are compressed
 SAMPLED = {"temperature": 0.9, "top_p": 0.9}
 
 
-def drafting(strategy: str, **options) -> Case:
+def drafting(strategy: str, family: str = "qwen2_5_vl", request=None, prefill=None, **options) -> Case:
     """A draft that is never switched off: what is drawn after that is drawn otherwise."""
-    options.setdefault("keep_losing_draft", True)
-    request, prefill = options.pop("request", {}), {**SHORT, **options.pop("prefill", {})}
-    family = options.pop("family", "qwen2_5_vl")
-    return Case(family, prefill=prefill, speculate={"strategy": strategy, **options}, request=request)
+    options = {"strategy": strategy, "keep_losing_draft": True, **options}
+    return Case(family, prefill={**SHORT, **(prefill or {})}, speculate=options, request=request or {})
 
 
 def reducing(family: str, reducer: str, reduce: dict | None = None, **prefill) -> Case:
@@ -56,14 +54,10 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in T
 
 @pytest.mark.parametrize(("num_hosts", "case"), CASES)
 def test_the_answer_is_that_of_the_cpu(pool, clip, num_hosts, case):
-    if num_hosts == 1:
-        results = [rehearse(HostGroup.single("cpu"), case, clip)]
-    else:
-        results = pool.run(num_hosts, rehearse, case, clip)
-    assert_same_order([result.events for result in results])
-    for result in results:
-        assert result.on_gpu == result.on_cpu
-        assert len(result.on_gpu) >= 4
+    results = pool.run(num_hosts, rehearse, case, clip)
+    assert_same_order([events for *_, events in results])
+    for on_cpu, on_gpu, _ in results:
+        assert on_gpu == on_cpu and len(on_gpu) >= 4
 
 
 @torch.no_grad()
@@ -73,7 +67,7 @@ def test_in_half_precision_every_token_is_nearly_the_most_probable(clip):
     They are compared with logits of the same weights on the CPU, in fp32.
     """
     case, hosts = Case("qwen2_5_vl", torch.float16, reuse="kv"), HostGroup.single("cpu")
-    tokens = rehearse(hosts, case, clip).on_gpu[-4:]
+    tokens = rehearse(hosts, case, clip)[1][-4:]
     exact = replace(case, dtype=torch.float32).engine(hosts)
     exact.model.load_state_dict(families.build_model(case.family, dtype=case.dtype, layers=2).state_dict())
     request = {"video": clip, "num_frames": 6}

@@ -43,11 +43,8 @@ def decoders(model, hosts: HostGroup, batch: dict, query_start, kv: str):
     return decoder, state, lambda: state.shards.gather(hosts) if kv == "sharded" else state.kv.cache
 
 
-class ScriptedTree:
+class ScriptedTree(ScriptedDrafter):
     """Knows the answer, and puts it where it is told to; other branches say the right thing in a wrong place."""
-
-    def __init__(self, answer: list[int], pattern):
-        self.answer, self.pattern = answer, pattern
 
     def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)] and tree.num_drafted

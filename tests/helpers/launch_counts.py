@@ -6,7 +6,6 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -122,19 +121,11 @@ def batch_events(layers: int, temperature: float) -> Events:
     return list(gpu.events.between("step"))[-4]
 
 
-@dataclass(frozen=True)
-class Counts:
-    """How often each thing is done in a layer, and besides the layers."""
-
-    per_layer: Counter
-    besides: Counter
-
-    @classmethod
-    def of(cls, events: Callable[[int], Events], *kinds: str) -> "Counts":
-        """Count events by the difference that a layer makes."""
-        one, two = (Counter(map(_name, events(layers).of(*kinds))) for layers in (1, 2))
-        per_layer = Counter({name: two[name] - one[name] for name in two | one})
-        return cls(+per_layer, +Counter({name: one[name] - per_layer[name] for name in one | per_layer}))
+def counts(events: Callable[[int], Events], *kinds: str) -> tuple[Counter, Counter]:
+    """How often each thing is done in a layer, by the difference that a layer makes, and besides the layers."""
+    one, two = (Counter(map(_name, events(layers).of(*kinds))) for layers in (1, 2))
+    per_layer = Counter({name: two[name] - one[name] for name in two | one})
+    return +per_layer, +Counter({name: one[name] - per_layer[name] for name in one | per_layer})
 
 
 def _name(event) -> str:
@@ -153,17 +144,19 @@ def _name(event) -> str:
 @cache
 def columns() -> dict[str, Counter]:
     """The table's columns: what is done how often."""
-    prefill = Counts.of(lambda layers: prefill_events(layers, HOSTS, RANK), *OUTSIDE)
-    graph = Counts.of(lambda layers: token_events(layers, 0.0), "in_graph")
-    batch = Counts.of(lambda layers: batch_events(layers, 0.0), "in_graph")
+    prefill, _ = counts(lambda layers: prefill_events(layers, HOSTS, RANK), *OUTSIDE)
+    graphs, steps = {}, {}
+    for which, events in (("token", token_events), ("batch", batch_events)):
+        graphs[which] = counts(lambda layers, events=events: events(layers, 0.0), "in_graph")
+        steps[which] = counts(lambda layers, events=events: events(layers, 0.0), *OUTSIDE)
     return {
-        "prefill: a layer": prefill.per_layer,
-        "a token's graph: a layer": graph.per_layer,
-        "the graph besides": graph.besides,
-        "a token outside of it": Counts.of(lambda layers: token_events(layers, 0.0), *OUTSIDE).besides,
-        f"{ANSWERS} answers' graph: a layer": batch.per_layer,
-        "their graph besides": batch.besides,
-        "their step outside of it": Counts.of(lambda layers: batch_events(layers, 0.0), *OUTSIDE).besides,
+        "prefill: a layer": prefill,
+        "a token's graph: a layer": graphs["token"][0],
+        "the graph besides": graphs["token"][1],
+        "a token outside of it": steps["token"][1],
+        f"{ANSWERS} answers' graph: a layer": graphs["batch"][0],
+        "their graph besides": graphs["batch"][1],
+        "their step outside of it": steps["batch"][1],
     }
 
 

@@ -95,12 +95,9 @@ def recorded_on_a_cpu():
     """Let models on a CPU record their steps as on a GPU; yields the rows of logits of every repeated step."""
     repeated: list[int] = []
 
-    def why_not(parts, hosts):
-        return None if hosts is None else "the KV lies in shares"
-
     with (
         patch.object(runner, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto"),
-        patch.object(runner, "why_not_captured", why_not),
+        patch.object(runner, "why_not_captured", lambda parts, hosts: hosts and "the KV lies in shares"),
         patch.object(graphs, "GraphRecorder", partial(Repeater, repeated)),
         patch.object(batch_steps, "GraphRecorder", partial(Repeater, repeated)),
     ):

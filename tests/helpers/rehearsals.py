@@ -72,17 +72,8 @@ class Case:
         return [token for question in questions for token in engine.generate(question, **request).token_ids]
 
 
-@dataclass
-class Rehearsed:
-    """What came out: the answers' tokens on the CPU and on the GPU, and what the host asked of the GPU."""
-
-    on_cpu: list[int]
-    on_gpu: list[int]
-    events: Events
-
-
-def rehearse(hosts: HostGroup, case: Case, clip: Path) -> Rehearsed:
-    """Answer on the CPU and on a pretended GPU a host; a job for hosts over gloo, or for one host.
+def rehearse(hosts: HostGroup, case: Case, clip: Path) -> tuple[list[int], list[int], Events]:
+    """The tokens of the answers on the CPU and on a pretended GPU a host, and what the host asked of that.
 
     Raises:
         GpuError: a GPU would refuse something, or do it wrong.
@@ -92,7 +83,7 @@ def rehearse(hosts: HostGroup, case: Case, clip: Path) -> Rehearsed:
         with rehearsal() as gpu:
             engine = case.engine(on_gpus(hosts), gpu)
             gpu.reset()
-            return Rehearsed(on_cpu, case.ask(engine, clip), gpu.events)
+            return on_cpu, case.ask(engine, clip), gpu.events
 
 
 def on_gpus(hosts: HostGroup) -> HostGroup:

@@ -112,15 +112,11 @@ def rows(lines: list[str]) -> dict[str, str]:
     return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if re.match(r"  \S", line))
 
 
-ASKED = ("--model", "demo", "--prompt", "name the letters in order")
-
-
 def test_the_table_says_what_there_is_with_a_line_for_each_video(infer, tmp_path):
-    status, lines = infer(*ASKED, "--frames", 100)
-    assert status == 0
+    status, lines = infer("--model", "demo", "--prompt", "name the letters in order", "--frames", 100)
     said = rows(lines)
-    assert said["method"] == "full on 1 host, cpu, float32" and said["video"] == "100 of 128 frames, 32.0 s"
-    assert said["decoding"].endswith(" tokens/s")
+    assert status == 0 and said["method"] == "full on 1 host, cpu, float32"
+    assert said["video"] == "100 of 128 frames, 32.0 s" and said["decoding"].endswith(" tokens/s")
     assert not {"drafting", "accepted", "anchor / passing", "communication", "draft"} & set(said)
     assert not any(line.startswith("note: the demo model understands") for line in lines)
     families.synthetic_image(56, 56).save(tmp_path / "a.png")
@@ -132,13 +128,11 @@ def test_the_table_says_what_there_is_with_a_line_for_each_video(infer, tmp_path
     assert "of them visual" in said["prompt"] and "decoding" not in said, "a single token has no rate"
 
 
-@pytest.mark.parametrize(
-    ("options", "drafting"),
-    [
-        ("std --keep-ratio 0.9", "std, by the target itself on host 0"),
-        ("vanilla --draft-host", "vanilla, by the packaged draft in a thread of host 0"),
-    ],
-)
+DRAFTED = [("std --keep-ratio 0.9", "std, by the target itself on host 0")]
+DRAFTED += [("vanilla --draft-host", "vanilla, by the packaged draft in a thread of host 0")]
+
+
+@pytest.mark.parametrize(("options", "drafting"), DRAFTED)
 def test_the_table_says_who_drafted_and_how_well(infer, tmp_path, options, drafting):
     asked = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", 20]
     status, lines = infer(*asked, "--speculate", *options.split(), "--json", tmp_path / "figures.jsonl")

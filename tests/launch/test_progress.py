@@ -1,5 +1,6 @@
 """What a terminal shows while something takes long; on a real one (a pseudo-terminal), with no delay."""
 
+import codecs
 import fcntl
 import json
 import os
@@ -9,7 +10,8 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, redirect_stderr
+from contextlib import closing, contextmanager, redirect_stderr, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,48 +25,34 @@ from patience import wait_for
 FRAMES = 8
 
 
-class Terminal:
-    """A terminal of 100 columns, and all that was ever written to it."""
-
-    def __init__(self):
-        self._screen, line = os.openpty()
-        fcntl.ioctl(line, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-        self.file = os.fdopen(line, "w", buffering=1)
-        self._written = bytearray()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        try:
-            while data := os.read(self._screen, 4096):
-                self._written += data
-        except OSError:  # its other end is closed
-            pass
-
-    @property
-    def written(self) -> str:
-        return self._written.decode(errors="replace")
-
-    def hang_up(self) -> None:
-        self.file.close()
-        self._reader.join()
-        os.close(self._screen)
-
-
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    terminal = Terminal()
+def terminal() -> Iterator[SimpleNamespace]:
+    """A terminal of 100 columns, and all that was ever written to it."""
+    screen, line = os.openpty()
+    fcntl.ioctl(line, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    terminal = SimpleNamespace(file=os.fdopen(line, "w", buffering=1), written="")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read() -> None:
+        with suppress(OSError):  # its other end is closed
+            while data := os.read(screen, 4096):
+                terminal.written += decoder.decode(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     yield terminal
-    terminal.hang_up()
+    terminal.file.close()
+    reader.join()
+    os.close(screen)
 
 
 @contextmanager
-def progress_on(terminal: Terminal, delay: float = 0.0) -> Iterator[Progress]:
+def progress_on(terminal, delay: float = 0.0) -> Iterator[Progress]:
     with redirect_stderr(terminal.file), closing(Progress(sys.stderr.isatty(), delay, interval=0.0)) as progress:
         yield progress
 
 
-def last_line(terminal: Terminal) -> str:
+def last_line(terminal) -> str:
     return terminal.written.replace("\r", "\n").splitlines()[-1].strip()
 
 
@@ -73,15 +61,10 @@ def test_frames_layers_and_tokens_are_counted_and_nothing_stays(terminal):
     engine = Engine.from_pretrained("demo", prefill=config, hosts=HostGroup.single("cpu"), dtype="float32")
     with progress_on(terminal) as progress:
         progress.watch(engine, max_new_tokens=4)
-        given = engine.generate(
-            "name the letters in order",
-            video=demo.video_path(),
-            num_frames=FRAMES,
-            max_new_tokens=4,
-            on_token=lambda token: progress.count_token(),
-            on_stage=progress.begin,
-            on_progress=progress.advance,
-        ).token_ids
+        told = {"on_token": lambda token: progress.count_token(), "on_stage": progress.begin}
+        told["on_progress"] = progress.advance
+        asked = {"video": demo.video_path(), "num_frames": FRAMES, "max_new_tokens": 4}
+        given = engine.generate("name the letters in order", **asked, **told).token_ids
     num_layers = engine.model.config.text_config.num_hidden_layers
     wait_for(lambda: f" {len(given)}/4 [" in terminal.written and not last_line(terminal))
     shown = {
@@ -136,7 +119,7 @@ def test_the_script_shows_it_on_a_terminal_and_nowhere_else(terminal, tmp_path, 
     with redirect_stderr(terminal.file):
         figures = answer(tmp_path)
     wait_for(lambda: "peak memory" in terminal.written)
-    assert all(f"{what}" in terminal.written for what in ("loading the model …", "prefill: ", "answering: "))
+    assert all(what in terminal.written for what in ("loading the model …", "prefill: ", "answering: "))
     assert capsys.readouterr().out == figures["text"] + "\n"
     answer(tmp_path)
     printed = capsys.readouterr()

@@ -85,9 +85,8 @@ def test_type_checkers_see_the_same_names():
     assert ast.unparse(block.test) == "TYPE_CHECKING"
     read = {alias.name: statement.module for statement in block.body for alias in statement.names}
     assert read == apbv._HOMES
-    assert not hasattr(apbv, "nonsense") and {getattr(apbv, name).__name__ for name in apbv.__all__} == set(
-        apbv.__all__
-    )
+    assert not hasattr(apbv, "nonsense")
+    assert {getattr(apbv, name).__name__ for name in apbv.__all__} == set(apbv.__all__)
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from apbv.model.row_chunks import chunk_rows, rows_in_chunks
 from prompts import build, hugging_face, relative_error, text_batch
 
 TOKENS = 1300  # three chunks of the fewest rows
-FEWEST = 512
+FEWEST, FULL = 512, PrefillConfig(method="full")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -39,14 +39,12 @@ def shortest_chunks(monkeypatch):
 def test_a_prefill_in_chunks_equals_hugging_face(shortest_chunks, family):
     model = build(family, torch.float32)
     expected, cache = hugging_face(family, torch.float32, text_batch(TOKENS))
-    config = PrefillConfig(method="full")
     with LongestIntermediates() as seen:
-        state = prefill(model, text_batch(TOKENS), hosts=HostGroup.single("cpu"), config=config)
+        state = prefill(model, text_batch(TOKENS), hosts=HostGroup.single("cpu"), config=FULL)
     assert 0 < seen.rows["silu"] <= FEWEST and 0 < seen.rows["mean"] <= FEWEST
     assert relative_error(state.logits, expected) < 1e-4
     for here, layer in zip(state.to_dynamic_cache().layers, cache.layers, strict=True):
-        assert relative_error(here.keys, layer.keys) < 1e-4
-        assert relative_error(here.values, layer.values) < 1e-4
+        assert max(relative_error(here.keys, layer.keys), relative_error(here.values, layer.values)) < 1e-4
 
 
 def test_the_model_is_left_as_it_was():

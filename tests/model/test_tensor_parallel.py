@@ -2,12 +2,12 @@
 
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig
-from apbv.config.names import LATE_REDUCER_NAMES
 from apbv.model import row_chunks
 from apbv.model.parts import inspect_model
 
@@ -34,13 +34,10 @@ def num_matrix_elements(model) -> int:
 
 def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, request: dict, chunked=False) -> dict:
     """What a process is left with: its place, logits, the KV of its heads, and how the answer goes on."""
-    if chunked:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(row_chunks.CHUNK_BYTES, "cpu", 1)
-            return prefill_job(processes, size, path, settings, request)
     hosts = joined(processes, size) if size > 1 else processes
     engine = Engine.from_pretrained(path, prefill=PrefillConfig(**settings), hosts=hosts)
-    state = engine.prefill(QUESTION, **request)
+    with mock.patch.dict(row_chunks.CHUNK_BYTES, {"cpu": 1} if chunked else {}):
+        state = engine.prefill(QUESTION, **request)
     cache = state.to_dynamic_cache()
     plain = state.generate_inputs()
     if plain:
@@ -50,31 +47,12 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
         "place": (hosts.rank, hosts.tensor_parallel_rank),
         "logits": state.logits.clone(),
         "kv": None if cache is None else [torch.stack([layer.keys, layer.values]) for layer in cache.layers],
-        "kv_heads": inspect_model(engine.model).kv_heads,
+        "kv_heads": list(inspect_model(engine.model).kv_heads),
         "plain": plain,
         "tokens": answer.token_ids,
         "stats": answer.stats,
         "elements": num_matrix_elements(engine.model),
     }
-
-
-def compare(shares: list[dict], whole: dict, num_hosts: int) -> None:
-    """Every process against a whole model on as many hosts, or on one."""
-    for process, share in enumerate(shares):
-        assert share["place"] == divmod(process, 2)
-        torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
-        assert share["tokens"] == whole["tokens"]
-        assert abs(share["elements"] / whole["elements"] - 0.5) < 0.01  # 269 rows of the embedding do not halve
-        stats = share["stats"]
-        assert (stats["hosts"], stats["tensor_parallel_size"]) == (num_hosts, 2)
-        assert len(stats["comm_bytes"]) == len(stats["peak_memory_bytes"]) == len(shares)
-    for share in shares[:2]:
-        assert share["plain"] == whole["plain"]
-        heads = share["kv_heads"]
-        for here, all_heads in zip(share["kv"], whole["kv"], strict=True):
-            torch.testing.assert_close(here, all_heads[:, :, heads.start : heads.stop], **CLOSE)
-    assert [head for share in shares[:2] for head in share["kv_heads"]] == list(whole["kv_heads"])
-    assert all(share["kv"] is None and not share["plain"] for share in shares[2:])
 
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
@@ -97,59 +75,54 @@ def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, setting
     whole, *_ = pool.run(1 if is_exact else num_hosts, prefill_job, 1, path, {} if is_exact else settings, request)
     assert whole["stats"]["method"] == ("full" if is_exact else settings["method"])
     settings = {"passing_len": 10_000, **settings}
-    compare(pool.run(num_processes, prefill_job, 2, path, settings, request, chunked), whole, num_hosts)
+    shares = pool.run(num_processes, prefill_job, 2, path, settings, request, chunked)
+    for process, share in enumerate(shares):
+        assert share["place"] == divmod(process, 2)
+        torch.testing.assert_close(share["logits"], whole["logits"], **CLOSE)
+        assert share["tokens"] == whole["tokens"]
+        assert abs(share["elements"] / whole["elements"] - 0.5) < 0.01  # 269 rows of the embedding do not halve
+        stats = share["stats"]
+        assert (stats["hosts"], stats["tensor_parallel_size"]) == (num_hosts, 2)
+        assert len(stats["comm_bytes"]) == len(stats["peak_memory_bytes"]) == len(shares)
+    for share in shares[:2]:
+        assert share["plain"] == whole["plain"]
+        for here, all_heads in zip(share["kv"], whole["kv"], strict=True):
+            torch.testing.assert_close(here, all_heads[:, :, share["kv_heads"]], **CLOSE)
+    assert [head for share in shares[:2] for head in share["kv_heads"]] == whole["kv_heads"]
+    assert all(share["kv"] is None and not share["plain"] for share in shares[2:])
 
 
-def reduced_job(processes: HostGroup, size: int, path: str, clip: Path, methods: list[str], settings: dict):
-    """Logits, an answer's tokens and the figures of prompts of which visual tokens are left out."""
+def ways_job(processes: HostGroup, size: int, paths: list[str], clip: str, ways: list[tuple[dict, dict, dict]]):
+    """For each way an answer's tokens, what was left out, how many drafted tokens were right, and what of what."""
     hosts, found = joined(processes, size) if size > 1 else processes, []
-    for method in methods:
-        reduce = ReduceConfig(method=method, ratio=0.3, layer=1 if method in LATE_REDUCER_NAMES else None)
-        engine = Engine.from_pretrained(path, prefill=PrefillConfig(reduce=reduce, **settings), hosts=hosts)
-        state = engine.prefill(QUESTION, video=clip, num_frames=21)
-        answer = engine.decode(state, max_new_tokens=5)
-        found.append((state.logits.clone(), answer.token_ids, answer.stats["reduction"]))
+    for prefill, speculate, sampled in ways:
+        config = SpeculativeConfig(draft_model=paths[1], **speculate) if speculate else None
+        engine = Engine.from_pretrained(paths[0], prefill=PrefillConfig(**prefill), speculate=config, hosts=hosts)
+        answer = engine.generate(QUESTION, video=clip, num_frames=21, max_new_tokens=7, **sampled)
+        accepted = (answer.stats.get("speculation") or {}).get("num_accepted")
+        kept = None if answer.kept is None else answer.kept.tolist()
+        found.append((answer.token_ids, answer.stats.get("reduction"), accepted, kept))
     return found
 
 
-@pytest.mark.thorough
-def test_tokens_are_left_out_as_by_whole_hosts(pool, checkpoints, clip):
-    """Each process has the attention of its own heads, and all have to choose alike."""
-    path, methods = str(checkpoints("qwen2_5_vl")), ["fastvid", "pdrop", "sparsevlm", "hippo_attention"]
-    (whole,) = pool.run(1, reduced_job, 1, path, clip, methods, {})
-    settings = {"method": "zigzag_ring", "kv": "sharded"}
-    for shares in pool.run(4, reduced_job, 2, path, clip, methods, settings):
-        for (logits, tokens, reduction), (their_logits, *theirs) in zip(shares, whole, strict=True):
-            torch.testing.assert_close(logits, their_logits, **CLOSE)
-            assert [tokens, reduction] == theirs
-
-
-DRAFTED = [{"strategy": "sd_tree"}, {"strategy": "specvlm", "keep_ratio": 0.4}]
-
-
-def drafted_job(processes: HostGroup, size: int, target: str, draft: str, request: dict):
-    """Per way to draft the tokens, how many were drafted, and which visual tokens the draft saw."""
-    hosts, results = joined(processes, size) if size > 1 else processes, []
-    settings = PrefillConfig(passing_len=6, anchor_len=8)
-    for speculate in DRAFTED:
-        config = SpeculativeConfig(draft_model=draft, num_draft_tokens=3, keep_losing_draft=True, **speculate)
-        engine = Engine.from_pretrained(target, prefill=settings, speculate=config, hosts=hosts)
-        answer = engine.generate(QUESTION, max_new_tokens=7, temperature=0.8, seed=3, **request)
-        figures = answer.stats["speculation"]
-        results.append((answer.token_ids, figures["num_accepted"], answer.kept))
-    return results
+LEFT_OUT = [("fastvid", None), ("pdrop", 1), ("sparsevlm", 1), ("hippo_attention", None)]
+REDUCED = [{"reduce": ReduceConfig(method=method, ratio=0.3, layer=layer)} for method, layer in LEFT_OUT]
+SHARED = {"method": "zigzag_ring", "kv": "sharded"}
+COMPRESSED, DRAFT = {"passing_len": 6, "anchor_len": 8}, {"num_draft_tokens": 3, "keep_losing_draft": True}
+DRAFTED = [{"strategy": "sd_tree", **DRAFT}, {"strategy": "specvlm", "keep_ratio": 0.4, **DRAFT}]
 
 
 @pytest.mark.thorough
-def test_drafting_is_what_it_is_on_whole_hosts(pool, checkpoints, clip, tmp_path):
-    """Sampled, on one process of host 0; what it drafts, and what of the video it sees, is the same."""
-    target, request = str(checkpoints("qwen2_5_vl")), {"video": str(clip), "num_frames": 21}
-    draft = str(families.save_checkpoint("qwen2_5_vl", tmp_path, layers=1))
-    whole, _ = pool.run(2, drafted_job, 1, target, draft, request)
-    for share in pool.run(4, drafted_job, 2, target, draft, request):
-        for way, here, there in zip(DRAFTED, share, whole, strict=True):
-            assert here[:2] == there[:2], way
-            assert here[2] is there[2] is None or torch.equal(here[2], there[2]), way
+def test_tokens_are_left_out_and_drafted_as_by_whole_hosts(pool, checkpoints, clip, tmp_path):
+    """Each process has the attention of its own heads, and all have to choose alike; sampled, host 0 drafts."""
+    paths = [str(checkpoints("qwen2_5_vl")), str(families.save_checkpoint("qwen2_5_vl", tmp_path, layers=1))]
+    drafted = [(COMPRESSED, way, {"temperature": 0.8, "seed": 3}) for way in DRAFTED]
+    whole, _ = pool.run(2, ways_job, 1, paths, str(clip), drafted)
+    whole += pool.run(1, ways_job, 1, paths, str(clip), [(way, {}, {}) for way in REDUCED])[0]
+    ways = [*drafted, *(({**way, **SHARED}, {}, {}) for way in REDUCED)]
+    for share in pool.run(4, ways_job, 2, paths, str(clip), ways):
+        for way, here, there in zip(ways, share, whole, strict=True):
+            assert here == there, way
 
 
 def refused_job(processes: HostGroup, path: str):

@@ -57,10 +57,8 @@ def test_the_rows_are_those_of_transformers(family, grid, dtype):
 
 def state_of(parts: ModelParts) -> tuple:
     tower, text = parts.model.model.visual, parts.language_model
-    return (
-        [module.config._attn_implementation for module in (parts.model, tower, text)],
-        [len(module._forward_pre_hooks) for module in tower.modules()],
-    )
+    hooks = [len(module._forward_pre_hooks) for module in tower.modules()]
+    return [module.config._attn_implementation for module in (parts.model, tower, text)], hooks
 
 
 @FAMILY
@@ -94,8 +92,7 @@ def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
 
     parts, grid = build(family, torch.bfloat16), GRIDS["ragged windows"]
     expected = encode(parts, grid)
-    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(varlen, "capability", lambda device: (8, 0))
     monkeypatch.setattr(varlen, "flash_version", lambda major: 2)
     monkeypatch.setattr(sys.modules[varlen_attention.__module__], "usable", lambda *args: None)

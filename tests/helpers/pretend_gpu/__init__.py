@@ -16,22 +16,10 @@ Besides:
 It cannot tell how fast anything is, what a compiled kernel computes, or what NCCL does inside.
 """
 
-from .events import Event, Events
-from .graphs import Graph
+from .events import Events
 from .machine import Machine
 from .nccl import assert_same_order, gpu_groups
 from .rehearsal import rehearsal
 from .tensors import GpuError, GpuTensor, to_gpu
 
-__all__ = [
-    "Event",
-    "Events",
-    "GpuError",
-    "GpuTensor",
-    "Graph",
-    "Machine",
-    "assert_same_order",
-    "gpu_groups",
-    "rehearsal",
-    "to_gpu",
-]
+__all__ = ["Events", "GpuError", "GpuTensor", "Machine", "assert_same_order", "gpu_groups", "rehearsal", "to_gpu"]

@@ -26,16 +26,9 @@ class Cuda:
     def __init__(self, machine: Machine):
         self.machine = machine
         self._local = threading.local()
-        self.properties = SimpleNamespace(
-            name="a pretended H100",
-            major=CAPABILITY[0],
-            minor=CAPABILITY[1],
-            multi_processor_count=132,
-            shared_memory_per_block_optin=227 * 1024,
-            L2_cache_size=50 << 20,
-            total_memory=_TOTAL_MEMORY,
-            warp_size=32,
-        )
+        sizes = {"multi_processor_count": 132, "shared_memory_per_block_optin": 232448, "L2_cache_size": 50 << 20}
+        names = {"name": "a pretended H100", "major": CAPABILITY[0], "minor": CAPABILITY[1], "warp_size": 32}
+        self.properties = SimpleNamespace(**names, **sizes, total_memory=_TOTAL_MEMORY)
 
     @property
     def current_device(self) -> int:
@@ -130,13 +123,8 @@ class Cuda:
             def __exit__(self, *_):
                 cuda._local.device = self._before
 
-        class OurGraph(Graph):
-            pass
-
-        class graph(torch.cuda.graph):
-            default_capture_stream = None
-
-        OurGraph.machine = machine
+        OurGraph = type("OurGraph", (Graph,), {"machine": machine})
+        graph = type("graph", (torch.cuda.graph,), {"default_capture_stream": None})
 
         def synchronize(device=None):
             machine.wait("synchronize", streams.everything())
@@ -155,9 +143,7 @@ class Cuda:
 
         stand_ins = {
             **dict.fromkeys(("is_available", "is_bf16_supported", "is_initialized"), lambda *_, **__: True),
-            **dict.fromkeys(
-                ("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda device=None: 0
-            ),
+            **dict.fromkeys(("max_memory_allocated", "memory_allocated", "memory_reserved"), lambda *_: 0),
             **dict.fromkeys(("reset_peak_memory_stats", "_lazy_init"), nothing),
             "CUDAGraph": OurGraph,
             "Event": Event,
@@ -180,19 +166,13 @@ class Cuda:
             "synchronize": synchronize,
         }
         pinned = machine.pinned
+        pinning = {"pin_memory": lambda t, *_: pinned.add(t.clone()), "is_pinned": lambda t, *_: t in pinned}
         for where, values in (
             (torch.cuda, stand_ins),
             (torch.cuda.graphs, {"CUDAGraph": OurGraph}),
             (torch._C, {"_host_emptyCache": nothing, "_cuda_endAllocateToPool": leave_pool}),
             (torch.cuda.nccl, {"version": lambda: (2, 28, 9)}),
-            (
-                torch.Tensor,
-                {
-                    "pin_memory": lambda t, *_: pinned.add(t.clone()),
-                    "is_pinned": lambda t, *_: t in pinned,
-                    "record_stream": nothing,
-                },
-            ),
+            (torch.Tensor, {**pinning, "record_stream": nothing}),
         ):
             for name, value in values.items():
                 stack.enter_context(patch.object(where, name, value, create=True))

@@ -1,17 +1,13 @@
 """What the host asked of a pretended machine, in the order in which it did."""
 
 import sys
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[3]
 _OURS = tuple(str(_ROOT / folder) + "/" for folder in ("apbv", "kernels", "launch"))
-
-# Kinds of events that put work into a GPU's queue by a launch of their own.
-LAUNCHES = ("kernel", "triton", "replay")
 
 
 class Event(NamedTuple):
@@ -50,7 +46,7 @@ class Events(list):
 
     @property
     def num_launches(self) -> int:
-        return len(self.of(*LAUNCHES))
+        return len(self.of("kernel", "triton", "replay"))
 
     @property
     def waits(self) -> Counter:
@@ -76,12 +72,3 @@ def place_in_project() -> str:
             return f"{filename[len(str(_ROOT)) + 1 :]}:{frame.f_code.co_name}"
         frame = frame.f_back
     return ""
-
-
-def describe(faults: Iterable[str]) -> str:
-    """Return each fault once, with how often it was found."""
-    return "\n".join(f"{text} ({count} times)" for text, count in Counter(faults).items())
-
-
-def this_thread() -> int:
-    return threading.get_ident()

@@ -21,9 +21,10 @@ outside of a graph is checked:
         assert gpu.events.num_launches == 1 and not gpu.events.waits
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -31,43 +32,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .events import this_thread
-
 
 @dataclass(frozen=True)
 class _Outside:
     """A tensor that a graph uses and does not own: a graph keeps an address, and no memory alive."""
 
     storage: StorageWeakRef
-    like: Tensor  # on meta
-    offset: int
+    dtype: torch.dtype
+    layout: tuple  # the offset, the shape and the strides
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Outside":
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return cls(StorageWeakRef(tensor.untyped_storage()), like, tensor.storage_offset())
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return cls(StorageWeakRef(tensor.untyped_storage()), tensor.dtype, layout)
 
     def tensor(self) -> Tensor | None:
         """Return it, if its memory has not been freed."""
-        if self.storage.expired():
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        gone = self.storage.expired()
+        storage = None if gone else torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
             return None
-        empty = torch.empty(0, dtype=self.like.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.like.shape, self.like.stride())
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
 
 
-@dataclass(frozen=True)
-class _Node:
-    """One kernel of a graph: a call, and the tensors that its results go to."""
-
-    name: str
-    kind: str
-    call: Callable
-    args: tuple
-    kwargs: dict
-    out: Any
+# One kernel of a graph: a call, and the tensors that its results go to.
+_Node = namedtuple("_Node", "name kind call args kwargs out")
 
 
 class Graph:
@@ -98,7 +87,7 @@ class Graph:
             raise machine.refuse("a graph cannot be captured in the default stream")
         if machine.capturing is not None:
             raise machine.refuse("another graph is being captured")
-        self._pool, self._mode, self.thread = pool or self._pool, capture_error_mode, this_thread()
+        self._pool, self._mode, self.thread = pool or self._pool, capture_error_mode, get_ident()
         machine.capturing = self
         machine.captured_pools.append(self._pool)
 
@@ -168,9 +157,7 @@ class Graph:
             return value
         tensor = value.tensor()
         if tensor is None:
-            raise self.machine.refuse(
-                f"a graph uses memory that was freed after capture: {tuple(value.like.shape)} {value.like.dtype}"
-            )
+            raise self.machine.refuse("a graph uses memory that was freed after capture")
         return tensor
 
     def _note_uses(self, node: _Node, args: tuple, kwargs: dict) -> None:
@@ -180,7 +167,5 @@ class Graph:
         outs = [x for x in tree_leaves(node.out) if isinstance(x, Tensor)]
         writes = outs if node.out is not None else tensors[:1]
         for tensor in tensors:
-            for fault in machine.transfers.faults(tensor, any(tensor is x for x in writes), node.name):
-                machine.find(fault)
-        for fault in machine.streams.launch(tensors, writes, node.name):
-            machine.find(fault)
+            machine.check_use(tensor, any(tensor is x for x in writes), node.name)
+        machine.launch(tensors, writes, node.name)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import stand_ins
-from .events import Event, Events, place_in_project, this_thread
+from .events import Event, Events, place_in_project
 from .graphs import Graph
 from .pinned import PinnedMemory
 from .streams import Streams, Transfers
@@ -42,8 +42,8 @@ class Machine:
         interpreting: held while Triton interprets a kernel, which it can do one at a time.
     """
 
-    def __init__(self, has_numbers: bool = True, num_gpus: int = 8):
-        self.has_numbers, self.num_gpus = has_numbers, num_gpus
+    def __init__(self, has_numbers: bool):
+        self.has_numbers, self.num_gpus = has_numbers, 8
         self.events, self.faults = Events(), []
         self.streams, self.transfers, self.pinned = Streams(), Transfers(), PinnedMemory()
         self.capturing: Graph | None = None
@@ -82,13 +82,13 @@ class Machine:
     def forbid_in_capture(self, what: str) -> None:
         """Refuse what may not happen while a graph is captured, which then cannot be used."""
         graph = self.capturing
-        if graph is not None and graph.forbids(this_thread()):
+        if graph is not None and graph.forbids(threading.get_ident()):
             graph.is_valid = False
             raise self.refuse(f"the host {what} while a graph is captured")
 
     def read(self, tensor: GpuTensor, how: str) -> Tensor:
         """Return a GPU tensor's numbers to the host, which waits for them."""
-        self.check_use(tensor, False, how)
+        self.check_use(tensor.inner, False, how)
         self.wait(how)
         return self._numbers_of(tensor)
 
@@ -105,8 +105,14 @@ class Machine:
         start = self._addresses.setdefault(storage, (len(self._addresses) + 1) << 44)
         return start + inner.storage_offset() * inner.element_size()
 
-    def check_use(self, tensor: GpuTensor, is_written: bool, user: str) -> None:
-        for fault in self.transfers.faults(tensor.inner, is_written, user):
+    def check_use(self, inner: Tensor, is_written: bool, user: str) -> None:
+        """Find what is wrong with a use of what an exchange may be using."""
+        for fault in self.transfers.faults(inner, is_written, user):
+            self.find(fault)
+
+    def launch(self, reads: list[Tensor], writes: list[Tensor], user: str) -> None:
+        """Put a kernel into the current stream, and find what is wrong with that."""
+        for fault in self.streams.launch(reads, writes, user):
             self.find(fault)
 
     def run(self, func, args: tuple, kwargs: dict):
@@ -155,11 +161,11 @@ class Machine:
         runs_kernel = name not in _NO_KERNEL and not _is_view(func)
         used = list(_operands(func, args, kwargs)) if runs_kernel else []
         for tensor, is_written in used:
-            self.check_use(tensor, is_written, name)
+            self.check_use(tensor.inner, is_written, name)
         call = stand_ins.KERNELS.get(name, func)
         graph = self.capturing
-        if graph is not None and graph.forbids(this_thread()):
-            if graph.thread != this_thread() and not _is_view(func):
+        if graph is not None and graph.forbids(threading.get_ident()):
+            if graph.thread != threading.get_ident() and not _is_view(func):
                 raise self.refuse(f"{name} in another thread while a graph is captured in mode 'global'")
             out = graph.add(call, name, inner_args, inner_kwargs, _is_view(func), _writes(func))
         else:
@@ -180,13 +186,12 @@ class Machine:
 
     def launched(self, kind: str, name: str, used: list, fresh: list[Tensor] = (), **noted) -> None:
         """Note a kernel that uses some tensors (each with whether it writes it) and fills fresh ones."""
-        if self.capturing is not None and self.capturing.thread == this_thread():
+        if self.capturing is not None and self.capturing.thread == threading.get_ident():
             return
         self.note(kind, name, **noted)
         reads = [tensor.inner for tensor, is_written in used if not is_written]
         writes = [tensor.inner for tensor, is_written in used if is_written] + list(fresh)
-        for fault in self.streams.launch(reads, writes, name):
-            self.find(fault)
+        self.launch(reads, writes, name)
 
     def _require_one_device(self, func, name, args, tensors, gpus, device) -> None:
         """Refuse operands on several devices, but for a host's single numbers and indices."""
@@ -234,12 +239,11 @@ class Machine:
         """Copy between tensors of which one is in host memory."""
         if isinstance(target, GpuTensor):
             self._note_to_gpu(source, not non_blocking)
-            self.check_use(target, True, "copy_")
+            self.check_use(target.inner, True, "copy_")
             with _disable_current_modes():
                 if self.has_numbers:
                     target.inner.copy_(source)
-            for fault in self.streams.launch([], [target.inner], "copy_"):
-                self.find(fault)
+            self.launch([], [target.inner], "copy_")
             return target
         is_blocking = not (non_blocking and target in self.pinned)
         numbers = self._to_host(source, is_blocking)
@@ -250,7 +254,7 @@ class Machine:
     def _note_to_gpu(self, source: Tensor, is_blocking: bool) -> None:
         self.forbid_in_capture("copies from host memory")
         self.note("to_gpu", "copy", source.nbytes)
-        list(self.streams.launch([], [], "copy"))
+        self.launch([], [], "copy")
         if is_blocking and source.numel():
             self.wait("copy from the host")
         elif source in self.pinned:
@@ -259,9 +263,8 @@ class Machine:
     def _to_host(self, source: GpuTensor, is_blocking: bool) -> Tensor:
         self.forbid_in_capture("copies to host memory")
         self.note("to_host", "copy", source.nbytes)
-        self.check_use(source, False, "copy to the host")
-        for fault in self.streams.launch([source.inner], [], "copy to the host"):
-            self.find(fault)
+        self.check_use(source.inner, False, "copy to the host")
+        self.launch([source.inner], [], "copy to the host")
         if is_blocking:
             self.wait("copy to the host")
         return self._numbers_of(source)

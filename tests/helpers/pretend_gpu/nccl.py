@@ -7,9 +7,11 @@ that are touched before the exchange is waited for, and a group that a thread us
 in it is under way.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from threading import get_ident
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest.mock import patch
@@ -21,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .events import Event, Events, place_in_project, this_thread
+from .events import Event, Events, place_in_project
 from .machine import Machine
 from .tensors import GpuTensor, strip
 
@@ -63,7 +65,7 @@ class Nccl:
     def __init__(self, machine: Machine):
         self.machine = machine
         self._works: dict[int, tuple] = {}  # under way: the Work, its name, number, group and thread
-        self._users: dict[str, dict[int, int]] = {}  # of each group: exchanges under way, by thread
+        self._users: dict[str, Counter] = {}  # of each group: exchanges under way, by thread
         self._number = 0
 
     def install(self, stack: ExitStack) -> None:
@@ -75,10 +77,8 @@ class Nccl:
         wait = dist.Work.wait
 
         def waited(work, *args):
-            began = self._works.get(id(work))
-            if began is None:
-                return wait(work, *args)
-            self._await(work, began, bool(args))
+            if began := self._works.get(id(work)):
+                self._await(work, began, bool(args))
             return wait(work, *args)
 
         stack.enter_context(patch.object(dist.Work, "wait", waited))
@@ -104,10 +104,8 @@ class Nccl:
         if len({x.device for x in tensors}) > 1:
             raise machine.refuse(f"{name} of tensors on several GPUs")
         machine.forbid_in_capture(f"begins an exchange ({name})")
-        if "gloo" not in backends:  # what is in truth on the CPU has to be carried by the same back end
-            backend = group._get_backend(torch.device("cuda"))
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        self._check_threads(group.group_name, name)
+        if {thread for thread, count in self._users.get(group.group_name, {}).items() if count} - {get_ident()}:
+            machine.find(f"{name} in group {group.group_name} while another thread's exchange in it is under way")
         if "gloo" not in backends:  # what stands for GPU memory is host memory
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.NCCL, group._get_backend(_CUDA))
         return self._begin(func, name, args, kwargs, nbytes, group.group_name)
@@ -120,11 +118,10 @@ class Nccl:
             receives = argument.name in _RECEIVED or (name in ("broadcast_", "allreduce_") and i == 0)
             operands += [(t, receives) for t in tree_leaves(value) if isinstance(t, GpuTensor)]
         for tensor, receives in operands:
-            machine.check_use(tensor, receives, name)
+            machine.check_use(tensor.inner, receives, name)
         # NCCL's kernels come behind the stream that they are begun in, and read what that has written.
         reads = [tensor.inner for tensor, receives in operands if not receives]
-        for fault in machine.streams.launch(reads, [], name):
-            machine.find(fault)
+        machine.launch(reads, [], name)
         known = {id(tensor.inner): tensor for tensor, _ in operands}
         self._number += 1
         machine.note("collective", name, nbytes, self._number, group)
@@ -134,9 +131,8 @@ class Nccl:
         work = dist.Work.unbox(work)
         for tensor, receives in operands:
             machine.transfers.begin(tensor.inner, receives, work, place_in_project())
-        self._works[id(work)] = work, name, self._number, group, this_thread()
-        users = self._users.setdefault(group, {})
-        users[this_thread()] = users.get(this_thread(), 0) + 1
+        self._works[id(work)] = work, name, self._number, group, get_ident()
+        self._users.setdefault(group, Counter())[get_ident()] += 1
         return tree_map(lambda x: known.get(id(x), x), out)
 
     def _await(self, work, began: tuple, by_host: bool) -> None:
@@ -148,11 +144,6 @@ class Nccl:
             machine.wait(name)
         machine.note("await", name, detail=number, group=group)
         machine.transfers.end(work)
-
-    def _check_threads(self, group: str, name: str) -> None:
-        users = self._users.get(group, {})
-        if any(count for thread, count in users.items() if thread != this_thread()):
-            self.machine.find(f"{name} in group {group} while another thread's exchange in it is under way")
 
 
 def gpu_groups(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:

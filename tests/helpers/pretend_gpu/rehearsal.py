@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
@@ -9,7 +10,6 @@ from unittest.mock import patch
 import torch
 
 from .cuda import Cuda
-from .events import describe
 from .machine import Dispatch, Machine
 from .nccl import Nccl
 from .tensors import GpuError, allow_gpu_tensors
@@ -17,18 +17,17 @@ from .triton_launches import TritonLaunches
 
 
 @contextmanager
-def rehearsal(has_numbers: bool = True, num_gpus: int = 8) -> Iterator[Machine]:
+def rehearsal(has_numbers: bool = True) -> Iterator[Machine]:
     """Pretend that this process has GPUs, in this thread and in those that are started meanwhile.
 
     Args:
         has_numbers: whether tensors have numbers; else only shapes, for sizes that fit no memory.
-        num_gpus: how many GPUs the machine has.
 
     Raises:
         GpuError: at the end: something was refused, and the error hidden, or a fault that a GPU would not notice.
     """
     allow_gpu_tensors()
-    machine = Machine(has_numbers, num_gpus)
+    machine = Machine(has_numbers)
     cuda = Cuda(machine)
     run_thread = threading.Thread.run
 
@@ -50,7 +49,8 @@ def rehearsal(has_numbers: bool = True, num_gpus: int = 8) -> Iterator[Machine]:
         _forget_devices()
         yield machine
     if machine.faults:
-        raise GpuError(describe(machine.faults))
+        counted = Counter(machine.faults)
+        raise GpuError("\n".join(f"{text} ({count} times)" for text, count in counted.items()))
 
 
 @contextmanager

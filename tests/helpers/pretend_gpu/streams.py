@@ -5,7 +5,7 @@ each stream has been told to come, and which points of other streams it has been
 """
 
 import threading
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,16 +25,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return first, first + (steps + 1) * tensor.element_size()
 
 
-@dataclass
-class Transfer:
-    """An exchange's buffer, from its start until it is waited for."""
-
-    start: int
-    stop: int
-    receives: bool
-    work: object
-    place: str
-    keeps: Tensor  # so that its memory is not given to another tensor meanwhile
+# An exchange's buffer, from its start until it is waited for; kept, so that its memory is not another's meanwhile.
+Transfer = namedtuple("Transfer", "start stop receives work place keeps")
 
 
 class Transfers:
@@ -46,11 +38,9 @@ class Transfers:
     def begin(self, tensor: Tensor, receives: bool, work: object, place: str) -> None:
         self._under_way.append(Transfer(*_extent(tensor), receives, work, place, tensor))
 
-    def end(self, work: object) -> bool:
-        """Forget an exchange's buffers; whether there were any."""
-        left = [transfer for transfer in self._under_way if transfer.work is not work]
-        ended, self._under_way = len(left) < len(self._under_way), left
-        return ended
+    def end(self, work: object) -> None:
+        """Forget an exchange's buffers."""
+        self._under_way = [transfer for transfer in self._under_way if transfer.work is not work]
 
     def faults(self, tensor: Tensor, is_written: bool, user: str) -> Iterator[str]:
         """Yield what is wrong with using a tensor now."""

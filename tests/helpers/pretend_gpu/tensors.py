@@ -46,15 +46,9 @@ class GpuTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, index: int, machine: "Machine"):
-        self = Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=torch.device("cuda", index),
-        )
+        place = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        options = {"dtype": inner.dtype, "layout": inner.layout, "device": torch.device("cuda", index)}
+        self = Tensor._make_wrapper_subclass(cls, inner.size(), **place, **options)
         self.inner, self.machine = inner, machine
         return self
 

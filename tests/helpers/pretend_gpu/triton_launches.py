@@ -1,6 +1,7 @@
 """Launches of Triton kernels: their arguments have to be on the GPU; interpreted on what they hold."""
 
 from contextlib import ExitStack
+from threading import get_ident
 from unittest.mock import patch
 
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import InterpretedFunction
 
 from .cuda import Cuda
-from .events import this_thread
 from .tensors import GpuTensor, strip
 
 
@@ -43,22 +43,19 @@ class TritonLaunches:
             return
         if len(gpus) < len(tensors):
             raise machine.refuse(f"{name}: an argument lies in host memory")
-        devices = {x.device.index for x in gpus}
-        if devices != {self.cuda.current_device}:
-            raise machine.refuse(
-                f"{name}: its arguments are on GPU {sorted(devices)}, GPU {self.cuda.current_device} is current"
-            )
+        if {x.device.index for x in gpus} != {self.cuda.current_device}:
+            raise machine.refuse(f"{name}: its arguments are not on the current GPU")
         for tensor in gpus:
             # What a kernel writes is not known before it runs; what is received may not even be read.
-            machine.check_use(tensor, False, name)
+            machine.check_use(tensor.inner, False, name)
         args, kwargs = tree_map(strip, (args, kwargs))
         variant = (name, *sorted((key, value) for key, value in kwargs.items()), *(x.dtype for x in tensors))
         graph = machine.capturing
-        if graph is not None and graph.forbids(this_thread()):
+        if graph is not None and graph.forbids(get_ident()):
             if variant not in self._loaded:
                 graph.is_valid = False
                 raise machine.refuse(f"{name} is launched for the first time while a graph is captured")
-            if graph.thread == this_thread():
+            if graph.thread == get_ident():
                 graph.add_launch(launch, name, args, kwargs)
                 return
         self._loaded.add(variant)
