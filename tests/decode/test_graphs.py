@@ -54,10 +54,10 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
     return said + [states for layer in decoder.newest_kv(length) for states in layer]
 
 
-@pytest.mark.parametrize(
-    ("family", "reduce"),
-    [("qwen2_5_vl", None), ("llama", None), ("qwen2_5_vl", ReduceConfig(method="pdrop", ratio=0.3, layer=1))],
-)
+PDROP = ReduceConfig(method="pdrop", ratio=0.3, layer=1)
+
+
+@pytest.mark.parametrize(("family", "reduce"), [("qwen2_5_vl", None), ("llama", None), ("qwen2_5_vl", PDROP)])
 def test_a_walk_says_the_same(family, reduce, monkeypatch):
     """Where tokens were dropped inside the model every layer has another number of rows to write behind."""
     monkeypatch.setattr(growing, "GROWTH_ROWS", 24)  # so that buffers are left for new ones
@@ -72,11 +72,9 @@ def test_a_walk_says_the_same(family, reduce, monkeypatch):
 
 
 # A cache that changes, a tree, and drafts on the target's KV, read where that lies.
-WAYS = [("auto", {"strategy": "hippo", "draft_model": "demo", "prune": "kv"})]
-WAYS += [
-    ("auto", {"strategy": "sd_tree", "draft_model": "demo"}),
-    ("triton", {"strategy": "std", "keep_tokens": 60}),
-]
+DRAFT = {"draft_model": "demo"}
+WAYS = [("auto", {"strategy": "hippo", "prune": "kv", **DRAFT}), ("auto", {"strategy": "sd_tree", **DRAFT})]
+WAYS += [("triton", {"strategy": "std", "keep_tokens": 60})]
 
 
 def answer(engine: Engine) -> list[int]:

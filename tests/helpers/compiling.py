@@ -26,10 +26,8 @@ from support.compiled_kernels.listing import disassemble, loops, read, used_memo
 def properties(kernel: triton.compiler.CompiledKernel) -> dict:
     ptx = kernel.asm["ptx"]
     # ld.global....v4.b32 {...} and cp.async.cg.shared.global [...], [...], 0x10
-    loads = Counter(
-        int(count or 1) * int(bits) // 8
-        for count, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
-    )
+    found = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    loads = Counter(int(count or 1) * int(bits) // 8 for count, bits in found)
     copies = Counter(int(n, 0) for n in re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?\], (\w+)", ptx))
     return {
         **used_memory(kernel),

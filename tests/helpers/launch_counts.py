@@ -145,19 +145,15 @@ def _name(event) -> str:
 def columns() -> dict[str, Counter]:
     """The table's columns: what is done how often."""
     prefill, _ = counts(lambda layers: prefill_events(layers, HOSTS, RANK), *OUTSIDE)
-    graphs, steps = {}, {}
-    for which, events in (("token", token_events), ("batch", batch_events)):
-        graphs[which] = counts(lambda layers, events=events: events(layers, 0.0), "in_graph")
-        steps[which] = counts(lambda layers, events=events: events(layers, 0.0), *OUTSIDE)
-    return {
-        "prefill: a layer": prefill,
-        "a token's graph: a layer": graphs["token"][0],
-        "the graph besides": graphs["token"][1],
-        "a token outside of it": steps["token"][1],
-        f"{ANSWERS} answers' graph: a layer": graphs["batch"][0],
-        "their graph besides": graphs["batch"][1],
-        "their step outside of it": steps["batch"][1],
-    }
+    found = {"prefill: a layer": prefill}
+    for events, *names in (
+        (token_events, "a token's graph: a layer", "the graph besides", "a token outside of it"),
+        (batch_events, f"{ANSWERS} answers' graph: a layer", "their graph besides", "their step outside of it"),
+    ):
+        graph = counts(lambda layers, events=events: events(layers, 0.0), "in_graph")
+        _, outside = counts(lambda layers, events=events: events(layers, 0.0), *OUTSIDE)
+        found |= zip(names, (*graph, outside), strict=True)
+    return found
 
 
 def table() -> str:

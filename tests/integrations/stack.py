@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -20,14 +19,11 @@ import psutil
 from patience import limit, wait_for
 
 ROOT = Path(__file__).parents[2]
-STARTING = limit(240.0)
-ANSWERING = limit(120.0)
-SERVING = ROOT / "docs" / "serving.md"
 
 
 def documented(mark: str) -> list[str]:
     """The words of the command that docs/serving.md has under this mark."""
-    page = SERVING.read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     (code,) = re.findall(rf"^```bash {mark}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return shlex.split(code.replace("\\\n", " "))
 
@@ -73,7 +69,7 @@ class Service:
             assert self.is_alive, f"{self.name} has ended:\n{self.said()[-4000:]}"
             return self.health() == 200
 
-        wait_for(ready, STARTING)
+        wait_for(ready, limit(240.0))
 
     def health(self) -> int | None:
         """The status of its health; None where nobody answers."""
@@ -88,7 +84,7 @@ class Service:
         total = 0.0
         for line in httpx.get(f"{self.url}/metrics", timeout=limit(30.0)).text.splitlines():
             found = re.fullmatch(rf"{re.escape(wanted)}(\{{.*\}})? (\S+)", line)
-            if found and all(label in (found[1] or "") for label in labels.rstrip("}").split(",")):
+            if found and labels.rstrip("}") in (found[1] or ""):
                 total += float(found[2])
         return total
 
@@ -112,26 +108,19 @@ class Service:
 
     def kill(self) -> None:
         """End all its processes at once, as a machine that loses power."""
-        if self.is_alive:
-            end(self.processes())
-        self._process.wait(limit(60.0))
+        self.stop(seconds=0)
 
-    def stop(self) -> None:
-        """End it, and whatever is left of it."""
+    def stop(self, seconds: float = limit(30.0)) -> None:
+        """End it, and whatever is left of it after so many seconds."""
         left = self.processes() if self.is_alive else []
-        if self.is_alive:
-            self._process.send_signal(signal.SIGTERM)
+        if left and seconds:
+            self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(limit(30.0))
-        end(left)
+                self._process.wait(seconds)
+        for each in left:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         self._process.wait(limit(60.0))
-
-
-def end(processes: list[psutil.Process]) -> None:
-    """Kill what has not ended."""
-    for each in processes:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
 
 
 def prefill_worker(name: str, model: Path, served: str, folder: Path, *options) -> Service:
@@ -182,7 +171,7 @@ def running(services: list[Service]) -> Iterator[None]:
 
 def client_of(service: Service) -> openai.OpenAI:
     """OpenAI's client of a service."""
-    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=ANSWERING)
+    return openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=limit(120.0))
 
 
 def video_part(path: Path) -> dict:

@@ -1,12 +1,11 @@
 """The whole stack: vllm-router in front, two prefill hosts behind it, vLLM decodes, OpenAI's client asks.
 
-    python tests/integrations/stack_check.py --folder FOLDER
+    python tests/integrations/stack_check.py FOLDER
 
 in an environment that has apbv, vLLM and vllm-router (see test_stack.py). All run with their default settings, but
 for what a small CPU needs. What passes through the router is compared with what vLLM answers by itself.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,19 +48,14 @@ def asking_video(**options) -> Ask:
     return ask
 
 
-def asking(prompt: str | list[int] = "", **chat) -> Ask:
-    """What a service of the text model puts behind a prompt, as tokens, or answers to a chat."""
+def asking(**asked) -> Ask:
+    """What a service of the text model puts behind a prompt, as tokens, or answers to a chat's messages."""
     extra = {"ignore_eos": True, "return_token_ids": True}
-    options = {"model": "text", "temperature": 0, "max_tokens": NUM_NEW, "extra_body": extra, **chat}
+    options = {"model": "text", "temperature": 0, "max_tokens": NUM_NEW, "extra_body": extra, **asked}
 
     def ask(service: Service) -> list[int]:
         client = client_of(service)
-        made = (
-            client.chat.completions.create(**options)
-            if chat
-            else client.completions.create(prompt=prompt, **options)
-        )
-        return made.choices[0].token_ids
+        return (client.chat if "messages" in asked else client).completions.create(**options).choices[0].token_ids
 
     return ask
 
@@ -86,22 +80,6 @@ def check_nothing_left(what: str, prefill: Service) -> None:
     """No KV waits any more, at the latest when its time is over."""
     wait_for(lambda: not prefill.metric(WAITING), OFFER_SECONDS + limit(30.0))
     check(f"{what}: no KV is left", prefill.metric(WAITING), 0)
-
-
-def check_leaving(through: Service, prefill: Service, decoders: list[Service]) -> None:
-    """A client that leaves takes its KV along."""
-    client = client_of(through)
-    extra = {"ignore_eos": True}
-    stream = client.completions.create(model="text", prompt=PROMPT, max_tokens=100, stream=True, extra_body=extra)
-    next(iter(stream))
-    stream.close()
-
-    def num_running() -> float:
-        return sum(vllm.metric("vllm:num_requests_running") for vllm in decoders)
-
-    wait_for(lambda: not num_running(), limit(60.0))
-    check("a client that leaves: vLLM ends the answer", num_running(), 0)
-    check_nothing_left("a client that leaves", prefill)
 
 
 def in_the_midst(ask: Ask, through: Service, prefill: Service, then: Callable[[], None]) -> str:
@@ -130,18 +108,23 @@ def check_text(folder: Path) -> None:
     with running([prefill, *decoders]):
         front = router("router-text", prefill, decoders, folder)
         with running([front]):
-            check_equal("token ids", asking(PROMPT), front, prefill, vllm)
-            check_equal("a prompt of text", asking("the first shot has a red border; " * 6), front, prefill, vllm)
+            check_equal("token ids", asking(prompt=PROMPT), front, prefill, vllm)
+            check_equal("a prompt of text", asking(prompt="a red border; " * 9), front, prefill, vllm)
             turns = [{"role": "user", "content": "xyz"}, {"role": "assistant", "content": "abc"}]
             chat = asking(messages=[*turns, {"role": "user", "content": "def " * 30}])
             check_equal("a chat", chat, front, prefill, vllm)
-            asks = [asking([*PROMPT[: 60 + 9 * i], i]) for i in range(10)]
+            asks = [asking(prompt=[*PROMPT[: 60 + 9 * i], i]) for i in range(10)]
             wanted = [ask(vllm) for ask in asks]
             with ThreadPoolExecutor(CONCURRENCY) as pool:
                 found = list(pool.map(lambda ask: ask(front), asks * 5))
             check(f"{CONCURRENCY} requests at a time: nothing is lost or exchanged", found, wanted * 5)
-            check_leaving(front, prefill, decoders)
-            refusal = error_of(asking([9] * 700), front)
+            leaving = {"max_tokens": 100, "stream": True, "extra_body": {"ignore_eos": True}}
+            stream = client_of(front).completions.create(model="text", prompt=PROMPT, **leaving)
+            next(iter(stream))
+            stream.close()
+            wait_for(lambda: not any(each.metric("vllm:num_requests_running") for each in decoders), limit(60.0))
+            check_nothing_left("a client that leaves", prefill)
+            refusal = error_of(asking(prompt=[9] * 700), front)
             check(f"a prompt that is too long: {refusal}", refusal, "maximum context length")
             error = in_the_midst(asks[0], front, prefill, front.kill)
             check(f"a router that dies: {error}", error, "APIConnectionError")
@@ -151,12 +134,10 @@ def check_text(folder: Path) -> None:
 
 def check_video(folder: Path) -> None:
     """The demo's clip: uncompressed the same text as vLLM's, compressed the right one; then faults."""
-    options = ["--frames", FRAMES, "--kv-seconds", OFFER_SECONDS, "--method", "apbv"]
-    exact, short = (
-        prefill_worker(f"prefill-{passing}", demo.model_path(), "demo", folder, *options, "--passing-len", passing)
-        for passing in (4096, 32)
-    )
-    vllm = decoder("vllm-demo", demo.model_path(), "demo", folder, *ONE_VIDEO, num_frames=FRAMES)
+    model = demo.model_path()
+    options = ["--frames", FRAMES, "--kv-seconds", OFFER_SECONDS, "--method", "apbv", "--passing-len"]
+    exact, short = (prefill_worker(f"prefill-{n}", model, "demo", folder, *options, n) for n in (4096, 32))
+    vllm = decoder("vllm-demo", model, "demo", folder, *ONE_VIDEO, num_frames=FRAMES)
     with running([exact, short, vllm]):
         front = router("router-exact", exact, [vllm], folder)
         short_front = router("router-short", short, [vllm], folder)
@@ -178,9 +159,7 @@ def check_video(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where logs and models are written")
-    target = parser.parse_args().folder
+    target = Path(sys.argv[1])  # for logs and models
     target.mkdir(exist_ok=True)
     guard_children(target / "site")
     check_text(target)

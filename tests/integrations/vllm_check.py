@@ -1,6 +1,6 @@
 """vLLM goes on from KV that apbv prefilled: real vLLM on a CPU against plain transformers.
 
-    python tests/integrations/vllm_check.py --folder FOLDER
+    python tests/integrations/vllm_check.py FOLDER
 
 in an environment that has both apbv and vLLM (see test_vllm.py). Two hosts prefill and save, once exactly and
 once compressed, and write down what transformers' own ``generate`` makes of the same KV; then vLLM loads it.
@@ -8,7 +8,6 @@ The models are the packaged demo model (a Qwen2.5-VL) with its clip, in which ti
 a small random Qwen2. Everything is in float32, where both sides choose the same tokens.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -37,7 +36,7 @@ QUESTION, FOLLOW_UP = demo.EXAMPLE_QUESTIONS[1::-1]
 EXACT = apbv.PrefillConfig(method="apbv", passing_len=4096)
 COMPRESSED = apbv.PrefillConfig(method="apbv", passing_len=0, anchor_len=0)
 SHARDED = dataclasses.replace(COMPRESSED, kv="sharded")  # both hosts hold some
-REDUCED = {name: apbv.ReduceConfig(method=name) for name in ("hippo", "fastv")}
+REDUCED = {m: dataclasses.replace(SHARDED, reduce=apbv.ReduceConfig(method=m)) for m in ("hippo", "fastv")}
 
 
 def prefill_all(folder: Path) -> None:
@@ -52,15 +51,18 @@ def prefill_all(folder: Path) -> None:
         "text-unaligned": (folder / "qwen2", COMPRESSED, 4 * BLOCK + 7),
         "text-sharded": (folder / "qwen2", SHARDED, 4 * BLOCK + 7),
         "text-aligned": (folder / "qwen2", COMPRESSED, 4 * BLOCK),
+        **{name: (demo.model_path(), config, "vllm") for name, config in REDUCED.items()},
     }
     expected, states = {}, {}
     for name, (model, config, how) in cases.items():
         engine = apbv.Engine.from_pretrained(model, prefill=config, hosts=hosts, dtype="float32")
-        if name.startswith("video"):
+        if model == demo.model_path():
             state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=NUM_FRAMES, positions=how)
         else:
             state = apbv.prefill(engine.model, text_of(how), hosts=hosts, config=config)
         state.save(folder / name)
+        if name in REDUCED:
+            continue
         states[name] = state
         inputs, cache = state.generate_inputs(), state.to_dynamic_cache()
         if cache is None:
@@ -68,17 +70,11 @@ def prefill_all(folder: Path) -> None:
         made = engine.model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None)
         more = engine.tokenizer.encode(FOLLOW_UP, add_special_tokens=False)
         expected[name] = {
-            "method": state.method,
             "prompt": made[0, : state.num_tokens].tolist(),
             "tokens": made[0, state.num_tokens :].tolist(),
             "follow_up": more,
             "followed": continue_greedily(engine.model, cache, more, state.next_position),
         }
-    for name, reduce in REDUCED.items():
-        config = dataclasses.replace(SHARDED, reduce=reduce)
-        engine = apbv.Engine.from_pretrained(demo.model_path(), prefill=config, hosts=hosts, dtype="float32")
-        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=NUM_FRAMES, positions="vllm")
-        state.save(folder / name)
     if hosts.rank == 0:
         (folder / "expected.json").write_text(json.dumps(expected))
     offer_all(folder, states, hosts, os.getpid())
@@ -138,11 +134,7 @@ def check_text(folder: Path, expected: dict) -> None:
         "no path": (request(name, kv_transfer_params={"apbv_path": 7}), "must be a string"),
         "another model": (request(name, **request_params(folder / "video-exact")), "config"),
     }
-    for change, reason in (
-        (truncate, "bytes instead of"),
-        (flip_bit, "checksum is wrong"),
-        (remove, "incomplete"),
-    ):
+    for change, reason in {truncate: "bytes instead", flip_bit: "checksum is wrong", remove: "incomplete"}.items():
         path = damaged(folder / name, folder / change.__name__, change)
         refused[change.__doc__] = (request(name, kv_transfer_params={"apbv_path": str(path)}), reason)
     path = damaged(folder / name, folder / "reweigh", reweigh)
@@ -201,15 +193,15 @@ PARTS = {
 def started(part: str, folder: Path, hosts: int = 1) -> subprocess.Popen:
     """A part in processes of its own, as torchrun starts them; a process has one vLLM at most."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(hosts)]
-    command = [sys.executable, *(torchrun if hosts > 1 else []), __file__, "--part", part, "--folder", str(folder)]
+    command = [sys.executable, *(torchrun if hosts > 1 else []), __file__, str(folder), part]
     return subprocess.Popen(command)
 
 
-def main(options: argparse.Namespace) -> None:
-    folder = options.folder
-    if options.part is not None:
+def main(folder: Path, part: str | None = None) -> None:
+    """Everything in an empty folder, or only a part, beside hosts that offer KV there."""
+    if part is not None:
         written = folder / "expected.json"
-        PARTS[options.part](folder, json.loads(written.read_text()) if written.exists() else None)
+        PARTS[part](folder, json.loads(written.read_text()) if written.exists() else None)
         return
     folder.mkdir(exist_ok=True)
     guard_children(folder / "site")
@@ -227,7 +219,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, help="an empty folder for KV and models")
-    parser.add_argument("--part", choices=PARTS, help="only this, beside hosts that offer KV there")
-    main(parser.parse_args())
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,8 +2,10 @@
 
 import logging
 import os
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -22,22 +24,6 @@ NUM_NEW = 12
 BLOCK = 32  # tokens of one of vLLM's blocks
 
 
-class Log(logging.Handler):
-    """The connector's messages since they were last taken."""
-
-    def __init__(self):
-        super().__init__()
-        self._messages = []
-        logging.getLogger("vllm.apbv").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
-
-    def take(self) -> str:
-        messages, self._messages = "\n".join(self._messages), []
-        return messages
-
-
 class Server:
     """vLLM with one model; ``run`` answers requests in one batch, and ``said`` is what its log said meanwhile."""
 
@@ -45,31 +31,32 @@ class Server:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        transfer = KVTransferConfig(
-            kv_connector="ApbvConnector",
-            kv_connector_module_path="apbv.integrations.vllm",
-            kv_role="kv_consumer",
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config=settings,
-        )
+        named = {"kv_connector": "ApbvConnector", "kv_connector_module_path": "apbv.integrations.vllm"}
+        named |= {"kv_load_failure_policy": policy, "kv_connector_extra_config": settings}
+        transfer = KVTransferConfig(kv_role="kv_consumer", **named)
         options = {"max_num_seqs": 8, "max_model_len": 512, **options}
         options |= {"dtype": "float32", "block_size": BLOCK, "enforce_eager": True, "kv_transfer_config": transfer}
         self.llm = LLM(str(model), **options)
         self.engine = self.llm.llm_engine
-        self.log = Log()  # only now: vLLM sets its loggers up again when it starts
-        self.said, self._num_added = "", 0
+        self._log, self.said = BufferingHandler(10**6), ""
+        logging.getLogger("vllm.apbv").addHandler(self._log)  # only now: vLLM sets its loggers up when it starts
 
     def run(self, *requests: dict, num_new: int = NUM_NEW) -> list[list[int] | str]:
         """Each request's tokens, or, where vLLM ended it with an error, what the log says."""
         prompts, params = zip(*(_split(request, num_new) for request in requests), strict=True)
         outputs = [output.outputs[0] for output in self.llm.generate(prompts, params, use_tqdm=False)]
-        self.said = self.log.take()
+        self.said = self._take_log()
         return [list(o.token_ids) if o.finish_reason != "error" else self.said for o in outputs]
+
+    def _take_log(self) -> str:
+        """The connector's messages since they were last taken."""
+        said = "\n".join(record.getMessage() for record in self._log.buffer)
+        self._log.flush()
+        return said
 
     def add(self, request: dict) -> str:
         """Begin a request, and return its id."""
-        self._num_added += 1
-        name = f"added-{self._num_added}"
+        name = uuid4().hex
         self.engine.add_request(name, *_split(request, NUM_NEW))
         return name
 
@@ -80,7 +67,7 @@ class Server:
             for output in self.engine.step():
                 if output.finished:
                     made = output.outputs[0]
-                    ended.append(list(made.token_ids) if made.finish_reason != "error" else self.log.take())
+                    ended.append(list(made.token_ids) if made.finish_reason != "error" else self._take_log())
         return ended
 
     def num_used_blocks(self) -> int:

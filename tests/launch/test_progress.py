@@ -67,10 +67,8 @@ def test_frames_layers_and_tokens_are_counted_and_nothing_stays(terminal):
         given = engine.generate("name the letters in order", **asked, **told).token_ids
     num_layers = engine.model.config.text_config.num_hidden_layers
     wait_for(lambda: f" {len(given)}/4 [" in terminal.written and not last_line(terminal))
-    shown = {
-        what: set(re.findall(rf"{what}: [^\r]*?(\d+/\d+) \[", terminal.written))
-        for what in ("reading the video", "encoding", "prefill", "answering")
-    }
+    stages = "reading the video", "encoding", "prefill", "answering"
+    shown = {what: set(re.findall(rf"{what}: [^\r]*?(\d+/\d+) \[", terminal.written)) for what in stages}
     patches = FRAMES // 2
     assert f"{patches}/{FRAMES}" in shown["reading the video"]
     assert shown["encoding"] == {f"{done}/{patches}" for done in range(1, patches)}

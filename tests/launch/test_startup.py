@@ -1,6 +1,7 @@
 """What starting costs: ``import apbv``, ``--help`` and a mistyped option do not wait for torch or transformers."""
 
 import ast
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -65,15 +66,10 @@ def test_a_bad_option_is_one_line_before_anything_is_imported():
 
 
 def test_the_command_hands_on_to_the_scripts_and_help_is_light():
-    require_light(
-        [
-            *(([script, "--help"], 0, "usage: ") for script in (INFER, SERVE, DOCTOR)),
-            *((["apbv", command, "--help"], 0, f"usage: apbv {command} ") for command in COMMANDS),
-            (["apbv", "--help"], 0, "usage: apbv "),
-            (["apbv", "--version"], 0, apbv.__version__),
-            (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'"),
-        ]
-    )
+    cases = [([script, "--help"], 0, "usage: ") for script in (INFER, SERVE, DOCTOR)]
+    cases += [(["apbv", command, "--help"], 0, f"usage: apbv {command} ") for command in COMMANDS]
+    cases += [(["apbv", "--help"], 0, "usage: apbv "), (["apbv", "--version"], 0, apbv.__version__)]
+    require_light([*cases, (["apbv", "magic"], 2, "error: argument COMMAND: invalid choice: 'magic'")])
     result = python(f"import sys, apbv, apbv.config; print([name for name in {HEAVY} if name in sys.modules])")
     assert result.stdout.strip() == "[]", result.stderr
 
@@ -90,9 +86,13 @@ def test_type_checkers_see_the_same_names():
 
 
 @pytest.mark.thorough
-def test_video_processors_load_after_a_bare_import():
-    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it."""
+def test_transformers_is_whole_after_a_bare_import():
+    """Beside a CPU-only torch the index's torchvision fails to import, and transformers' processors with it.
+
+    And transformers looks for a package ``kernels``, for which it could take the folder.
+    """
     module = "transformers.models.qwen2_vl.video_processing_qwen2_vl"
     code = f"import apbv, transformers, torchvision, {module} as m; print(m.Qwen2VLVideoProcessor.__name__)"
-    result = python(code)
-    assert result.stdout.strip() == "Qwen2VLVideoProcessor", result.stderr
+    code += "; print(transformers.utils.import_utils.is_kernels_available())"
+    result, is_installed = python(code), "kernels" in {each.name for each in importlib.metadata.distributions()}
+    assert result.stdout.split() == ["Qwen2VLVideoProcessor", str(is_installed)], result.stderr

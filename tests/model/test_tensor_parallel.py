@@ -58,15 +58,15 @@ def prefill_job(processes: HostGroup, size: int, path: str, settings: dict, requ
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "num_processes", "repeated"),
-    [
-        ("qwen2_5_vl", {"method": "ulysses", "kv": "sharded"}, 4, 0),
-        ("qwen3_vl", {}, 2, 0),  # for which transformers has no plan
-        ("llama", {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}, 4, 6),
-        ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
-    ],
-)
+CASES = [
+    ("qwen2_5_vl", {"method": "ulysses", "kv": "sharded"}, 4, 0),
+    ("qwen3_vl", {}, 2, 0),  # for which transformers has no plan
+    ("llama", {"method": "apb", "passing_len": 6, "anchor_len": 8, "kv": "sharded"}, 4, 6),
+    ("llama", {}, 2, 30),  # whose norms and MLPs get 512 rows at a time
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "num_processes", "repeated"), CASES)
 def test_it_is_what_whole_hosts_compute(pool, checkpoints, clip, family, settings, num_processes, repeated):
     """Uncompressed it is full attention of one process."""
     request = {"context": SENTENCE * repeated} if repeated else {"video": str(clip), "num_frames": 13}

@@ -16,7 +16,6 @@ import families
 from pairs import each_choice
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-FAMILY = pytest.mark.parametrize("family", QWEN)
 # (temporal patches, patches down, patches across): Qwen2.5-VL's windows here are 4 x 4 patches.
 GRIDS = {
     "one frame": [(1, 6, 10)],
@@ -61,7 +60,7 @@ def state_of(parts: ModelParts) -> tuple:
     return [module.config._attn_implementation for module in (parts.model, tower, text)], hooks
 
 
-@FAMILY
+@pytest.mark.parametrize("family", QWEN)
 def test_afterwards_the_model_is_as_it_was(family):
     parts = build(family)
     before = state_of(parts)
@@ -77,7 +76,7 @@ def test_afterwards_the_model_is_as_it_was(family):
     assert state_of(parts) == before
 
 
-@FAMILY
+@pytest.mark.parametrize("family", QWEN)
 def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
     """With a function of FlashAttention's signature in its place, which no CPU has."""
     calls = []

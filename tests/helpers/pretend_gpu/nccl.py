@@ -148,10 +148,9 @@ class Nccl:
 
 def gpu_groups(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
     """Make a process group with NCCL for GPU memory and gloo for host memory; collective over its members."""
+    options = {"backend": "cpu:gloo,cuda:nccl", "use_local_synchronization": True}
     with _disable_current_modes():
-        return dist.new_group(
-            list(ranks), backend="cpu:gloo,cuda:nccl", timeout=timeout, use_local_synchronization=True
-        )
+        return dist.new_group(list(ranks), timeout=timeout, **options)
 
 
 def assert_same_order(ranks: Sequence[Events]) -> None:
