@@ -91,7 +91,7 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
 @pytest.mark.parametrize(("kv", "num_nodes", "seed"), [("gathered", None, 5), ("sharded", 8, 6)])
 def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, seed):
     """STD: the verification's dense KV takes the place of what the sparse draft computed of the same tokens."""
-    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 14, "temperature": 1.0, "seed": seed}
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 22, "temperature": 1.0, "seed": seed}
     figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
     assert figures["num_visual_tokens_drafted_from"] == VISIBLE
     assert 0 < figures["num_accepted"] < figures["num_drafted"]
