@@ -90,6 +90,11 @@ def test_a_bar_takes_the_place_of_a_line(terminal):
         progress.advance("encode", 3, 3)
         progress.begin("exchange")
         wait_for(lambda: "exchanging embeddings …" in terminal.written)
+        shown = terminal.written.count("exchanging embeddings …")
+        progress.begin("exchange")  # which goes on
+        progress.advance("prefill", 1, 3)
+        wait_for(lambda: "prefill:  33%" in terminal.written)
+        assert terminal.written.count("exchanging embeddings …") == shown
     wait_for(lambda: not last_line(terminal))
     assert "encoding …" not in terminal.written
 

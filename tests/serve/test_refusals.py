@@ -118,8 +118,8 @@ def bodies(draw, examples: list[dict]) -> bytes:
 
 
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_no_input_is_an_error_of_the_server(app, path, count=20):
-    seen = {}
+def test_no_input_is_an_error_of_the_server(app, path):
+    seen, count = {}, 20
 
     @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(content=bodies(EXAMPLES[path]))
