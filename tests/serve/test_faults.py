@@ -27,6 +27,7 @@ from patience import HANGING, wait_for
 from servers import HAND_OVER, InProcess, asking, metric_in, part, post
 
 STEPS, NOTE = "apbv.decode.batch_steps", "apbv.serve.telling.Telling._note"
+LEAVES = "its client leaves"
 
 
 def ask(app: InProcess, **fields):
@@ -53,13 +54,14 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, owner, na
     wait_for(lambda: not figure(app, "num_requests_running") and not figure(app, "kv_cache_bytes"))
 
 
-@pytest.mark.parametrize("fails", [None, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE])
+@pytest.mark.parametrize("fails", [None, LEAVES, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE])
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Ledger.release
 
     def watch(decoding, prefilled):
         kept.extend(weakref.ref(layer) for layer in prefilled.state.kv.cache.layers)
+        prefilled.job.is_cancelled = fails == LEAVES
         add(decoding, prefilled)
 
     def count(ledger, job):
@@ -68,11 +70,21 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
 
     monkeypatch.setattr(Decoding, "add", watch)
     monkeypatch.setattr(Ledger, "release", count)
-    if fails is not None:
+    if fails not in (None, LEAVES):
         monkeypatch.setattr(fails, out_of_memory)
     request.addfinalizer(gc.enable)
     gc.disable()
-    assert ask(app).status_code == (200 if fails is None else 500)
+
+    async def ask_and_leave() -> None:
+        asked = asyncio.create_task(app.client.post("/v1/chat/completions", content=asking(max_tokens=9)))
+        while not left:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+
+    if fails == LEAVES:
+        app.loop.run_until_complete(asyncio.wait_for(ask_and_leave(), HANGING))
+    else:
+        assert ask(app).status_code == (500 if fails else 200)
     wait_for(lambda: left)
     assert kept and left == [0]
 
