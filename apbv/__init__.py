@@ -9,7 +9,7 @@ from .config import (
     PrefillConfig,
     ReduceConfig,
     ReuseConfig,
-    SamplingConfig,
+    SamplingParams,
     SparseConfig,
     SpeculativeConfig,
     VideoConfig,
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from .generated import GenerateResult
     from .hosts import HostError, HostGroup
     from .input.model_inputs import ModelInputs
-    from .kv.manifest import StorageError
-    from .planning.plan import Plan, plan
+    from .kv.facts import StorageError
+    from .planning import Plan, plan
     from .prefilling.forward import prefill
     from .prefilling.load import load
+    from .prefilling.memory import NotEnoughMemoryError
     from .prefilling.prefiller import RequestCancelled
     from .prefilling.result import PrefillResult
-    from .prefilling.room import NotEnoughMemoryError
 
 __all__ = [
     "DecodeConfig",
@@ -43,7 +43,7 @@ __all__ = [
     "ReduceConfig",
     "RequestCancelled",
     "ReuseConfig",
-    "SamplingConfig",
+    "SamplingParams",
     "SparseConfig",
     "SpeculativeConfig",
     "StorageError",
@@ -65,10 +65,10 @@ _HOMES = {
     "prefill": "prefilling.forward",
     "PrefillResult": "prefilling.result",
     "load": "prefilling.load",
-    "NotEnoughMemoryError": "prefilling.room",
-    "plan": "planning.plan",
-    "Plan": "planning.plan",
-    "StorageError": "kv.manifest",
+    "NotEnoughMemoryError": "prefilling.memory",
+    "plan": "planning",
+    "Plan": "planning",
+    "StorageError": "kv.facts",
 }
 
 

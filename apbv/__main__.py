@@ -14,7 +14,7 @@ COMMANDS = {
     "infer": "answer a question about a video, images or a long text",
     "plan": "say whether a prompt will fit in memory, before any weights are loaded",
     "serve": "serve a model over HTTP, with OpenAI's chat-completions interface",
-    "doctor": "find out what works on this machine, how fast, and why the rest does not",
+    "doctor": "find out what works on this machine, and why the rest does not",
 }
 
 

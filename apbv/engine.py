@@ -1,4 +1,4 @@
-"""This module defines Engine, which answers questions about files on all hosts together."""
+"""Defines Engine, which answers questions about files on all hosts together."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -11,22 +11,22 @@ import torch
 from transformers import PreTrainedModel
 
 from . import demo
-from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingConfig, SpeculativeConfig
+from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .decode.batch import Batch
-from .generated import GenerateResult, Reporter
+from .generated import GenerateResult, ResultBuilder
 from .hosts import HostGroup
 from .input.reading import PromptReader
 from .input.request import Question, Request
 from .input.video import require_backend
 from .model.attention import apbv_attention
-from .model.defaults import default_max_new_tokens, default_num_frames
-from .model.loading import load_model, read_config
+from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
 from .model.parts import ModelParts, require_supported
 from .prefilling.prefiller import Prefiller
 from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
 from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
+from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .stats import StageTimer
 
@@ -35,7 +35,7 @@ _WARM_UP_FRAMES, _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 60, 8
 
 
 class Engine:
-    """An Engine answers questions with a model that every host of a group has loaded.
+    """Answers questions with a model that every host of a group has loaded.
 
     Every method is collective: it is called on all hosts with the same arguments.
 
@@ -58,7 +58,7 @@ class Engine:
         hosts: the hosts that answer together: all but a draft host, or a draft host alone.
         prefills: whether this host runs the target.
         num_frames, max_new_tokens: the defaults of requests, taken from the checkpoint (see
-            :mod:`apbv.model.defaults`).
+            :mod:`apbv.model.loading`).
         videos: remembers what was found in the video files that were asked about.
 
     Raises:
@@ -83,10 +83,10 @@ class Engine:
         drafting = Drafting(speculate, hosts, captioner)
         models = drafting.inspect_models(model, draft, config, decode)
         require_usable(config.reduce, models.reading.family, reuse)
-        if reuse is not None and reuse.mode == "kv" and drafting.watches_prefill(models):
-            raise ValueError(
-                f"{speculate.strategy} watches the prefill of the whole prompt: it works with reuse='exact' only"
-            )
+        refuse(
+            kv_reuse=reuse is not None and reuse.mode == "kv",
+            watching_draft=drafting.watches_prefill(models) and speculate.strategy,
+        )
         self.model, self.draft_model, self.processor = model, draft, processor
         self.prefill_config, self.speculative_config = config, speculate
         self.parts = models.reading
@@ -105,7 +105,7 @@ class Engine:
             reads_all_frames=draft is not None,
             require_readable=drafting.require_readable,
         )
-        self._reporter = Reporter(self.name, self.parts, self.tokenizer, self.hosts, config.kv)
+        self._results = ResultBuilder(self.name, self.parts, self.tokenizer, self.hosts, config.kv)
 
     def __repr__(self) -> str:
         drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
@@ -297,14 +297,10 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
-        if not self.prefills:
-            request = replace(request, stop=None)  # a draft host is told where the answer ends
-        with closing(self._way.read(request, self._prefiller.read)) as read, self._way.session(read) as session:
-            if not self.prefills:
-                return self._reporter.drafted(read, session.answer(None))
-            state = self._prefiller.run(read, session.observer)
-            answered = session.answer(state)
-        return self._reporter.answered(read.request, state, answered, timeline, read.videos)
+        read, state, answered = self._way.answer(request, self._prefiller)
+        if state is None:
+            return self._results.drafted(read, answered)
+        return self._results.answered(read.request, state, answered, timeline, read.videos)
 
     def decode(
         self,
@@ -330,8 +326,8 @@ class Engine:
             request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = request.within(max_positions, state.inputs)
-        answered = Autoregressive(self.parts, self.hosts).answer(request, state)
-        return self._reporter.answered(request, state, answered)
+        answered = Autoregressive(self.parts, self.hosts).decode(request, state)
+        return self._results.answered(request, state, answered)
 
     def prefill_request(self, request: Request) -> tuple[Request, PrefillResult]:
         """Prefill a request's prompt, for an answer that the caller decodes; no draft takes part.
@@ -356,17 +352,15 @@ class Engine:
         Raises:
             ValueError: visual tokens are left out of prompts, which a consumer would read whole.
         """
-        if self.prefill_config.reduce is not None:
-            method = self.prefill_config.reduce.method
-            raise ValueError(f"the KV of prompts that {method} has shortened cannot be handed over")
+        refuse(handing_over="handing_over()", **self.prefill_config.features)
         engine = copy(self)
         engine.prefill_config = replace(self.prefill_config, kv="sharded")
         engine._prefiller = self._prefiller.without_draft(engine.prefill_config)
         return engine
 
-    def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingConfig:
+    def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingParams:
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return SamplingConfig(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)
+        return SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)
 
 
 def _decode_in_batch(parts: ModelParts, state: PrefillResult, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""This module defines the result of a request: an answer and its figures."""
+"""The result of a request: an answer and its figures."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from .input.video import VideoInfo
 from .model.parts import ModelParts
 from .prefilling.prefiller import ReadRequest
 from .prefilling.result import PrefillResult
-from .speculate.way import Answered
+from .speculate.ways import Answered
 from .stats import StageTimer, gather_spans, provenance
 from .timeline import Span
 
@@ -22,7 +22,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """A GenerateResult is an answer with its figures; the same on every host.
+    """An answer with its figures; the same on every host.
 
     Attributes:
         text: the answer, without special tokens.
@@ -60,8 +60,8 @@ class GenerateResult:
         return f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, {taken})"
 
 
-class Reporter:
-    """A Reporter turns the tokens of one engine's requests into results; every method is collective.
+class ResultBuilder:
+    """Turns the tokens of one engine's requests into results; every method is collective.
 
     Args:
         name: the model's name in the figures.

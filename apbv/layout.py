@@ -1,4 +1,4 @@
-"""This module plans which tokens are anchor, context blocks and query, and which host owns them.
+"""Plans which tokens are anchor, context blocks and query, and which host owns them.
 
 It computes with integers only, without torch.
 A run of consecutive token positions is a ``range`` with step 1.
@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 
 class LayoutError(ValueError):
-    """A LayoutError says that requested lengths do not fit the input; it names every number involved."""
+    """Requested lengths do not fit the input; the message names every number involved."""
 
 
 def split_evenly(items: range, num_runs: int) -> list[range]:

@@ -1,4 +1,4 @@
-"""This module measures the time and the memory of a request, and writes figures."""
+"""Measures the time and the memory of a request, and writes figures."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class _Stage:
 
 
 class StageTimer:
-    """A StageTimer times a request's stages on this host, and its first token; any thread may begin a stage.
+    """Times a request's stages on this host, and its first token; any thread may begin a stage.
 
     It makes nobody wait for a GPU while the request runs. What a stage does there, on the stream that is current
     around it, is timed by CUDA events, which are read at the end of the request: the stage lasts from when the GPU
@@ -337,9 +337,3 @@ def append_json_lines(path: Path, records: Iterable[dict]) -> None:
             file.writelines(json.dumps(record) + "\n" for record in records)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error}") from error
-
-
-def markdown_table(header: Sequence, rows: Iterable[Sequence], align: str = "---:") -> str:
-    """Format rows of cells under a header as a Markdown table."""
-    lines = [header, [align] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""This module records what happened when on each host, and writes it for ui.perfetto.dev and chrome://tracing."""
+"""Records what happened when on each host, and writes it for ui.perfetto.dev and chrome://tracing."""
 
 import json
 import threading

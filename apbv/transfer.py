@@ -1,4 +1,4 @@
-"""This module moves a few numbers between the host and a GPU without making either wait for the other."""
+"""Moves a few numbers between the host and a GPU without making either wait for the other."""
 
 from collections.abc import Callable, Sequence
 

@@ -8,7 +8,7 @@
 
 The tasks have the form of VNBench: retrieval, ordering and counting of needles that are edited into a running
 scene or inserted as shots of their own, at places drawn uniformly. Clips of the test split are real H.264 files.
-Without torchrun the hosts are simulated (apbv.hosts.simulated): same arithmetic and exchanges in one process, and
+Without torchrun the hosts are simulated (support.simulated): same arithmetic and exchanges in one process, and
 hence the same answers.
 """
 
@@ -27,7 +27,6 @@ from apbv.demo import clips
 from apbv.hosts import run_on_hosts
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
-from apbv.stats import markdown_table
 
 from support.arguments import add_clip_options, add_json_option, add_table_option
 from support.exams.candidate import score_on
@@ -39,6 +38,7 @@ from support.ruler.needles import SMALL_TASKS
 from support.ruler.scoring import score_ruler
 from support.ruler.smollm2 import load_smollm2
 from support.summaries import percent_cell
+from support.tables import markdown_table
 
 LONGEST = 2**30  # passing whole blocks on
 

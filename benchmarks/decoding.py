@@ -27,12 +27,13 @@ from apbv import DecodeConfig, HostGroup, demo
 from apbv.allocator import keep_freed_memory
 from apbv.model.loading import load_model
 from apbv.model.parts import ModelParts, inspect_model
-from apbv.stats import device_name, markdown_table
+from apbv.stats import device_name
 
 from support.arguments import add_json_option
 from support.decoding.batches import ALONE, BatchWay, Prompt, measure_batch, median_ms
 from support.decoding.steps import Way, compile_parts, measure, random_cache, with_apbv, with_transformers
 from support.records import made_by, write
+from support.tables import markdown_table
 from support.workloads import CONFIGS, build_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.

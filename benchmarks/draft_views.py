@@ -28,7 +28,6 @@ from apbv import PrefillConfig, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
 from apbv.demo import clips
 from apbv.speculate.builders import draft_by_model
-from apbv.stats import markdown_table
 
 from support.arguments import add_exam_options, add_json_option, add_plot_option, add_table_option
 from support.exams.exam import EXACT_TASKS, Exam, clips_folder
@@ -36,6 +35,7 @@ from support.exams.pair import DemoPair, predict_along
 from support.plots import import_pyplot, legend_beside, save
 from support.records import keep_records, read_records, show
 from support.summaries import percent_cell, sum_counts
+from support.tables import markdown_table
 
 BINS = 25  # of 4 % of the video each, as in ParallelVLM's Figure 4
 BORDER = 0.1  # HIPPO, Section 4.1

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from apbv import SamplingConfig, SpeculativeConfig
+from apbv import SamplingParams, SpeculativeConfig
 from apbv.demo import clips
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
@@ -29,7 +29,6 @@ from apbv.prefilling.encode import encode_visual
 from apbv.speculate.ensemble import GRID_STEPS, EnsembleDrafter, GridWeights, read_contexts
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
-from apbv.stats import markdown_table
 
 from support.arguments import add_exam_options, add_json_option, add_plot_option
 from support.exams.exam import Exam, clips_folder
@@ -37,6 +36,7 @@ from support.exams.pair import DemoPair
 from support.plots import import_pyplot, save
 from support.records import keep_records, show
 from support.summaries import sum_counts
+from support.tables import markdown_table
 
 CONSTANTS = {"M": 1.0, "T": 0.0, "MT": 0.5}
 
@@ -112,7 +112,7 @@ def trace(
     drafter = EnsembleDrafter(
         pair.draft_parts, contexts, traced, inputs.num_tokens, task.sampling, task.vocab_size
     )
-    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
+    sampling = SamplingParams(max_new_tokens=options.max_new_tokens)
     answer = state.begin_answer(pair.target.parts, Request(Question(question), state.timer, sampling=sampling))
     with apbv_attention(pair.target.parts.language_model), apbv_attention(pair.draft_parts.language_model):
         tokens, _ = generate_speculatively(answer, drafter, Pace(options.num_draft_tokens, True))

@@ -7,7 +7,7 @@
 
 Every clip is rendered, written as an H.264 file, decoded from it, prefilled and answered greedily. Clips with an
 even number have edited needles, the others inserted ones. With `--hosts` the hosts are simulated in one process
-(apbv.hosts.simulated), under torchrun they are real; the answers are the same.
+(support.simulated), under torchrun they are real; the answers are the same.
 """
 
 import argparse
@@ -26,13 +26,14 @@ from apbv import Engine, HostGroup, PrefillConfig
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
 from apbv.demo import clips, model_path
 from apbv.hosts import run_on_hosts
-from apbv.stats import append_json_lines, markdown_table
+from apbv.stats import append_json_lines
 
 from support.arguments import add_folder_option, add_json_option, add_table_option, length_or_default
 from support.exams.candidate import score_on
 from support.exams.exam import Exam, clips_folder
 from support.records import read_records
 from support.summaries import share_cell
+from support.tables import markdown_table
 
 
 def markdown(records: Sequence[dict]) -> str:

@@ -16,12 +16,13 @@ from apbv import HostGroup
 from apbv.hosts import run_on_hosts
 from apbv.kv.offers import Offers
 from apbv.prefilling.result import PrefillResult
-from apbv.stats import device_name, markdown_table
+from apbv.stats import device_name
 
 from support.arguments import add_json_option
 from support.kv_transfer.consumer import Consumer, consumer_of, digest_of
 from support.kv_transfer.made_up import SHAPES, Shape, made_up_prefill
 from support.records import made_by, write_by_host_0
+from support.tables import markdown_table
 
 WAYS = ("tcp", "directory")
 

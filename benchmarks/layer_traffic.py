@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from apbv import HostGroup, PrefillConfig
-from apbv.hosts.simulated import simulate
 from apbv.prefilling.methods import METHODS
-from apbv.stats import markdown_table
 
 from support.arguments import DTYPES
+from support.simulated import simulate
+from support.tables import markdown_table
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
 

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from apbv.kernels.backends import BACKENDS
-from apbv.stats import device_name, markdown_table
+from apbv.stats import device_name
 
 from support.arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option
 from support.operators.case import Case, Draw
@@ -36,6 +36,7 @@ from support.operators.presets import PRESETS
 from support.operators.timing import Contender, Timer, check, contenders, measure
 from support.plots import import_pyplot, legend_beside, save, short
 from support.records import keep_records, show
+from support.tables import markdown_table
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))

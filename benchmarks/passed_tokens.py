@@ -26,8 +26,7 @@ from tqdm import tqdm
 from apbv import PrefillConfig, prefill
 from apbv.config import IMPORTANCE_NAMES
 from apbv.demo import clips
-from apbv.speculate.observers import PassedOn
-from apbv.stats import markdown_table
+from apbv.speculate.watchers import PassedOn
 
 from support.arguments import add_exam_options, add_json_option
 from support.exams.candidate import Candidate, load_demo
@@ -35,6 +34,7 @@ from support.exams.exam import Exam, clips_folder
 from support.exams.settings import paper_lengths
 from support.on_hosts import run_on
 from support.records import keep_records, show
+from support.tables import markdown_table
 
 _WIDTH, _GAP, _CAPTION = 112, 6, 16  # pixels
 _MOST_FRAMES = 24  # of a picture
@@ -47,10 +47,10 @@ def intensities(candidate: Candidate, file: Path, question: str, config: Prefill
         ``[visual tokens]`` on every host; NaN for those that the anchor holds.
     """
     inputs = candidate.read(file, question)
-    observer = PassedOn(candidate.parts)
-    options = {"hosts": candidate.hosts, "config": config, "observer": observer, "encoded": candidate.encoded}
+    watcher = PassedOn()
+    options = {"hosts": candidate.hosts, "config": config, "watcher": watcher, "encoded": candidate.encoded}
     state = prefill(candidate.parts, inputs, **options)
-    shares = torch.stack(observer.result()).float().mean(dim=(0, 1))
+    shares = torch.stack(watcher.result()).float().mean(dim=(0, 1))
     in_anchor = max(0, state.layout.anchor.stop - inputs.context_start)
     shares[:in_anchor] = torch.nan
     return shares

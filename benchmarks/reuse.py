@@ -5,7 +5,7 @@
 
 Every clip is asked several questions, by engines that keep nothing, embeddings ("exact"), or KV ("kv"); the first
 question, after which the KV is kept, differs from clip to clip, and is not scored. Clips are held-out ones,
-as real H.264 files. Without torchrun the hosts are simulated (apbv.hosts.simulated).
+as real H.264 files. Without torchrun the hosts are simulated (support.simulated).
 """
 
 import argparse
@@ -21,13 +21,14 @@ from transformers.utils.logging import disable_progress_bar
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig
 from apbv.config import REUSE_MODES
 from apbv.hosts import run_on_hosts
-from apbv.stats import device_name, markdown_table
+from apbv.stats import device_name
 
 from support.arguments import add_clip_options, add_json_option
 from support.exams.exam import EXACT_TASKS, Exam, clips_folder
 from support.on_hosts import run_on
 from support.records import made_by, write_by_host_0
 from support.summaries import percent_cell
+from support.tables import markdown_table
 
 WAYS = ("none", *REUSE_MODES)
 LONGEST_ANSWER = 24  # tokens

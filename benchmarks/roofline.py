@@ -1,7 +1,7 @@
 """Predict the least time of attention's operators on GPUs, of what they have to compute and to move. Nothing runs.
 
     python benchmarks/roofline.py
-    python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus L40S H200
+    python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
 
 The heads are those of Qwen2.5-VL-7B in bf16; anchor and passing blocks are as long as in operators.py. The peaks
 are those of data sheets (of the fastest GPU with the name), which no kernel reaches: a measured time is longer.
@@ -16,14 +16,10 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 
-from apbv.doctor.peaks import published
-from apbv.kernels.roofline import cost_of, predicted_seconds
-from apbv.stats import markdown_table
-
 from support.operators.case import Sizes
 from support.operators.presets import PRESETS
-
-GPUS = ("A100", "H100", "H200", "B200")
+from support.roofline import PEAKS, cost_of, predicted_seconds
+from support.tables import markdown_table
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[str, dict[str, int]]]:
@@ -54,8 +50,7 @@ def table(sizes: Sizes, gpus: list[str]) -> str:
     lines = []
     for what, (operator, of_call) in shapes(sizes).items():
         cost = cost_of(operator, of_call, torch.bfloat16)
-        peaks = [published(gpu) for gpu in gpus]
-        least = [predicted_seconds(cost, peak.flops, peak.bandwidth) for peak in peaks]
+        least = [predicted_seconds(cost, *PEAKS[gpu]) for gpu in gpus]
         times = [f"{1e3 * seconds:.3g} ms ({bound})" for seconds, bound in least]
         lines.append([what, f"{cost[0] / 1e9:.3g}", f"{cost[1] / 1e6:.3g}", *times])
     return markdown_table(["of a layer", "GFLOP", "MB", *gpus], lines)
@@ -66,12 +61,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=usual.tokens)
     parser.add_argument("--hosts", type=int, default=usual.hosts)
-    parser.add_argument("--gpus", nargs="+", default=GPUS, metavar="NAME", help=f"default: {' '.join(GPUS)}")
+    parser.add_argument("--gpus", nargs="+", default=list(PEAKS), choices=PEAKS)
     options = parser.parse_args(arguments)
     if options.hosts < 1 or options.tokens < 64 * options.hosts:
         parser.error("--tokens must be at least 64 for each host, so that there is something in every block")
-    if unknown := [gpu for gpu in options.gpus if published(gpu) is None]:
-        parser.error(f"the peak of {unknown[0]} is not known")
     return options
 
 

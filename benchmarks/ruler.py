@@ -28,7 +28,7 @@ from apbv import Engine, HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
-from apbv.stats import append_json_lines, markdown_table
+from apbv.stats import append_json_lines
 
 from support.arguments import add_json_option, length_or_default
 from support.ruler import RULER_TASKS, TASKS
@@ -36,6 +36,7 @@ from support.ruler.needles import SMALL_TASKS
 from support.ruler.scoring import score_ruler
 from support.ruler.smollm2 import find_smollm2, load_smollm2
 from support.summaries import share_cell
+from support.tables import markdown_table
 
 
 def markdown(records: Sequence[dict]) -> str:

@@ -18,10 +18,9 @@ from importlib.metadata import version
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-from apbv.stats import markdown_table
-
 from support.arguments import add_json_option
 from support.records import keep_records, show
+from support.tables import markdown_table
 
 CAPABILITIES = {"8.0": 80, "8.9": 89, "9.0": 90, "10.0": 100}
 # Of one processor: warps, programs, and bytes of shared memory (CUDA C++ Programming Guide, compute capabilities).

@@ -28,17 +28,18 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 from apbv import Engine, HostGroup, demo
 from apbv.allocator import keep_freed_memory
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.hosts import run_on_hosts
 from apbv.input.request import Question, Request
 from apbv.serve.media import MediaSettings
 from apbv.serve.reading import RequestSettings
 from apbv.serve.server import ServerSettings, bind, serve
-from apbv.stats import StageTimer, device_name, markdown_table
+from apbv.stats import StageTimer, device_name
 
 from support.arguments import add_json_option
 from support.records import made_by, write_by_host_0
 from support.summaries import percentiles
+from support.tables import markdown_table
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     request = Request(
         Question(options.prompt, options.video, num_frames=options.frames),
         StageTimer(engine.hosts),
-        sampling=SamplingConfig(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos),
+        sampling=SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos),
         on_token=note,
     )
     result = engine.answer(request)

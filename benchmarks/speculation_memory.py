@@ -14,11 +14,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from apbv.stats import markdown_table
-
 from support.arguments import add_json_option
 from support.processes import figures_of
 from support.records import made_by, write
+from support.tables import markdown_table
 
 INFER = Path(__file__).parents[1] / "launch" / "infer.py"
 DEMO = ["--model", "demo", "--prompt", "describe the clip shot by shot", "--max-new-tokens", "128"]

@@ -35,7 +35,6 @@ from apbv.demo import clips
 from apbv.hosts import run_on_hosts
 from apbv.input.rendering import RenderedPrompt
 from apbv.input.video import probe
-from apbv.launch.options import draft_tokens
 from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, prunes
 from apbv.speculate.strategies import draft_tree
@@ -48,6 +47,11 @@ from support.speculation.report import Way, breakdown_table, plot, records, tabl
 from support.speculation.scaled_model import scale_model
 
 BASELINE = "autoregressive"
+
+
+def draft_tokens(text: str) -> int | str:
+    """Read a number, or ``auto``."""
+    return text if text == "auto" else int(text)
 
 
 def configurations(options: argparse.Namespace) -> Iterator[tuple[str, SpeculativeConfig]]:

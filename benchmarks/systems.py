@@ -7,7 +7,7 @@
 The ways are full attention, sparse attention, reductions of the visual tokens at two ratios, Star Attention, APB
 and APB-V with the papers' lengths, and speculative decoding, which loses nothing. The demo model is asked about
 the same held-out clips in all of them, in turn for every question, so that a drift of the machine's speed affects
-all alike. What one host computes runs on one; the rest on --hosts simulated ones (apbv.hosts.simulated). Times are
+all alike. What one host computes runs on one; the rest on --hosts simulated ones (support.simulated). Times are
 the slowest host's, on its own clock. They include reading its share of the frames and encoding it, which is done
 once for all questions about a clip. With --json every clip is written as soon as it is done, and what the file has
 already is not measured again.
@@ -26,13 +26,13 @@ from transformers import PreTrainedModel
 
 from apbv import HostGroup
 from apbv.demo import draft_path
-from apbv.hosts.simulated import share_weights
 
 from support.arguments import add_exam_options, add_json_option, add_plot_option, add_table_option
 from support.exams.candidate import Candidate, load_demo
 from support.exams.exam import EXACT_TASKS, Exam, clips_folder
 from support.on_hosts import run_on
 from support.records import keep_records, read_records, show
+from support.simulated import share_weights
 from support.systems.examinee import Examinee
 from support.systems.report import plot, table
 from support.systems.ways import systems

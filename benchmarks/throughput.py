@@ -10,7 +10,7 @@ KV stays where it was computed. Every round runs all of them in turn, so that a 
 affects all alike. `full` is one host with the CPU threads of all hosts together; on GPUs it is one GPU. Weights
 are random, unless --model is a checkpoint.
 
-Simulated hosts (apbv.hosts.simulated) compute one after the other, each with the whole machine, and data arrives
+Simulated hosts (support.simulated) compute one after the other, each with the whole machine, and data arrives
 after --latency plus size over --bandwidth. Their times are
 real computing on virtual clocks, and are marked as simulated.
 """
@@ -29,8 +29,7 @@ from tqdm import tqdm
 from apbv import HostGroup, PrefillConfig
 from apbv.config import SPARSE_NAMES
 from apbv.hosts import run_on_hosts
-from apbv.hosts.simulated import Link, Network
-from apbv.input.video_size import RESOLUTIONS, parse_resolution
+from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
 
@@ -39,6 +38,7 @@ from support.prefills.bench import Bench, Workload, measure
 from support.prefills.presets import PRESETS, Case
 from support.prefills.report import plot, records, table
 from support.records import write_by_host_0
+from support.simulated import Link, Network
 from support.workloads import CONFIGS
 
 
@@ -58,7 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what = parser.add_argument_group("prompts")
     what.add_argument("--tokens", type=int, nargs="+", help="lengths of a text prompt")
     what.add_argument("--frames", type=int, nargs="+", help="numbers of frames")
-    what.add_argument("--resolutions", nargs="+", help=f"HxW, or {', '.join(RESOLUTIONS)}")
+    what.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
     what.add_argument("--video", type=Path, help="a file instead of synthetic frames; --model is a checkpoint")
     what.add_argument("--question", default="What happens in this video?", help="asked about --video")
     what.add_argument("--query-len", type=int, default=32, help="tokens of the question otherwise")

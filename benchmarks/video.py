@@ -33,12 +33,13 @@ import torch
 from tqdm import tqdm
 
 from apbv.hosts import HostError, HostGroup
-from apbv.input.video_size import RESOLUTIONS, parse_resolution
-from apbv.stats import device_name, markdown_table
+from apbv.planning import parse_resolution
+from apbv.stats import device_name
 
 from support.arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option
 from support.plots import import_pyplot, save
 from support.records import made_by, write
+from support.tables import markdown_table
 from support.videos.clips import READERS, ClipSpec, make_clip
 from support.videos.worker import ROADS, Job, Measured, find_version, in_processes_of_their_own, measure
 
@@ -65,7 +66,7 @@ _BLOCK_BYTES = 2**24  # that are compared at a time
 
 @dataclass(frozen=True)
 class Run:
-    """A Run is one way through one stage: what the clip is like, and what is measured."""
+    """One way through one stage: what the clip is like, and what is measured."""
 
     spec: ClipSpec
     job: Job
@@ -346,7 +347,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="other options override it")
     clip = parser.add_argument_group("clips")
     clip.add_argument("--video", type=Path, metavar="FILE", help="scaled and repeated; default: a drawn one")
-    clip.add_argument("--resolution", nargs="+", default=["720p"], help=f"HxW, or {', '.join(RESOLUTIONS)}")
+    clip.add_argument("--resolution", nargs="+", default=["720p"], help="HxW, or such as 720p")
     clip.add_argument("--gop", type=int, nargs="+", default=[30, 250], help="frames from keyframe to keyframe")
     clip.add_argument("--b-frames", type=int, default=3, help="in a row, at most")
     clip.add_argument("--seconds", type=float, default=180)

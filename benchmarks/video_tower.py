@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apbv.input.video_size import parse_resolution
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_vision_attention
+from apbv.planning import parse_resolution
 from apbv.stats import device_name, synchronize
 
 from support.arguments import DEFAULT_DTYPES, DTYPES

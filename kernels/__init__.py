@@ -1,26 +1,33 @@
-"""This package computes attention over sharded keys and values, and chooses which keys matter.
+"""Computes attention over sharded keys and values, and chooses which keys matter.
 
 It imports torch and, in the files named ``triton_*``, triton; it imports nothing else of apbv. The folder is
-installed and imported as ``apbv.kernels``. Each family of operators has four parts:
+installed and imported as ``apbv.kernels``:
 
-- ``<family>.py`` documents and checks the public functions;
-- ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same signatures, but for
-  ``varlen_attention``, which needs no kernel of ours;
+- ``operators.py`` documents and checks the public functions;
+- for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same
+  signatures, but for ``varlen_attention``, which needs no kernel of ours;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.
 """
 
-from .attention import segmented_attention, verify_attention
 from .backends import BackendError
-from .batch_attention import batch_decode_attention
-from .block_scores import antidiagonal_scores, block_means
-from .block_sparse import block_sparse_attention
-from .importance import kv_importance, select_topk
-from .merging import merge_states
+from .operators import (
+    antidiagonal_scores,
+    batch_decode_attention,
+    block_means,
+    block_sparse_attention,
+    kv_importance,
+    merge_states,
+    segmented_attention,
+    select_topk,
+    similarity_to,
+    spatial_variety,
+    temporal_change,
+    varlen_attention,
+    verify_attention,
+)
 from .runs import BufferTable, ListedBlocks, PackedSequences, SequenceBuffers
-from .varlen_attention import varlen_attention
-from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 __all__ = [
     "BackendError",

@@ -1,4 +1,4 @@
-"""This module decides which implementation of an operator runs, by what the device and the installation can do."""
+"""Decides which implementation of an operator runs, by what the device and the installation can do."""
 
 import math
 import os

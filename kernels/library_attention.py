@@ -1,4 +1,4 @@
-"""This module attends over one segment with the kernels of torch or a library, and chooses among them and Triton.
+"""Attends over one segment with the kernels of torch or a library, and chooses among them and Triton.
 
 Every function of type :data:`Attend` computes ``attend(q, k, v, scale, causal) -> (out, lse)`` with q
 ``[B, Hq, S, D]``, k and v ``[B, Hkv, T, D]``, neighbouring numbers along D, T > 0, and causal only where S = T;
@@ -90,7 +90,7 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
 
 @dataclass(frozen=True)
 class Work:
-    """Work is what a call of attention has to share out.
+    """What a call of attention has to share out.
 
     Attributes:
         heads: query heads of all sequences.

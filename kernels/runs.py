@@ -1,4 +1,4 @@
-"""This module describes where keys and values lie: in runs of pieces, in one tensor, or in several buffers."""
+"""Describes where keys and values lie: in runs of pieces, in one tensor, or in several buffers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class SequenceBuffers:
-    """SequenceBuffers hold the keys and values of R sequences in one layer, each with room behind its rows.
+    """Hold the keys and values of R sequences in one layer, each with room behind its rows.
 
     Attributes:
         keys, values: of every sequence ``[1, Hkv, capacity, D]``, contiguous.
@@ -84,7 +84,7 @@ class SequenceBuffers:
 
 @dataclass(frozen=True, eq=False)
 class BufferTable:
-    """A BufferTable says on a device where the buffers of R sequences are, for kernels that look them up.
+    """Says on a device where the buffers of R sequences are, for kernels that look them up.
 
     The memory must be kept by others. A kernel that is given the same table later finds what it holds then.
 
@@ -101,7 +101,7 @@ class BufferTable:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """PackedSequences lie one behind the other along the first dimension of a tensor ``[T, ...]``.
+    """Lie one behind the other along the first dimension of a tensor ``[T, ...]``.
 
     What is worked out of the boundaries is kept, so that all layers of a model can share it.
 
@@ -180,7 +180,7 @@ def alignment(element_size: int, strides: Iterable[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ListedBlocks:
-    """ListedBlocks say which keys each query of one causal sequence attends to, block by block, for every head.
+    """Say which keys each query of one causal sequence attends to, block by block, for every head.
 
     The queries are cut into blocks of ``query_block`` rows, and the keys into blocks of ``key_block``, from the
     first token on; the last block may be shorter. A query sees its own block of rows up to itself, whatever is

@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.attention` by attending over one segment at a time and merging."""
+"""Implements attention over segments by attending over one segment at a time and merging."""
 
 from collections.abc import Callable
 

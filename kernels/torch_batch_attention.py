@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.batch_attention` by torch's own attention, one sequence at a time."""
+"""Implements attention of a batch by torch's own attention, one sequence at a time."""
 
 import torch
 from torch import Tensor

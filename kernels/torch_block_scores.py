@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.block_scores` with torch."""
+"""Implements scores of blocks with torch."""
 
 import torch
 from torch import Tensor

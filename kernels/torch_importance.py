@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.importance` with torch."""
+"""Implements the choice of keys with torch."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.merging` with torch, in pieces that stay in a processor's cache."""
+"""Implements merging with torch, in pieces that stay in a processor's cache."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""This module attends within packed sequences with FlashAttention where there is one, or else length by length."""
+"""Attends within packed sequences with FlashAttention where there is one, or else length by length."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.visual_scores` with torch."""
+"""Implements scores of visual tokens with torch."""
 
 import torch
 from torch import Tensor

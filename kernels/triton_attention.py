@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.attention` in Triton, for prefill and for decoding.
+"""Implements attention over segments in Triton, for prefill and for decoding.
 
 Its kernels, in :mod:`apbv.kernels.triton_attention_kernels`, are FlashAttention (Dao, 2023) with three changes.
 The keys come in *runs* of equally long pieces at equal distances in memory, which is how an exchange leaves

@@ -1,4 +1,4 @@
-"""This module holds the Triton kernels of :mod:`apbv.kernels.triton_attention`.
+"""Holds the Triton kernels of :mod:`apbv.kernels.triton_attention`.
 
 Both are FlashAttention's loop (Dao, 2023) over tiles of keys, kept short. A tile's addresses are products of its
 place with strides, without division; masks stand only where a tile's last keys or the diagonal are; scores are

@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.batch_attention` in Triton, in one launch, and one that merges.
+"""Implements attention of a batch in Triton, in one launch, and one that merges.
 
 Where the buffers of the sequences are, and how long these are, the kernel reads from the GPU's memory. So one CUDA
 graph serves whatever sequences there are.

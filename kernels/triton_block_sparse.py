@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.block_sparse` in Triton: FlashAttention's loop over listed tiles.
+"""Implements block-sparse attention in Triton: FlashAttention's loop over listed tiles.
 
 Every query head has lists of its own, so that a tile of rows is of one head. Only the tiles on the diagonal need a
 mask: listed blocks lie before the queries, and are whole. In a variant of its own, for a skip margin, the

@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.merging` in Triton; reading the partial results bounds its speed."""
+"""Implements merging in Triton; reading the partial results bounds its speed."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""This module implements :mod:`apbv.kernels.visual_scores` in Triton, each in one pass over the embeddings."""
+"""Implements scores of visual tokens in Triton, each in one pass over the embeddings."""
 
 import math
 

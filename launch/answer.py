@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup, demo
 from apbv.demo.clips import is_question
-from apbv.input.audio_file import AudioError, has_audio
+from apbv.input.audio import AudioError, has_audio
 from apbv.input.video import read_frames, sample_uniform
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
-from apbv.launch.progress import Progress
+from apbv.launch.progress import ProgressLine
 from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
                 print(
                     f"note: the demo model understands questions such as {known}, and no others", file=sys.stderr
                 )
-    progress = Progress(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
+    progress = ProgressLine(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
         progress.say("loading the model")
         engine = load_engine(options, hosts)

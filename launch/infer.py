@@ -11,18 +11,24 @@ from functools import partial
 
 from apbv import demo
 from apbv.launch.options import (
+    ANSWER_LENGTH,
+    SAMPLING,
     OptionParser,
     add_draft_options,
     add_host_options,
     add_prefill_options,
+    add_settings,
     check,
     exit_with,
 )
+from apbv.refusals import refuse
+
+FIRST = ("model", "video", "prompt", "method", "speculate", "json")
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
-    parser = OptionParser(prog, description=__doc__.splitlines()[0])
+    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     parser.add_argument(
         "--video", metavar="demo|FILE", action="append", help="a video file, or the packaged clip; may be repeated"
@@ -43,11 +49,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
 
     add_prefill_options(parser)
     decode = parser.add_argument_group("decode")
-    decode.add_argument("--max-new-tokens", type=int, help="at most so many (default: the model's, or 128)")
-    decode.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    decode.add_argument("--top-p", type=float, default=1.0)
-    decode.add_argument("--seed", type=int, default=0)
-
+    add_settings(decode, ANSWER_LENGTH)
+    add_settings(decode, SAMPLING, with_defaults=True)
     draft = add_draft_options(parser)
     draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
 
@@ -59,8 +62,6 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         options.prompt = demo.DEMO_QUESTION if options.prompt is None else options.prompt
         if not (options.video or options.image or options.audio or options.context):
             options.video = ["demo"]
-    if options.context and (options.video or options.image or options.audio):
-        parser.error("--context is a text that the question is about: not together with --video or --image")
     if options.video:
         options.video = [str(demo.video_path()) if path == "demo" else path for path in options.video]
     if options.prompt is None:
@@ -68,10 +69,17 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     for name in ("frames", "fps", "video_backend", "video_chunk_mib", "save_kept", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
-    if options.save_kept and (options.image or len(options.video) > 1):
-        parser.error("--save-kept draws the frames of one video: not with several, nor together with --image")
-    if options.draft_host and options.save_kept:
-        parser.error("--save-kept shows what host 0's draft saw: not together with --draft-host")
+    shown = next((f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None)
+    try:
+        refuse(
+            context=options.context and "--context",
+            source=shown,
+            save_kept=options.save_kept,
+            several_sources=options.image or len(options.video or ()) > 1,
+            draft_host=options.draft_host,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     check(parser, options)
     return options
 

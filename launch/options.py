@@ -1,6 +1,7 @@
-"""The command-line options of an engine, which the scripts share.
+"""The command-line options of an engine, which the scripts share, and what is done with them.
 
-They are read and checked before torch and transformers are imported, which takes seconds.
+They are read and checked before torch and transformers are imported, which takes seconds. Most are settings of a
+config: their types, ranges, choices and defaults are those of its fields.
 """
 
 import argparse
@@ -11,113 +12,225 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from apbv.config import (
-    BACKEND_NAMES,
-    CUDA_GRAPH_MODES,
     DTYPE_NAMES,
-    HIPPO_TERMS,
-    IMPORTANCE_NAMES,
-    KEEP_POLICIES,
-    KV_PLACEMENTS,
-    METHOD_NAMES,
-    PRUNINGS,
+    FRAME_RATE,
+    SPARSE_NAMES,
     STRATEGY_NAMES,
-    VIDEO_BACKEND_NAMES,
     DecodeConfig,
     PrefillConfig,
+    ReduceConfig,
     ReuseConfig,
-    SamplingConfig,
+    SamplingParams,
+    SparseConfig,
     SpeculativeConfig,
     VideoConfig,
-    require_frame_rate,
 )
-from apbv.launch.reduction import add_reduce_options, reduce_config
-from apbv.launch.sparse import add_sparse_options, sparse_config
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup
 
-# Options that mean nothing without a draft: its settings, and two others. They are None unless they are given.
-_NOT_SETTINGS = ("captioner", "save_kept")
-_SPECULATION = (*(field.name for field in fields(SpeculativeConfig)), *_NOT_SETTINGS)
-
+_MIB = 2**20
 _FORMAT = warnings.formatwarning
+_DEVICE = "be cpu, cuda, or a GPU as in cuda:0", re.compile(r"cpu|cuda(:\d+)?").fullmatch
+
+
+class Setting(NamedTuple):
+    """An option that is a field of a config, and what argparse is told besides."""
+
+    config: type
+    option: str
+    field: str
+    help: str
+    more: Mapping[str, Any] = {}
+
+    @property
+    def dest(self) -> str:
+        """The option's name in a namespace."""
+        return self.option.removeprefix("--").replace("-", "_")
+
+
+def _of(config: type, *rows: tuple) -> tuple[Setting, ...]:
+    return tuple(Setting(config, *row) for row in rows)
+
+
+PREFILL = _of(
+    PrefillConfig,
+    ("--method", "method", "how to prefill"),
+    ("--anchor-len", "anchor_len", "anchor tokens (default: from the prompt's length)"),
+    ("--anchor-query", "anchor_query", "put the question into the anchor, as APB does (apb, apbv)"),
+    ("--passing-len", "passing_len", "KV pairs that each block passes on (default: from the prompt's length)"),
+    ("--query-len", "query_len", "tokens at the end of a text without --context that are the question"),
+    ("--importance", "importance", "how the KV pairs to pass on are ranked"),
+    ("--kv", "kv", "where the KV lies for decoding"),
+    ("--backend", "backend", "what computes attention; auto: by device"),
+)
+GRAPHS = _of(DecodeConfig, ("--cuda-graphs", "cuda_graphs", "launch all kernels of a decoding step at once"))
+# Those below are None where they are not given.
+VIDEO = _of(
+    VideoConfig,
+    ("--video-backend", "backend", "what decodes videos; auto: torchcodec on a GPU if it is installed, else pyav"),
+    ("--video-chunk-mib", "chunk_bytes", "for one part of a video (default: by free memory)"),
+)
+THREADS = _of(
+    VideoConfig, ("--threads", "threads", "of the CPU (default: OMP_NUM_THREADS, or a share of the cores)")
+)
+REDUCE = _of(
+    ReduceConfig,
+    ("--reduce", "method", "leave visual tokens out (default: none)"),
+    ("--reduce-ratio", "ratio", "the share of a video's visual tokens that is left"),
+    ("--reduce-layer", "layer", "leave them out after N layers of the language model (default: the method's own)"),
+)
+SPARSE = _of(
+    SparseConfig,
+    ("--sparse", "method", "compute only chosen blocks, of a host's own with apbv, apb and star (default: all)"),
+    ("--sparse-threshold", "threshold", "the share of attention in chosen blocks (default: as in the papers)"),
+    ("--sparse-block", "block_size", "tokens of a block of queries"),
+    ("--sparse-stride", "stride", "xattention: tokens that get one score"),
+    ("--sparse-similarity", "similarity", "spargeattn: how alike the rows of a block must be to be left out"),
+    ("--sparse-skip-margin", "skip_margin", "spargeattn: skip values with no score within X of the highest"),
+    ("--sparse-divergence", "divergence", "flexprefill: how near to its estimate a head's attention must be"),
+    ("--sparse-min-blocks", "min_blocks", "flexprefill: columns and diagonals that every head computes"),
+)
+DRAFT = _of(
+    SpeculativeConfig,
+    ("--draft-model", "draft_model", "a directory or a hub id (demo: the packaged one)", {"metavar": "PATH"}),
+    ("--draft-host", "draft_host", "the last host (of one: a thread) drafts while the others verify"),
+    ("--num-draft-tokens", "num_draft_tokens", "tokens drafted per round", {"metavar": "N|auto"}),
+    ("--keep-losing-draft", "keep_losing_draft", "draft on even where an answer takes longer with the draft"),
+    ("--num-tree-nodes", "num_tree_nodes", "draft a tree of N tokens instead of a chain (sd_tree: 25)"),
+    ("--keep", "keep", "which visual tokens the draft sees (default: the strategy's)"),
+    ("--hippo-terms", "hippo_terms", "the terms of HIPPO's scores (default: all)", {"nargs": "+"}),
+    ("--prune", "prune", "prune what the draft reads, or the KV it keeps"),
+    ("--keep-ratio", "keep_ratio", "the share of visual tokens that the draft sees (default 0.1)"),
+    ("--keep-tokens", "keep_tokens", "instead: how many of the prompt's tokens, text included"),
+    ("--ensemble", "ensemble", "what tabed drafts from: MT, MT*, MTCP, MTCP*, …"),
+)
+ANSWER_LENGTH = _of(SamplingParams, ("--max-new-tokens", "max_new_tokens", "(default: the model's, or 128)"))
+SAMPLING = _of(
+    SamplingParams,
+    ("--temperature", "temperature", "0 is greedy"),
+    ("--top-p", "top_p", "draw from the likeliest tokens that have this share"),
+    ("--seed", "seed", "the same seed draws the same tokens"),
+)
+_SETTINGS = (*PREFILL, *GRAPHS, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like the scripts' other errors, because every host prints it."""
+    """A parser whose errors are one line, like the scripts' other errors, because every host prints it.
+
+    Args:
+        first: the names of the options that ``--help`` shows; ``--help-all`` shows all. None: ``--help`` does.
+    """
+
+    def __init__(self, prog: str | None = None, first: Sequence[str] | None = None, **kwargs):
+        if first is not None:
+            kwargs |= {"add_help": False, "usage": "%(prog)s --model MODEL [options]"}
+        super().__init__(prog, **kwargs)
+        self._first = first
+        if first is not None:
+            self.add_argument(
+                "-h", "--help", action=_ShortHelp, nargs=0, help="show the options that matter first"
+            )
+            self.add_argument("--help-all", action="help", help="show all options")
+
+    def format_short_help(self) -> str:
+        """Lay out the options that matter first."""
+        formatter = self._get_formatter()
+        shown = [action for action in self._actions if action.dest in self._first]
+        formatter.add_usage(self.usage, [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("options")
+        formatter.add_arguments(sorted(shown, key=lambda action: self._first.index(action.dest)))
+        formatter.end_section()
+        formatter.add_text(f"--help-all shows all {len(self._actions)} options, by group.")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
-        self.exit(2, f"error: {message} (--help lists the options)\n")
+        which = "help" if self._first is None else "help-all"
+        self.exit(2, f"error: {message} (--{which} lists the options)\n")
+
+
+class _ShortHelp(argparse.Action):
+    def __call__(self, parser, *_) -> None:
+        parser.exit(0, parser.format_short_help())
+
+
+def add_settings(
+    group: argparse._ActionsContainer, settings: Sequence[Setting], with_defaults: bool = False
+) -> None:
+    """Add options that are fields of configs.
+
+    Args:
+        with_defaults: an option that is not given has the field's default, else None.
+    """
+    for each in settings:
+        (about,) = (field for field in fields(each.config) if field.name == each.field)
+        default, told = about.default, about.metadata
+        is_told = "default" in each.help or default in (None, MISSING) or isinstance(default, bool)
+        more = {"help": each.help if is_told else f"{each.help} (default {default})"}
+        more |= {"default": default if with_defaults else None}
+        if isinstance(default, bool):
+            more["action"] = "store_true"
+        elif told.get("choices") is not None:
+            more |= {"choices": told["choices"], "type": told["kind"]}
+        elif told:
+            more["type"] = reading(told["kind"], told["says"], told["may_be"])
+            more |= {} if each.more else {"metavar": {int: "N", float: "X"}.get(told["kind"])}
+        group.add_argument(each.option, **more, **each.more)
+
+
+def reading(kind: Callable[[str], Any], says: str, may_be: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Return a function that reads an option's value, and refuses another than may be.
+
+    Args:
+        says: what a value must do, for the error.
+        may_be: of a value, or of a text that is no value.
+    """
+
+    def value_of(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = text
+        if not may_be(value):
+            raise argparse.ArgumentTypeError(f"must {says}, not {text}")
+        return value
+
+    return value_of
+
+
+def positive(kind: type = float, most: float = sys.float_info.max) -> Callable[[str], float]:
+    """Return a function that reads a number above 0, and at most as large."""
+    limit = "" if most == sys.float_info.max else f", at most {most:g}"
+    says = f"be a positive {'integer' if kind is int else 'number'}{limit}"
+    return reading(kind, says, lambda value: isinstance(value, kind) and 0 < value <= most)
 
 
 def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of sampling frames, prefill and attention."""
     prefill = parser.add_argument_group("prefill")
     prefill.add_argument(
-        "--method",
-        choices=METHOD_NAMES,
-        default=PrefillConfig().method,
-        help="how to prefill (default %(default)s)",
-    )
-    prefill.add_argument("--frames", type=int, help="frames sampled from each video (default: the model's, or 64)")
-    prefill.add_argument("--fps", type=float, help="sample so many frames per second, at most --frames")
-    prefill.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
-    prefill.add_argument(
-        "--anchor-query", action="store_true", help="put the question into the anchor, as APB does (apb, apbv)"
-    )
-    prefill.add_argument("--passing-len", type=int, help="KV pairs that each block passes on (default: likewise)")
-    prefill.add_argument(
-        "--query-len",
-        type=int,
-        default=PrefillConfig().query_len,
-        help="tokens at the end of a text without --context that are the question (default %(default)s)",
-    )
-    prefill.add_argument(
-        "--importance",
-        choices=IMPORTANCE_NAMES,
-        default=PrefillConfig().importance,
-        help="how the KV pairs to pass on are ranked (default %(default)s)",
-    )
-    prefill.add_argument(
-        "--kv",
-        choices=KV_PLACEMENTS,
-        default="gathered",
-        help="where the KV lies for decoding (default %(default)s)",
-    )
-    prefill.add_argument(
-        "--backend",
-        choices=BACKEND_NAMES,
-        default="auto",
-        help="what computes attention (default: by device)",
-    )
-    prefill.add_argument(
-        "--cuda-graphs",
-        choices=CUDA_GRAPH_MODES,
-        default=DecodeConfig().cuda_graphs,
-        help="launch a decoding step's kernels all at once, on a GPU that allows it (default %(default)s)",
-    )
-    prefill.add_argument(
-        "--video-backend",
-        choices=VIDEO_BACKEND_NAMES,
-        help="what decodes videos (default: torchcodec on a GPU where it is installed, else pyav)",
-    )
-    prefill.add_argument(
-        "--video-chunk-mib",
-        type=int,
+        "--frames",
+        type=positive(int),
         metavar="N",
-        help="memory that reading and encoding may take for one part of a video, about (default: by what is free)",
+        help="of each video (default: the model's, or 64)",
     )
     prefill.add_argument(
-        "--dtype", choices=DTYPE_NAMES, default="auto", help="the weights' type (default auto: the model's)"
+        "--fps", type=reading(float, *FRAME_RATE), metavar="X", help="sample at this rate, at most --frames"
     )
-    add_reduce_options(parser)
-    add_sparse_options(parser)
+    add_settings(prefill, [*PREFILL, *GRAPHS], with_defaults=True)
+    add_settings(prefill, VIDEO)
+    prefill.add_argument(
+        "--dtype", choices=DTYPE_NAMES, default="auto", help="the weights' type; auto: the model's"
+    )
+    add_settings(parser.add_argument_group("fewer visual tokens"), REDUCE)
+    add_settings(parser.add_argument_group("sparse attention"), SPARSE)
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -129,91 +242,41 @@ def add_draft_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
     draft.add_argument(
         "--speculate", choices=("off", *STRATEGY_NAMES), default="off", help="how to draft (default off)"
     )
-    draft.add_argument("--draft-model", metavar="PATH", help="a directory or a hub id (demo: the packaged one)")
-    draft.add_argument(
-        "--draft-host",
-        action="store_true",
-        default=None,
-        help="the last host (of one: a thread) drafts while the others verify",
-    )
-    draft.add_argument(
-        "--num-draft-tokens", type=draft_tokens, metavar="N|auto", help="tokens drafted per round (default 5)"
-    )
-    draft.add_argument(
-        "--keep-losing-draft",
-        action="store_true",
-        default=None,
-        help="draft on even where an answer takes longer with the draft than without",
-    )
-    draft.add_argument(
-        "--num-tree-nodes", type=int, help="draft a tree of so many tokens instead of a chain (sd_tree: 25)"
-    )
-    draft.add_argument(
-        "--keep", choices=KEEP_POLICIES, help="which visual tokens the draft sees (default: the strategy's)"
-    )
-    draft.add_argument(
-        "--hippo-terms", nargs="+", choices=HIPPO_TERMS, help="the terms of HIPPO's scores (default: all)"
-    )
-    draft.add_argument(
-        "--prune", choices=PRUNINGS, help="prune what the draft reads, or the KV it keeps (default prompt)"
-    )
-    draft.add_argument(
-        "--vision-first", action="store_true", default=None, help="a draft host begins before attention is known"
-    )
-    draft.add_argument(
-        "--keep-ratio", type=float, help="the share of visual tokens that the draft sees (default 0.1)"
-    )
-    draft.add_argument("--keep-tokens", type=int, help="instead: how many of the prompt's tokens, text included")
-    draft.add_argument("--ensemble", help="what tabed drafts from: MT, MT*, MTCP, MTCP*, … (default MT*)")
-    draft.add_argument(
-        "--captioner", metavar="MODULE:FUNCTION", help="a function that describes what the prompt shows"
-    )
+    add_settings(draft, DRAFT)
+    draft.add_argument("--captioner", metavar="MODULE:FUNCTION", help="describes what the prompt shows, for tabed")
     return draft
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the group of hosts."""
-    parser.add_argument(
+    hosts = parser.add_argument_group("hosts")
+    hosts.add_argument(
         "--device",
+        type=reading(str, *_DEVICE),
         metavar="cpu|cuda|cuda:N",
-        help="where each process computes (default: on a GPU, of which several may share one, or else on the CPU)",
+        help="default: a GPU, or else the CPU",
     )
-    parser.add_argument(
+    hosts.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
         metavar="T",
-        help="processes (GPUs) that share a model (default 1)",
+        help="GPUs that share a model (default 1)",
     )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds to wait for a silent host (300)")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="CPU threads of each process (default: as OMP_NUM_THREADS says; where torchrun has set that to 1, a "
-        "fair share of the machine's cores)",
+    hosts.add_argument(
+        "--timeout",
+        type=positive(),
+        default=300.0,
+        metavar="X",
+        help="to wait for a silent host (default 300)",
     )
+    add_settings(hosts, THREADS)
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the process with one line where options are wrong in themselves, or do not go together."""
+    """End the process with one line where options do not go together."""
     if options.speculate == "off" and (useless := given_for_draft(options)):
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
-    if options.frames is not None and options.frames < 1:
-        parser.error(f"--frames must be at least 1, not {options.frames}")
-    if options.threads is not None and options.threads < 1:
-        parser.error(f"--threads must be at least 1, not {options.threads}")
-    if options.video_chunk_mib is not None and not 1 <= options.video_chunk_mib < 2**40:
-        parser.error(f"--video-chunk-mib must be a positive number, not {options.video_chunk_mib}")
-    if options.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
-        parser.error(f"--device must be cpu, cuda, or a GPU as in cuda:0, not {options.device!r}")
-    if not options.timeout > 0:
-        parser.error(f"--timeout must be a positive number of seconds, not {options.timeout}")
-    if options.fps is not None:
-        try:
-            require_frame_rate(options.fps)
-        except ValueError as error:
-            parser.error(f"--{error}")  # which begins with the option's name
     for make in (prefill_config, speculative_config, sampling_config):
         try:
             make(options)
@@ -221,50 +284,71 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(str(error))
 
 
-def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for a draft that were given, most by the names of :class:`SpeculativeConfig`."""
-    found = {name: getattr(options, name, None) for name in _SPECULATION}
+def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Return the fields of a config that options have values for."""
+    found = {each.field: getattr(options, each.dest, None) for each in _SETTINGS if each.config is config}
     return {name: value for name, value in found.items() if value is not None}
 
 
+def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options for a draft that were given, most by the names of :class:`SpeculativeConfig`."""
+    others = {name: getattr(options, name, None) for name in ("captioner", "save_kept")}
+    return given(options, SpeculativeConfig) | {name: value for name, value in others.items() if value is not None}
+
+
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
-    """Make the settings of prefill; ValueError where a value is out of range."""
+    """Make the settings of prefill; ValueError where they do not go together."""
+    video = given(options, VideoConfig)
+    if "chunk_bytes" in video:
+        video["chunk_bytes"] *= _MIB
     return PrefillConfig(
-        method=options.method,
-        anchor_len=options.anchor_len,
-        anchor_query=options.anchor_query,
-        passing_len=options.passing_len,
-        query_len=options.query_len,
-        importance=options.importance,
-        kv=options.kv,
-        backend=options.backend,
+        **given(options, PrefillConfig),
         sparse=sparse_config(options),
-        video=VideoConfig(
-            backend=options.video_backend or VideoConfig().backend,
-            threads=options.threads,
-            chunk_bytes=None if options.video_chunk_mib is None else options.video_chunk_mib * 2**20,
-        ),
+        video=VideoConfig(**video),
         reduce=reduce_config(options),
     )
 
 
+def reduce_config(options: argparse.Namespace) -> ReduceConfig | None:
+    """Make the settings of a reduction, if any; ValueError where one has no effect."""
+    settings = given(options, ReduceConfig)
+    if settings and "method" not in settings:
+        raise ValueError(f"--reduce-{next(iter(settings))} needs --reduce")
+    return ReduceConfig(**settings) if settings else None
+
+
+def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
+    """Make the settings of sparse attention, if any, which may be those of a method of that name.
+
+    Raises:
+        ValueError: one has no effect.
+    """
+    settings, owners = (
+        given(options, SparseConfig),
+        {each.name: each.metadata["of"] for each in fields(SparseConfig)},
+    )
+    method = settings.get("method") or (options.method if options.method in SPARSE_NAMES else None)
+    for each in SPARSE:
+        owner = owners[each.field]
+        if each.field in settings and (method is None or owner not in (None, method)):
+            wanted = "--sparse, or a sparse --method" if owner is None else f"--sparse or --method {owner}"
+            raise ValueError(f"{each.option} needs {wanted}")
+    return SparseConfig(**{**settings, "method": method}) if settings else None
+
+
 def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
-    """Make the settings of speculative decoding, if any; ValueError where a value is out of range."""
+    """Make the settings of speculative decoding, if any; ValueError where they do not go together."""
     if options.speculate == "off":
         return None
-    given = given_for_draft(options)
-    for name in _NOT_SETTINGS:
-        given.pop(name, None)
-    if "hippo_terms" in given:
-        given["hippo_terms"] = tuple(given["hippo_terms"])
-    return SpeculativeConfig(strategy=options.speculate, **given)
+    settings = given(options, SpeculativeConfig)
+    if "hippo_terms" in settings:
+        settings["hippo_terms"] = tuple(settings["hippo_terms"])
+    return SpeculativeConfig(strategy=options.speculate, **settings)
 
 
-def sampling_config(options: argparse.Namespace) -> SamplingConfig:
+def sampling_config(options: argparse.Namespace) -> SamplingParams:
     """Make the settings of sampling; ValueError where a value is out of range."""
-    given = {"max_new_tokens": options.max_new_tokens, "seed": getattr(options, "seed", None)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return SamplingConfig(temperature=options.temperature, top_p=options.top_p, **given)
+    return SamplingParams(**given(options, SamplingParams))
 
 
 def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None) -> "Engine":
@@ -290,7 +374,7 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
         dtype=options.dtype,
         captioner=captioner,
         reuse=reuse,
-        decode=DecodeConfig(cuda_graphs=options.cuda_graphs),
+        decode=DecodeConfig(**given(options, DecodeConfig)),
     )
 
 
@@ -321,11 +405,6 @@ def threads_wanted(given: int | None, device_type: str) -> int | None:
         int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
     )
     return fair_share_of_cores() if is_torchruns_choice and device_type == "cpu" else None
-
-
-def draft_tokens(text: str) -> int | str:
-    """Read a number, or ``auto``."""
-    return text if text == "auto" else int(text)
 
 
 def load_function(name: str) -> Callable:

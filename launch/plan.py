@@ -1,4 +1,4 @@
-"""Say whether a prompt will fit in memory, before any weights are loaded.
+"""Estimate whether a prompt will fit in memory, before any weights are loaded.
 
     python launch/plan.py --model demo --frames 64
     python launch/plan.py --model Qwen/Qwen2.5-VL-7B-Instruct --frames 512 --hosts 8 --device-memory 80
@@ -10,15 +10,18 @@ The exit status is 0 where it fits, and 1 where it does not.
 import argparse
 import sys
 
-from apbv.config import DTYPE_NAMES, KV_PLACEMENTS, METHOD_NAMES, PrefillConfig, SpeculativeConfig
-from apbv.launch.options import OptionParser, exit_with
-from apbv.launch.reduction import add_reduce_options, reduce_config
-from apbv.launch.sparse import add_sparse_options, sparse_config
+from apbv.config import DTYPE_NAMES, SpeculativeConfig
+from apbv.launch.options import PREFILL, REDUCE, OptionParser, add_settings, exit_with, prefill_config
+
+FIRST = ("model", "frames", "tokens", "hosts", "method", "device_memory")
+# Options that are arguments of apbv.plan, and those of the prefill's settings.
+_OF_PLAN = ("frames", "tokens", "resolution", "hosts", "tensor_parallel", "dtype")
+_OF_PREFILL = ("method", "anchor_len", "passing_len", "kv")
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read the options, which ends the process where one is wrong."""
-    parser = OptionParser(prog, description=__doc__.splitlines()[0])
+    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", required=True, help='"demo", a directory, or a hub id; its weights are not read'
     )
@@ -26,17 +29,11 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     prompt.add_argument("--frames", type=int, help="frames sampled from a video")
     prompt.add_argument("--tokens", type=int, help="tokens of a long text")
     parser.add_argument("--resolution", default="720p", help='of the video: "HxW", or such as 720p (default)')
-    parser.add_argument("--audio-seconds", type=float, default=0.0, help="so long it is heard (default 0)")
     parser.add_argument("--hosts", type=int, default=1, help="processes, or groups of them (default 1)")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T", help="GPUs of a host (default 1)")
-    defaults = PrefillConfig()
-    parser.add_argument("--method", choices=METHOD_NAMES, default=defaults.method, help="default %(default)s")
-    parser.add_argument("--anchor-len", type=int, help="anchor tokens (default: from the prompt's length)")
-    parser.add_argument("--passing-len", type=int, help="KV pairs that each block passes on (default: likewise)")
-    add_reduce_options(parser)
-    add_sparse_options(parser)
-    parser.add_argument("--kv", choices=KV_PLACEMENTS, default=defaults.kv, help="default %(default)s")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="auto", help="default auto: the model's")
+    add_settings(parser, [each for each in PREFILL if each.field in _OF_PREFILL], with_defaults=True)
+    add_settings(parser, REDUCE)
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="auto", help="of the weights; auto: the model's")
     parser.add_argument("--draft-model", metavar="PATH", help="a draft model, of which account is taken")
     parser.add_argument("--keep-ratio", type=float, help="the share of visual tokens that it sees (default 0.1)")
     parser.add_argument(
@@ -45,25 +42,13 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     options = parser.parse_args(arguments)
     if options.keep_ratio is not None and options.draft_model is None:
         parser.error("--keep-ratio needs --draft-model")
-    try:
-        prefill_config(options)
-    except ValueError as error:
-        parser.error(str(error))
     if options.device_memory is not None and not options.device_memory > 0:
         parser.error(f"--device-memory must be a positive number of GB, not {options.device_memory}")
+    try:
+        options.prefill = prefill_config(options)
+    except ValueError as error:
+        parser.error(str(error))
     return options
-
-
-def prefill_config(options: argparse.Namespace) -> PrefillConfig:
-    """Make the settings of prefill; ValueError where a value is out of range."""
-    return PrefillConfig(
-        method=options.method,
-        anchor_len=options.anchor_len,
-        passing_len=options.passing_len,
-        kv=options.kv,
-        sparse=sparse_config(options),
-        reduce=reduce_config(options),
-    )
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -76,16 +61,10 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
         draft = options.draft_model
         planned = plan(
             options.model,
-            frames=options.frames,
-            resolution=options.resolution,
-            audio_seconds=options.audio_seconds,
-            tokens=options.tokens,
-            hosts=options.hosts,
-            tensor_parallel=options.tensor_parallel,
-            prefill=prefill_config(options),
+            prefill=options.prefill,
             speculate=draft and SpeculativeConfig(draft_model=draft, keep_ratio=options.keep_ratio),
-            dtype=options.dtype,
             device_memory=options.device_memory and round(options.device_memory * 1e9),
+            **{name: getattr(options, name) for name in _OF_PLAN},
         )
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -24,8 +24,8 @@ _COUNTED = {
 _SIDE_BY_SIDE = ("decode_video", "preprocess", "encode", "exchange")
 
 
-class Progress:
-    """A Progress shows on stderr what takes longer than a moment: a bar where it can be counted, else a line.
+class ProgressLine:
+    """Shows on stderr what takes longer than a moment: a bar where it can be counted, else a line.
 
     Args:
         enabled: whether it shows anything.

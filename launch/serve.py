@@ -10,61 +10,69 @@ its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 
 """
 
 import argparse
+import ipaddress
 import math
 import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apbv.config import REUSE_MODES, ReuseConfig
-from apbv.launch.observability import add_observability_options, check_observability
 from apbv.launch.options import (
+    ANSWER_LENGTH,
+    SAMPLING,
     OptionParser,
     add_draft_options,
     add_host_options,
     add_prefill_options,
+    add_settings,
     check,
     exit_with,
     load_engine,
+    positive,
     prepare_process,
 )
-from apbv.launch.transfer import add_transfer_options, check_transfer, transfer_settings
+from apbv.refusals import refuse
+from apbv.serve.log import LOG_FORMATS
+from apbv.serve.tracing import require_traceable
 
 if TYPE_CHECKING:
     from apbv import HostGroup
-    from apbv.serve.server import ServerSettings
+    from apbv.serve.server import ServerSettings, TransferSettings
 
 _MIB = 2**20
-_LONGEST_GRACE = 86_400
+_LAST_PORT = 65_535
+_LOOPBACK = "127.0.0.1"
+# What torchrun gives its processes after SIGTERM, and what of it is left for the last responses and to exit.
+_SHUTDOWN_SECONDS, _EXIT_SECONDS = 30.0, 10.0
+FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
+# Options with a number above 0: its kind and default, and what is limited.
+_LIMITS = {
+    "--max-queue": (int, 64, "requests that may wait"),
+    "--max-running": (int, None, "answers decoded at once (default: as many as the KV allows)"),
+    "--max-kv-mib": (float, None, "KV of all requests (default: half of what is free on host 0)"),
+    "--max-body-mib": (float, 96.0, "a request's body"),
+    "--max-model-len": (int, None, "tokens of prompt and answer (default: the model's)"),
+    "--max-frames": (int, 2048, "frames of all videos of a request, with its images"),
+    "--max-media-mib": (float, 64.0, "a file sent or fetched"),
+    "--max-decoded-mib": (float, 8192.0, "a request's decoded frames"),
+    "--max-image-mib": (float, 512.0, "a request's decoded images"),
+    "--fetch-seconds": (float, 30.0, "to fetch a request's files"),
+}
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
-    parser = OptionParser(prog, description=__doc__.splitlines()[0])
+    parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1)")
-    http.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
-    http.add_argument(
-        "--served-model-name", metavar="NAME", help="what requests call the model (default: --model)"
-    )
-    http.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="the bearer token that clients must send (default: $APBV_API_KEY, or none)",
-    )
-    http.add_argument("--max-queue", type=int, default=64, help="requests that may wait (default 64)")
-    http.add_argument(
-        "--max-running", type=int, metavar="N", help="answers decoded at once (default: as many as the KV allows)"
-    )
-    http.add_argument(
-        "--max-kv-mib",
-        type=float,
-        metavar="N",
-        help="the most MiB of KV of all requests (default: half of what is free on host 0)",
-    )
-    http.add_argument(
-        "--max-body-mib", type=float, default=96.0, help="the most MiB of a request's body (default 96)"
-    )
+    http.add_argument("--host", default=_LOOPBACK, help="the address to listen on (default %(default)s)")
+    http.add_argument("--port", type=int, default=8000, help="default %(default)s; 0: any that is free")
+    http.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: --model)")
+    http.add_argument("--api-key", metavar="KEY", help="of clients (default: $APBV_API_KEY, or none)")
     http.add_argument(
         "--grace",
         type=float,
@@ -72,92 +80,74 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         help="seconds to finish the running answers after SIGTERM (default 20); under torchrun at most its "
         "--shutdown-timeout less 10",
     )
+    http.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="default %(default)s")
+    http.add_argument("--otlp-traces-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP")
 
-    requests = parser.add_argument_group("requests")
-    requests.add_argument("--max-model-len", type=int, help="tokens of prompt and answer (default: the model's)")
+    requests = parser.add_argument_group("requests: the most, and what they get that they do not ask for")
+    for option, (kind, default, about) in _LIMITS.items():
+        told = about if default is None else f"{about} (default {default:g})"
+        requests.add_argument(option, type=positive(kind), default=default, metavar="N", help=told)
+    requests.add_argument("--media-dir", type=Path, metavar="DIR", help="of files for requests, on every host")
     requests.add_argument(
-        "--max-frames",
-        type=int,
-        default=2048,
-        help="the most frames of all videos of a request, with its images (default 2048)",
+        "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; may be repeated"
     )
-    requests.add_argument("--max-new-tokens", type=int, help="if a request does not say (default: the model's)")
-    requests.add_argument("--temperature", type=float, default=0.0, help="likewise; 0 is greedy (default)")
-    requests.add_argument("--top-p", type=float, default=1.0, help="likewise")
-    requests.add_argument(
-        "--media-dir", type=Path, metavar="DIR", help="files that requests may name, on every host"
-    )
-    requests.add_argument(
-        "--allow-media-host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="a host to fetch files from; may be repeated",
-    )
-    requests.add_argument(
-        "--max-media-mib", type=float, default=64.0, help="the most MiB of a file sent or fetched (default 64)"
-    )
-    requests.add_argument(
-        "--max-decoded-mib",
-        type=float,
-        default=8192.0,
-        help="the most MiB of a request's decoded frames (default 8192)",
-    )
-    requests.add_argument(
-        "--max-image-mib",
-        type=float,
-        default=512.0,
-        help="the most MiB of a request's decoded images (default 512)",
-    )
-    requests.add_argument(
-        "--fetch-seconds", type=float, default=30.0, help="seconds to fetch a request's files (default 30)"
-    )
-
+    add_settings(requests, ANSWER_LENGTH)
+    add_settings(requests, SAMPLING[:2], with_defaults=True)
     add_prefill_options(parser)
     add_draft_options(parser)
     reuse = parser.add_argument_group("further questions about the same video or text")
     reuse.add_argument("--reuse", choices=REUSE_MODES, help="keep embeddings (exact) or KV (default: nothing)")
-    reuse.add_argument(
-        "--reuse-mib", type=int, default=4096, help="the most MiB that each process keeps (default 4096)"
-    )
-    add_transfer_options(parser)
+    reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="in each process (default 4096)")
+    transfer = parser.add_argument_group("handing KV over to another server, such as vLLM")
+    transfer.add_argument("--kv-transfer", metavar="tcp|DIR", help="from memory, or by a folder that both share")
+    transfer.add_argument("--kv-host", metavar="ADDRESS", help="where to reach this machine (default: found out)")
+    transfer.add_argument("--kv-port", type=int, metavar="BASE", help="process p uses BASE + p (default: any)")
+    transfer.add_argument("--kv-seconds", type=positive(float, 86_400), help="to fetch KV in (default 120)")
     add_host_options(parser)
-    add_observability_options(parser)
     options = parser.parse_args(arguments)
-    sizes = ("max_body_mib", "max_media_mib", "max_decoded_mib", "max_image_mib")
-    for name in ("max_queue", "max_frames", "fetch_seconds", *sizes):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    for name in ("max_running", "max_kv_mib"):
-        if (given := getattr(options, name)) is not None and not 0 < given < math.inf:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
-    if not 0 <= options.grace <= _LONGEST_GRACE:
-        parser.error(f"--grace must lie in 0 .. {_LONGEST_GRACE} seconds")
-    if options.api_key == "":
-        parser.error("--api-key is empty: nobody would be asked for it")
-    if options.media_dir is not None and not options.media_dir.is_dir():
-        parser.error(f"--media-dir {options.media_dir} is no folder")
     check(parser, options)
-    check_observability(parser, options)
-    check_transfer(parser, options)
     try:
-        reuse_config(options)
+        _check(options)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
-    """Make the settings of what is kept for further questions; None: nothing is.
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options of the server that make no sense, or do not go together.
 
     Raises:
-        ValueError: the bound makes no sense, or the KV cannot be kept.
+        ValueError: some do not.
     """
-    if options.reuse is None:
-        return None
-    if options.reuse == "kv" and options.reduce is not None:
-        raise ValueError("--reduce chooses visual tokens anew for every prompt: it works with --reuse exact only")
-    return ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
+    if not 0 <= options.grace <= 86_400:
+        raise ValueError("--grace must lie in 0 .. 86400 seconds")
+    if options.api_key == "":
+        raise ValueError("--api-key is empty: nobody would be asked for it")
+    if options.media_dir is not None and not options.media_dir.is_dir():
+        raise ValueError(f"--media-dir {options.media_dir} is no folder")
+    if options.otlp_traces_endpoint is not None:
+        require_traceable(options.otlp_traces_endpoint)
+    refuse(
+        reduction=options.reduce,
+        handing_over=options.kv_transfer and "--kv-transfer",
+        kv_reuse=options.reuse == "kv",
+    )
+    if options.kv_transfer is None:
+        for name in ("kv_host", "kv_port", "kv_seconds"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --kv-transfer")
+    elif options.kv_transfer != "tcp" and not Path(options.kv_transfer).is_dir():
+        raise ValueError(f"--kv-transfer {options.kv_transfer} is no folder, and not tcp")
+    last = (options.kv_port or 0) + int(os.environ.get("WORLD_SIZE", 1)) - 1
+    if options.kv_port is not None and not 0 <= options.kv_port <= last <= _LAST_PORT:
+        raise ValueError(f"--kv-port must leave a port up to {_LAST_PORT} for each process, not {options.kv_port}")
+    if options.kv_port and options.kv_port <= options.port <= last:
+        raise ValueError(f"--port {options.port} is one of the ports from --kv-port {options.kv_port} on")
+
+
+def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
+    """Make the settings of what is kept for further questions; None: nothing is."""
+    return options.reuse and ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
 
 
 def settings_of(options: argparse.Namespace) -> "ServerSettings":
@@ -172,30 +162,112 @@ def settings_of(options: argparse.Namespace) -> "ServerSettings":
         max_bytes=int(options.max_media_mib * _MIB),
         fetch_seconds=options.fetch_seconds,
     )
-    requests = RequestSettings(
-        max_model_len=options.max_model_len,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        num_frames=options.frames,
-        fps=options.fps,
-        max_frames=options.max_frames,
-        max_decoded_bytes=int(options.max_decoded_mib * _MIB),
-        max_image_bytes=int(options.max_image_mib * _MIB),
-        media=media,
+    others = {
+        "num_frames": options.frames,
+        "max_decoded_bytes": int(options.max_decoded_mib * _MIB),
+        "max_image_bytes": int(options.max_image_mib * _MIB),
+        "media": media,
+        "model": options.served_model_name or options.model,
+        "max_kv_bytes": None if options.max_kv_mib is None else int(options.max_kv_mib * _MIB),
+        "max_body_bytes": int(options.max_body_mib * _MIB),
+        "api_key": options.api_key or os.environ.get("APBV_API_KEY") or None,
+        "transfer": transfer_settings(options),
+    }
+    settings = {**vars(options), **others}
+    of_requests, of_server = ({each.name for each in fields(one)} for one in (RequestSettings, ServerSettings))
+    requests = RequestSettings(**{name: settings[name] for name in of_requests})
+    return ServerSettings(**{name: settings[name] for name in of_server - {"requests"}}, requests=requests)
+
+
+def transfer_settings(options: argparse.Namespace) -> "TransferSettings | None":
+    """Make the settings of handing KV over; None where it is not.
+
+    Raises:
+        OSError: this machine does not know its own address.
+    """
+    from apbv.serve.server import TransferSettings
+
+    if options.kv_transfer is None:
+        return None
+    return TransferSettings(
+        host=options.kv_host or _own_address(options.host),
+        port=options.kv_port or 0,
+        seconds=options.kv_seconds or 120.0,
+        directory=None if options.kv_transfer == "tcp" else Path(options.kv_transfer).resolve(),
     )
-    return ServerSettings(
-        model=options.served_model_name or options.model,
-        max_queue=options.max_queue,
-        max_running=options.max_running,
-        max_kv_bytes=None if options.max_kv_mib is None else int(options.max_kv_mib * _MIB),
-        max_body_bytes=int(options.max_body_mib * _MIB),
-        grace=options.grace,
-        api_key=options.api_key or os.environ.get("APBV_API_KEY") or None,
-        transfer=transfer_settings(options),
-        otlp_traces_endpoint=options.otlp_traces_endpoint,
-        requests=requests,
-    )
+
+
+def _own_address(http_host: str) -> str:
+    """Return by which address the other server reaches this process, as far as that can be known.
+
+    Args:
+        http_host: where this server listens for HTTP.
+    """
+    from apbv.kv.wire import reachable_address
+
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if is_one_machine:
+        return _LOOPBACK if _is_loopback(http_host) else reachable_address(http_host)
+    # The address by which this machine reaches host 0. Nothing is sent by this: it chooses a route.
+    family, kind, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        found = probe.getsockname()[0]
+    return reachable_address("0.0.0.0") if _is_loopback(found) else found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def warn_of_early_kill(grace: float) -> None:
+    """Warn on stderr, once per machine, if torchrun would kill its processes before their work is done.
+
+    Args:
+        grace: seconds that the work may take after SIGTERM.
+    """
+    seconds = seconds_until_killed()
+    if seconds is not None and seconds < grace + _EXIT_SECONDS and os.environ.get("LOCAL_RANK") == "0":
+        sys.stderr.write(
+            f"warning: torchrun kills its processes {seconds:g} s after SIGTERM, but --grace is {grace:g} s: give "
+            f"torchrun --shutdown-timeout {math.ceil(grace + _EXIT_SECONDS)} (newer than torch 2.11), or send "
+            "SIGTERM to host 0's process\n"
+        )
+
+
+def seconds_until_killed() -> float | None:
+    """Return the seconds after which torchrun kills the processes that it has asked to end.
+
+    None where this process was not started by torchrun, or where its command line cannot be read (from /proc).
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        command = os.fsdecode(Path("/proc", str(os.getppid()), "cmdline").read_bytes()).split("\0")
+    except OSError:
+        return None
+    if not any(Path(word).name in ("torchrun", "torch.distributed.run") for word in command):
+        return None
+    return shutdown_timeout(command, os.environ)
+
+
+def shutdown_timeout(command: Sequence[str], environment: Mapping[str, str]) -> float | None:
+    """Return a torchrun's shutdown timeout in seconds, by its command line and environment.
+
+    None where the command line cannot be understood.
+    """
+    default = _SHUTDOWN_SECONDS
+    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):  # the latter goes before
+        default = environment.get(name, default)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=float, default=default)
+    try:
+        return parser.parse_known_args(command)[0].shutdown_timeout
+    except argparse.ArgumentError:
+        return None
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -203,7 +275,6 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     options = parse_arguments(arguments, prog)
     # Only now what takes seconds to import.
     from apbv.hosts import run_on_hosts
-    from apbv.launch.torchrun import warn_of_early_kill
     from apbv.serve.executor import why_one_at_a_time
     from apbv.serve.log import log_to_stderr
     from apbv.serve.server import bind, serve

@@ -23,12 +23,11 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as property_settings
 
-from apbv.hosts.simulated import simulate
-
 import families
 from engines import write_clip
 from patience import TEST_TIMEOUT
 from pool import HostPool
+from support.simulated import simulate
 
 # How long an example takes says how busy the machine is, nothing of what is tested.
 property_settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

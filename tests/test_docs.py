@@ -8,7 +8,8 @@ import shlex
 
 import pytest
 
-from apbv import demo
+from apbv import demo, refusals
+from apbv.speculate import STRATEGIES
 
 from documents import (
     BLOCKS,
@@ -34,6 +35,7 @@ from documents import (
 from scripts import ROOT, run_hosts, run_script
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
 DEMO_README = ROOT / "apbv" / "demo" / "README.md"
 LINKED_PAGES = (*PAGES, DEMO_README)
 
@@ -139,6 +141,22 @@ def test_the_architecture_has_the_layers_that_the_imports_obey():
     rows = re.findall(r"^\| (`.*?`) \|", ARCHITECTURE.read_text(encoding="utf-8"), re.MULTILINE)
     told = [set(re.findall(r"`([^`]+)`", row)) for row in rows]
     assert told == [set(names) for names in reversed(layers())], "tests/test_structure.py has other LAYERS"
+
+
+def test_the_page_about_choosing_has_the_table_of_refusals():
+    assert CHOOSING.read_text(encoding="utf-8").endswith(f"\n{refusals.table()}\n")
+    named = {feature for pair in refusals.REFUSALS for feature in pair}
+    assert named == set(refusals.FEATURES)
+    for feature, has_it in (
+        ("one_model", lambda strategy: not strategy.needs_draft_model),
+        ("self_drafting", lambda strategy: strategy.runs_target),
+        ("learning_draft", lambda strategy: strategy.needs_verdicts),
+        ("chain_only", lambda strategy: not strategy.drafts_trees),
+        ("no_choice", lambda strategy: strategy.keep is None),
+        ("passed_kv", lambda strategy: strategy.needs_passing),
+    ):
+        told = set(re.findall(r"`(\w+)`", refusals.FEATURES[feature]))
+        assert told == {name for name, strategy in STRATEGIES.items() if has_it(strategy)}, feature
 
 
 @pytest.mark.parametrize("page", LINKED_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

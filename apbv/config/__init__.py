@@ -1,10 +1,10 @@
-"""This package defines the settings of prefill, reduction, decoding, reuse, sampling and speculation.
+"""The settings of prefill, reduction, decoding, reuse, sampling and speculation.
 
 They are validated once. Nothing here imports torch or transformers, so that a command line can check its options
 before these are loaded.
 """
 
-from .answering import DecodeConfig, ReuseConfig, SamplingConfig
+from .answering import DecodeConfig, ReuseConfig, SamplingParams
 from .names import (
     BACKEND_NAMES,
     CUDA_GRAPH_MODES,
@@ -25,9 +25,7 @@ from .names import (
     STRATEGY_NAMES,
     VIDEO_BACKEND_NAMES,
 )
-from .prefill import PrefillConfig, VideoConfig, require_frame_rate
-from .reduction import ReduceConfig
-from .sparse import SparseConfig
+from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig, require_frame_rate
 from .speculative import SpeculativeConfig, longest_window
 
 __all__ = [
@@ -36,6 +34,7 @@ __all__ = [
     "DEFAULT_QUERY_LEN",
     "DTYPE_NAMES",
     "EARLY_REDUCER_NAMES",
+    "FRAME_RATE",
     "HIPPO_TERMS",
     "IMPORTANCE_NAMES",
     "KEEP_POLICIES",
@@ -53,7 +52,7 @@ __all__ = [
     "PrefillConfig",
     "ReduceConfig",
     "ReuseConfig",
-    "SamplingConfig",
+    "SamplingParams",
     "SparseConfig",
     "SpeculativeConfig",
     "VideoConfig",

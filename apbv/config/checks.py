@@ -1,4 +1,67 @@
-"""This module checks values of configurations."""
+"""Fields of settings that know which values they may have; a command line makes its options of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, field, fields
+from typing import Any
+
+
+class Checked:
+    """Checks every field of a dataclass when an object is made; a field whose default is None may be None.
+
+    Args:
+        name: what errors put before a field's name.
+    """
+
+    def __init_subclass__(cls, name: str = ""):
+        cls._prefix = name
+
+    def __post_init__(self):
+        for each in fields(self):
+            value, may_be = getattr(self, each.name), each.metadata.get("may_be")
+            may_be_none = may_be is None or (value is None and each.default is None)
+            if not (may_be_none or may_be(value)):
+                raise ValueError(f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r}")
+
+
+def setting(
+    default: Any,
+    says: str,
+    may_be: Callable[[Any], bool],
+    kind: type = str,
+    choices: Sequence[str | int] | None = None,
+    of: str | None = None,
+):
+    """Make a field.
+
+    Args:
+        says: what a value must do, for the error.
+        may_be: whether a value does.
+        kind: what a command line reads.
+        choices: the names that there are.
+        of: the method that alone has this setting.
+    """
+    about = {"says": says, "may_be": may_be, "kind": kind, "choices": choices, "of": of}
+    return field(default=default, metadata=about)
+
+
+def one_of(known: Sequence[str | int], default: Any = MISSING):
+    """Make a field with one of these values."""
+    kind = type(known[0])
+    says = f"be one of {', '.join(map(str, known))}"
+    return setting(default, says, lambda value: type(value) is kind and value in known, kind, known)
+
+
+def integer(low: int, high: int, default: int | None, **about):
+    """Make a field with an integer from low to high."""
+    power = (high + 1).bit_length() - 1
+    limit = f"2^{power}-1" if high > 2**20 else "2^20" if high == 2**20 else high
+    says = f"be an integer in {low} .. {limit}"
+    return setting(default, says, lambda value: is_int(value) and low <= value <= high, int, **about)
+
+
+def number(says: str, may_be: Callable[[float], bool], default: float | None, **about):
+    """Make a field with a number."""
+    return setting(default, says, lambda value: is_number(value) and may_be(value), float, **about)
 
 
 def is_int(value) -> bool:
@@ -7,8 +70,3 @@ def is_int(value) -> bool:
 
 def is_number(value) -> bool:
     return is_int(value) or isinstance(value, float)
-
-
-def require_known(name: str, value, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")

@@ -1,4 +1,4 @@
-"""This module lists the names of the registries and other constants, without importing torch."""
+"""Lists the names of the registries and other constants, without importing torch."""
 
 MOST_AUTO_DRAFT_TOKENS = 16
 KV_PLACEMENTS = ("gathered", "sharded")
@@ -10,15 +10,9 @@ KEEP_POLICIES = (
     "specvlm",
     "attention",
     "attention_per_frame",
-    "attention_variation",
-    "draft_guided",
     "uv_prune",
-    "similarity",
     "hippo",
-    "dycoke",
-    "fastvid",
     "even",
-    "uniform_frames",
     "random",
     "full",
 )
@@ -32,8 +26,8 @@ SPARSE_NAMES = ("xattention", "spargeattn", "flexprefill")
 METHOD_NAMES = ("full", *SPARSE_NAMES, "zigzag_ring", "ulysses", "star", "apb", "apbv")
 IMPORTANCE_NAMES = ("peak", "softmax", "dot", "received")
 BACKEND_NAMES = ("auto", "torch", "triton", "reference", "cudnn", "flash_attn", "flashinfer")
-EARLY_REDUCER_NAMES = ("slowfast", "fastvid", "dycoke", "hippo")
-LATE_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm", "uv_prune", "hippo_attention")
+EARLY_REDUCER_NAMES = ("slowfast", "fastvid", "dycoke")
+LATE_REDUCER_NAMES = ("fastv", "pdrop", "sparsevlm", "hippo_attention")
 REDUCER_NAMES = (*EARLY_REDUCER_NAMES, *LATE_REDUCER_NAMES)
 VIDEO_REDUCER_NAMES = (*EARLY_REDUCER_NAMES, "hippo_attention")
 VIDEO_BACKEND_NAMES = ("auto", "pyav", "torchcodec")

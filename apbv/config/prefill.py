@@ -1,20 +1,27 @@
-"""This module defines how videos are read and prompts prefilled."""
+"""How videos are read and prompts prefilled, sparse attention and fewer visual tokens included."""
 
 from dataclasses import dataclass
 
-from .checks import is_int, require_known
+from ..refusals import refuse
+from .checks import Checked, integer, is_number, number, one_of
 from .names import (
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
     IMPORTANCE_NAMES,
     KV_PLACEMENTS,
+    LATE_REDUCER_NAMES,
     MAX_FPS,
     METHOD_NAMES,
+    REDUCER_NAMES,
     SPARSE_NAMES,
     VIDEO_BACKEND_NAMES,
+    VIDEO_REDUCER_NAMES,
 )
-from .reduction import ReduceConfig
-from .sparse import SparseConfig
+
+_MOST_TOKENS = 2**31 - 1
+# What a rate at which frames are sampled must do, and whether it does.
+FRAME_RATE = f"lie in 0 < fps <= {MAX_FPS:g}", lambda fps: is_number(fps) and 0 < fps <= MAX_FPS
+_THRESHOLDS = {"xattention": 0.9, "spargeattn": 0.96, "flexprefill": 0.95}
 
 
 def require_frame_rate(fps: float) -> None:
@@ -23,13 +30,14 @@ def require_frame_rate(fps: float) -> None:
     Raises:
         ValueError: the rate is not in 0 < fps <= MAX_FPS.
     """
-    if not 0 < fps <= MAX_FPS:
-        raise ValueError(f"fps must lie in 0 < fps <= {MAX_FPS:g}, not {fps!r:.50}")
+    says, may_be = FRAME_RATE
+    if not may_be(fps):
+        raise ValueError(f"fps must {says}, not {fps!r:.50}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoConfig:
-    """A VideoConfig says how a host reads its frames of a video.
+class VideoConfig(Checked):
+    """How a host reads its frames of a video.
 
     Attributes:
         backend: what decodes: ``"pyav"``, ``"torchcodec"`` (the extra ``[video]``), or ``"auto"``, which is
@@ -42,21 +50,121 @@ class VideoConfig:
         ValueError: the back end is unknown, or a number is not positive.
     """
 
-    backend: str = "auto"
-    threads: int | None = None
-    chunk_bytes: int | None = None
-
-    def __post_init__(self):
-        require_known("backend", self.backend, VIDEO_BACKEND_NAMES)
-        for name in ("threads", "chunk_bytes"):
-            value = getattr(self, name)
-            if value is not None and (not is_int(value) or not 1 <= value < 2**63):
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    backend: str = one_of(VIDEO_BACKEND_NAMES, "auto")
+    threads: int | None = integer(1, 2**63 - 1, None)
+    chunk_bytes: int | None = integer(1, 2**63 - 1, None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig:
-    """A PrefillConfig says how prompts are prefilled.
+class SparseConfig(Checked, name="sparse "):
+    """How blocks of attention are chosen, for each query head and layer; others are left out.
+
+    Attributes:
+        method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"``
+            (Lai et al., 2025); what differs from their authors' code is said in
+            :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
+        threshold: the share of a block of queries' estimated attention that the chosen blocks hold, τ. None: 0.9
+            for ``"xattention"`` and 0.95 for ``"flexprefill"``, as their authors have it (the latter calls it γ),
+            and 0.96 for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed,
+            and the result is that of dense attention where no values are skipped.
+        block_size: queries of a block, 32, 64, 128 (all papers') or 256. A block has as many keys, but for
+            ``"spargeattn"`` half as many.
+        stride: of ``"xattention"``: tokens of a group, which has one score; it divides the block size.
+        similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most this, θ, are
+            computed in any case; -1 .. 1. 0.3 in the APB-V paper.
+        skip_margin: of ``"spargeattn"``: λ, above 0. Of a chosen block the values are skipped where no query has a
+            score within λ of its highest so far; see :func:`apbv.kernels.block_sparse_attention`. Scores are
+            natural logarithms of weights; in the authors' code, where λ is ``pvthreshd``, they are to base 2,
+            which makes 1.44 times as much of it. None: no values are skipped.
+        divergence: of ``"flexprefill"``: a head is query-aware where the square root of the divergence between its
+            last queries' attention and what means of blocks say of it is below this, τ; 0 .. 1. 0.1 is its
+            authors'. 0: all heads are vertical-slash, as MInference (Jiang et al., 2024) has most of them.
+        min_blocks: of ``"flexprefill"``: at least so many columns and diagonals of blocks are computed in every
+            head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
+
+    Raises:
+        ValueError: the method is unknown, a number is out of range, or the method has no skip margin.
+    """
+
+    method: str = one_of(SPARSE_NAMES, "xattention")
+    threshold: float | None = number("lie in 0 < threshold <= 1", lambda t: 0 < t <= 1, None)
+    block_size: int = one_of((32, 64, 128, 256), 128)
+    stride: int = integer(1, 256, 16, of="xattention")
+    similarity: float = number("lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3, of="spargeattn")
+    skip_margin: float | None = number("be above 0", lambda margin: margin > 0, None, of="spargeattn")
+    divergence: float = number("lie in 0 .. 1", lambda root: 0 <= root <= 1, 0.1, of="flexprefill")
+    min_blocks: int = integer(1, _MOST_TOKENS, 8, of="flexprefill")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.block_size % self.stride:
+            raise ValueError(f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens")
+        skips = self.skip_margin is not None
+        refuse(skip_margin=skips, sparse_without_margin=self.method != "spargeattn" and self.method)
+
+    @property
+    def share(self) -> float:
+        """The threshold in force."""
+        return _THRESHOLDS[self.method] if self.threshold is None else self.threshold
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether neither blocks nor values are left out, so that attention is dense."""
+        return self.share == 1 and self.skip_margin is None
+
+    @property
+    def key_block(self) -> int:
+        """Keys of a block."""
+        return self.block_size // 2 if self.method == "spargeattn" else self.block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceConfig(Checked, name="reduce "):
+    """Which of a prompt's visual tokens the language model reads; the others are lost.
+
+    Tokens that are left stay at their rotary positions.
+
+    Attributes:
+        method: a name in :data:`apbv.config.REDUCER_NAMES`. Before the language model, from the frames alone:
+            ``"slowfast"``, ``"fastvid"``, ``"dycoke"``. Between its layers, by what they have computed:
+            ``"fastv"``, ``"pdrop"``, ``"sparsevlm"``, ``"hippo_attention"`` (see
+            :mod:`apbv.prefilling.reduction`).
+        ratio: the share of a video's visual tokens that is left, rounded, and at least one token. 1: all, and the
+            prompt is prefilled as without a reduction.
+        layer: for a method inside the language model, after how many of its decoder layers tokens are left out;
+            None: as in the method's paper, where it says that.
+
+    Raises:
+        ValueError: the method is unknown, a number out of range, or a layer is given to a method without one.
+    """
+
+    method: str = one_of(REDUCER_NAMES)
+    ratio: float = number("lie in 0 < ratio <= 1", lambda share: 0 < share <= 1, 0.5)
+    layer: int | None = integer(1, _MOST_TOKENS, None)
+
+    def __post_init__(self):
+        super().__post_init__()
+        refuse(reduce_layer=self.layer is not None, early_reduction=not self.is_late and self.method)
+
+    @property
+    def leaves_all(self) -> bool:
+        """Whether nothing is left out, so that the prompt is prefilled as without a reduction."""
+        return self.ratio == 1
+
+    @property
+    def is_late(self) -> bool:
+        """Whether tokens are left out between layers of the language model, and not before it."""
+        return self.method in LATE_REDUCER_NAMES
+
+    @property
+    def needs_video(self) -> bool:
+        """Whether only tokens of videos' frames are left out, so that a prompt without a video is refused."""
+        return self.method in VIDEO_REDUCER_NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(Checked):
+    """How prompts are prefilled.
 
     Attributes:
         method: name in :data:`apbv.prefilling.methods.METHODS`. Exact: ``"full"`` (host 0 computes everything),
@@ -96,51 +204,43 @@ class PrefillConfig:
         ValueError: a length is negative or absurd, a name is unknown, or the method has no sparse attention.
     """
 
-    method: str = "apbv"
-    anchor_len: int | None = None
+    method: str = one_of(METHOD_NAMES, "apbv")
+    anchor_len: int | None = integer(0, _MOST_TOKENS, None)
     anchor_query: bool = False
-    passing_len: int | None = None
-    query_len: int = DEFAULT_QUERY_LEN
-    importance: str = "peak"
+    passing_len: int | None = integer(0, _MOST_TOKENS, None)
+    query_len: int = integer(1, _MOST_TOKENS, DEFAULT_QUERY_LEN)
+    importance: str = one_of(IMPORTANCE_NAMES, "peak")
     overlap: bool = True
     fused_query: bool = True
     zigzag: bool = True
     frame_parallel: bool = True
     on_single_host: bool = False
-    kv: str = "gathered"
-    backend: str = "auto"
+    kv: str = one_of(KV_PLACEMENTS, "gathered")
+    backend: str = one_of(BACKEND_NAMES, "auto")
     video: VideoConfig = VideoConfig()
     sparse: SparseConfig | None = None
     reduce: ReduceConfig | None = None
 
     def __post_init__(self):
-        for name in ("anchor_len", "passing_len"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not is_int(value):
-                raise ValueError(f"{name} must be an integer number of tokens, not {value!r}")
-            if not 0 <= value < 2**31:
-                raise ValueError(f"{name} must lie in 0 .. 2^31-1, not {value}")
-        if not is_int(self.query_len) or not 1 <= self.query_len < 2**31:
-            raise ValueError(f"query_len must be an integer in 1 .. 2^31-1, not {self.query_len!r}")
-        require_known("method", self.method, METHOD_NAMES)
-        if self.anchor_query and (self.method not in ("apbv", "apb") or self.anchor_len == 0):
-            without = "without an anchor" if self.method in ("apbv", "apb") else f"method {self.method}"
-            raise ValueError(f"anchor_query puts the question into the anchor of apbv or apb: not {without}")
-        reduce = self.reduce
-        if self.anchor_query and reduce is not None and reduce.is_late and not reduce.leaves_all:
-            raise ValueError(
-                "anchor_query copies the prompt's start into every anchor: not together with "
-                f"{reduce.method}, which leaves tokens out between layers"
-            )
-        require_known("importance", self.importance, IMPORTANCE_NAMES)
-        require_known("kv", self.kv, KV_PLACEMENTS)
-        if self.sparse is not None and self.method in ("zigzag_ring", "ulysses"):
-            raise ValueError(f"sparse attention is for full, apbv, apb and star: {self.method} has none")
-        if self.sparse is not None and self.method in SPARSE_NAMES and self.sparse.method != self.method:
-            raise ValueError(f"the method {self.method} cannot choose blocks as {self.sparse.method}")
-        require_known("backend", self.backend, BACKEND_NAMES)
+        super().__post_init__()
+        refuse(**self.features)
+
+    @property
+    def features(self) -> dict[str, str | bool | None]:
+        """What is asked for, as :func:`apbv.refusals.refuse` takes it."""
+        reduce, sparse, has_anchor = self.reduce, self.sparse, self.method in ("apbv", "apb")
+        is_late = reduce is not None and reduce.is_late and not reduce.leaves_all
+        is_other = sparse is not None and self.method in SPARSE_NAMES and sparse.method != self.method
+        without = "without an anchor" if has_anchor else f"method {self.method}"
+        return {
+            "anchor_query": self.anchor_query,
+            "no_anchor": (not has_anchor or self.anchor_len == 0) and without,
+            "reduction": reduce and reduce.method,
+            "late_reduction": is_late and reduce.method,
+            "sparse": sparse and sparse.method,
+            "dense_method": self.method in ("zigzag_ring", "ulysses") and self.method,
+            "other_sparse_method": is_other and self.method,
+        }
 
     @property
     def sparse_attention(self) -> SparseConfig | None:

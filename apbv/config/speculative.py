@@ -1,8 +1,9 @@
-"""This module defines how a draft proposes tokens."""
+"""How a draft proposes tokens."""
 
 from dataclasses import dataclass
 
-from .checks import is_int, is_number, require_known
+from ..refusals import refuse
+from .checks import Checked, integer, is_int, number, one_of, setting
 from .names import (
     CONTEXTS,
     DEFAULT_KEEP_RATIO,
@@ -19,9 +20,18 @@ def longest_window(num_draft_tokens: int | str) -> int:
     return MOST_AUTO_DRAFT_TOKENS if num_draft_tokens == "auto" else num_draft_tokens
 
 
+def _are_terms(terms: tuple[str, ...]) -> bool:
+    return bool(terms) and set(terms) <= set(HIPPO_TERMS)
+
+
+def _is_ensemble(letters: str) -> bool:
+    contexts = set(letters.removesuffix("*"))
+    return contexts <= set(CONTEXTS) and len(contexts) >= max(len(letters.removesuffix("*")), 1 + ("*" in letters))
+
+
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """A SpeculativeConfig says how a draft proposes tokens; the verified output is always the target's own.
+class SpeculativeConfig(Checked):
+    """How a draft proposes tokens; the verified output is always the target's own.
 
     Attributes:
         strategy: a name in :data:`apbv.speculate.STRATEGIES`. A second model drafts in ``"vanilla"`` (on all
@@ -41,14 +51,10 @@ class SpeculativeConfig:
             measure that, the target now and then runs a forward pass without drafted tokens.
         keep: which visual tokens a pruned draft sees: by the question's attention to them
             ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced),
-            ``"attention"`` (the highest), ``"attention_per_frame"`` (the highest of each frame),
-            ``"attention_variation"`` (by how much it grows up to ``uv_layer``) and ``"draft_guided"`` (the highest
-            in the draft instead of the target, for which the draft reads the whole prompt first);
+            ``"attention"`` (the highest) and ``"attention_per_frame"`` (the highest of each frame);
             ``"uv_prune"`` (ParallelVLM's: what comes closer to the question in the target's first layers),
-            ``"similarity"`` (what is close to it behind these layers), ``"hippo"`` (see ``hippo_terms``),
-            ``"dycoke"`` and ``"fastvid"`` (as in :class:`apbv.ReduceConfig`, but nothing is merged); ``"even"``
-            (evenly spaced), ``"uniform_frames"`` (whole frames, evenly spaced), ``"random"``, ``"full"``; None: as
-            the strategy's paper does.
+            ``"hippo"`` (see ``hippo_terms``), ``"even"`` (evenly spaced), ``"random"``, ``"full"``; None: as the
+            strategy's paper does.
         keep_ratio: the share of visual tokens that a pruned draft sees; 0.1 where ``keep_tokens`` is not given.
         keep_tokens: how many of the prompt's tokens a pruned draft sees, in place of a ratio: all text tokens, and
             visual ones for the rest, at least one. With ``"std"`` that is the paper's K + m_t, of each layer and
@@ -57,10 +63,8 @@ class SpeculativeConfig:
         prune: ``"prompt"``: the draft reads the kept tokens only. ``"kv"``: it reads everything, and the KV of
             what is not kept is dropped; its prefill costs more. Then a draft host does not wait for the scores
             of the target's prefill: it drafts its first window on the whole prompt.
-        vision_first: with ``prune="prompt"``, a draft host drafts its first window on the tokens that are best by
-            HIPPO's visual terms alone, and reads the prompt again when the attention is known.
-        uv_layer: the last layer of the target that ``"uv_prune"``, ``"similarity"`` and ``"attention_variation"``
-            observe, at most its last but one; 20 in the paper.
+        uv_layer: the last layer of the target that ``"uv_prune"`` observes, at most its last but one; 20 in the
+            paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
         ensemble: what ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep`` preserves (M), with
             line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by how well each has
@@ -77,60 +81,35 @@ class SpeculativeConfig:
         ValueError: a number is out of range, or a name is unknown.
     """
 
-    strategy: str = "specvlm"
+    strategy: str = one_of(STRATEGY_NAMES, "specvlm")
     draft_model: str | None = None
-    num_draft_tokens: int | str = 5
-    keep: str | None = None
-    keep_ratio: float | None = None
-    keep_tokens: int | None = None
-    hippo_terms: tuple[str, ...] = HIPPO_TERMS
-    prune: str = "prompt"
-    vision_first: bool = False
-    uv_layer: int = 20
-    layer_ratio: float = 0.5
-    ensemble: str = "MT*"
-    num_tree_nodes: int | None = None
+    num_draft_tokens: int | str = setting(
+        5, "be an integer in 1 .. 256, or 'auto'", lambda n: n == "auto" or (is_int(n) and 1 <= n <= 256), int
+    )
+    keep: str | None = one_of(KEEP_POLICIES, None)
+    keep_ratio: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)
+    keep_tokens: int | None = integer(1, 2**31 - 1, None)
+    hippo_terms: tuple[str, ...] = setting(
+        HIPPO_TERMS, f"be some of {', '.join(HIPPO_TERMS)}", _are_terms, choices=HIPPO_TERMS
+    )
+    prune: str = one_of(PRUNINGS, "prompt")
+    uv_layer: int = integer(1, 2**31 - 1, 20)
+    layer_ratio: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 0.5)
+    ensemble: str = setting(
+        "MT*",
+        f"be different letters of {CONTEXTS}, with a * behind two at least to adapt their weights",
+        _is_ensemble,
+    )
+    num_tree_nodes: int | None = integer(1, 256, None)
     draft_host: bool = False
-    draft_timeout: float = 60.0
+    draft_timeout: float = number("be a positive number of seconds", lambda seconds: seconds > 0, 60.0)
     keep_losing_draft: bool = False
 
     def __post_init__(self):
-        require_known("strategy", self.strategy, STRATEGY_NAMES)
-        gamma = self.num_draft_tokens
-        if gamma != "auto" and (not is_int(gamma) or not 1 <= gamma <= 256):
-            raise ValueError(f"num_draft_tokens must lie in 1 .. 256 or be 'auto', not {gamma!r}")
-        nodes = self.num_tree_nodes
-        if nodes is not None and (not is_int(nodes) or not 1 <= nodes <= 256):
-            raise ValueError(f"num_tree_nodes must lie in 1 .. 256, not {nodes!r}")
-        if self.keep is not None and self.keep not in KEEP_POLICIES:
-            raise ValueError(f"keep must be one of {', '.join(KEEP_POLICIES)}, not {self.keep!r}")
-        if not self.hippo_terms or not set(self.hippo_terms) <= set(HIPPO_TERMS):
-            raise ValueError(f"hippo_terms must be some of {', '.join(HIPPO_TERMS)}, not {self.hippo_terms!r}")
-        if self.prune not in PRUNINGS:
-            raise ValueError(f"prune must be one of {', '.join(PRUNINGS)}, not {self.prune!r}")
-        letters = self.ensemble.removesuffix("*")
-        if not set(letters) <= set(CONTEXTS) or len(set(letters)) < max(len(letters), 1 + ("*" in self.ensemble)):
-            raise ValueError(
-                f"ensemble must be different letters of {CONTEXTS}, with a * behind two at least to adapt their "
-                f"weights, not {self.ensemble!r}"
-            )
-        if not is_int(self.uv_layer) or self.uv_layer < 1:
-            raise ValueError(f"uv_layer must be at least 1, not {self.uv_layer!r}")
-        if not is_number(self.draft_timeout) or not self.draft_timeout > 0:
-            raise ValueError(f"draft_timeout must be a positive number of seconds, not {self.draft_timeout!r}")
-        if self.keep_tokens is not None:
-            if self.keep_ratio is not None:
-                raise ValueError(
-                    "keep_ratio and keep_tokens both say how many visual tokens a draft sees: give one of them"
-                )
-            if not is_int(self.keep_tokens) or not 1 <= self.keep_tokens < 2**31:
-                raise ValueError(f"keep_tokens must lie in 1 .. 2^31-1, not {self.keep_tokens!r}")
-        elif self.keep_ratio is None:
+        super().__post_init__()
+        refuse(keep_ratio=self.keep_ratio is not None, keep_tokens=self.keep_tokens is not None)
+        if self.keep_tokens is None and self.keep_ratio is None:
             object.__setattr__(self, "keep_ratio", DEFAULT_KEEP_RATIO)
-        for name in ("layer_ratio",) if self.keep_ratio is None else ("keep_ratio", "layer_ratio"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 < value <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], not {value!r}")
 
     @property
     def most_draft_tokens(self) -> int:

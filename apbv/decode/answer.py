@@ -1,4 +1,4 @@
-"""This module defines an answer that is being decoded, and autoregressive decoding."""
+"""An answer that is being decoded, and autoregressive decoding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig
+from ..config import SamplingParams
 from ..hosts import AgreedError, HostGroup
-from .decoder import Decoder
+from .runner import Decoder
 from .sampling import Choice, NotFiniteError, choose_each, forbid
 
 NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
@@ -16,7 +16,7 @@ NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits 
 
 @dataclass
 class Answer:
-    """An Answer holds the tokens decoded so far, the same on every host, and what decoding needs to go on.
+    """Holds the tokens decoded so far, the same on every host, and what decoding needs to go on.
 
     Every decoding loop takes one and adds tokens to it.
 
@@ -36,7 +36,7 @@ class Answer:
     decoder: Decoder
     logits: Tensor
     prompt_len: int
-    sampling: SamplingConfig
+    sampling: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     on_token: Callable[[int], None] | None = None
     on_first_token: Callable[[], None] | None = None
@@ -133,7 +133,7 @@ class Answer:
             )
 
 
-def finish_reason(tokens: Sequence[int], sampling: SamplingConfig, eos_token_ids: Sequence[int]) -> str:
+def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> str:
     """Return why an answer ended: ``"length"`` where ``max_new_tokens`` cut it off, else ``"stop"``."""
     at_end = tokens[-1] in eos_token_ids and not sampling.ignore_eos
     return "length" if len(tokens) == sampling.max_new_tokens and not at_end else "stop"

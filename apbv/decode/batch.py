@@ -1,4 +1,4 @@
-"""This module decodes several answers at a time, one token of each in every forward pass.
+"""Decodes several answers at a time, one token of each in every forward pass.
 
 The newest tokens of all answers are rows of one input, ``[1, R]``, each at its own rotary position, so that the
 model's matrix products are of R rows. Attention takes every row to the KV of its own prompt, where that lies.
@@ -23,15 +23,15 @@ from .sampling import Choice, choose_each, forbid
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
-class Prefilled(Protocol):
-    """A Prefilled is a prompt whose KV is there, such as :class:`apbv.PrefillResult`."""
+class PrefilledPrompt(Protocol):
+    """A prompt whose KV is there, such as :class:`apbv.PrefillResult`."""
 
     def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
         """Return an answer to this prompt that has no tokens yet."""
 
 
 class Member:
-    """A Member is one of the answers that a batch decodes.
+    """One of the answers that a batch decodes.
 
     Attributes:
         tokens: the answer so far, an end token included.
@@ -82,7 +82,7 @@ Given = tuple[list[Member], Choice]
 
 
 class Batch:
-    """A Batch decodes the answers of its members, which join and leave between steps. It runs on host 0 alone.
+    """Decodes the answers of its members, which join and leave between steps. It runs on host 0 alone.
 
     One thread uses it. Another may prefill with the same model meanwhile, if
     :func:`apbv.model.attention.apbv_attention` is in force around both.
@@ -110,7 +110,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self._members)
 
-    def join(self, state: Prefilled, request: Request) -> Member:
+    def join(self, state: PrefilledPrompt, request: Request) -> Member:
         """Take a prefilled prompt, whose answer begins with the next step. Its KV is not copied.
 
         The prefill may be under way on the GPU. The request's ``on_token`` and ``stop`` are called in the thread

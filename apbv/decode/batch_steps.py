@@ -1,4 +1,4 @@
-"""This module runs a language model over the newest tokens of several answers, each behind its own KV."""
+"""Runs a language model over the newest tokens of several answers, each behind its own KV."""
 
 from collections.abc import Sequence
 
@@ -7,20 +7,19 @@ from torch import Tensor
 
 from ..kernels import BufferTable, SequenceBuffers
 from ..kernels.backends import choose
-from ..kv.growing import GrowingLayer
+from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
-from .graphs import CaptureError, GraphRecorder
-from .runner import MOST_CAPTURED, give_up_graphs, may_record
-from .step import forward
+from .graphs import CaptureError, RecordedSteps
+from .runner import MOST_CAPTURED, forward, give_up_graphs, may_record
 
 # There are graphs for 1, 2, 4, 8, 16, 24, … answers, and for KV of up to 1,024, 4,096, 16,384, … rows.
 _EXACT_SIZES, _SIZE_STEP, _FEWEST_ROWS = 4, 8, 1024
 
 
 class OwnKV:
-    """An OwnKV is the KV of one answer in a batch, in buffers that the batch writes to.
+    """The KV of one answer in a batch, in buffers that the batch writes to.
 
     Args:
         layers: the prompt's KV; rows of the answer are written behind it, and not counted there.
@@ -76,7 +75,7 @@ class OwnKV:
 
 
 class BatchRunner:
-    """A BatchRunner runs a language model over one new token of each of several answers.
+    """Runs a language model over one new token of each of several answers.
 
     On a GPU passes over equally many answers are recorded as a CUDA graph, which stays good while answers come and
     go: where their KV lies is looked up on the GPU. Numbers of answers are rounded up to a few.
@@ -89,9 +88,8 @@ class BatchRunner:
         self._parts = parts
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
-        self._records = self._looks_up and may_record(parts, None)
-        self._steps: dict[tuple[int, int, bool], _Step] = {}
-        self._recorder: GraphRecorder | None = None
+        records = self._looks_up and may_record(parts, None)
+        self._recorded = RecordedSteps(parts.device) if records else None
 
     @torch.no_grad()
     def run(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
@@ -120,25 +118,17 @@ class BatchRunner:
     def _run_there(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
         """Run the model with attention that looks up on the device where the KV lies."""
         most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
-        if not self._records or len(kvs) > MOST_CAPTURED:
-            step = _Step(self._parts, len(kvs), most_rows, differ)
-            step.take(ids, kvs)
-            return step.compute()
-        size, most_rows = _rounded_up(len(kvs), most_rows)
-        step = self._steps.get((size, most_rows, differ))
-        if step is None:
-            step = self._steps[size, most_rows, differ] = _Step(self._parts, size, most_rows, differ)
-        step.take(ids, kvs)
-        if step.has_run and step.replay is None:
-            self._recorder = self._recorder or GraphRecorder(self._parts.device)
+        if self._recorded is not None and len(kvs) <= MOST_CAPTURED:
+            kind = *_rounded_up(len(kvs), most_rows), differ
+            self._recorded.of_kind(kind, lambda: _Step(self._parts, *kind)).take(ids, kvs)
             try:
-                step.replay = self._recorder.record(step.compute)
+                return self._recorded.compute(kind)[: len(kvs)]
             except CaptureError as error:
-                self._records, self._steps, self._recorder = False, {}, None
+                self._recorded = None
                 give_up_graphs(self._parts, error)
-        logits = step.compute() if step.replay is None else step.replay()
-        step.has_run = True
-        return logits if len(kvs) == size else logits[: len(kvs)]
+        step = _Step(self._parts, len(kvs), most_rows, differ)
+        step.take(ids, kvs)
+        return step.compute()
 
 
 class _Step:
@@ -146,10 +136,6 @@ class _Step:
 
     Args:
         layers_differ: whether layers of an answer's KV may have different numbers of rows.
-
-    Attributes:
-        has_run: whether it has been computed before.
-        replay: computes it as a graph; None until that is recorded.
     """
 
     def __init__(self, parts: ModelParts, size: int, most_rows: int, layers_differ: bool):
@@ -159,7 +145,6 @@ class _Step:
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
         self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
-        self.has_run, self.replay = False, None
 
     def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> None:
         """Take the inputs of the next pass; the host waits for nothing."""

@@ -1,23 +1,80 @@
-"""This module runs a language model over new tokens behind a cache, step by step."""
+"""Running a language model over new tokens behind a cache, step by step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from ..hosts import HostGroup
 from ..kernels.backends import choose
-from ..model.attention import ChosenKV, NewTokenAttention
+from ..kv.cache import ShardedCache, keep_of_last, last_rows, rows_left_out, writing_at
+from ..kv.placement import PlacedKV
+from ..model.attention import ChosenKV, LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
-from ..transfer import to_device
+from ..transfer import fill, to_device
 from ..warn import warn_caller
-from .graphs import CapturedSteps, CaptureError
-from .step import NewTokens, forward
+from .graphs import CaptureError, RecordedSteps
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Holds S text tokens that a model is to run.
+
+    Attributes:
+        ids: the tokens. A tensor ``[S]`` lies on the device, and the host need not know what it holds.
+        position: rotary position of the first.
+        depths: by how much each token's position exceeds that; None: they are consecutive.
+        visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
+            those up to itself.
+    """
+
+    ids: Sequence[int] | Tensor
+    position: int
+    depths: Sequence[int] | None = None
+    visible: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def positions(self) -> list[int]:
+        """The rotary position of each token; for M-RoPE time, height and width advance together."""
+        depths = range(len(self)) if self.depths is None else self.depths
+        return [self.position + depth for depth in depths]
+
+
+def forward(
+    parts: ModelParts, ids: Tensor, positions: Tensor, cache, attention: LayerAttention, last_only: bool
+) -> Tensor:
+    """Run a language model on S tokens, let the cache have their KV, and return logits ``[S, V]``.
+
+    Args:
+        ids, positions: int64 ``[S]`` on the device.
+        cache: what the model appends to; None where ``attention`` appends by itself.
+        attention: computes the new tokens' attention. The model's own would copy the KV heads of grouped queries,
+            and need a mask for several tokens.
+        last_only: compute the logits after the last token only, ``[1, V]``.
+    """
+    position_ids = positions[None]
+    with apbv_attention(parts.language_model):
+        hidden = parts.language_model(
+            inputs_embeds=parts.embed_tokens(ids[None]),
+            position_ids=position_ids.expand(3, -1, -1) if parts.uses_mrope else position_ids,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            apbv=attention,
+        ).last_hidden_state
+    return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
+
 
 # Windows and trees are shorter; of longer inputs, such as a prompt's end, hardly two are equally long.
 MOST_CAPTURED = 64
 
 
 class ModelRunner:
-    """A ModelRunner runs a language model over new tokens, and appends their KV to a cache.
+    """Runs a language model over new tokens, and appends their KV to a cache.
 
     On a GPU, steps of one size are recorded as a CUDA graph where that is possible (:mod:`.graphs`): a step of a
     7B model launches a thousand kernels, which takes longer than to compute them.
@@ -31,24 +88,92 @@ class ModelRunner:
 
     def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
         self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
-        self._captured = None
-        if may_record(parts, hosts):
-            self._captured = CapturedSteps(parts, cache, prompt)
+        self._recorded = RecordedSteps(parts.device) if may_record(parts, hosts) else None
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
     @torch.no_grad()
     def run(self, new: NewTokens, last_only: bool = False) -> Tensor:
         """Run the model on S tokens; return the logits after each, ``[S, V]``, or after the last, ``[1, V]``."""
-        if self._captured is not None and len(new) <= MOST_CAPTURED:
+        if self._recorded is not None and len(new) <= MOST_CAPTURED:
             try:
-                return self._captured.run(new, last_only)
+                return self._run_recorded(new, last_only)
             except CaptureError as error:
-                self._captured = None
+                self._recorded = None
                 give_up_graphs(self._parts, error)
         device = self._parts.device
         visible = None if new.visible is None else to_device(new.visible, device)
         attention = NewTokenAttention(self._parts.backend, visible, self._hosts, self._prompt)
         positions = to_device(new.positions, device)
         return forward(self._parts, to_device(new.ids, device), positions, self._cache, attention, last_only)
+
+    def _run_recorded(self, new: NewTokens, last_only: bool) -> Tensor:
+        """Run a step from the second of its size on as a CUDA graph.
+
+        Raises:
+            CaptureError: the step cannot be recorded; it has not run, and no token was appended.
+        """
+        layers = self._cache.layers
+        has_room = all(layer.has_room(len(new)) for layer in layers)
+        if not has_room or [id(layer.buffers) for layer in layers] != [id(pair) for pair in self._buffers]:
+            # Before there are new buffers: with the old ones a second copy of the KV would be in memory.
+            self._recorded.clear()
+            self._buffers = []
+        for layer in layers if not has_room else ():
+            layer.make_room(len(new))
+        self._buffers = [layer.buffers for layer in layers]
+        kind = len(new), last_only, None if new.visible is None else new.visible.shape[1]
+        step = self._recorded.of_kind(kind, lambda: _Step(self._parts, self._cache, self._prompt, kind))
+        step.take(new, layers[0].keys.shape[2])
+        logits = self._recorded.compute(kind)
+        for layer in layers:
+            layer.extend(len(new))
+        return logits
+
+
+class _Step:
+    """One kind of step: its inputs at fixed addresses, and the forward pass over them."""
+
+    def __init__(
+        self, parts: ModelParts, cache: DynamicCache, prompt: ChosenKV | None, kind: tuple[int, bool, int | None]
+    ):
+        """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N."""
+        self._parts, self._cache, self._prompt = parts, cache, prompt
+        count, self._last_only, num_masked = kind
+        numbers = torch.zeros(3 * count + 1, dtype=torch.int64, device=parts.device)
+        self._numbers, (self._ids, self._positions, self._places, self._num_keys) = (
+            numbers,
+            numbers.split([count, count, count, 1]),
+        )
+        self._visible = None if num_masked is None else numbers.new_empty(count, num_masked, dtype=torch.bool)
+        left_out = rows_left_out(cache)
+        # Of a prompt from which tokens were dropped inside the model, later layers have fewer rows.
+        self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
+
+    def take(self, new: NewTokens, num_rows: int) -> None:
+        """Take the inputs of the next step, behind ``num_rows`` rows of the cache; the host waits for nothing."""
+        stop = num_rows + len(new)
+        known = [*new.positions, *range(num_rows, stop), stop]
+        if isinstance(new.ids, Tensor):
+            self._ids.copy_(new.ids)
+            fill(self._numbers[len(new) :], known)
+        else:
+            fill(self._numbers, [*new.ids, *known])
+        if self._visible is not None:
+            fill(self._visible, new.visible)
+
+    def compute(self) -> Tensor:
+        """Run the model on what was taken, write the new KV into the cache's buffers, and return the logits."""
+        if self._left_out is None:
+            num_layers = len(self._cache.layers)
+            places, num_keys = [self._places] * num_layers, [self._num_keys.int()] * num_layers
+        else:
+            places = (self._places - self._left_out[:, None]).unbind()
+            num_keys = (self._num_keys - self._left_out).int().split(1)
+        attention = NewTokenAttention(self._parts.backend, self._visible, prompt=self._prompt, num_keys=num_keys)
+        with writing_at(self._cache, places):
+            return forward(
+                self._parts, self._ids, self._positions, self._cache, attention, last_only=self._last_only
+            )
 
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
@@ -85,3 +210,72 @@ def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
     if backend != "triton":
         return f"the {backend} attention waits for the number of keys"
     return None
+
+
+class Decoder:
+    """Runs the model over tokens that are already chosen, and rolls the last of them back. Collective.
+
+    Host 0 keeps the new tokens' KV. Where the prompt's KV is sharded, every host runs the new tokens against its
+    own share; else host 0 runs them alone.
+
+    Args:
+        kv: the prompt's KV, to which the new tokens' is appended.
+        next_position: rotary position of the first new token.
+
+    Attributes:
+        runs_ahead: whether this process alone runs the model, on a GPU, which can then be given a step before the
+            host knows the token of the step before.
+    """
+
+    def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
+        self._position = next_position
+        self._cache = kv.continued()
+        self._runner = None if self._cache is None else ModelRunner(parts, self._cache, kv.attending)
+        self.hosts = kv.hosts
+        is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
+        self.runs_ahead = self._cache is not None and is_alone and parts.device.type == "cuda"
+
+    def advance(
+        self,
+        tokens: Sequence[int] | Tensor,
+        depths: Sequence[int] | None = None,
+        visible: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor | None:
+        """Run the model on S tokens.
+
+        Args:
+            tokens: a tensor ``[S]`` on the device is not waited for.
+            depths, visible: of tokens that form a tree; see :class:`NewTokens`. The root has depth 0 and
+                follows the sequence.
+
+        Returns:
+            The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
+        """
+        new = NewTokens(tokens, self._position, depths, visible)
+        self._position += len(tokens)
+        return None if self._runner is None else self._runner.run(new, last_only)
+
+    def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
+        """Roll back the last ``count`` tokens: drop their KV, but that of the kept ones, such as a tree's path.
+
+        Args:
+            kept: their numbers in 0 .. count - 1, ascending.
+        """
+        if self._cache is not None and len(kept) < count:
+            keep_of_last(self._cache, count, kept)
+        self._position += len(kept) - count
+
+    @property
+    def cache(self) -> DynamicCache | ShardedCache | None:
+        """The cache that tokens are appended to; None on hosts that run nothing."""
+        return self._cache
+
+    @property
+    def next_position(self) -> int:
+        """The rotary position of the next token."""
+        return self._position
+
+    def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""
+        return last_rows(self._cache, count)

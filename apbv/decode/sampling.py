@@ -1,4 +1,4 @@
-"""This module samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history.
+"""Samples tokens from logits. Random numbers depend on (seed, position, purpose), not on history.
 
 Tokens are chosen where the logits lie, and copied to the host together, so that a GPU is waited for once.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig
+from ..config import SamplingParams
 from ..transfer import fetch, to_device
 
 # The purpose of a random number: each number is used for one decision only.
@@ -23,14 +23,14 @@ _ROUNDING = 1e-9
 
 
 class NotFiniteError(ValueError):
-    """A NotFiniteError says that a model's logits are NaN or infinite, so that no token can be chosen."""
+    """A model's logits are NaN or infinite, so that no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__("NaN or infinite logits")
 
 
 class Choice:
-    """A Choice holds one token for each of R rows of logits, chosen on their device.
+    """Holds one token for each of R rows of logits, chosen on their device.
 
     Attributes:
         tokens: int64 ``[R]`` on the device; any token of the vocabulary for a row that has none to choose.
@@ -172,7 +172,7 @@ def draw(weights: Tensor, numbers: Sequence[float] | Tensor) -> Choice:
 
 
 def choose_tokens(
-    logits: Tensor, config: SamplingConfig, positions: Sequence[int], purpose: int = PURPOSE_NEXT_TOKEN
+    logits: Tensor, config: SamplingParams, positions: Sequence[int], purpose: int = PURPOSE_NEXT_TOKEN
 ) -> tuple[Choice, Tensor | None]:
     """Choose for each row of logits ``[R, V]`` the most probable token at temperature 0, else draw one.
 
@@ -188,7 +188,7 @@ def choose_tokens(
     return draw(p, [uniform(config.seed, position, purpose) for position in positions]), p
 
 
-def choose_each(logits: Tensor, configs: Sequence[SamplingConfig], positions: Sequence[int]) -> Choice:
+def choose_each(logits: Tensor, configs: Sequence[SamplingParams], positions: Sequence[int]) -> Choice:
     """Choose a token for each row of logits ``[R, V]`` by its own config, as :func:`choose_tokens` does alone.
 
     Args:
@@ -225,7 +225,7 @@ def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor
     return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
 
 
-def sample(logits: Tensor, config: SamplingConfig, position: int) -> int:
+def sample(logits: Tensor, config: SamplingParams, position: int) -> int:
     """Choose the next token from logits ``[V]``: the most probable one at temperature 0, else a drawn one.
 
     Raises:

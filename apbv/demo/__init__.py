@@ -1,4 +1,4 @@
-"""This package contains a small trained video-language model, its draft, and a clip to ask them about.
+"""A small trained video-language model, its draft, and a clip to ask them about.
 
 Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
 parameters, trained on synthetic clips (`apbv.demo.clips`): they read letters in coloured borders and name scenes.

@@ -1,4 +1,4 @@
-"""This module draws synthetic clips from seeds: scenes with a few letters to find, and questions about them.
+"""Draws synthetic clips from seeds: scenes with a few letters to find, and questions about them.
 
 A clip is a sequence of shots of two video frames each. Scenes (noise, a gradient, printed text, a disc or a square
 that moves or stands still) run over one to eight shots. Three to six shots hold a needle, as VNBench calls it: one

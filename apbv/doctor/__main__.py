@@ -1,4 +1,4 @@
-"""Find out what of apbv works on this machine, how fast, and why the rest does not.
+"""Find out what of apbv works on this machine, and why the rest does not.
 
 python -m apbv.doctor                           (this machine's first GPU, or its CPU)
 torchrun --nproc-per-node 8 -m apbv.doctor      (eight GPUs, and what lies between them)
@@ -23,9 +23,7 @@ PARTS = {
     "kernels": "every operator by every back end, against fp64",
     "hosts": "everything that hosts exchange, with known numbers",
     "demo": "the demo model's answers",
-    "speed": "short benchmarks",
 }
-_QUICK = ("machine", "backends", "kernels", "hosts", "demo")
 _REPORTING_SECONDS = 30.0  # beyond a check's limit, until its host has told the others
 
 
@@ -39,7 +37,6 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         metavar="PART",
         help="; ".join(f"{name}: {about}" for name, about in PARTS.items()),
     )
-    parser.add_argument("--quick", action="store_true", help="fewer answers, and no benchmarks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append everything found as one JSON line")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a check has failed (180)")
     parser.add_argument(
@@ -53,8 +50,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         parser.error(f"--limit must be a positive number of seconds, not {options.limit}")
     if options.threads is not None and options.threads < 1:
         parser.error(f"--threads must be at least 1, not {options.threads}")
-    wanted = options.only or (_QUICK if options.quick else PARTS)
-    options.parts = [name for name in PARTS if name in wanted]
+    options.parts = [name for name in PARTS if name in (options.only or PARTS)]
     return options
 
 
@@ -87,15 +83,26 @@ def _examine(
         file: where the page goes; None: nowhere, and nothing is written.
         is_connected: False: the hosts that were to be examined could not be connected, and this one is alone.
     """
-    from apbv.doctor.examination import Examination
+    from apbv.doctor import hosts as between_hosts
+    from apbv.doctor import kernels, machine
+    from apbv.doctor.examination import Check, Examination
     from apbv.doctor.page import Page, record
-    from apbv.doctor.parts import checks_of
     from apbv.stats import append_json_lines
 
     prepare_process(options, hosts)
+    checks = {
+        "machine": machine.checks,
+        "backends": kernels.backend_checks,
+        "kernels": kernels.operator_checks,
+        "hosts": between_hosts.exchange_checks,
+        "demo": between_hosts.answer_checks,
+    }
+    parts = {name: checks[name](hosts) for name in options.parts}
+    if not is_connected:
+        parts["hosts"] = [Check("connecting", between_hosts.not_connected)]
     examination = Examination(hosts, options.limit)
     page = Page(hosts, file)
-    results = examination.run(checks_of(options.parts, hosts, options.quick, is_connected), page.add)
+    results = examination.run(parts, page.add)
     page.end(results)
     with hosts.local_stage("writing the report"):
         if options.json and file is not None:

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
 from pathlib import Path
 
 import torch
 
 from ..hosts import HostGroup, fair_share_of_cores
-from .checks import Check, CheckFailed, CheckSkipped, Finding
+from ..stats import free_host_memory_bytes
+from .examination import Check, CheckFailed, CheckSkipped, Finding
 
 # By distribution; those of a line are shown together.
 _PACKAGES = ("apbv", "torch", "transformers", "triton", "safetensors", "numpy")
@@ -25,7 +27,7 @@ _FEWEST_SHARED_BYTES = 2**28  # NCCL keeps buffers there for each pair of GPUs t
 _TOOL_SECONDS = 20.0
 
 
-def checks(hosts: HostGroup, is_quick: bool) -> Iterable[Check]:
+def checks(hosts: HostGroup) -> Iterable[Check]:
     """List what is looked up, which takes no time."""
     yield Check("versions", lambda _: _versions(_PACKAGES), must_agree=True)
     yield Check("attention", lambda _: _versions(_ATTENTION), is_per_host=True)
@@ -53,47 +55,36 @@ def _versions(packages: Iterable[str]) -> Finding:
 
 def settings() -> Finding:
     """Look for environment variables that change how things work."""
-    found = {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)}
+    named = (name for name in sorted(os.environ) if _SETTINGS.match(name))
+    found = {name: os.environ[name] for name in named if not name.endswith(("KEY", "TOKEN", "SECRET"))}
     if not found:
         raise CheckSkipped("no environment variable is set that changes anything here")
     return Finding(" ".join(f"{name}={value}" for name, value in found.items()), {"environment": found})
 
 
-def _is_setting(name: str) -> bool:
-    return bool(_SETTINGS.match(name)) and not name.endswith(("KEY", "TOKEN", "SECRET"))
-
-
 def processor() -> Finding:
-    """Look up the CPU's cores and memory, and the room for shared memory."""
-    memory = _memory_bytes()
+    """Look up the CPU's cores and memory, and the room for shared memory.
+
+    Raises:
+        CheckFailed: there is too little of it for NCCL.
+    """
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
     figures = {
         "system": platform.platform(),
-        "machine": platform.machine(),
         "cores": os.cpu_count(),
         "cores_per_host": fair_share_of_cores(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": memory,
+        "free_bytes": free_host_memory_bytes(),
         "shared_memory_bytes": shared,
     }
-    text = (
-        f"{figures['cores']} cores, {figures['cores_per_host']} for each host; {torch.get_num_threads()} threads"
-    )
-    if memory is not None:
-        text += f"; {memory / _GIBIBYTE:.0f} GiB"
+    text = "{cores} cores, {cores_per_host} for each host; {threads} threads".format(**figures)
+    text += f"; {figures['free_bytes'] / _GIBIBYTE:.0f} GiB free"
     if shared is not None and shared < _FEWEST_SHARED_BYTES and torch.cuda.device_count() > 1:
         raise CheckFailed(
             f"{text}; /dev/shm has {shared / 2**20:.0f} MiB, too little for NCCL (docker: --shm-size 1g, or "
             "--ipc host)"
         )
     return Finding(text, figures)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # not everywhere
-        return None
 
 
 def cuda() -> Finding:
@@ -142,22 +133,10 @@ def gpu(hosts: HostGroup) -> Finding:
     ones = torch.ones(256, 256, device=hosts.device)
     if float((ones @ ones).sum()) != 256.0**3:
         raise CheckFailed(f"{properties.name} multiplies matrices of ones wrongly")
-    figures = {
-        "index": hosts.device.index,
-        "name": properties.name,
-        "capability": [properties.major, properties.minor],
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": total,
-        "free_bytes": free,
-        "cache_bytes": properties.L2_cache_size,
-    }
-    text = (
-        f"{properties.name}, capability {properties.major}.{properties.minor}, {properties.multi_processor_count} "
-        f"processors, {total / _GIBIBYTE:.1f} GiB"
-    )
-    if free < total / 2:
-        text += f", of which only {free / _GIBIBYTE:.1f} GiB are free"
-    return Finding(text, figures)
+    figures = {"name": properties.name, "capability": [properties.major, properties.minor]}
+    figures |= {"memory_bytes": total, "free_bytes": free}
+    text = f"{properties.name}, capability {properties.major}.{properties.minor}, {total / _GIBIBYTE:.1f} GiB"
+    return Finding(f"{text}, {free / _GIBIBYTE:.1f} GiB free", figures)
 
 
 def links(hosts: HostGroup) -> Finding:
@@ -169,29 +148,14 @@ def links(hosts: HostGroup) -> Finding:
     count = torch.cuda.device_count() if hosts.device.type == "cuda" else 0
     if count < 2:
         raise CheckSkipped("there are no two GPUs on this machine")
-    apart = [
-        (a, b)
-        for a in range(count)
-        for b in range(count)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
+    pairs = [
+        f"{a} of {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)
     ]
-    topology = _ask("nvidia-smi", "topo", "-m")
-    figures = {"without_peer_access": apart, "topology": topology}
-    among = connections(topology or "", count)
-    text = f"connected by {', '.join(among)}" if among else "connections unknown"
-    if not apart:
-        return Finding(f"{text}; every GPU reads every other's memory", figures)
-    pairs = ", ".join(f"{a} of {b}" for a, b in apart[:6]) + (", …" if len(apart) > 6 else "")
-    return Finding(f"{text}; no direct reads by {pairs}: exchanges go through host memory", figures)
-
-
-def connections(topology: str, count: int) -> list[str]:
-    """Return the kinds of connections between GPUs that ``nvidia-smi topo -m`` lists (NV18, PIX, SYS, ...)."""
-    rows = [line.split() for line in topology.splitlines() if re.match(r"\s*GPU\d+\s+\S", line)]
-    kinds = {
-        cell for row in rows for cell in row[1 : count + 1] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)
-    }
-    return sorted(kinds)
+    figures = {"without_peer_access": pairs, "topology": _ask("nvidia-smi", "topo", "-m")}
+    if not pairs:
+        return Finding("every GPU reads every other's memory", figures)
+    first = ", ".join(pairs[:6]) + (", …" if len(pairs) > 6 else "")
+    return Finding(f"no direct reads by {first}: exchanges go through host memory", figures)
 
 
 def _ask(*command: str) -> str | None:

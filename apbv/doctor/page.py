@@ -8,11 +8,10 @@ from typing import Any, TextIO
 
 from ..hosts import HostGroup
 from ..stats import device_name, provenance
-from .checks import FAILED, SKIPPED, Verdict
-from .examination import Result
+from .examination import FAILED, SKIPPED, HostResult, Result
 
 WIDTH = 100
-_NAME_WIDTH = 34
+_NAME_WIDTH = 24
 _MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
 _HEADINGS = {
     "machine": "The machine",
@@ -20,12 +19,11 @@ _HEADINGS = {
     "kernels": "Operators: the worst error, as a share of what the dtype allows",
     "hosts": "What hosts exchange",
     "demo": "The demo model's answers",
-    "speed": "Speed: medians",
 }
 
 
 class Page:
-    """A Page is written part by part, so that something can be read while the rest is computed.
+    """Is written check by check, so that something can be read while the rest is computed.
 
     Args:
         hosts: the hosts that are examined.
@@ -35,7 +33,6 @@ class Page:
     def __init__(self, hosts: HostGroup, file: TextIO | None):
         self._hosts, self._file = hosts, file
         self._part: str | None = None
-        self._skipped: list[Result] = []
         what = provenance()
         number = f"{hosts.size} host{'s' if hosts.size > 1 else ''}"
         commit = f", commit {what['git_sha'][:9]}" if what["git_sha"] else ""
@@ -44,21 +41,18 @@ class Page:
         )
 
     def add(self, result: Result) -> None:
-        """Write what became of a check; checks skipped for one reason are written together."""
-        if self._skipped and not (result.part == self._part and _reason(result) == _reason(self._skipped[0])):
-            self._write_skipped()
+        """Write what became of a check."""
         if result.part != self._part:
             self._part = result.part
             self._write(f"\n{_HEADINGS[result.part]}")
-        if _reason(result) is not None:
-            self._skipped.append(result)
-        else:
-            for verdict, detail in _told(result, self._hosts):
-                self._line(verdict.status, result.check.name, detail)
+        for verdict, detail in _told(result, self._hosts):
+            start = f"  {verdict.status:<8} {result.check.name:<{_NAME_WIDTH}} "
+            detail = textwrap.shorten(detail, _MOST_CHARACTERS, placeholder=" …")
+            text = textwrap.fill(detail, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+            self._write(text or start.rstrip())
 
     def end(self, results: list[Result]) -> None:
         """Write the sum."""
-        self._write_skipped()
         failed = [result for result in results if result.status == FAILED]
         skipped = sum(result.status == SKIPPED for result in results)
         num_ok = len(results) - len(failed) - skipped
@@ -66,19 +60,6 @@ class Page:
         for result in failed:
             hosts = [self._hosts.name_of(i) for i, each in enumerate(result.verdicts) if each.status == FAILED]
             self._write(f"  failed: {result.check.name} ({result.part}) on {', '.join(hosts)}")
-
-    def _write_skipped(self) -> None:
-        skipped, self._skipped = self._skipped, []
-        if skipped:
-            names = ", ".join(result.check.name for result in skipped)
-            if len(names) > _NAME_WIDTH:
-                names = f"{skipped[0].check.name} + {len(skipped) - 1}"
-            self._line(SKIPPED, names, _reason(skipped[0]))
-
-    def _line(self, status: str, name: str, detail: str) -> None:
-        start = f"  {status:<8} {name:<{_NAME_WIDTH}} "
-        indent, detail = " " * len(start), textwrap.shorten(detail, _MOST_CHARACTERS, placeholder=" …")
-        self._write(textwrap.fill(detail, WIDTH, initial_indent=start, subsequent_indent=indent) or start.rstrip())
 
     def _write(self, text: str) -> None:
         if self._file is not None:
@@ -93,7 +74,6 @@ def record(results: list[Result], hosts: HostGroup, options: argparse.Namespace)
         "hosts": hosts.size,
         "device": device_name(hosts.device),
         "parts": list(options.parts),
-        "is_quick": options.quick,
         "healthy": all(result.status != FAILED for result in results),
         "checks": [
             {
@@ -108,13 +88,7 @@ def record(results: list[Result], hosts: HostGroup, options: argparse.Namespace)
     }
 
 
-def _reason(result: Result) -> str | None:
-    """Return why a check was skipped on all hosts, where that is one reason."""
-    reasons = {verdict.detail for verdict in result.verdicts}
-    return reasons.pop() if result.status == SKIPPED and len(reasons) == 1 else None
-
-
-def _told(result: Result, hosts: HostGroup) -> Iterator[tuple[Verdict, str]]:
+def _told(result: Result, hosts: HostGroup) -> Iterator[tuple[HostResult, str]]:
     """Yield what the page says of a check: what host 0 found, and what others found that matters.
 
     With the name of whom it is about, where it does not hold for all.

@@ -5,8 +5,9 @@ How hosts wait for each other, and how a failure of one reaches the others: see 
 
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
@@ -289,6 +290,29 @@ class HostGroup(Statuses):
         self.bytes_received += num_received * tensors[0].element_size()
         return self._data.all_to_all(tensors, shapes)
 
+    def gather_rows(self, rows: Tensor, counts: Sequence[int], to: int | None = None, dim: int = 0) -> Exchange:
+        """Start gathering rows, of which every host has another number.
+
+        Args:
+            rows: this host's, along ``dim``; all else of the shape is the same everywhere.
+            counts: how many every host has.
+            to: the host that gets them; None: all do.
+
+        The result is the list of all hosts' rows; of empty tensors where they do not go.
+        """
+        if to is None:
+            padded = rows.new_zeros(*rows.shape[:dim], max(counts), *rows.shape[dim + 1 :])
+            padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
+            exchange = self.all_gather(padded)
+            return Exchange(
+                lambda: [each.narrow(dim, 0, count) for each, count in zip(exchange.wait(), counts, strict=True)],
+                exchange.has_ended,
+            )
+        nothing, shapes = rows.new_empty(0), [(0,)] * self.size
+        if self.rank == to:
+            shapes = [(*rows.shape[:dim], count, *rows.shape[dim + 1 :]) for count in counts]
+        return self.all_to_all([rows if host == to else nothing for host in range(self.size)], shapes)
+
     def shift(self, tensor: Tensor, received_shape: Sequence[int]) -> Exchange:
         """Start sending a tensor to the next host in the ring, and receiving one from the host before.
 
@@ -379,3 +403,38 @@ class HostGroup(Statuses):
             if not self._watch.is_broken:
                 self._control.drain()
             leave_world(self.timeout)
+
+
+def run_on_hosts(
+    body: Callable[[HostGroup], None],
+    timeout: float = 300.0,
+    tensor_parallel: int = 1,
+    device: str | None = None,
+) -> int:
+    """Run a script's body on this host of those that torchrun started, and return the exit status.
+
+    An error that the user can mend is one line on every host, not a traceback.
+
+    Args:
+        body: the script, which gets the group of all hosts.
+        timeout: seconds to wait for a silent process.
+        tensor_parallel: T, processes of a host.
+        device: as of :meth:`HostGroup.from_env`.
+    """
+    hosts = None
+    try:
+        hosts = HostGroup.from_env(device, timeout, tensor_parallel=tensor_parallel)
+        body(hosts)
+    except (ValueError, HostError) as error:
+        host = "" if hosts is None else f" ({hosts.name})"
+        sys.stderr.write(f"error{host}: {error}\n")  # one write: hosts share the terminal
+        if hosts is not None:
+            hosts.let_others_report()
+        return 1
+    except KeyboardInterrupt:
+        hosts = None  # leaving the group would wait for exchanges that are under way
+        raise
+    finally:
+        if hosts is not None:
+            hosts.close()
+    return 0

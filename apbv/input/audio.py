@@ -5,37 +5,31 @@ visual tokens. So its rows are counted apart from those of images and video, als
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import torch
+from av.error import FFmpegError
 from torch import Tensor
 
 from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
-from .files import FileIdentity
+from .files import Source
 from .visual import PromptError
 
 # Convolutions and pooling make one token of so many spectrogram frames, by two strides of two.
 FRAMES_PER_TOKEN = 4
 # So many units are encoded at a time. Of Qwen2.5-Omni they are two minutes, whose activations take some 100 MB.
 _UNITS_PER_CHUNK = 64
-
-
-@dataclass(frozen=True)
-class AudioSource:
-    """What a clip's samples come from.
-
-    Attributes:
-        file: the audio file or the video, as it was when it was read.
-        num_samples: how many of its track.
-    """
-
-    file: FileIdentity
-    num_samples: int
+# FFmpeg's: all channels together are no louder than one; where a track's clock runs on without samples, for more
+# seconds than clocks are imprecise, there is silence.
+_RESAMPLING = {"rematrix_maxval": "1", "async": "1", "min_hard_comp": "0.1"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +42,7 @@ class Sound:
     """
 
     samples: np.ndarray
-    source: AudioSource
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class AudioInput:
     row_starts: tuple[int, ...]
     spectrograms: tuple[Tensor, ...] | None = None
     replicated: bool = False
-    sources: tuple[AudioSource, ...] | None = None
+    sources: tuple[Source, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -157,3 +151,89 @@ def _row_starts(lengths: Sequence[int], unit: int) -> list[int]:
     """Return where the rows of every unit start, and where the last one's end."""
     of_units = [min(unit, length - start) for length in lengths for start in range(0, length, unit)]
     return list(accumulate(map(num_audio_tokens, of_units), initial=0))
+
+
+class AudioError(ValueError):
+    """The file cannot be used as audio; the message names the file and the reason."""
+
+
+def has_audio(path: str | Path) -> bool:
+    """Return whether a file has an audio track.
+
+    Raises:
+        AudioError: it cannot be read.
+    """
+    with _described(path), av.open(str(path)) as container:
+        return bool(container.streams.audio)
+
+
+def read_audio(
+    path: str, rate: int, max_seconds: float, seconds: float | None = None, beside_video: bool = False
+) -> np.ndarray:
+    """Decode a file's best audio track.
+
+    Args:
+        path: of a video, or of an audio file.
+        rate: samples per second of what is returned.
+        max_seconds: the longest audio that can be used.
+        seconds: no more than so many; None: all of it.
+        beside_video: whether the sound begins with the file's first video frame: what came before is left out, and
+            silence stands for what is missing.
+
+    Returns:
+        float32 ``[samples]``, the mean of all channels.
+
+    Raises:
+        AudioError: there is no track, it is empty, damaged, or longer than ``max_seconds``.
+    """
+    most = round((max_seconds if seconds is None else min(seconds, max_seconds)) * rate)
+    pieces, count = [np.zeros(0, np.float32)], 0
+    with _described(path), av.open(path) as container:
+        if not container.streams.audio:
+            raise AudioError(f"{path}: has no audio track")
+        for piece in _pieces(container, rate, beside_video):
+            pieces.append(piece)
+            count += len(piece)
+            if count > most:
+                break
+    if count > most and (seconds is None or seconds > max_seconds):
+        raise AudioError(
+            f"{path}: has more audio than the {max_seconds:,.0f} seconds that the prompt has room for"
+        )
+    if not count:
+        raise AudioError(f"{path}: its audio track is empty")
+    return np.concatenate(pieces)[:most]
+
+
+def _pieces(container: "av.container.InputContainer", rate: int, beside_video: bool) -> Iterator[np.ndarray]:
+    """Decode and resample a track from its first sample, or from the first video frame."""
+    stream = container.streams.best("audio")
+    start = _start(container) if beside_video else None
+    resampler, ahead = av.AudioResampler("flt", "mono", rate, options=_RESAMPLING), None
+    for frame in chain(container.decode(stream), [None]):
+        if ahead is None and frame is not None:  # samples that sound before the video
+            known = start is not None and frame.time is not None
+            ahead = round((start - frame.time) * rate) if known else 0
+            yield np.zeros(max(0, -ahead), np.float32)
+        for resampled in resampler.resample(frame):
+            samples = resampled.to_ndarray()[0]
+            yield samples[max(0, ahead) :]
+            ahead -= len(samples)
+
+
+def _start(container: "av.container.InputContainer") -> float | None:
+    """Return the time of the first video frame, in seconds; None where that is unknown."""
+    video = next(iter(container.streams.video), None)
+    return None if video is None or video.start_time is None else float(video.start_time * video.time_base)
+
+
+@contextmanager
+def _described(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise AudioError(f"{path}: no such file") from error
+    except FFmpegError as error:
+        raise AudioError(f"{path}: the audio cannot be decoded ({error.strerror or error})") from error
+    except OSError as error:
+        raise AudioError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,8 +1,16 @@
-"""Recognising a file that was read before."""
+"""Files that prompts name: recognising one that was read before, and probing a video once, for all hosts."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+
+from ..hosts import HostGroup
+from ..stats import StageTimer
+from .video import VideoError, VideoInfo, probe
+
+_SIZE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -13,11 +21,13 @@ class FileIdentity:
         path: absolute, without links.
         size: bytes.
         mtime_ns: when it was last written, in nanoseconds.
+        given: the path as the caller has it.
     """
 
     path: str
     size: int
     mtime_ns: int
+    given: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, path: str | Path) -> "FileIdentity":
@@ -26,9 +36,9 @@ class FileIdentity:
         Raises:
             OSError: there is no such file.
         """
-        path = Path(path).resolve()
-        found = path.stat()
-        return cls(str(path), found.st_size, found.st_mtime_ns)
+        resolved = Path(path).resolve()
+        found = resolved.stat()
+        return cls(str(resolved), found.st_size, found.st_mtime_ns, str(path))
 
     def sha256(self) -> str:
         """Compute the SHA-256 of the file's content.
@@ -47,3 +57,76 @@ class FileIdentity:
         if not is_same:
             raise ValueError(f"{self.path} was changed after it was read")
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an item of a prompt was read from, for recognising the same again.
+
+    Attributes:
+        file: the video, image or audio file, as it was when it was read.
+        part: of a video the indices of the sampled frames, of sound how many samples.
+    """
+
+    file: FileIdentity
+    part: tuple[int, ...] = ()
+
+
+class KnownVideos:
+    """Remembers what probing found in the latest files; any thread may use it.
+
+    A file that was written since, by its size and date, is probed again.
+
+    Args:
+        limit: how many files are remembered. One of 100,000 packets takes 5 MB.
+    """
+
+    def __init__(self, limit: int = 16):
+        self._find = lru_cache(limit)(lambda identity: probe(identity.given))
+
+    def probe(self, path: str | Path) -> VideoInfo:
+        """See :func:`apbv.input.video.probe`."""
+        return replace(self._find(_identify(path)), path=str(path))
+
+
+def probe_once(
+    videos: KnownVideos, paths: Sequence[str], hosts: HostGroup, timer: StageTimer, beside: Sequence[int] = ()
+) -> tuple[VideoInfo, ...]:
+    """Let the leader probe a prompt's videos, and tell everybody what it found; collective.
+
+    Args:
+        paths: of the files on this host.
+        beside: the sizes of the prompt's other files on this host, in bytes; they have to be the same everywhere.
+
+    Raises:
+        VideoError: a file cannot be read, or is not the same here.
+        HostError: another host cannot read one, or has a prompt of more or fewer, or other files beside.
+    """
+    hosts.require_same("the number of videos, or an image file,", f"{len(paths)} {list(beside)}".encode())
+    return tuple(_probe_one(videos, path, hosts, timer) for path in paths)
+
+
+def _probe_one(videos: KnownVideos, path: str, hosts: HostGroup, timer: StageTimer) -> VideoInfo:
+    info, data = None, b""
+    with hosts.local_stage("reading the video"), timer.stage("decode_video"):
+        if hosts.is_leader:
+            info = videos.probe(path)
+            if hosts.num_processes > 1:
+                data = _identify(path).size.to_bytes(_SIZE_BYTES, "big") + info.to_bytes()
+    data = hosts.broadcast_bytes(data)
+    with hosts.local_stage("reading the video"):
+        if hosts.is_leader:
+            return info
+        size, expected = _identify(path).size, int.from_bytes(data[:_SIZE_BYTES], "big")
+        if size != expected:
+            raise VideoError(f"{path}: is {size} bytes long here, but {expected} bytes on {hosts.name_of(0)}")
+        return replace(VideoInfo.from_bytes(data[_SIZE_BYTES:]), path=path)
+
+
+def _identify(path: str | Path) -> FileIdentity:
+    try:
+        return FileIdentity.of(path)
+    except FileNotFoundError as error:
+        raise VideoError(f"{path}: no such file") from error
+    except OSError as error:
+        raise VideoError(f"{path}: cannot be read ({error.strerror})") from error

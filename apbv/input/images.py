@@ -8,8 +8,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from .files import FileIdentity
-from .visual import ImageSource, PromptError
+from .files import FileIdentity, Source
+from .visual import PromptError
 
 _ORIENTATION = 0x0112  # the tag by which a camera says how it was held; from 5 on height and width change places
 
@@ -50,9 +50,9 @@ class Picture:
             raise _unreadable(image, error) from error
 
     @property
-    def source(self) -> ImageSource | None:
+    def source(self) -> Source | None:
         """What identifies the image's content; None where it came as pixels."""
-        return ImageSource(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
+        return Source(FileIdentity.of(self.image)) if isinstance(self.image, Path) else None
 
     def load(self) -> Image.Image | Tensor:
         """Return the image in RGB, upright.

@@ -7,7 +7,6 @@ same id. For a video of 150,000 visual tokens that takes a second; repeating the
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,22 +31,9 @@ def process(processor, text: str, **inputs) -> Mapping[str, Any]:
     return _tokenized(processor, text, processor.get_text_with_replacements, inputs)
 
 
-@dataclass(frozen=True)
-class Placeholder:
-    """What stands for an image, a video or a sound in a prompt.
-
-    Attributes:
-        kind: ``"image"``, ``"video"`` or ``"audio"``.
-        num_tokens: how many tokens of its kind; those of a video's sound, which lie between, do not count.
-    """
-
-    kind: str
-    num_tokens: int
-
-
 def process_apart(
     processor, text: str, sources: Sequence[Mapping[str, Any]]
-) -> tuple[list[Mapping[str, Any]], list[Placeholder]]:
+) -> tuple[list[Mapping[str, Any]], list[tuple[str, int]]]:
     """Call a transformers processor on one text and on its sources, one after the other.
 
     Together a processor takes only videos of as many frames as one another, where it has no grid for each.
@@ -59,14 +45,15 @@ def process_apart(
             which may be a list in a list, or a sound.
 
     Returns:
-        What it returns for each source, with the whole prompt's tokens in the last; and what stands for the
-        images, videos and sounds, in prompt order.
+        What it returns for each source, with the whole prompt's tokens in the last; and for each image, video and
+        sound, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
+        kind stand for it; those of a video's sound, which lie between, do not count.
 
     Raises:
         PromptError: the text has other placeholders than there are sources.
     """
     replacements: dict[str, list[str]] = {f"{kind}_replacements": [] for kind in ("images", "videos", "audio")}
-    found: list[Placeholder] = []
+    found: list[tuple[str, int]] = []
 
     def collected(texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]) -> tuple[list[str], list]:
         for name, new in (dict(zip(replacements, args, strict=False)) | kwargs).items():
@@ -87,7 +74,7 @@ def process_apart(
         for each in offsets:
             kinds = ("audio",) if each["type"] == "audio" else ("image", "video")
             tokens = _placeholders(processor, kinds)
-            found.append(Placeholder(each["type"], sum(map(each["replacement"].count, tokens))))
+            found.append((each["type"], sum(map(each["replacement"].count, tokens))))
         return texts, [offsets]
 
     batches = []

@@ -14,17 +14,13 @@ from ..hosts import HostGroup
 from ..layout import intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .audio import FRAMES_PER_TOKEN, AudioSource, Sound
-from .audio_file import AudioClip, AudioError, has_audio, read_audio
-from .files import FileIdentity
+from .audio import FRAMES_PER_TOKEN, AudioError, Sound, has_audio, read_audio
+from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
-from .known_videos import KnownVideos
 from .model_inputs import ModelInputs
-from .pixels import PixelReader, SourcePixels
-from .readers import ImageReader, Progress, VideoReader
-from .rendering import RenderedPrompt, render_prompt
-from .request import Question
-from .skeleton import SampledVideo, Skeleton, Sources, lay_out
+from .pixels import ImageReader, Progress, SourcePixels, VideoReader
+from .rendering import Question, RenderedPrompt, render_prompt
+from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
 from .visual import PromptError, VisualInput
 
@@ -64,17 +60,7 @@ class PromptReader:
         """
         if question.token_ids is not None:
             return self._take_token_ids(question)
-        return render_prompt(
-            self.parts,
-            self.processor,
-            question.prompt,
-            videos=question.videos,
-            images=question.pictures,
-            sounds=question.sounds,
-            context=question.context,
-            messages=question.messages,
-            template=question.template,
-        )
+        return render_prompt(self.parts, self.processor, question)
 
     def sample(self, infos: Sequence[VideoInfo], question: Question) -> tuple[SampledVideo, ...]:
         """Choose frames of a prompt's videos, of each as if it were the only one, ascending, and hear them.
@@ -102,25 +88,26 @@ class PromptReader:
             raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
         if is_wanted is False or not self.parts.hears or (is_wanted is None and not has_audio(info.path)):
             return None
-        return self._hear(AudioClip(info.path, seconds=info.duration, beside_video=True), heard)
+        return self._hear(info.path, heard, seconds=info.duration, beside_video=True)
 
-    def _hear(self, clip: AudioClip, heard: Sequence[Sound]) -> Sound:
+    def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
         """Decode audio at the model's rate, where the model can take it beside what is heard already.
 
         No prompt has all of its sound in memory to be told that it is too long.
+
+        Args:
+            clip: what of the file is heard, as of :func:`~apbv.input.audio.read_audio`.
         """
         extractor = self.processor.feature_extractor
         rate, per_token = extractor.sampling_rate, extractor.hop_length * FRAMES_PER_TOKEN
         left = self.parts.max_position_embeddings * per_token - sum(len(sound.samples) for sound in heard)
-        samples = read_audio(clip, rate, max(0, left) / rate)
+        samples = read_audio(path, rate, max(0, left) / rate, **clip)
         if len(samples) < per_token:
-            raise AudioError(
-                f"{clip.path}: its audio of {len(samples) / rate:.3f} seconds is too short to be heard"
-            )
-        return Sound(samples, AudioSource(FileIdentity.of(clip.path), len(samples)))
+            raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short to be heard")
+        return Sound(samples, Source(FileIdentity.of(path), (len(samples),)))
 
-    def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo]) -> Skeleton:
-        """Lay out a prompt of videos, images and sounds, all pixels left out.
+    def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
+        """Find a prompt's tokens, and which of them are whose, all pixels left out.
 
         Args:
             videos: the prompt's, as :meth:`sample` returned them.
@@ -129,22 +116,16 @@ class PromptReader:
             PromptError: as :func:`~apbv.input.skeleton.lay_out`.
             AudioError: a sound cannot be heard.
         """
+        if rendered.token_ids is not None:
+            return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
+        if not (rendered.pictures or rendered.sounds or videos):
+            add, text = not rendered.has_template, rendered.text
+            batch = self.tokenizer(text, add_special_tokens=add, return_offsets_mapping=True, return_tensors="pt")
+            return Skeleton(rendered, (), batch)
         heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
-            sounds.append(self._hear(AudioClip(path), [*heard, *sounds]))
-        sources = Sources(videos, rendered.pictures, sounds)
-        return lay_out(self.parts, self.processor, rendered.text, sources, self._needs_pixels)
-
-    def tokenize(self, rendered: RenderedPrompt) -> Mapping[str, Any]:
-        """Return what the tokenizer makes of a prompt of text."""
-        if rendered.token_ids is not None:
-            return {"input_ids": torch.tensor([rendered.token_ids])}
-        return self.tokenizer(
-            rendered.text,
-            add_special_tokens=not rendered.has_template,
-            return_offsets_mapping=True,
-            return_tensors="pt",
-        )
+            sounds.append(self._hear(path, [*heard, *sounds]))
+        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._needs_pixels)
 
     def read(
         self,
@@ -152,11 +133,13 @@ class PromptReader:
         videos: Sequence[SampledVideo],
         hosts: HostGroup,
         timer: StageTimer,
+        prompt: Skeleton | None = None,
     ) -> tuple[ModelInputs, SourcePixels | None]:
         """Read a rendered question, but for its frames and images; every host does.
 
         Args:
             videos: its videos, as :meth:`sample` returned them.
+            prompt: what :meth:`lay_out` returned, where that was done already.
 
         Returns:
             What the model reads, without pixels, and whence this host's share of these comes; None where the
@@ -166,18 +149,13 @@ class PromptReader:
             ValueError: the prompt cannot be read; the message says why.
         """
         with timer.stage("preprocess"):
-            if rendered.pictures or rendered.sounds or videos:
-                skeleton = self.lay_out(rendered, videos)
-                inputs = ModelInputs.from_skeleton(self.parts, skeleton, hosts, self._config.frame_parallel)
-                shown = inputs.visual and self._pixels_of(skeleton, inputs.visual, hosts, timer)
-                return inputs, shown
-            batch = self.tokenize(rendered)
+            skeleton, config = prompt or self.lay_out(rendered, videos), self._config
+            if skeleton.items or skeleton.sounds:
+                inputs = ModelInputs.from_skeleton(self.parts, skeleton, hosts, config.frame_parallel)
+                return inputs, inputs.visual and self._pixels_of(skeleton, inputs.visual, hosts, timer)
+            start, batch = self._query_start(rendered, skeleton.batch), skeleton.batch
             inputs = ModelInputs.from_processor(
-                self.parts,
-                batch,
-                hosts,
-                query_start=self._query_start(rendered, batch),
-                query_len=self._config.query_len,
+                self.parts, batch, hosts, query_start=start, query_len=config.query_len
             )
             return inputs, None
 
@@ -188,37 +166,31 @@ class PromptReader:
         mine, progress = visual.patches[hosts.rank], Progress(timer)
         readers = []
         for run in visual.runs:
-            read = intersect(run, mine)
-            if read:
-                reader, per_patch = self._reader_of(skeleton, visual, run, hosts, progress)
-                readers.append((run, reader))
-                progress.total += len(read) * per_patch
+            read, numbers = intersect(run, mine), visual.items_of(run)
+            if not read:
+                continue
+            source, per_patch = skeleton.sources[numbers[0]], 1
+            if isinstance(source, Picture):
+                pictures = tuple(skeleton.sources[number] for number in numbers)
+                is_untiled = self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
+                reader = ImageReader(pictures, self.processor, progress, is_untiled)
+            else:
+                per_patch = -(-len(source.frames) // len(run))
+                reader = VideoReader(
+                    video=source.info,
+                    frames=source.frames,
+                    num_merged=per_patch,
+                    grid=skeleton.grids[numbers[0]],
+                    processor=self.processor,
+                    device=self.parts.device,
+                    dtype=self.parts.dtype,
+                    config=self._config.video,
+                    runs_ahead=hosts.has_own_process,
+                    progress=progress,
+                )
+            readers.append((run, reader))
+            progress.total += len(read) * per_patch
         return SourcePixels(tuple(readers), hosts.has_own_process)
-
-    def _reader_of(
-        self, skeleton: Skeleton, visual: VisualInput, run: range, hosts: HostGroup, progress: Progress
-    ) -> tuple[PixelReader, int]:
-        """Return the reader of a run of temporal patches, and how many frames or images one of these has."""
-        numbers = visual.items_of(run)
-        source = skeleton.sources[numbers[0]]
-        if isinstance(source, Picture):
-            pictures = tuple(skeleton.sources[number] for number in numbers)
-            is_untiled = self.parts.family == "llava_onevision" and skeleton.num_pictures > 1
-            return ImageReader(pictures, self.processor, progress, is_untiled), 1
-        num_merged = -(-len(source.frames) // len(run))
-        reader = VideoReader(
-            video=source.info,
-            frames=source.frames,
-            num_merged=num_merged,
-            grid=skeleton.grids[numbers[0]],
-            processor=self.processor,
-            device=self.parts.device,
-            dtype=self.parts.dtype,
-            config=self._config.video,
-            runs_ahead=hosts.has_own_process,
-            progress=progress,
-        )
-        return reader, num_merged
 
     @cached_property
     def _needs_pixels(self) -> bool:

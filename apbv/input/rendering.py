@@ -1,17 +1,77 @@
-"""Rendering what a caller asks through the model's own chat template."""
+"""Rendering what a caller asks through the model's own chat template, as vLLM renders the same chat.
 
+What another server continues from are the KV of exactly its own tokens.
+"""
+
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+from torch import Tensor
+
 from ..model.parts import ModelParts
+from ..refusals import refuse
 from .images import Picture
-from .templates import Message, apply_template, text_parts
 from .visual import PromptError
 
 # More files than a prompt of an hour's frames as single images has; every host opens all of them.
 MOST_SOURCES = 4096
+Message = dict[str, Any]
+
+_PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, about videos, images and sounds, or about a text.
+
+    Attributes:
+        prompt: the question.
+        video: a video file, or several, which come in this order.
+        images: behind the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
+        context: a long text.
+        messages: a chat in transformers' format, instead of all these.
+        num_frames: so many frames of each video are sampled, evenly; with ``fps`` at most so many; None: as many
+            as the model's default.
+        fps: sample at this rate instead.
+        token_ids: a text as the model reads it, instead of prompt, sources and messages. No chat template is
+            applied, and its last tokens are the question (:attr:`apbv.PrefillConfig.query_len`).
+        template: options of the chat template, see :func:`apply_template`.
+        audio: behind the images: an audio file, or several; of a video its sound.
+        audio_in_video: whether the videos' own sound is heard among their frames; None: where the model hears and
+            they have any.
+    """
+
+    prompt: str | None = None
+    video: str | Path | Sequence[str | Path] | None = None
+    images: Any | Sequence[Any] | None = None
+    context: str | None = None
+    messages: Sequence[dict] | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    token_ids: Sequence[int] | None = None
+    template: Mapping[str, Any] | None = None
+    audio: str | Path | Sequence[str | Path] | None = None
+    audio_in_video: bool | None = None
+
+    @property
+    def videos(self) -> Sequence[str | Path]:
+        """The video files."""
+        return _listed(self.video)
+
+    @property
+    def pictures(self) -> Sequence[Any]:
+        """The images."""
+        return [self.images] if isinstance(self.images, Image.Image | Tensor) else _listed(self.images)
+
+    @property
+    def sounds(self) -> Sequence[str | Path]:
+        """The audio files."""
+        return _listed(self.audio)
 
 
 @dataclass(frozen=True)
@@ -41,56 +101,37 @@ class RenderedPrompt:
     sounds: tuple[str, ...] = ()
 
 
-def render_prompt(
-    parts: ModelParts,
-    processor,
-    prompt: str | None,
-    *,
-    videos: Sequence[str | Path] = (),
-    images: Sequence[Any] = (),
-    sounds: Sequence[str | Path] = (),
-    context: str | None = None,
-    messages: Sequence[Message] | None = None,
-    template: Mapping[str, Any] | None = None,
-) -> RenderedPrompt:
+def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedPrompt:
     """Render a question about videos, images and sounds, or about a text, or a whole chat.
 
     Args:
         processor: the model's processor; for a text-only model its tokenizer.
-        prompt: the question.
-        videos: video files; they come first.
-        images: image files, PIL images, or tensors ``[3, H, W]``, which may have a shape but no pixels; they come
-            behind the videos.
-        sounds: audio files; they come behind the images.
-        context: a long text that the question is about.
-        messages: instead of all these, a chat in transformers' format, whose content parts name local files
-            (``{"type": "video", "video": "clip.mp4"}``), in any order.
-        template: options of the chat template, see :func:`~apbv.input.templates.apply_template`.
 
     Raises:
         PromptError: an empty prompt, a text beside videos, images or sounds, too many of these, a source the model
             cannot read, an unreadable image, a chat that the template refuses.
     """
-    videos, images, sounds = ([_local(source) for source in sources] for sources in (videos, images, sounds))
-    if messages is None:
-        if context is not None and (videos or images or sounds):
-            shown = "video" if videos else "images" if images else "audio"
-            raise PromptError(
-                f"a prompt is about a text, or about videos, images and audio, but {shown} and context were given"
-            )
+    prompt, context = asked.prompt, asked.context
+    if asked.messages is None:
+        videos, images, sounds = (list(map(_local, each)) for each in (asked.videos, asked.pictures, asked.sounds))
+        shown = "video" if videos else "images" if images else "audio" if sounds else None
+        try:
+            refuse(context=context is not None and "context", source=shown)
+        except ValueError as error:
+            raise PromptError(str(error)) from None
         if prompt is None or not prompt.strip():
             raise PromptError("the prompt is empty")
         if context is not None and not context.strip():
             raise PromptError("the context is empty")
-        content = [{"type": "video"} for _ in videos] + [{"type": "image"} for _ in images]
-        content += [{"type": "audio"} for _ in sounds]
+        content = [{"type": "video"}] * len(videos) + [{"type": "image"}] * len(images)
+        content += [{"type": "audio"}] * len(sounds)
         text = prompt.strip() if context is None else f"{context.strip()}\n\n{prompt.strip()}"
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
         question = [f"\n\n{prompt.strip()}"] if context is not None else None
     else:
-        if any(source is not None for source in (prompt, context)) or videos or images or sounds:
+        if prompt is not None or context is not None or asked.videos or asked.pictures or asked.sounds:
             raise PromptError("messages come instead of prompt, video, images, audio and context, not beside them")
-        messages, videos, images, sounds = _collect_sources(messages)
+        messages, videos, images, sounds = _collect_sources(asked.messages)
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
@@ -102,7 +143,7 @@ def render_prompt(
             f"a prompt may show at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
             f"{len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
         )
-    rendered, has_template = apply_template(processor, messages, parts.is_video_model, template or {})
+    rendered, has_template = apply_template(processor, messages, parts.is_video_model, asked.template or {})
     query_char = None if question is None else _find_question(rendered, question)
     if query_char is None and context is not None:
         raise PromptError("the model's chat template alters the question, so its start cannot be found")
@@ -173,3 +214,90 @@ def _local(source: Any) -> Any:
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         raise PromptError(f"videos, images and audio must be local files, not {source:.200}")
     return source
+
+
+def text_parts(message: Message) -> list[str]:
+    """Return the texts of a message whose content is a list of parts."""
+    return [part["text"] for part in message["content"] if part["type"] == "text"]
+
+
+def apply_template(
+    processor, messages: Sequence[Message], has_parts: bool, options: Mapping[str, Any]
+) -> tuple[str, bool]:
+    """Render a chat.
+
+    Args:
+        processor: the model's processor; for a text-only model its tokenizer.
+        messages: the chat, every content a list of parts.
+        has_parts: whether the template is known to read lists of parts, as those of models that see do.
+        options: ``add_generation_prompt`` (default True), ``continue_final_message`` (default False) as
+            transformers has them, and values of the template's own variables.
+
+    Returns:
+        The prompt, and whether there is a template; without one the texts stand below one another.
+
+    Raises:
+        PromptError: an option is no variable of a template but an argument of transformers' call, or the template
+            refuses the chat.
+    """
+    template = _template_of(processor)
+    if template is None:
+        return "\n\n".join("".join(text_parts(message)) for message in messages), False
+    chat = _without_developers(messages) if not re.search("""["']developer["']""", template) else list(messages)
+    if not (has_parts or _reads_parts(processor)):
+        chat = [{**message, "content": "\n".join(filter(None, text_parts(message)))} for message in chat]
+    options = {"add_generation_prompt": True, **options}
+    if options["add_generation_prompt"] and options.get("continue_final_message"):
+        raise PromptError("continue_final_message needs add_generation_prompt to be false")
+    options = _known(processor, template, options)
+    try:
+        return processor.apply_chat_template(chat, tokenize=False, **options), True
+    except Exception as error:  # templates raise what they like
+        raise PromptError(f"the chat template refuses the chat: {error}") from error
+
+
+def _template_of(processor) -> str | None:
+    """Return the chat template's text; of several templates that of the default one."""
+    template = getattr(processor, "chat_template", None)
+    return template.get("default") if isinstance(template, Mapping) else template
+
+
+def _reads_parts(processor) -> bool:
+    """Return whether the chat template reads a content that is a list of parts, and not a string only."""
+    chat = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+    try:
+        rendered = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+    except Exception:  # of whatever kind: a string is what it wants
+        return False
+    return _PROBE in rendered and "'type'" not in rendered  # else it left the list out, or printed it
+
+
+def _without_developers(messages: Sequence[Message]) -> list[Message]:
+    """Make a developer's messages system messages, and one of them all at the chat's beginning."""
+    if not any(message["role"] == "developer" for message in messages):
+        return list(messages)
+    is_system = [message["role"] in ("system", "developer") for message in messages]
+    if is_system.index(True) == 0 and sum(is_system) == 1:
+        return [{**messages[0], "role": "system"}, *messages[1:]]
+    texts = ["\n".join(text_parts(message)) for message, system in zip(messages, is_system, strict=True) if system]
+    merged = {"role": "system", "content": [{"type": "text", "text": "\n\n".join(filter(None, texts))}]}
+    return [merged, *(message for message, system in zip(messages, is_system, strict=True) if not system)]
+
+
+def _known(processor, template: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a template reads.
+
+    Raises:
+        PromptError: one is an argument of transformers' call.
+    """
+    variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
+    if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
+        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is no variable of a chat template")
+    unknown = {name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)}
+    return {name: value for name, value in options.items() if name not in unknown}
+
+
+def _listed(files: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:
+    if files is None:
+        return ()
+    return [files] if isinstance(files, str | Path) else files

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from ..model.parts import ModelParts
-from .audio import AudioSource, Sound
-from .files import FileIdentity
+from .audio import Sound
+from .files import FileIdentity, Source
 from .images import Picture
 from .placeholders import process_apart
+from .rendering import RenderedPrompt
 from .video import VideoInfo
 from .visual import (
     FRAME_COPIES,
     PIXEL_COPIES,
     PromptError,
-    VideoSource,
     VisualItem,
     equal_row_starts,
     num_frames_told,
@@ -46,70 +46,57 @@ class SampledVideo:
 
 
 @dataclass(frozen=True)
-class Sources:
-    """What a prompt shows and sounds like; of each kind in prompt order.
-
-    Attributes:
-        videos: the videos.
-        pictures: the images.
-        sounds: those that belong to no video.
-    """
-
-    videos: Sequence[SampledVideo]
-    pictures: Sequence[Picture] = ()
-    sounds: Sequence[Sound] = ()
-
-    def __post_init__(self):
-        silent = [video.info.path for video in self.videos if video.sound is None]
-        if silent and len(silent) < len(self.videos):
-            raise PromptError(
-                f"{silent[0]}: is not heard, but another video of the prompt is; the model has a rule for all or "
-                "none of them (audio_in_video)"
-            )
-
-
-@dataclass(frozen=True)
 class Skeleton:
-    """A prompt without its pixels.
+    """A prompt that was read, but for its pixels: with it a request needs no more reading on this host.
 
     Attributes:
+        rendered: the prompt's text, and the files it refers to.
+        videos: its videos.
         batch: the tokens of the whole prompt, and what its rotary positions depend on.
         items: the videos and images, in prompt order.
         row_starts: where the rows of every temporal patch start, and where the last one's end.
         sources: what every item shows.
         grids: of every item ``[1, 3]`` patches (time, height, width), where the model has such a grid for a video.
         sounds: what every sound comes from, in prompt order.
-        num_pictures: how many of the items are images.
     """
 
+    rendered: RenderedPrompt
+    videos: tuple[SampledVideo, ...]
     batch: Mapping[str, Any]
-    items: tuple[VisualItem, ...]
-    row_starts: tuple[int, ...]
-    sources: tuple[SampledVideo | Picture, ...]
-    grids: tuple[Tensor | None, ...]
-    sounds: tuple[AudioSource, ...] = ()
-    num_pictures: int = 0
+    items: tuple[VisualItem, ...] = ()
+    row_starts: tuple[int, ...] = (0,)
+    sources: tuple[SampledVideo | Picture, ...] = ()
+    grids: tuple[Tensor | None, ...] = ()
+    sounds: tuple[Source, ...] = ()
 
 
 def lay_out(
     parts: ModelParts,
     processor,
-    text: str,
-    shown: Sources,
+    rendered: RenderedPrompt,
+    videos: Sequence[SampledVideo],
+    sounds: Sequence[Sound],
     needs_pixels: bool = False,
 ) -> Skeleton:
     """Lay out a prompt of videos, images and sounds.
 
     Args:
         processor: the model's transformers processor.
-        text: the rendered chat template, with a placeholder for each.
-        shown: the videos, images and sounds.
+        rendered: the prompt's text, with a placeholder for each, and its images.
+        videos: in prompt order.
+        sounds: those that belong to no video, likewise.
         needs_pixels: whether the processor has to be given images, and not only their shapes.
 
     Raises:
-        PromptError: the text has other placeholders, or an image that the processor needs cannot be decoded.
+        PromptError: the text has other placeholders, or an image that the processor needs cannot be decoded, or
+            some videos are heard and others are not.
     """
-    videos, pictures, sounds = shown.videos, shown.pictures, shown.sounds
+    silent, pictures = [video.info.path for video in videos if video.sound is None], rendered.pictures
+    if silent and len(silent) < len(videos):
+        raise PromptError(
+            f"{silent[0]}: is not heard, but another video of the prompt is; the model has a rule for all or "
+            "none of them (audio_in_video)"
+        )
     calls = [_video_arguments(parts, processor, video) for video in videos]
     calls += [_audio_arguments(processor, sound) for sound in sounds]
     if pictures:
@@ -117,10 +104,10 @@ def lay_out(
         images = [load(picture) for picture in pictures]
         # As transformers' own chats have them: all of a prompt's are one sample, not one each.
         calls.append({"images": [images] if parts.family == "llava_onevision" else images})
-    batches, found = process_apart(processor, text, calls)
+    batches, found = process_apart(processor, rendered.text, calls)
     of_videos, of_sounds = batches[: len(videos)], batches[len(videos) :][: len(sounds)]
     of_images = batches[len(videos) + len(sounds) :]
-    image_tokens = sum(each.num_tokens for each in found if each.kind == "image")
+    image_tokens = sum(num_tokens for kind, num_tokens in found if kind == "image")
     pixel_bytes = of_images[0]["pixel_values"].nbytes if of_images else 0
     left = {
         "video": iter(zip(videos, of_videos, strict=True)),
@@ -130,34 +117,35 @@ def lay_out(
     items, row_starts, sources, grids = [], [], [], []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
     start = 0
-    for each in found:
-        source, grid = next(left[each.kind]), None
-        if each.kind == "audio":
+    for kind, num_tokens in found:
+        source, grid = next(left[kind]), None
+        if kind == "audio":
             heard.append(source)
             continue
-        if each.kind == "video":
+        if kind == "video":
             source, batch = source
             grid = batch.get("video_grid_thw")
             if source.sound is not None:
                 heard.append((source.sound, batch))
             item = _video_item(parts, source, batch)
         else:
-            num_bytes = PIXEL_COPIES * pixel_bytes * each.num_tokens // image_tokens
+            num_bytes = PIXEL_COPIES * pixel_bytes * num_tokens // image_tokens
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
             item = VisualItem("image", patch_bytes=num_bytes, source=source.source)
-        row_starts += equal_row_starts(start, item.num_patches, each.num_tokens, item.num_ending_rows)
-        start += each.num_tokens
+        row_starts += equal_row_starts(start, item.num_patches, num_tokens, item.num_ending_rows)
+        start += num_tokens
         items.append(item)
         sources.append(source)
         grids.append(grid)
     return Skeleton(
+        rendered=rendered,
+        videos=tuple(videos),
         batch=_merged(batches) | _merged_sounds([batch for _, batch in heard]),
         items=tuple(items),
         row_starts=(*row_starts, start),
         sources=tuple(sources),
         grids=tuple(grids),
         sounds=tuple(sound.source for sound, _ in heard),
-        num_pictures=len(pictures),
     )
 
 
@@ -212,7 +200,7 @@ def _video_item(parts: ModelParts, video: SampledVideo, batch: Mapping[str, Any]
         num_patches=num_patches,
         num_ending_rows=parts.num_rows_ending_video,
         patch_bytes=FRAME_COPIES * num_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches,
-        source=VideoSource(FileIdentity.of(video.info.path), video.frames),
+        source=Source(FileIdentity.of(video.info.path), video.frames),
     )
 
 

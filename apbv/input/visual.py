@@ -4,7 +4,7 @@ What a prompt shows is a sequence of *items*, each a video or an image. Work is 
 are numbered over all items in prompt order: hosts get adjacent ones, of about the same cost.
 
 Another kind of item needs a name for :attr:`VisualItem.kind`; what identifies its content, as
-:class:`VideoSource` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
+:class:`Source` does; its place in the prompt (:func:`~apbv.input.skeleton.lay_out`); a reader of its pixels
 (:class:`~apbv.input.pixels.PixelReader`), made where :meth:`~apbv.input.reading.PromptReader.read` makes the
 others; and the call of the model that encodes it, in :mod:`apbv.prefilling.encode`. An item's temporal patches are
 adjacent: what alternates with another's, such as a video and its sound, is several items each.
@@ -15,11 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
-from .files import FileIdentity
-from .pixels import Pixels
+from .files import Source
 
 # What decoding, preprocessing and a vision tower hold at once for a chunk, in multiples of its frames (decoded,
 # waiting, being resized) and of its fp32 pixels (twice over, and activations of several times their size).
@@ -31,30 +34,6 @@ _LEAST_BYTES = 32 * 2**20
 
 class PromptError(ValueError):
     """This model cannot answer the prompt; the message says why."""
-
-
-@dataclass(frozen=True)
-class VideoSource:
-    """The file and the frames that a video's pixels come from.
-
-    Attributes:
-        file: the video file, as it was when it was read.
-        frames: indices of the sampled frames.
-    """
-
-    file: FileIdentity
-    frames: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """The file that an image's pixels come from.
-
-    Attributes:
-        file: the image file, as it was when it was read.
-    """
-
-    file: FileIdentity
 
 
 @dataclass(frozen=True)
@@ -75,7 +54,51 @@ class VisualItem:
     num_patches: int = 1
     num_ending_rows: int = 0
     patch_bytes: int = 0
-    source: VideoSource | ImageSource | None = None
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class PixelChunk:
+    """The pixels of adjacent temporal patches of one kind of item.
+
+    Attributes:
+        values: keyword arguments of the model's ``get_*_features``.
+        patches: which temporal patches of the prompt they are.
+        kind: of the item, ``"video"`` or ``"image"``.
+        ready: where the values are made on a GPU, by kernels that another stream has to wait for: when.
+    """
+
+    values: dict[str, Any]
+    patches: range
+    kind: str
+    ready: "torch.cuda.Event | None" = None
+
+    def on(self, device: torch.device) -> dict[str, Any]:
+        """Return the values on a device, for kernels of the current stream."""
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self.ready)
+            for value in self.values.values():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    value.record_stream(stream)  # it was allocated for the stream that made it
+        return {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in self.values.items()
+        }
+
+
+class Pixels(Protocol):
+    """One host's share of a prompt's pixels."""
+
+    def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
+        """Return an iterator over chunks, in order; it has to be closed.
+
+        Args:
+            chunks: the temporal patches of each, as :meth:`~apbv.input.visual.VisualInput.chunks` returns them.
+
+        Raises:
+            VideoError, PromptError: by the iterator, where a frame or an image cannot be decoded.
+        """
 
 
 @dataclass(frozen=True)
@@ -145,21 +168,6 @@ class VisualInput:
             frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
         return tuple(frames)
 
-    @property
-    def rows_per_frame(self) -> int:
-        """The visual tokens of every temporal patch, for what arranges them as frames of one size.
-
-        Raises:
-            PromptError: temporal patches have different numbers of them.
-        """
-        lengths = set(map(len, self.frames))
-        if len(lengths) != 1:
-            raise PromptError(
-                "the prompt's frames must have as many visual tokens as one another, but have "
-                f"{min(lengths)} to {max(lengths)}"
-            )
-        return lengths.pop()
-
     def rows_of(self, patches: range) -> range:
         """Return the rows of adjacent temporal patches."""
         return range(self.row_starts[patches.start], self.row_starts[patches.stop])
@@ -208,11 +216,16 @@ class VisualInput:
         """
         costs = self.patch_bytes
         longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
-        most = min(num_bytes, max(longest // _CHUNKS_PER_SHARE + max(costs) - 1, _LEAST_BYTES))
+        most = most_in_a_chunk(longest, max(costs), num_bytes)
         share, chunks = self.patches[host], []
         for run in self.runs:
             chunks += _cut(intersect(run, share), costs, most)
         return chunks
+
+
+def most_in_a_chunk(share: int, patch: int, num_bytes: int) -> int:
+    """Return the bytes of a chunk, at most, of the longest share, whose patches take so many at most."""
+    return min(num_bytes, max(share // _CHUNKS_PER_SHARE + patch - 1, _LEAST_BYTES))
 
 
 def _cut(patches: range, costs: Sequence[int], most: int) -> Iterator[range]:

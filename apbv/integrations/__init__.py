@@ -1,1 +1,1 @@
-"""This package connects serving engines that continue from KV that apbv prefilled."""
+"""Connects serving engines that continue from KV that apbv prefilled."""

@@ -1,1 +1,1 @@
-"""This package caches KV: it shards, gathers, selects, saves and loads keys and values."""
+"""Caches KV: it shards, gathers, selects, saves and loads keys and values."""

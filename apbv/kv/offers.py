@@ -1,12 +1,15 @@
-"""This module holds KV that waits to be fetched, gives it to those who know its secret, and lets it end.
+"""Holds KV that waits to be fetched, gives it to those who know its secret, and lets it end.
 
 Every process of a prefill group has its :class:`Offers`. Host 0's decides when an offer ends, and tells the
 others.
 """
 
+import fcntl
 import hmac
 import logging
 import math
+import re
+import shutil
 import socket
 import threading
 import time
@@ -14,13 +17,12 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ..hosts import HostGroup
-from .manifest import StorageError
-from .offer import ENDINGS, AlreadyFetched, Offer, gone
-from .offered_folder import OfferedFolder, remove_orphans
+from .facts import StorageError
 from .sending import Listener, Share
 from .ticket import Ticket
 from .wire import (
@@ -46,10 +48,86 @@ _REQUEST_SECONDS = 10.0  # for a request to arrive
 _TELLING_SECONDS = 5.0  # for another host to hear that an offer has ended
 _GRACE_SECONDS = 1.0  # for who is reading when an offer ends to be told, between two layers
 _REMEMBERED = 1024
+_LOCK = ".offered"
+_NAME = re.compile("[0-9a-f]{32}")
+# How an offer ends, and what who comes later is told of its KV.
+ENDINGS = {
+    "fetched": "has been fetched already",
+    "dropped": "was dropped by its consumer",
+    "expired": "has expired",
+    "displaced": "had to make room for other KV",
+    "closed": "is gone, because its server is ending",
+}
+
+
+class OfferedFolder:
+    """Holds the KV of one transfer on disk until it is removed; one process owns it.
+
+    Args:
+        parent: the directory in which to make it.
+        transfer: its name.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+
+    def __init__(self, parent: Path, transfer: str):
+        self.path = parent / transfer
+        try:
+            self.path.mkdir(parents=True)
+            self._lock = _locked(self.path / _LOCK, "x")
+        except OSError as error:
+            raise StorageError(f"cannot offer KV in {parent}: {error}") from error
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+@dataclass(eq=False)
+class Offer:
+    """KV that waits to be fetched.
+
+    Attributes:
+        transfer, token: as in the ticket.
+        share: the KV that this process holds; None where it lies in a folder, and once it is free.
+        folder: the KV of all hosts on disk.
+        began: when it was offered, in seconds of the monotonic clock.
+        lives_until: when it ends by itself.
+        ticket: on host 0, once every process has its share.
+        readers: who began to fetch.
+        confirmed: who has all.
+        how: its ending; None while it is offered.
+        streams: the connections that are reading from it.
+    """
+
+    transfer: str
+    token: str
+    share: Share | None
+    folder: OfferedFolder | None
+    began: float
+    lives_until: float
+    ticket: Ticket | None = None
+    readers: set[str] = field(default_factory=set)
+    confirmed: set[str] = field(default_factory=set)
+    how: str | None = None
+    ended: float = 0.0
+    streams: set[socket.socket] = field(default_factory=set)
+
+
+class AlreadyFetched(StorageError):
+    """All readers of this KV have confirmed."""
+
+
+def gone(transfer: str, how: str) -> StorageError:
+    """Return the error of who asks for KV that has ended."""
+    kind = AlreadyFetched if how == "fetched" else StorageError
+    return kind(f"the KV of transfer {transfer} {ENDINGS[how]}")
 
 
 class Offers:
-    """Offers are the KV of this process that waits to be fetched, and the port where it is given out.
+    """The KV of this process that waits to be fetched, and the port where it is given out.
 
     An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
     (``"dropped"``), after its time (``"expired"``), for :meth:`make_room` (``"displaced"``) or at :meth:`close`
@@ -371,3 +449,26 @@ class Offers:
             if offer is None:
                 raise gone(transfer, how)
             return offer
+
+
+def remove_orphans(parent: Path) -> None:
+    """Remove the folders whose owners have ended without having removed them."""
+    for lock in parent.glob(f"*/{_LOCK}"):
+        if not _NAME.fullmatch(lock.parent.name):
+            continue
+        try:
+            held = _locked(lock, "r+")
+        except OSError:
+            continue  # it has an owner, or is being removed
+        shutil.rmtree(lock.parent, ignore_errors=True)
+        held.close()
+
+
+def _locked(path: Path, mode: str) -> IO:
+    file = open(path, mode)  # noqa: SIM115  (held until the folder is removed)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file

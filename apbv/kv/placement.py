@@ -1,13 +1,12 @@
-"""This module places a prompt's KV: gathered on host 0, or sharded over all hosts.
+"""Places a prompt's KV: gathered on host 0, or sharded over all hosts.
 
 Callers use the interface :class:`PlacedKV`, and need not know which of the two they have.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,32 +14,14 @@ from transformers import DynamicCache
 
 from ..hosts import HostGroup
 from ..layout import ContextLayout
-from .cache import ShardedCache
-from .growing import appending_in_place, first_tokens
+from .cache import ShardedCache, appending_in_place, first_tokens
 from .select import collect_kv, select_kv
 
 Layers = list[tuple[Tensor, Tensor]]  # of every decoder layer keys and values, [1, Hkv, T, D]
 
 
-@dataclass(frozen=True)
-class HeldLayers:
-    """A HeldLayers is what a host holds of adjacent layers that have the same tokens of a prompt.
-
-    Attributes:
-        layers: the layers.
-        num_tokens: how many tokens they have, on all hosts together.
-        spans: which of these this host holds, in row order, numbered from 0 to ``num_tokens - 1``.
-        states: of each of the layers keys and values ``[1, Hkv, T, D]``.
-    """
-
-    layers: range
-    num_tokens: int
-    spans: tuple[range, ...]
-    states: Layers
-
-
 class PlacedKV(ABC):
-    """A PlacedKV is the KV of one prompt, wherever it lies.
+    """The KV of one prompt, wherever it lies.
 
     Attributes:
         placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
@@ -49,7 +30,7 @@ class PlacedKV(ABC):
         num_tokens: n, the tokens of the prompt.
         attending: the hosts over which attention to this KV has to be merged; None where host 0 has all of it.
         is_whole: whether every layer holds every token of the prompt; not where tokens were dropped inside the
-            model. Then an answer can follow, and the KV be saved, but no part of it be taken out or handed over.
+            model. Then an answer can follow, but the KV cannot be saved, nor any part of it be taken out.
     """
 
     placement: ClassVar[str]
@@ -76,10 +57,10 @@ class PlacedKV(ABC):
         """
 
     @abstractmethod
-    def held(self) -> list[HeldLayers]:
-        """Return what this host holds of the prompt's KV, all layers in order; empty where it holds nothing.
+    def held(self) -> tuple[Sequence[range], Layers] | None:
+        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it holds none.
 
-        Where the KV is :attr:`is_whole`, there is one group of layers.
+        For KV that :attr:`is_whole`.
         """
 
     @abstractmethod
@@ -119,7 +100,7 @@ class PlacedKV(ABC):
 
 
 class GatheredKV(PlacedKV):
-    """A GatheredKV lies on host 0, which attends to it alone.
+    """KV that lies on host 0, which attends to it alone.
 
     Args:
         cache: ``[1, Hkv, n, D]`` per layer on host 0, None elsewhere. An answer is appended to it.
@@ -143,14 +124,10 @@ class GatheredKV(PlacedKV):
     def whole(self) -> DynamicCache | None:
         return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
-    def held(self) -> list[HeldLayers]:
+    def held(self) -> tuple[Sequence[range], Layers] | None:
         if self.cache is None:
-            return []
-        states = [(layer.keys, layer.values) for layer in self.whole.layers]
-        return [
-            HeldLayers(layers, count, (range(count),), states[layers.start : layers.stop])
-            for count, layers in _runs(keys.shape[2] for keys, _ in states)
-        ]
+            return None
+        return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
         view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
@@ -170,7 +147,7 @@ class GatheredKV(PlacedKV):
 
 
 class ShardedKV(PlacedKV):
-    """A ShardedKV lies in shares on all hosts, over which attention to it is merged (APB-V, Eq. 5)."""
+    """KV that lies in shares on all hosts, over which attention to it is merged (APB-V, Eq. 5)."""
 
     placement = "sharded"
 
@@ -191,13 +168,10 @@ class ShardedKV(PlacedKV):
     def whole(self) -> None:
         return None
 
-    def held(self) -> list[HeldLayers]:
-        groups = []
-        for layout, layers in _runs(self.cache.layouts):
-            spans = layout.cache_spans(self.hosts.rank)
-            states = self._rows(sum(map(len, spans)))[layers.start : layers.stop]
-            groups.append(HeldLayers(layers, layout.num_tokens, spans, states))
-        return groups
+    def held(self) -> tuple[Sequence[range], Layers] | None:
+        spans = self.cache.layout.cache_spans(self.hosts.rank)
+        count = sum(map(len, spans))
+        return (spans, self._rows(count)) if count else None
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "ShardedKV | None":
         if layout.query != range(num_tokens, layout.num_tokens):
@@ -223,12 +197,3 @@ class ShardedKV(PlacedKV):
         shares = self._rows(num_rows)
         layouts = [layout] * len(shares)
         return ShardedKV(ShardedCache.of_shares(shares, layouts, self.hosts.rank, holds_query=False), self.hosts)
-
-
-def _runs(items: Iterable) -> Iterator[tuple[Any, range]]:
-    """Yield each item that equals its neighbours once, with the range of places at which it stands."""
-    start = 0
-    for item, same in groupby(items):
-        stop = start + sum(1 for _ in same)
-        yield item, range(start, stop)
-        start = stop

@@ -1,4 +1,4 @@
-"""This module lets a consumer read KV out of the producers' memory by RDMA, with the library NIXL.
+"""Lets a consumer read KV out of the producers' memory by RDMA, with the library NIXL.
 
 The connection to each source stays, for the ticket's secret, for who holds what, and to tell the end of reading.
 The KV itself is read by NIXL's back end UCX, which takes InfiniBand or RoCE where there is such a network, also
@@ -18,24 +18,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from torch import Tensor
 
-from .assembly import Run, cover_once, rows_of
-from .manifest import StorageError
-from .receiving import Wanted, fetch_request, held_part
+from .facts import Run, StorageError, rows_of
+from .receiving import Reception, Wanted
 from .sending import Part, Share
 from .ticket import Ticket
 from .wire import Address, connect, raise_error_of, read_message, send_message, unreachable
 
-_BUFFERS = 3  # layers in memory at once: one being used, the others being read
 _POLL_SECONDS = 2e-4
 _BACK_END = "UCX"
 
 
 class Exposer:
-    """An Exposer lets others read memory of this process, for as long as it is told to."""
+    """Lets others read memory of this process, for as long as it is told to."""
 
     def __init__(self):
         self._agent, self._lock = _new_agent(), threading.Lock()
@@ -79,51 +76,27 @@ class _Source:
     ]  # of every layer's keys and values the address, and bytes from head to head
 
 
-class RdmaReception:
-    """An RdmaReception is KV on its way: an iterator over layers, as :class:`apbv.kv.receiving.Reception` is.
-
-    Args:
-        ticket, wanted, reader, timeout: as there.
+class RdmaReception(Reception):
+    """Reads layers out of the sources' memory; arguments as of :class:`apbv.kv.receiving.Reception`.
 
     Raises:
         StorageError: a source cannot be reached, refuses, or has no RDMA.
     """
 
     def __init__(self, ticket: Ticket, wanted: Wanted, reader: dict[str, Any], timeout: float):
-        self._ticket, self._wanted, self._timeout = ticket, wanted, timeout
-        shape = 2, len(wanted.kv_heads), len(wanted.tokens), ticket.head_dim
-        count = min(_BUFFERS, len(wanted.layers))
-        self._buffers = [torch.empty(shape, dtype=ticket.torch_dtype) for _ in range(count)]
-        self._agent, self._sources, self._handles = _new_agent(), [], {}
-        self._num_given, self._num_begun, self._is_closed = 0, 0, False
+        super().__init__(ticket, wanted, reader, timeout)
+        self._agent, self._sources, self._handles, self._num_begun = _new_agent(), [], {}, 0
         regions = [(buffer.data_ptr(), buffer.nbytes, 0, "") for buffer in self._buffers if buffer.numel()]
         self._registered = self._agent.register_memory(regions, "DRAM", backends=[_BACK_END]) if regions else None
         try:
-            request = {**fetch_request(ticket, wanted, reader), "rdma": True}
             for address in dict.fromkeys(ticket.sources):
-                self._sources.append(self._open(address, request))
-            held = ((source.runs, source.kv_heads) for source in self._sources)
-            if not cover_once(held, wanted.kv_heads, wanted.tokens):
-                raise StorageError(f"the sources of {self._name} do not hold every token exactly once")
+                self._sources.append(self._open(address))
+            self._require_complete((source.runs, source.kv_heads) for source in self._sources)
         except BaseException:
             self.close()
             raise
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return the next layer, and give the buffers of the one before back.
-
-        Raises:
-            StorageError: a source has ended, or cannot be read.
-        """
-        number = self._num_given
-        if number == len(self._wanted.layers):
-            self.close()
-            raise StopIteration
-        if self._is_closed:
-            raise StorageError(f"{self._name} is not being read any more")
+    def _await_layer(self, number: int) -> None:
         self._num_given += 1
         try:
             for source in self._sources:
@@ -137,16 +110,11 @@ class RdmaReception:
                 for source in self._sources:
                     self._require_kept(source)
         except StorageError:
-            self.close()
             raise
         except Exception as error:  # NIXL has a class of its own for every kind
-            self.close()
             raise StorageError(f"{self._name} cannot be read: {error}") from error
-        keys, values = self._buffers[number % len(self._buffers)]
-        return keys, values
 
     def close(self) -> None:
-        """End the reading; nothing that was read may be used any more."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -160,18 +128,14 @@ class RdmaReception:
         if self._registered is not None:
             self._agent.deregister_memory(self._registered, backends=[_BACK_END])
 
-    @property
-    def _name(self) -> str:
-        return f"the KV of transfer {self._ticket.transfer}"
-
-    def _open(self, address: Address, request: dict[str, Any]) -> _Source:
+    def _open(self, address: Address) -> _Source:
         connection = None
         try:
             connection = connect(address, self._timeout)
-            send_message(connection, request)
+            send_message(connection, {**self._request, "rdma": True})
             reply = read_message(connection, self._timeout)
             raise_error_of(reply)
-            runs, kv_heads = held_part(reply, self._wanted)
+            runs, kv_heads = self._held_part(reply)
             window = reply["window"]
             kind, device = window["memory"]
             agent = self._agent.add_remote_agent(base64.b64decode(window["agent"]))
@@ -187,7 +151,7 @@ class RdmaReception:
 
     def _begin(self, number: int) -> None:
         """Begin to read a layer from all sources."""
-        buffer, size = self._buffers[number % len(self._buffers)], self._ticket.torch_dtype.itemsize
+        buffer, size = self._buffer(number), self._ticket.torch_dtype.itemsize
         row_bytes, self._handles[number] = self._ticket.head_dim * size, []
         for source in self._sources:
             here, there = [], []
@@ -213,8 +177,7 @@ class RdmaReception:
 
     def _require_there(self, source: _Source) -> None:
         if select.select([source.connection], [], [], 0)[0]:
-            host, port = source.address
-            raise StorageError(f"{host}:{port} broke off: {self._name} is gone, or its process is")
+            raise self._broke_off(source.address)
 
     def _require_kept(self, source: _Source) -> None:
         """Have a source say that its memory was kept until all of it has been read."""
@@ -222,8 +185,7 @@ class RdmaReception:
             send_message(source.connection, {})
             raise_error_of(read_message(source.connection, self._timeout))
         except OSError as error:
-            host, port = source.address
-            raise StorageError(f"{host}:{port} broke off: {self._name} is gone, or its process is") from error
+            raise self._broke_off(source.address) from error
 
     def _wait_for(self, source: _Source, handle) -> None:
         deadline = time.monotonic() + self._timeout

@@ -1,66 +1,57 @@
-"""This module gives a consumer the KV that a ticket names, from the producers' memory or from a directory.
+"""A consumer's side of a transfer: the KV that a ticket names, from the producers' memory or from a directory.
 
 Consumers are other engines' processes: it needs torch and the standard library, and for a directory safetensors.
 """
 
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from .manifest import StorageError
-from .reader import SavedKV
-from .receiving import Reception, Wanted
-from .ticket import Ticket, digest_of_positions, digest_of_tokens
+from .facts import StorageError
+from .receiving import SocketReception, Wanted
+from .ticket import Ticket
 from .wire import ask
 
 TRANSPORTS = ("tcp", "rdma")
 
 
-class RemoteKV(ABC):
-    """A RemoteKV is a prompt's KV that somebody else computed, and that waits for its consumer.
+class RemoteKV:
+    """A prompt's KV that somebody else computed, and that waits for its consumer.
 
     A consumer of several processes has one in each of them, which are its readers. Use it as a context manager,
     or call :meth:`close`.
 
-    Attributes:
+    Args:
         ticket: what names it.
+        timeout: seconds without any progress after which a wait ends in an error.
+        num_readers: how many processes will read and confirm; the KV is kept until all of them have.
+        transport: how it comes from the producers' memory, one of :data:`TRANSPORTS`; ``"rdma"`` needs the
+            extra of that name on both sides.
+
+    Raises:
+        ValueError: there is no such transport.
+        StorageError: the ticket's directory does not hold its KV, or no more, or that of a reduced prompt; or
+            there is no RDMA here.
     """
 
-    def __init__(self, ticket: Ticket, timeout: float, num_readers: int):
+    def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1, transport: str = "tcp"):
         self.ticket, self._timeout = ticket, timeout
         self._reader = {"reader": secrets.token_hex(16), "num_readers": num_readers}
-
-    @classmethod
-    def open(
-        cls, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1, transport: str = "tcp"
-    ) -> "RemoteKV":
-        """Prepare to read the KV of a ticket.
-
-        Args:
-            timeout: seconds without any progress after which a wait ends in an error.
-            num_readers: how many processes will read and confirm; the KV is kept until all of them have.
-            transport: how it comes from the producers' memory, one of :data:`TRANSPORTS`; ``"rdma"`` needs the
-                extra of that name on both sides.
-
-        Raises:
-            ValueError: there is no such transport.
-            StorageError: the ticket's directory does not hold its KV, or no more, or that of a reduced prompt; or
-                there is no RDMA here.
-        """
+        self._saved = self._reception = None
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
         if ticket.path is not None:
-            return _FolderKV(ticket, timeout, num_readers)
-        if transport == "tcp":
-            return _StreamedKV(ticket, timeout, num_readers, Reception)
-        try:
-            from .rdma import RdmaReception
-        except ImportError as error:
-            raise StorageError(f"KV cannot be read by RDMA here: {error}") from error
-        return _StreamedKV(ticket, timeout, num_readers, RdmaReception)
+            self._open_folder()
+        elif transport == "tcp":
+            self._receive = SocketReception
+        else:
+            try:
+                from .rdma import RdmaReception
+            except ImportError as error:
+                raise StorageError(f"KV cannot be read by RDMA here: {error}") from error
+            self._receive = RdmaReception
 
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
@@ -86,11 +77,12 @@ class RemoteKV(ABC):
         for name, run in asked.items():
             if run.step != 1 or not 0 <= run.start <= run.stop <= sizes[name]:
                 raise ValueError(f"{name} {run} are not within the KV's {sizes[name]}")
-        return self._layers(Wanted(**asked))
-
-    @abstractmethod
-    def _layers(self, wanted: Wanted) -> Iterator[tuple[Tensor, Tensor]]:
-        """Begin to read what there is."""
+        wanted = Wanted(**asked)
+        if self._saved is not None:
+            return (self._saved.layer(index, wanted.tokens, wanted.kv_heads) for index in wanted.layers)
+        self.close()
+        self._reception = self._receive(ticket, wanted, self._reader, self._timeout)
+        return self._reception
 
     def confirm(self) -> None:
         """Say that this reader has all that it wanted. The KV ends once all readers have said so.
@@ -100,15 +92,26 @@ class RemoteKV(ABC):
         """
         _tell(self.ticket, "done", self._timeout, self._reader)
 
-    @abstractmethod
     def close(self) -> None:
         """End whatever is still being received."""
+        if self._reception is not None:
+            self._reception.close()
+            self._reception = None
 
     def __enter__(self) -> "RemoteKV":
         return self
 
     def __exit__(self, *error) -> None:
         self.close()
+
+    def _open_folder(self) -> None:
+        from .storage import SavedKV
+
+        ticket = self.ticket
+        _tell(ticket, "begin", self._timeout, self._reader)
+        self._saved = SavedKV.open(ticket.path)
+        self._saved.require_whole_prompt()
+        ticket.require_equal(self._saved.manifest, ticket.path)
 
 
 def drop(ticket: Ticket, timeout: float = 5.0) -> None:
@@ -123,54 +126,3 @@ def drop(ticket: Ticket, timeout: float = 5.0) -> None:
 def _tell(ticket: Ticket, what: str, timeout: float, more: dict[str, Any]) -> None:
     request = {"do": what, "transfer": ticket.transfer, "token": ticket.token, **more}
     ask(ticket.sources[0], request, timeout)
-
-
-class _StreamedKV(RemoteKV):
-    """KV in the memory of the processes that prefilled it.
-
-    Args:
-        receive: begins to receive; a :class:`.receiving.Reception` or what behaves like it.
-    """
-
-    def __init__(self, ticket: Ticket, timeout: float, num_readers: int, receive: Callable):
-        super().__init__(ticket, timeout, num_readers)
-        self._receive, self._reception = receive, None
-
-    def _layers(self, wanted: Wanted) -> Iterator[tuple[Tensor, Tensor]]:
-        self.close()
-        self._reception = self._receive(self.ticket, wanted, self._reader, self._timeout)
-        return self._reception
-
-    def close(self) -> None:
-        if self._reception is not None:
-            self._reception.close()
-            self._reception = None
-
-
-class _FolderKV(RemoteKV):
-    """KV in a directory."""
-
-    def __init__(self, ticket: Ticket, timeout: float, num_readers: int):
-        super().__init__(ticket, timeout, num_readers)
-        _tell(ticket, "begin", timeout, self._reader)
-        self._saved = SavedKV.open(ticket.path)
-        self._saved.require_whole_prompt()
-        manifest = self._saved.manifest
-        positions = self._saved.prompt()["position_ids"]
-        same = ("num_tokens", "dtype", "num_layers", "num_kv_heads", "head_dim", "method", "exact")
-        there = {
-            **{name: getattr(manifest, name) for name in same},
-            "tokens_sha256": digest_of_tokens(manifest.token_ids),
-            "positions_sha256": digest_of_positions(positions),
-            "config_sha256": manifest.model.config_sha256,
-            "weights_sha256": manifest.model.weights_sha256,
-        }
-        for name, value in there.items():
-            if value != getattr(ticket, name):
-                raise StorageError(f"the KV in {ticket.path} is not that of its ticket: its {name} differs")
-
-    def _layers(self, wanted: Wanted) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self._saved.layer(index, wanted.tokens, wanted.kv_heads) for index in wanted.layers)
-
-    def close(self) -> None:
-        """Do nothing, because nothing is read ahead."""

@@ -1,4 +1,4 @@
-"""This module copies some of a prompt's KV, for a draft that sees less of the prompt than the target."""
+"""Copies some of a prompt's KV, for a draft that sees less of the prompt than the target."""
 
 from collections.abc import Sequence
 
@@ -45,13 +45,10 @@ def collect_kv(shards: ShardedCache, chosen: Sequence[Tensor], hosts: HostGroup)
         heads, places = (owner[tokens] == hosts.rank).nonzero(as_tuple=True)
         rows = row[tokens[heads, places]]
         share = torch.stack([states[0, heads, rows] for states in (layer.keys, layer.values)])
-        dim = share.shape[2]
         counts = [int((owner[tokens] == host).sum()) for host in range(hosts.size)]
-        sent = [share if host == 0 else share.new_empty(0) for host in range(hosts.size)]
-        shapes = [(2, count, dim) if hosts.rank == 0 else (0,) for count in counts]
-        received = hosts.all_to_all(sent, shapes).wait()
+        received = hosts.gather_rows(share, counts, to=0, dim=1).wait()
         if hosts.rank == 0:
-            states = share.new_empty(2, *tokens.shape, dim)
+            states = share.new_empty(2, *tokens.shape, share.shape[2])
             for host, theirs in enumerate(received):
                 states[:, owner[tokens] == host] = theirs
             copy.update(*states[:, None], index)

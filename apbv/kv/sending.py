@@ -1,4 +1,4 @@
-"""This module sends KV from the memory of the process that holds it, and listens for those who ask for it."""
+"""Sends KV from the memory of the process that holds it, and listens for those who ask for it."""
 
 import logging
 import socket
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import intersect
-from .assembly import Run, rows_of
-from .manifest import StorageError
+from .facts import Run, StorageError, rows_of
 from .wire import Address, sever
 
 Layers = Sequence[tuple[Tensor, Tensor]]
@@ -44,7 +43,7 @@ class Part:
 
 
 class Share:
-    """A Share is the KV of a prompt that one process holds, on a GPU or in host memory.
+    """The KV of a prompt that one process holds, on a GPU or in host memory.
 
     Nothing may write to it as long as it is offered. On a GPU it is read behind what the current stream has been
     given so far.
@@ -137,7 +136,7 @@ def _with_adjoining_rows(states: Tensor) -> Tensor:
 
 
 class Listener:
-    """A Listener takes connections, and serves each in a thread of its own.
+    """Takes connections, and serves each in a thread of its own.
 
     Args:
         address: where to listen; port 0 takes any that is free.

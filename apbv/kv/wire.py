@@ -1,4 +1,4 @@
-"""This module speaks the protocol by which KV travels: messages of JSON, and rows of KV as they lie in memory.
+"""Speaks the protocol by which KV travels: messages of JSON, and rows of KV as they lie in memory.
 
 A connection carries one request and its reply. The request names what to do, the transfer, and its secret:
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .manifest import StorageError
+from .facts import StorageError
 
 Address = tuple[str, int]
 

@@ -24,6 +24,10 @@ from ..hosts import HostGroup
 from .parts import OMNI_THINKER, VIDEO_FAMILIES
 from .tensor_parallel import load_sharded
 
+# Where a checkpoint says nothing else.
+NUM_FRAMES = 64
+MAX_NEW_TOKENS = 128
+
 
 def load_model(
     path: str | Path,
@@ -119,3 +123,14 @@ def _without_loading_bar() -> Iterator[None]:
         transformers_logging.enable_progress_bar()
         if not shows_downloads:
             hub.disable_progress_bars()
+
+
+def default_num_frames(processor: Any) -> int:
+    """Return how many frames of a video are sampled: the video processor's ``num_frames``, or 64."""
+    video_processor = getattr(processor, "video_processor", None)
+    return getattr(video_processor, "num_frames", None) or NUM_FRAMES
+
+
+def default_max_new_tokens(model: PreTrainedModel) -> int:
+    """Return how many tokens an answer may have: the generation config's ``max_new_tokens``, or 128."""
+    return model.generation_config.max_new_tokens or MAX_NEW_TOKENS

@@ -1,5 +1,6 @@
 """Taking a Hugging Face model apart. Only this file and sizes.py read a model's config."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,6 +47,23 @@ class ModelParts:
         decode: how it is run over new tokens.
         capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
             tried once: PyTorch does not give back the memory of a recording that failed.
+        is_video_model: whether the model reads video and images, and not only text.
+        hears: whether the model reads audio, by itself or beside a video's frames.
+        uses_mrope: whether positions are (time, height, width) triples.
+        num_layers: the number of decoder layers.
+        hidden_size: the width d of a hidden state.
+        head_dim: the width D of an attention head.
+        kv_heads: the KV heads of the whole model that are on this process.
+        num_kv_heads: how many these are, which is the number of its cache.
+        vocab_size: the number of logits, which may be more than the tokenizer has tokens.
+        num_deepstack_layers: L, the number of first layers after which visual features are added to the hidden
+            states (Qwen3-VL).
+        row_width: the number of values that the vision tower makes for one visual token.
+        num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a newline there.
+        rows_per_tile: visual tokens of each tile of an image, where these follow one another (InternVL).
+        patches_per_row: patches of pixels that a tower of Qwen's merges into one visual token.
+        packed_vision_tower: the vision tower that packs windows and frames into one sequence (Qwen), if any.
+        audio_tower: the tower that encodes audio, with its windows packed into one sequence, if any.
     """
 
     model: PreTrainedModel
@@ -59,40 +77,35 @@ class ModelParts:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
 
+    def __post_init__(self):
+        config, text, family = self.model.config, self.language_model.config, self.family
+        member, size = self.tensor_parallel
+        kv_heads = split_evenly(range(text.num_key_value_heads), size)[member]
+        found = {
+            "is_video_model": family in VIDEO_FAMILIES,
+            "hears": self.audio_token_id is not None,
+            "uses_mrope": family in _MROPE_FAMILIES,
+            "num_layers": text.num_hidden_layers,
+            "hidden_size": text.hidden_size,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            "kv_heads": kv_heads,
+            "num_kv_heads": len(kv_heads),
+            "vocab_size": self.lm_head.out_features,
+            "num_deepstack_layers": num_deepstack_layers(config),
+            "row_width": (1 + num_deepstack_layers(config)) * text.hidden_size,
+            "num_rows_ending_video": int(family == "llava_onevision"),
+            "rows_per_tile": config.image_seq_length if family == "internvl" else None,
+            "patches_per_row": config.vision_config.spatial_merge_size**2 if family in _MROPE_FAMILIES else None,
+            "packed_vision_tower": self.model.model.visual if family in _MROPE_FAMILIES else None,
+            "audio_tower": None if self.audio_token_id is None else self.model.model.audio_tower,
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
     @cached_property
     def config_text(self) -> str:
         """The model's whole configuration, to compare with other hosts'; made once, as it takes milliseconds."""
         return str(self.model.config)
-
-    @property
-    def is_video_model(self) -> bool:
-        """Whether the model reads video and images, and not only text."""
-        return self.family in VIDEO_FAMILIES
-
-    @property
-    def hears(self) -> bool:
-        """Whether the model reads audio, by itself or beside a video's frames."""
-        return self.audio_token_id is not None
-
-    @property
-    def uses_mrope(self) -> bool:
-        """Whether positions are (time, height, width) triples."""
-        return self.family in _MROPE_FAMILIES
-
-    @property
-    def num_rows_ending_video(self) -> int:
-        """The number of visual tokens behind a video's last frame: LLaVA-OneVision has a newline there."""
-        return int(self.family == "llava_onevision")
-
-    @property
-    def packed_vision_tower(self) -> PreTrainedModel | None:
-        """The vision tower that packs windows and frames into one sequence (Qwen); None for models without one."""
-        return self.model.model.visual if self.uses_mrope else None
-
-    @property
-    def audio_tower(self) -> PreTrainedModel | None:
-        """The tower that encodes audio, with its windows packed into one sequence; None for models without one."""
-        return self.model.model.audio_tower if self.hears else None
 
     @property
     def audio_unit(self) -> int:
@@ -105,37 +118,10 @@ class ModelParts:
         return 2 * window if window % 2 == 0 else 4 * window
 
     @property
-    def num_layers(self) -> int:
-        """The number of decoder layers."""
-        return self.language_model.config.num_hidden_layers
-
-    @property
     def tensor_parallel(self) -> tuple[int, int]:
         """The share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they are whole."""
         mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
         return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-
-    @property
-    def kv_heads(self) -> range:
-        """The KV heads of the whole model that are on this process."""
-        rank, size = self.tensor_parallel
-        return split_evenly(range(self.language_model.config.num_key_value_heads), size)[rank]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """The number of KV heads on this process, which is that of its cache."""
-        return len(self.kv_heads)
-
-    @property
-    def head_dim(self) -> int:
-        """The width D of an attention head."""
-        config = self.language_model.config
-        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-    @property
-    def hidden_size(self) -> int:
-        """The width d of a hidden state."""
-        return self.language_model.config.hidden_size
 
     @property
     def max_position_embeddings(self) -> int:
@@ -146,16 +132,6 @@ class ModelParts:
             return config.max_position_embeddings
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         return max(config.max_position_embeddings, int(original * rope["factor"]))
-
-    @property
-    def num_deepstack_layers(self) -> int:
-        """The number of first layers behind which visual features are added to the hidden states (Qwen3-VL)."""
-        return num_deepstack_layers(self.model.config)
-
-    @property
-    def row_width(self) -> int:
-        """The number of values that the vision tower makes for one visual token."""
-        return (1 + self.num_deepstack_layers) * self.hidden_size
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
@@ -216,16 +192,6 @@ class ModelParts:
             raise ValueError("either all videos of a prompt have their sound among their frames, or none has")
         return heard > 0
 
-    @property
-    def patches_per_row(self) -> int:
-        """The number of patches of pixels that a tower of Qwen's merges into one visual token."""
-        return self.model.config.vision_config.spatial_merge_size**2
-
-    @property
-    def rows_per_tile(self) -> int | None:
-        """The number of visual tokens of each tile of an image, where these follow one another (InternVL)."""
-        return self.model.config.image_seq_length if self.family == "internvl" else None
-
     def num_image_rows(self, size: Tensor, tiled: bool) -> int:
         """Count the visual tokens of an image that LLaVA-OneVision cuts into tiles, by the model's own arithmetic.
 
@@ -246,11 +212,6 @@ class ModelParts:
             vision_aspect_ratio=config.vision_aspect_ratio,
         )
         return len(packed)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of logits, which may be more than the tokenizer has tokens."""
-        return self.lm_head.out_features
 
     @property
     def dtype(self) -> torch.dtype:
@@ -352,6 +313,21 @@ def _refuse_unsupported_layers(family: str, config: PreTrainedConfig) -> None:
             f"this {family} model uses sliding_attention (sliding_window={config.sliding_window}); "
             "only full_attention is supported"
         )
+
+
+def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True) -> nn.Module:
+    """Return a decoder of some of another one's layers, which shares its weights.
+
+    Args:
+        layers: the layers, which keep their numbers.
+        with_norm: whether the other one's last norm follows them, as it must behind its last layer.
+    """
+    part = copy.copy(language_model)
+    part._modules = dict(language_model._modules)
+    part.layers = nn.ModuleList(list(language_model.layers)[layers.start : layers.stop])
+    if not with_norm:
+        part.norm = nn.Identity()
+    return part
 
 
 def num_deepstack_layers(config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""This module runs a decoder's norms and MLPs over a long prompt in chunks of rows, inside a context manager only.
+"""Runs a decoder's norms and MLPs over a long prompt in chunks of rows, inside a context manager only.
 
 What they compute of a row depends on that row alone, and between input and output they hold several times as much:
 an MLP three times its width, a norm two copies in fp32. Of 148,000 tokens that is 17 GB in a layer of

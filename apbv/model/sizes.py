@@ -1,4 +1,4 @@
-"""This module reads from a model's config how large it is, before any weights are loaded."""
+"""Reads from a model's config how large it is, before any weights are loaded."""
 
 from dataclasses import dataclass
 
@@ -55,17 +55,6 @@ class DecoderSizes:
     def kv_token(self) -> int:
         """Count the numbers of one token's K and V in all layers."""
         return self.layers * self.kv_row
-
-
-def num_audio_tokens(config: PreTrainedConfig, seconds: float) -> int:
-    """Count the tokens of so much sound, of which a model that hears has as many a second as positions.
-
-    Raises:
-        ValueError: the model does not hear.
-    """
-    if not hasattr(config, "audio_config"):
-        raise ValueError(f"{config.model_type} models do not hear")
-    return round(seconds * config.position_id_per_seconds)
 
 
 def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""This module encodes frames in parallel (APB-V, Section 3.1): each host runs the vision tower on its share.
+"""Encodes frames in parallel (APB-V, Section 3.1): each host runs the vision tower on its share.
 
 A *row* belongs to one visual placeholder token: the vision tower's embedding and, for models with deepstack, the L
 vectors that are added to the hidden states after the first layers, side by side: ``[rows, (1 + L) * d]``. Rows are

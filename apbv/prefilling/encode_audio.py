@@ -1,4 +1,4 @@
-"""This module encodes a prompt's sound in parallel: each host runs the audio tower on its share of the windows."""
+"""Encodes a prompt's sound in parallel: each host runs the audio tower on its share of the windows."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""This module gives every host the embeddings of its visual and audio tokens, while they are still being computed.
+"""Gives every host the embeddings of its visual and audio tokens, while they are still being computed.
 
 Every host encodes its share in chunks. In round r each host sends the rows of its chunk r to the hosts that need
 them, and says whether it failed; while they travel, it encodes the next. A host that failed goes on taking part,
@@ -28,7 +28,7 @@ _MOST_ROUNDS_UNDER_WAY = 4  # so far may a host that has easier frames run ahead
 
 
 class LocalVisual:
-    """A LocalVisual holds the rows of a host's local tokens, until they are merged into the prompt's embeddings.
+    """Holds the rows of a host's local tokens, until they are merged into the prompt's embeddings.
 
     Attributes:
         streams: of every visual row, in local order, what becomes its token's embedding, ``[rows, d]``, and then
@@ -78,7 +78,7 @@ def _put(rows: Tensor, embeds: Tensor, mask: Tensor) -> None:
 
 
 class ReadOnce(list):
-    """A ReadOnce is a list whose items are forgotten when they have been read, as by the layers that add them."""
+    """A list whose items are forgotten when they have been read, as by the layers that add them."""
 
     def __getitem__(self, index: int) -> Tensor:
         item = super().__getitem__(index)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from ..config import PrefillConfig
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
-from ..input.visual import VisualInput
 from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
 from ..layout import LayoutError
@@ -23,19 +22,14 @@ from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
 from .encode import TowerRows, VisualRows
 from .exchange import LocalVisual, encode_and_exchange
-from .identity import identify
-from .memory import Share
+from .memory import HostMemory, Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
-from .observer import ObserverWatch, PrefillObserver
 from .reduction import make_late_reducer
+from .reduction.choosing import Reduction
 from .reduction.early import reduce_prompt, reduces_first, require_reducible
-from .reduction.forecast import Forecast, reduction_memory, shape_left
-from .reduction.late import LateReducer
-from .reduction.shape import PromptShape
-from .reduction.steps import run_and_reduce
-from .result import PrefillResult
-from .room import Room
-from .stages import Stage, embed, run_stage
+from .reduction.late import LateReducer, run_and_reduce
+from .result import PrefillResult, identify
+from .stages import Stage, Watcher, embed, run_stage
 
 
 @torch.no_grad()
@@ -46,7 +40,7 @@ def prefill(
     hosts: HostGroup | None = None,
     config: PrefillConfig | None = None,
     timer: StageTimer | None = None,
-    observer: PrefillObserver | None = None,
+    watcher: Watcher | None = None,
     encoded: VisualRows | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
@@ -61,7 +55,7 @@ def prefill(
         hosts: the hosts that take part; ``HostGroup.from_env()`` by default.
         config: method and lengths.
         timer: the request's stage times; a new one by default.
-        observer: watches the question's attention, or hidden states (see :mod:`apbv.speculate.observers`).
+        watcher: looks on at the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
         encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
 
     Returns:
@@ -89,15 +83,11 @@ def prefill(
         model_inputs.require_room(parts.max_position_embeddings)
         require_reducible(config.reduce, model_inputs)
         reducer = make_late_reducer(config, parts, model_inputs)
-        if reducer is not None and observer is not None:
+        if reducer is not None and watcher is not None:
             raise ValueError(f"{reducer.name} drops tokens between layers: a prefill with it cannot be observed")
-        share, shape = Share.of(parts), PromptShape.of(parts, model_inputs, config.reduce)
         is_reduced_first = reduces_first(config)
-        if is_reduced_first:
-            method, room = None, _room_of_reduced(share, model_inputs.visual, shape, hosts, config)
-        else:
-            method = _plan(model_inputs, hosts, config, observer)
-            room = _room_of(share, method, shape, hosts, config)
+        method = None if is_reduced_first else _plan(model_inputs, hosts, config, watcher)
+        room = _room_of(parts, model_inputs, method, hosts, config, reducer)
     hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     if encoded is None:
@@ -105,13 +95,10 @@ def prefill(
     room.require()
     reduction = None
     if is_reduced_first:
-        reduced = reduce_prompt(parts, model_inputs, encoded, room, config, timer)
-        model_inputs, encoded, reduction = reduced.inputs, reduced.rows, reduced.reduction
-        del reduced
+        model_inputs, encoded, reduction = reduce_prompt(parts, model_inputs, encoded, room, config, timer)
         with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-            method = _plan(model_inputs, hosts, config, observer)
-            shape = shape_left(config.reduce, shape)
-            room = _room_of(share, method, shape, hosts, config)
+            method = _plan(model_inputs, hosts, config, watcher, reduction)
+            room = _room_of(parts, model_inputs, method, hosts, config)
     layout = method.layout
 
     chunk_bytes = config.video.chunk_bytes
@@ -119,7 +106,7 @@ def prefill(
         visual = encode_and_exchange(parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes)
     del encoded  # which has the rows of a reduced prompt
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, last_stage, shards = _forward(parts, model_inputs, visual, method, observer, reducer)
+        logits, last_stage, shards = _forward(parts, model_inputs, visual, method, watcher, reducer)
 
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
@@ -143,15 +130,28 @@ def prefill(
 
 
 def _plan(
-    inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, observer: PrefillObserver | None
+    inputs: ModelInputs,
+    hosts: HostGroup,
+    config: PrefillConfig,
+    watcher: Watcher | None,
+    reduction: Reduction | None = None,
 ) -> PrefillMethod:
-    """Choose the method and its layout for a prompt, and let an observer get ready.
+    """Choose the method and its layout for a prompt.
+
+    Args:
+        reduction: what has been left out of the prompt before.
 
     Raises:
-        ValueError: a length does not fit the prompt, or the observer does not see the question with this method.
+        ValueError: a length does not fit the prompt, or a watcher does not see the question with this method.
     """
     method_type = resolve_method(config, hosts.size)
-    layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
+    try:
+        layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
+    except LayoutError as error:
+        if reduction is None:
+            raise
+        tokens = f"{reduction.num_after} of {reduction.num_before} visual tokens"
+        raise LayoutError(f"{error}; {reduction.method} leaves {tokens}") from error
     if not layout.is_split and method_type.splits:
         if hosts.is_leader:
             warn_caller(
@@ -161,46 +161,39 @@ def _plan(
             )
         method_type = method_alone(config)
     method = method_type(layout, hosts, config)
-    if observer is not None:
-        if layout.is_split and not len(layout.query):
-            raise ValueError(
-                f"the attention of the question cannot be observed with {method.name}: "
-                "the question is split over the hosts, too"
-            )
-        observer.begin(inputs, layout, hosts)
-        if observer.wants_passed:
-            method.on_passed = observer.observe_passed
+    if watcher is not None and layout.is_split and not len(layout.query):
+        raise ValueError(
+            f"the attention of the question cannot be observed with {method.name}: "
+            "the question is split over the hosts, too"
+        )
     return method
 
 
 def _room_of(
-    share: Share, method: PrefillMethod, shape: PromptShape, hosts: HostGroup, config: PrefillConfig
+    parts: ModelParts,
+    inputs: ModelInputs,
+    method: PrefillMethod | None,
+    hosts: HostGroup,
+    config: PrefillConfig,
+    reducer: LateReducer | None = None,
 ) -> Room:
-    """Return what the prefill of a prompt takes, which is not reduced before the language model, or has been.
-
-    Raises:
-        ValueError: the model has too few layers for a reduction between them.
-    """
-    forecast = Forecast.of(config, share.sizes, type(method), method.layout, shape)
-    return Room.of(share, forecast, hosts, config.kv)
-
-
-def _room_of_reduced(
-    share: Share, visual: VisualInput, shape: PromptShape, hosts: HostGroup, config: PrefillConfig
-) -> Room:
-    """Return what a prompt takes that is still to be reduced before the language model.
-
-    Raises:
-        LayoutError: a length does not fit what will be left of it.
-    """
-    left = shape_left(config.reduce, shape)
-    try:
-        forecast = Forecast.of_shape(config, share.sizes, hosts.size, left)
-    except LayoutError as error:  # which counts what is left
-        tokens = f"{left.num_visual} of {shape.num_visual} visual tokens"
-        raise LayoutError(f"{error}; {config.reduce.method} leaves {tokens}") from error
-    reduction = reduction_memory(config.reduce, share, shape, visual.pieces, hosts.rank)
-    return Room.of(share, forecast, hosts, config.kv, reduction)
+    """Return what a prompt takes: its frames' embeddings where a method is not planned yet, else its prefill."""
+    if method is None:
+        embeddings = len(inputs.visual.pieces[hosts.rank]) * parts.row_width * parts.dtype.itemsize
+        stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
+        return Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
+    memory = host_memory(
+        parts.model.config,
+        method.layout,
+        hosts.rank,
+        config.kv,
+        itemsize=parts.dtype.itemsize,
+        device=parts.device,
+        tensor_parallel=parts.tensor_parallel[1],
+        visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
+        certain_depth=None if reducer is None else reducer.layers[0],
+    )
+    return Room(memory, inputs.num_tokens, hosts)
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:
@@ -213,7 +206,7 @@ def _forward(
     inputs: ModelInputs,
     visual: LocalVisual,
     method: PrefillMethod,
-    observer: PrefillObserver | None,
+    watcher: Watcher | None,
     reducer: LateReducer | None,
 ) -> tuple[Tensor, Stage, ShardedCache]:
     """Run the language model on this host's tokens; return logits ``[1, V]``, the last stage, and the KV here."""
@@ -221,13 +214,16 @@ def _forward(
     ends = (*(() if reducer is None else reducer.layers), parts.num_layers)
     first, *others = (range(*run) for run in pairwise((0, *ends)))
     cache = ShardedCache(0, method.layout, hosts.rank)
-    stage = Stage(first, method, inputs.query_start)
+    stage = Stage(first, method, inputs.query_start, parts.is_visual(inputs.input_ids[0]))
+    if watcher is not None:
+        watcher.begin(stage)
+        if watcher.wants_passed:
+            method.on_passed = watcher.on_passed
     rows = embed(stage, parts, inputs, visual)
     with apbv_attention(parts.language_model), rows_in_chunks(parts):
         for layers in others:
             stage, rows = run_and_reduce(stage, layers, rows, cache, reducer)
-        watch = ObserverWatch(observer, parts, inputs, method.layout, hosts.rank)
-        rows = run_stage(stage, parts, inputs, rows, cache, watch)
+        rows = run_stage(stage, parts, inputs, rows, cache, watcher)
     source = stage.layout.last_token_host
     if source in (None, hosts.rank):
         hidden = rows.local if rows.query is None else rows.query

@@ -1,4 +1,4 @@
-"""This module loads a saved prefill from disk, on any number of hosts."""
+"""Loads a saved prefill from disk, on any number of hosts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,15 @@ from ..config import KV_PLACEMENTS
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput, VisualItem
-from ..kv.assembly import length
 from ..kv.cache import ShardedCache
-from ..kv.manifest import LayerGroup, Manifest, StorageError
+from ..kv.facts import ModelIdentity, StorageError
 from ..kv.placement import GatheredKV, ShardedKV
-from ..kv.reader import SavedKV
+from ..kv.storage import Manifest, SavedKV
 from ..layout import ContextLayout, plan_layout, split_evenly
 from ..model.parts import ModelParts, inspect_model
 from ..stats import StageTimer
-from .identity import identify
-from .reduction.kept import Reduction
-from .result import PrefillResult, own_heads
+from .reduction.choosing import Reduction
+from .result import PrefillResult, identify, own_heads
 
 
 def load(
@@ -54,29 +52,26 @@ def load(
             _require_written_by(inspect_model(model), saved)
         prompt = saved.prompt()
         inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
-        layouts = []  # of every layer
-        for group in manifest.groups:
-            layouts += [_layout(manifest, group, hosts.size)] * length(group.layers)
+        layout = _layout(manifest, hosts.size)
         if kv == "sharded":
-            shares = _read_layers(saved, [layout.cache_spans(hosts.rank) for layout in layouts], hosts)
+            shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
+            layouts = [layout] * manifest.num_layers
             placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts)
         else:
-            whole = None
-            if hosts.rank == 0:
-                whole = DynamicCache(_read_layers(saved, [None] * manifest.num_layers, hosts))
-            placed = GatheredKV(whole, manifest.num_tokens, hosts, manifest.is_whole)
+            whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
+            placed = GatheredKV(whole, manifest.num_tokens, hosts)
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
     return PrefillResult(
         logits=prompt["logits"].to(hosts.device),
-        layout=layouts[0],
+        layout=layout,
         method=manifest.method,
         exact=manifest.exact,
         density=manifest.density,
         inputs=inputs,
         timer=timer,
         kv=placed,
-        model=lambda: manifest.model,
+        model=lambda: ModelIdentity.of(manifest),
         video_sha256=manifest.visual and manifest.visual.sha256,
         reduction=_stored_reduction(manifest),
     )
@@ -88,7 +83,7 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
     Raises:
         StorageError: the KV is refused; the message says why.
     """
-    writer, reader = saved.manifest.model, identify(parts)
+    writer, reader = saved.manifest, identify(parts)
     member, _ = parts.tensor_parallel
     for name, what in (
         ("family", "a model of another family"),
@@ -99,8 +94,8 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
             continue  # the digest is of the first KV head, which only the first member has
         if getattr(writer, name) != getattr(reader, name):
             raise StorageError(
-                f"the KV in {saved.path} was computed by {what}: {writer.name} ({writer.family}), "
-                f"not {reader.name} ({reader.family})"
+                f"the KV in {saved.path} was computed by {what}: {writer.model} ({writer.family}), "
+                f"not {reader.model} ({reader.family})"
             )
     if saved.manifest.torch_dtype != parts.dtype:
         raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, the model {parts.dtype}")
@@ -118,48 +113,38 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
         context_start=manifest.context_start,
         query_start=manifest.query_start,
         visual=visual,
-        position_rule=manifest.positions,
+        position_rule=manifest.position_rule,
     )
 
 
 def _stored_reduction(manifest: Manifest) -> Reduction | None:
-    stored, by_layer = manifest.reduction, ()
+    stored = manifest.reduction
     if stored is None:
         return None
-    if not manifest.is_whole:
-        num_others = manifest.num_tokens - stored.num_before
-        by_layer = tuple(group.num_tokens - num_others for group in manifest.groups for _ in range(*group.layers))
     kept = torch.tensor(stored.kept, dtype=torch.int64)
-    return Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept, by_layer)
+    return Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept)
 
 
-def _layout(manifest: Manifest, group: LayerGroup, num_hosts: int) -> ContextLayout:
-    """Cut the tokens of a group's layers into blocks for so many hosts.
-
-    What the layers lack are visual tokens, all of which lie in the context.
-    """
-    query_start = manifest.query_start - (manifest.num_tokens - group.num_tokens)
-    query_start = min(query_start, group.num_tokens - 1)
+def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:
+    """Cut the prompt into blocks for so many hosts."""
+    query_start = min(manifest.query_start, manifest.num_tokens - 1)
     return plan_layout(
         num_hosts=num_hosts,
-        num_tokens=group.num_tokens,
+        num_tokens=manifest.num_tokens,
         context_start=manifest.context_start,
         query_start=query_start,
-        # An anchor of all that comes before the question would leave nothing to split. Star Attention's on one
-        # host is that long, and so may the prompt's be in layers that hold less.
+        # An anchor of all that comes before the question, as Star Attention's on one host, leaves nothing.
         anchor_len=manifest.anchor_len if manifest.anchor_len < query_start else 0,
         passing_len=manifest.passing_len,
         zigzag=True,
     )
 
 
-def _read_layers(
-    saved: SavedKV, spans_of_layers: Sequence[Sequence[range] | None], hosts: HostGroup
-) -> list[tuple[Tensor, Tensor]]:
-    """Read every layer's keys and values ``[1, Hkv, T, D]`` of some tokens, for this process's KV heads.
+def _read_layers(saved: SavedKV, spans: Sequence[range] | None, hosts: HostGroup) -> list[tuple[Tensor, Tensor]]:
+    """Read every layer's keys and values ``[1, Hkv, T, D]``, for this process's KV heads.
 
     Args:
-        spans_of_layers: of every layer which tokens; None: all that it holds.
+        spans: of which tokens; None: of all.
     """
     if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
@@ -169,5 +154,5 @@ def _read_layers(
     heads = own_heads(saved.manifest.num_kv_heads, hosts)
     return [
         tuple(states[None].to(hosts.device) for states in saved.layer(index, spans, heads))
-        for index, spans in enumerate(spans_of_layers)
+        for index in range(saved.manifest.num_layers)
     ]

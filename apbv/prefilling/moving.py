@@ -1,4 +1,4 @@
-"""This module moves rows of tokens from the hosts that have them to the hosts that want them."""
+"""Moves rows of tokens from the hosts that have them to the hosts that want them."""
 
 from collections.abc import Sequence
 

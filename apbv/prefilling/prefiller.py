@@ -1,4 +1,4 @@
-"""This module turns a request into a prefilled prompt: it reads, encodes what is new, and prefills."""
+"""Turns a request into a prefilled prompt: it reads, encodes what is new, and prefills."""
 
 from collections.abc import Callable
 from copy import copy
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..config import PrefillConfig
 from ..hosts import HostGroup
-from ..input.known_videos import probe_once
+from ..input.files import probe_once
 from ..input.model_inputs import POSITION_RULES, ModelInputs
 from ..input.pixels import KeptPixels
 from ..input.reading import PromptReader
@@ -15,19 +15,19 @@ from ..input.request import Request
 from ..input.skeleton import SampledVideo
 from .encode import agree_on_chunks
 from .forward import prefill
-from .observer import PrefillObserver
 from .reduction.early import require_reducible
 from .result import PrefillResult
 from .reuse import Prefix, Reuse, prefill_question
+from .stages import Watcher
 
 
 class RequestCancelled(RuntimeError):
-    """A RequestCancelled says that ``stop`` ended a request before its prefill; the next one can follow."""
+    """``stop`` ended a request before its prefill; the next one can follow."""
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A ReadRequest is a request whose prompt has been read.
+    """A request whose prompt has been read.
 
     Attributes:
         request: the request; the model has positions enough for prompt and answer.
@@ -52,7 +52,7 @@ class ReadRequest:
 
 
 class Prefiller:
-    """A Prefiller reads requests and prefills them with one model; every method is collective.
+    """Reads requests and prefills them with one model; every method is collective.
 
     Args:
         reader: reads prompts for the model that prefills; on a draft host, which prefills nothing, for the draft.
@@ -104,14 +104,17 @@ class Prefiller:
                     f"positions must be one of {', '.join(POSITION_RULES)}, not {request.positions!r}"
                 )
             with timer.stage("preprocess"):
-                rendered = reader.render(request.question)
+                known = request.prompt
+                rendered = reader.render(request.question) if known is None else known.rendered
                 sources = [picture.source for picture in rendered.pictures]
         sizes = [source.file.size for source in sources if source is not None]
         infos = probe_once(reader.videos, rendered.videos, self._hosts, timer, sizes)
         with self._hosts.local_stage("reading the prompt"):
             with timer.stage("preprocess"):
-                videos = reader.sample(infos, request.question)
-            inputs, pixels = reader.read(rendered, videos, self._hosts, timer)
+                if known is not None and [video.info for video in known.videos] != list(infos):
+                    known = None  # a file has been replaced since
+                videos = reader.sample(infos, request.question) if known is None else known.videos
+            inputs, pixels = reader.read(rendered, videos, self._hosts, timer, known)
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
@@ -131,11 +134,11 @@ class Prefiller:
         self._require_wanted(request)
         return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
 
-    def run(self, read: ReadRequest, observer: PrefillObserver | None = None) -> PrefillResult:
+    def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
         """Prefill the prompt, or only its question where the KV before it is stored.
 
         Args:
-            observer: watches the prefill of a whole prompt.
+            watcher: looks on at the prefill of a whole prompt.
 
         Raises:
             ValueError, HostError: as :func:`apbv.prefill`.
@@ -153,7 +156,7 @@ class Prefiller:
             hosts=hosts,
             config=self._config,
             timer=timer,
-            observer=observer,
+            watcher=watcher,
             encoded=encoded,
         )
         if self._reuse is not None:

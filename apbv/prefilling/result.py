@@ -1,4 +1,4 @@
-"""This module defines the result of a prefill, which can be decoded, handed to transformers, or saved."""
+"""The result of a prefill, which can be decoded, handed to transformers, or saved."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -13,35 +13,28 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..decode.answer import Answer
-from ..decode.decoder import Decoder
+from ..decode.runner import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..input.visual import VisualItem
-from ..kv.cache import ShardedCache
-from ..kv.growing import first_tokens
-from ..kv.manifest import (
-    LayerGroup,
-    Manifest,
-    ModelIdentity,
-    StoredReduction,
-    VisualIdentity,
-    join_writers,
-)
-from ..kv.offered_folder import OfferedFolder
-from ..kv.offers import Offers
-from ..kv.placement import HeldLayers, PlacedKV, ShardedKV
+from ..kv.cache import ShardedCache, first_tokens
+from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions, digest_of_tokens, from_json
+from ..kv.offers import OfferedFolder, Offers
+from ..kv.placement import PlacedKV, ShardedKV
 from ..kv.sending import Share
-from ..kv.ticket import Ticket, digest_of_positions, digest_of_tokens, new_token, new_transfer
-from ..kv.writer import Writer, lock_for_saving
+from ..kv.storage import Manifest, Shard, StoredReduction, VisualIdentity, Writer, lock_for_saving
+from ..kv.ticket import Ticket, new_token, new_transfer
 from ..layout import ContextLayout, split_evenly
+from ..model.digest import config_digest
 from ..model.parts import ModelParts
+from ..refusals import refuse
 from ..stats import StageTimer
-from .reduction.kept import Reduction
+from .reduction.choosing import Reduction
 
 
 class HandoffCache(DynamicCache):
-    """A HandoffCache holds a prompt's KV for transformers' ``generate``, and refuses what would go wrong with it.
+    """Holds a prompt's KV for transformers' ``generate``, and refuses what would go wrong with it.
 
     Assisted decoding would run the whole prompt again on top of this KV, and return wrong tokens.
 
@@ -73,7 +66,7 @@ class HandoffCache(DynamicCache):
 
 @dataclass
 class PrefillResult:
-    """A PrefillResult is a prompt whose KV is computed, ready to decode.
+    """A prompt whose KV is computed, ready to decode.
 
     Attributes:
         logits: ``[1, V]`` of the last prompt token, on every host.
@@ -198,31 +191,36 @@ class PrefillResult:
     def save(self, path: str | Path) -> None:
         """Write the KV to a directory, for :func:`apbv.load` on any number of hosts; collective.
 
-        Each host writes the KV that it holds, also of layers that hold different tokens. The directory's earlier
-        content stays until all of the new is there.
+        Each host writes the KV that it holds. The directory's earlier content stays until all of the new is there.
 
         Args:
             path: the directory; all hosts have to see the same one.
 
         Raises:
-            StorageError: a file cannot be written, another process is saving there, or the hosts do not share it.
+            StorageError: a file cannot be written, another process is saving there, the hosts do not share it, or
+                tokens were dropped inside the model, so that layers hold different tokens.
             HostError: another host failed.
         """
         path, hosts = Path(path), self.kv.hosts
+        if not self.kv.is_whole:
+            raise StorageError(
+                f"{self.reduction.method} has dropped tokens inside the model: KV whose layers hold different "
+                "tokens cannot be saved"
+            )
         with ExitStack() as stack:
             with hosts.local_stage("saving the KV"):
                 if hosts.is_leader:
                     stack.enter_context(lock_for_saving(path))
-            (number,) = hosts.broadcast_ints([Writer.new_generation()] if hosts.is_leader else None, 1)
-            writer = Writer(path, Writer.folder_name(number))
+            (number,) = hosts.broadcast_ints([Writer.new_number()] if hosts.is_leader else None, 1)
+            writer = Writer(path, number)
             try:
                 with hosts.local_stage("saving the KV"):
-                    written = [asdict(group) for group in self._write_layers(writer)]
-                of_writers = hosts.gather_json(written)
+                    written = self._write_shard(writer)
+                of_writers = hosts.gather_json(written and asdict(written))
                 with hosts.local_stage("saving the KV"):
                     if hosts.is_leader:
-                        groups = join_writers(LayerGroup.of(group) for written in of_writers for group in written)
-                        writer.publish(self._manifest(writer, groups))
+                        shards = tuple(from_json(Shard, each) for each in of_writers if each)
+                        writer.publish(self._manifest(writer, shards))
             except BaseException:
                 if hosts.is_leader:
                     writer.discard()
@@ -249,11 +247,7 @@ class PrefillResult:
             HostError: another host failed.
         """
         hosts = self.kv.hosts
-        if self.reduction is not None:
-            raise ValueError(
-                f"the KV of a prompt that {self.reduction.method} has shortened cannot be handed over: its "
-                "consumer reads the whole prompt"
-            )
+        refuse(handing_over="offer()", reduction=self.reduction and self.reduction.method)
         drawn = f"{new_transfer()} {new_token()}".encode() if hosts.is_leader else None
         transfer, token = hosts.broadcast_bytes(drawn).decode().split()
         try:
@@ -261,7 +255,7 @@ class PrefillResult:
                 held = self._held_for(offers, transfer)
                 if held is not None:
                     offers.hold(transfer, token, held)
-                facts = self._facts() if hosts.is_leader else {}
+                facts = asdict(self._facts()) if hosts.is_leader else {}
             path = None if offers.directory is None else offers.directory / transfer
             if path is not None:
                 self.save(path)
@@ -281,87 +275,63 @@ class PrefillResult:
         hosts = self.kv.hosts
         if offers.directory is not None:
             return OfferedFolder(offers.directory, transfer) if hosts.is_leader else None
-        for held in self.kv.held():  # one group of layers, or none: a reduced prompt is not offered
-            if any(map(len, held.spans)):
-                return Share(held.spans, self._own_heads(held), held.states)
-        return None
+        held = self.kv.held()
+        return held and Share(held[0], self._own_heads(), held[1])
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what a ticket says of the KV, on the leader."""
-        layers, model = self.kv.cache.layers, self.model()
-        return {
-            "num_tokens": self.num_tokens,
-            "tokens_sha256": digest_of_tokens(self.inputs.input_ids[0]),
-            "positions_sha256": digest_of_positions(self._positions()),
-            "position_rule": self.inputs.position_rule,
-            "model": model.name,
-            "config_sha256": model.config_sha256,
-            "weights_sha256": model.weights_sha256,
-            "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
-            "num_layers": len(layers),
-            "num_kv_heads": layers[0].keys.shape[1] * self.kv.hosts.tensor_parallel_size,
-            "head_dim": layers[0].keys.shape[-1],
-            "method": self.method,
-            "exact": self.exact,
-        }
+    def _facts(self) -> KVFacts:
+        """Describe the KV, on the leader."""
+        layers = self.kv.cache.layers
+        return KVFacts(
+            **asdict(self.model()),
+            num_tokens=self.num_tokens,
+            tokens_sha256=digest_of_tokens(self.inputs.input_ids[0]),
+            positions_sha256=digest_of_positions(self._positions()),
+            position_rule=self.inputs.position_rule,
+            dtype=str(layers[0].keys.dtype).removeprefix("torch."),
+            num_layers=len(layers),
+            num_kv_heads=layers[0].keys.shape[1] * self.kv.hosts.tensor_parallel_size,
+            head_dim=layers[0].keys.shape[-1],
+            method=self.method,
+            exact=self.exact,
+        )
 
     def _positions(self) -> Tensor:
         """Return the rotary positions as consumers compare them: ``[3, n]`` for M-RoPE models, else ``[n]``."""
         position_ids = self.inputs.position_ids
         return position_ids[:, 0] if position_ids.dim() == 3 else position_ids[0]
 
-    def _own_heads(self, held: HeldLayers) -> range:
+    def _own_heads(self) -> range:
         """Return which KV heads this process holds."""
         hosts = self.kv.hosts
-        return own_heads(held.states[0][0].shape[1] * hosts.tensor_parallel_size, hosts)
+        return own_heads(self.kv.cache.layers[0].keys.shape[1] * hosts.tensor_parallel_size, hosts)
 
-    def _write_layers(self, writer: Writer) -> list[LayerGroup]:
-        """Write the KV that this process holds; return all groups of layers, with its own shards alone."""
-        hosts, groups = self.kv.hosts, []
+    def _write_shard(self, writer: Writer) -> Shard | None:
+        """Write the KV that this process holds, if any."""
+        hosts, held = self.kv.hosts, self.kv.held()
         number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-        for held in self.kv.held():
-            shards, layers = (), held.layers
-            if any(map(len, held.spans)):
-                heads = self._own_heads(held)
-                shards = (writer.write_shard(number, layers.start, held.spans, heads, held.states),)
-            groups.append(LayerGroup((layers.start, layers.stop), held.num_tokens, shards))
-        return groups
+        return held and writer.write_shard(number, held[0], self._own_heads(), held[1])
 
-    def _manifest(self, writer: Writer, groups: tuple[LayerGroup, ...]) -> Manifest:
+    def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of what all hosts have written; on the leader, which always holds some KV."""
-        inputs, layout, keys = self.inputs, self.layout, self.kv.cache.layers[0].keys
-        positions = self._positions()
-        visual, reduction = inputs.visual, self.reduction
+        inputs, layout, reduction = self.inputs, self.layout, self.reduction
+        digest = inputs.visual and (_digest_of_files(inputs.visual.items) or self.video_sha256)
         return Manifest(
+            **asdict(self._facts()),
             generation=writer.generation,
             apbv_version=version("apbv"),
-            model=self.model(),
-            dtype=str(keys.dtype).removeprefix("torch."),
-            num_kv_heads=max(shard.kv_heads[1] for shard in groups[0].shards),
-            head_dim=keys.shape[-1],
-            num_tokens=self.num_tokens,
             token_ids=tuple(inputs.input_ids[0].tolist()),
             context_start=inputs.context_start,
             query_start=inputs.query_start,
-            positions=inputs.position_rule,
-            rope_delta=int(positions.max()) + 1 - self.num_tokens if positions.dim() == 2 else None,
-            visual=visual
-            and VisualIdentity(
-                visual.kind,
-                inputs.num_visual_tokens,
-                _digest_of_files(visual.items) or self.video_sha256,
-            ),
-            method=self.method,
-            exact=self.exact,
+            visual=inputs.visual and VisualIdentity(inputs.visual.kind, inputs.num_visual_tokens, digest),
             density=self.density,
             reduction=reduction
             and StoredReduction(
-                reduction.method, reduction.ratio, reduction.num_before, tuple(reduction.kept.tolist())
+                reduction.method, float(reduction.ratio), reduction.num_before, tuple(reduction.kept.tolist())
             ),
             anchor_len=len(layout.anchor),
             passing_len=layout.passing_len,
-            prompt=writer.write_prompt(self.logits, positions),
-            groups=groups,
+            prompt=writer.write_prompt(self.logits, self._positions()),
+            shards=shards,
         )
 
 
@@ -376,3 +346,15 @@ def _digest_of_files(items: Sequence[VisualItem]) -> str | None:
 def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:
     """Return which of the whole model's KV heads this process has."""
     return split_evenly(range(num_kv_heads), hosts.tensor_parallel_size)[hosts.tensor_parallel_rank]
+
+
+def identify(parts: ModelParts) -> ModelIdentity:
+    """Identify a model by its configuration and weights, so that no other model reads its KV."""
+    config = parts.model.config
+    return ModelIdentity(
+        model=str(config.name_or_path),
+        revision=getattr(config, "_commit_hash", None),
+        family=parts.family,
+        config_sha256=config_digest(config),
+        weights_sha256=parts.weights_digest(),
+    )

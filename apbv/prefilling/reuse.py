@@ -1,4 +1,4 @@
-"""This module stores results of one question for further questions about the same video or long text.
+"""Stores results of one question for further questions about the same video or long text.
 
 Mode ``"exact"`` stores the vision tower's embeddings of videos and images: a further question decodes and encodes
 none, and prefills the whole prompt. Mode ``"kv"`` stores the KV of all tokens before the question: a further
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import ReuseConfig
-from ..decode.decoder import Decoder
+from ..decode.runner import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -63,7 +63,7 @@ class ByteBoundedCache:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A Prefix is the beginning of an earlier prompt, up to its question, with this host's KV of it.
+    """The beginning of an earlier prompt, up to its question, with this host's KV of it.
 
     Attributes:
         state: the earlier prompt's prefill, whose KV is cut before the question.
@@ -133,7 +133,7 @@ class StoringRows:
 
 
 class Reuse:
-    """A Reuse stores embeddings, or KV, of one host's earlier requests.
+    """Stores embeddings, or KV, of one host's earlier requests.
 
     Attributes:
         mode: which of the two, one of :data:`apbv.config.REUSE_MODES`.

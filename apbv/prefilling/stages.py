@@ -1,15 +1,15 @@
-"""This module runs the language model in stages, each a run of its layers over tokens of its own.
+"""Runs the language model in stages, each a run of its layers over tokens of its own.
 
 Where no tokens are dropped inside the model there is one stage, of all layers and the whole prompt. Between two
 stages every host is brought the hidden states of the tokens that it computes next.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import get_ident
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,15 @@ from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..layout import ContextLayout
 from ..model.attention import LayerAttention, NewTokenAttention
-from ..model.parts import ModelParts
-from ..model.some_layers import some_layers
+from ..model.parts import ModelParts, some_layers
 from .exchange import LocalVisual, ReadOnce
 from .methods import PrefillMethod
 from .moving import move_rows
-from .positions import local_positions
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A Stage is a run of decoder layers, and the tokens of the prompt that they compute.
+    """A run of decoder layers, and the tokens of the prompt that they compute.
 
     Tokens of a stage are numbered from 0 to n_s - 1, in token order; its layout counts them so.
 
@@ -37,12 +35,14 @@ class Stage:
         layers: the decoder layers.
         method: computes their attention.
         query_start: the first token of the question.
+        is_visual: which tokens are visual, bool ``[n_s]``.
         tokens: int64 ``[n_s]``, ascending: which tokens of the prompt they are; None: all of them.
     """
 
     layers: range
     method: PrefillMethod
     query_start: int
+    is_visual: Tensor
     tokens: Tensor | None = None
 
     @property
@@ -64,6 +64,11 @@ class Stage:
     def question(self) -> range:
         """The tokens of the question."""
         return range(self.query_start, self.num_tokens)
+
+    @property
+    def splits_question(self) -> bool:
+        """Whether the hosts share the question out, too."""
+        return self.layout.is_split and not len(self.layout.query)
 
     @cached_property
     def local(self) -> list[Tensor]:
@@ -94,20 +99,39 @@ class Stage:
         """Return the numbers in the prompt of some tokens of this stage."""
         return tokens if self.tokens is None else self.tokens[tokens]
 
-    def is_visual(self, parts: ModelParts, inputs: ModelInputs) -> Tensor:
-        """Find the stage's visual tokens: bool ``[n_s]``."""
-        ids = inputs.input_ids[0]
-        return parts.is_visual(ids if self.tokens is None else ids[self.tokens])
+    @cached_property
+    def owned_visual(self) -> list[Tensor]:
+        """The visual tokens that each host keeps, in cache order."""
+        return [tokens[self.is_visual[tokens]] for tokens in self.owned]
+
+    @cached_property
+    def visual_numbers(self) -> list[Tensor]:
+        """The same tokens by their numbers among the stage's visual tokens."""
+        numbers = self.is_visual.long().cumsum(0) - 1
+        return [numbers[tokens] for tokens in self.owned_visual]
+
+    @cached_property
+    def visual_rows(self) -> Tensor:
+        """The places of visual tokens among those that this host keeps, on its device."""
+        return self.is_visual[self.owned[self.hosts.rank]].nonzero().flatten().to(self.hosts.device)
+
+    def states_of(self, tokens: Tensor, rows: "HiddenRows", parts: ModelParts) -> Tensor:
+        """Return the hidden states ``[T, d]`` of tokens that this host keeps, all of the question or none."""
+        if rows.query is not None and len(tokens) and tokens[0] >= self.query_start:
+            return rows.query[0, (tokens - self.query_start).to(rows.query.device)]
+        if rows.local is None:
+            return torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
+        return rows.local[0, self.rows_of(tokens).to(rows.local.device)]
 
     def next(self, method: PrefillMethod, layers: range, left: Tensor) -> "Stage":
         """Return the stage behind this one, of the tokens ``left``, ascending."""
         num_before = int((left < self.query_start).sum())
-        return Stage(layers, method, num_before, self.in_prompt(left))
+        return Stage(layers, method, num_before, self.is_visual[left], self.in_prompt(left))
 
 
 @dataclass
 class HiddenRows:
-    """HiddenRows are the hidden states of a host's tokens between two layers.
+    """The hidden states of a host's tokens between two layers.
 
     Attributes:
         local: ``[1, S, d]`` of its local tokens; None on a host without any.
@@ -131,17 +155,49 @@ class HiddenRows:
         return query
 
 
-class Watch(Protocol):
-    """A Watch looks on as a stage is computed; what it yields computes the attention in the method's place."""
+class Watcher:
+    """Looks on as a stage is computed, on all hosts. As it is, it sees nothing.
 
-    def context_pass(self, attention: PrefillMethod) -> AbstractContextManager[LayerAttention]:
-        """Watch the pass of the context, with which the question may be computed, too."""
+    Attributes:
+        stage: the stage.
+        layers: the decoder layers whose queries and keys it is shown.
+        hidden_layers: those whose inputs it is shown (0: the embeddings).
+        wants_passed: whether it is told which KV pairs are passed on.
+    """
 
-    def query_pass(self, attention: LayerAttention) -> AbstractContextManager[LayerAttention]:
-        """Watch the pass of the question alone, where the method has one."""
+    layers: Collection[int] = ()
+    hidden_layers: Collection[int] = ()
+    wants_passed = False
 
-    def no_pass(self) -> None:
-        """Take part in the exchanges of those who watch, on a host that computes nothing."""
+    def begin(self, stage: Stage) -> None:
+        """Get ready for a stage."""
+        self.stage = stage
+
+    def on_layer(self, q: Tensor, keys: Tensor, scale: float, rows: Tensor) -> None:
+        """Take the queries and keys of one of :attr:`layers`; collective among the hosts that compute.
+
+        Args:
+            q: the question's query states ``[1, Hq, n_q, D]``, post-RoPE.
+            keys: ``[1, Hkv, S, D]``, among them those of the tokens that this host keeps.
+            rows: the places of these, ``[T]`` in cache order.
+        """
+
+    def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
+        """Take the input ``[S, d]`` of one of :attr:`hidden_layers`, in the pass that computes it for good.
+
+        Args:
+            question: the question's rows; None in a pass without it.
+            owned: those of the tokens that this host keeps, in cache order; None in a pass without them.
+        """
+
+    def on_passed(self, block: int, chosen: Tensor) -> None:
+        """Take one layer's choice of a block's KV pairs to pass on; see ``PrefillMethod.on_passed``."""
+
+    def on_nothing(self) -> None:
+        """Take part in the other hosts' exchanges, on a host that computes nothing of the stage."""
+
+    def result(self) -> Any:
+        """Return what was seen, the same on every host; collective, after the stage."""
 
 
 def embed(stage: Stage, parts: ModelParts, inputs: ModelInputs, visual: LocalVisual) -> HiddenRows:
@@ -156,37 +212,46 @@ def embed(stage: Stage, parts: ModelParts, inputs: ModelInputs, visual: LocalVis
 
 
 def run_stage(
-    stage: Stage, parts: ModelParts, inputs: ModelInputs, rows: HiddenRows, cache: ShardedCache, watch: Watch
+    stage: Stage,
+    parts: ModelParts,
+    inputs: ModelInputs,
+    rows: HiddenRows,
+    cache: ShardedCache,
+    watcher: Watcher | None = None,
 ) -> HiddenRows:
     """Run a stage's layers on this host's tokens, and keep their KV; return what comes out, and forget ``rows``.
 
     Behind the model's last layer that is what its last norm makes of it.
+
+    Args:
+        watcher: looks on; it has begun the stage.
     """
     method, layout, rank, layers = stage.method, stage.layout, stage.hosts.rank, stage.layers
     cache.add_layers(len(layers), layout, keep_query=not method.separate_query)
     spans = layout.local_spans(rank)
     if not spans:  # host 0 computes the stage alone
-        watch.no_pass()
+        if watcher is not None:
+            watcher.on_nothing()
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
         return HiddenRows()
     part = _part_of(parts, layers)
     result = HiddenRows(deepstack=rows.deepstack[len(layers) :])
     extra = {}
     if rows.deepstack:
-        ids = inputs.input_ids[:, stage.in_prompt(stage.local[rank])]
-        extra["visual_pos_masks"] = parts.is_visual(ids).to(parts.device)
+        extra["visual_pos_masks"] = stage.is_visual[stage.local[rank]][None].to(parts.device)
         extra["deepstack_visual_embeds"] = ReadOnce(rows.deepstack[: len(layers)])
         rows.deepstack = []
     if stage.tokens is None:
-        positions = local_positions(inputs, spans, layout.anchor_copy)
+        positions = _local_positions(inputs, spans, layout.anchor_copy)
     else:
         positions = inputs.position_ids[..., stage.tokens[stage.local[rank]]]
-    with watch.context_pass(method) as attention:
+    with _shown_to(watcher, stage, part, method, has_question=not method.separate_query) as attention:
         options = {"cache": cache, "attention": attention, **extra}
         del extra
         result.local = _run(part, [rows.take_local()], positions, options)
     if method.separate_query:  # only now can the question see all of the context
-        with watch.query_pass(NewTokenAttention(parts.backend, hosts=stage.hosts)) as attention:
+        attention = NewTokenAttention(parts.backend, hosts=stage.hosts)
+        with _shown_to(watcher, stage, part, attention, has_context=False) as attention:
             question = [rows.take_query()]
             if stage.tokens is None:
                 question = [parts.embed_tokens(inputs.input_ids[:, inputs.query_start :].to(parts.device))]
@@ -195,9 +260,7 @@ def run_stage(
     return result
 
 
-def next_rows(
-    stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, parts: ModelParts, inputs: ModelInputs
-) -> HiddenRows:
+def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, parts: ModelParts) -> HiddenRows:
     """Bring every host the hidden states of its tokens in the next stage; collective. ``rows`` is forgotten.
 
     Args:
@@ -214,12 +277,73 @@ def next_rows(
     del local
     num_to_add = max(0, parts.num_deepstack_layers - following.layers.start)
     if num_to_add:
-        is_visual = stage.is_visual(parts, inputs)
+        is_visual = stage.is_visual
         held, wanted = ([tokens[is_visual[tokens]] for tokens in of_hosts] for of_hosts in (stage.local, wanted))
         for index in range(num_to_add):
             features = rows.deepstack[index] if rows.deepstack else nothing
             result.deepstack.append(move_rows(features, held, stage.owner, wanted, hosts))
     return result
+
+
+@contextmanager
+def _shown_to(
+    watcher: Watcher | None,
+    stage: Stage,
+    part: ModelParts,
+    attention: LayerAttention,
+    has_context: bool = True,
+    has_question: bool = True,
+) -> Iterator[LayerAttention]:
+    """Show a watcher what a pass of some layers computes; yield the attention to compute it with.
+
+    Without context a pass is of the question alone, and its attention gets the keys that this host keeps.
+    """
+    if watcher is None:
+        yield attention
+        return
+    device = stage.hosts.device
+    question = owned = None
+    if has_context:
+        owned = stage.rows_of(stage.owned[stage.hosts.rank]).to(device)
+    if has_question:
+        question = torch.arange(stage.query_start, stage.num_tokens)
+        question = (stage.rows_of(question) if has_context else question - stage.query_start).to(device)
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        if layer in watcher.layers:
+            rows = torch.arange(k.shape[2], device=device) if owned is None else owned
+            watcher.on_layer(question_states(stage, q, question), k, scale, rows)
+        return attention(q, k, v, scale, layer)
+
+    with ExitStack() as hooks:
+        for layer in watcher.hidden_layers:
+
+            def show(module, args, kwargs, layer=layer):
+                hidden = args[0] if args else kwargs["hidden_states"]
+                watcher.on_hidden(layer, hidden[0], question, owned)
+
+            hook = part.language_model.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
+            hooks.callback(hook.remove)
+        yield watched if has_question and watcher.layers else attention
+
+
+def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
+    """Return the question's queries ``[1, Hq, n_q, D]`` on every host that computes; collective among these.
+
+    Where the method splits the question over the hosts, too, each sends the others its share.
+
+    Args:
+        q: of this host's rows in this pass, ``[1, Hq, S, D]``.
+        rows: the question's, where they are all here.
+    """
+    hosts = stage.hosts
+    if not stage.splits_question:
+        return q[:, :, rows]
+    everything = torch.arange(stage.query_start, stage.num_tokens)
+    held = [tokens[tokens >= stage.query_start] for tokens in stage.local]
+    wanted = [everything if len(tokens) else everything[:0] for tokens in stage.local]
+    mine = q[0, :, stage.rows_of(held[hosts.rank]).to(q.device)].transpose(0, 1)
+    return move_rows(mine, held, stage.owner, wanted, hosts).transpose(0, 1)[None]
 
 
 def _part_of(parts: ModelParts, layers: range) -> ModelParts:
@@ -266,3 +390,22 @@ def _handed_to_first_layer(parts: ModelParts, held: list[Tensor]) -> Iterator[Te
 def _numbers(spans: Sequence[range]) -> Tensor:
     """Return the tokens of some spans, one behind the other."""
     return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])
+
+
+def _local_positions(inputs: ModelInputs, spans: Sequence[range], copied: Sequence[range]) -> Tensor:
+    """Return the rotary positions of spans of the prompt, ``[3, 1, S]`` or ``[1, S]``.
+
+    An anchor's copy is a prompt with the question in front of the context: the question begins where the context
+    would, and moves it on by its own length. All other tokens have their places in the prompt.
+
+    Args:
+        spans: tokens of the prompt, first of all those of ``copied``.
+        copied: prefix, question and start of the context, as in :class:`~apbv.layout.ContextLayout`; empty where
+            nothing is copied.
+    """
+    positions = [inputs.position_ids[..., span.start : span.stop] for span in spans]
+    if copied:
+        question, context = positions[1], inputs.position_ids[..., copied[0].stop]
+        positions[1] = question - question[..., :1] + context[..., None]
+        positions[2] = positions[2] + question[..., -1:] - question[..., :1] + 1
+    return torch.cat(positions, dim=-1)

@@ -5,38 +5,44 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
 from .job import Event, Job, Piece
-from .protocol import ApiError, ErrorBody, Load, Model, ModelList, ModelPermission, Text, Tokens
-from .replies import ChatReplies, CompletionReplies, Replies
-from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
+from .replies import Replies
+from .requests import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from .worker import Worker
 
 _BODY_SECONDS = 60.0
 _PARSERS = 4  # bodies that are parsed at a time
 _TOKENIZERS = 4  # prompts that are tokenized at a time for requests that want nothing else
 _CLIENT_CLOSED_REQUEST = 499  # nobody sees it
-_REFERENCE = "#/components/schemas/{model}"
-_ERRORS = {status: {"model": ErrorBody} for status in (400, 401, 404, 413, 429, 503)}
-
 _Body = TypeVar("_Body", GenerationRequest, TokenizeRequest, DetokenizeRequest)
+_Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(
     worker: Worker, model: str, max_model_len: int, *, max_body_bytes: int, api_key: str | None = None
-) -> FastAPI:
+) -> Starlette:
     """Build the ASGI application.
 
     Args:
@@ -46,111 +52,86 @@ def build_app(
         max_body_bytes: the largest body that is read.
         api_key: the bearer token that whoever lets the model or its tokenizer work has to send; None: none.
     """
-    app = FastAPI(title="apbv", version=__version__, docs_url=None, redoc_url=None)
-    app.add_middleware(_RequestIds)
-    for kind in (ApiError, HTTPException, Exception):
-        app.add_exception_handler(kind, _error)
-    endpoints = _Endpoints(worker, model, max_body_bytes)
-    started = int(time.time())
-    guarded = APIRouter(dependencies=[Depends(_Guard(api_key))])
+    endpoints = _Endpoints(worker, model, max_model_len, max_body_bytes)
 
-    def describe() -> Model:
-        permission = ModelPermission(id=f"modelperm-{uuid.uuid4().hex}", created=started)
-        return Model(id=model, created=started, root=model, max_model_len=max_model_len, permission=[permission])
+    def guarded(handler: _Handler) -> _Handler:
+        async def guard(request: Request) -> Response:
+            _require_key(request, api_key)
+            return await handler(request)
 
-    @guarded.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[describe()])
+        return guard
 
-    @guarded.get("/v1/models/{name:path}", responses={404: {"model": ErrorBody}})
-    async def one_model(name: str) -> Model:
-        endpoints.require_model(name)
-        return describe()
-
-    @guarded.post(
-        "/v1/chat/completions",
-        response_model=ChatReplies.answer,
-        responses=_ERRORS,
-        openapi_extra=_body_schema(ChatRequest),
+    return Starlette(
+        routes=[
+            Route("/v1/models", guarded(endpoints.models)),
+            Route("/v1/models/{name:path}", guarded(endpoints.one_model)),
+            Route("/v1/chat/completions", guarded(partial(endpoints.answer, ChatRequest)), methods=["POST"]),
+            Route("/v1/completions", guarded(partial(endpoints.answer, CompletionRequest)), methods=["POST"]),
+            Route("/tokenize", guarded(endpoints.tokenize), methods=["POST"]),
+            Route("/detokenize", guarded(endpoints.detokenize), methods=["POST"]),
+            Route("/health", endpoints.health),
+            Route("/ping", endpoints.health, methods=["GET", "POST"]),
+            Route("/version", endpoints.version),
+            Route("/load", endpoints.load),
+            Route("/metrics", endpoints.metrics),
+        ],
+        middleware=[Middleware(_RequestIds)],
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
-    async def chat_completions(request: Request) -> Response:
-        return await endpoints.answer(request, ChatRequest, ChatReplies)
-
-    @guarded.post(
-        "/v1/completions",
-        response_model=CompletionReplies.answer,
-        responses=_ERRORS,
-        openapi_extra=_body_schema(CompletionRequest),
-    )
-    async def completions(request: Request) -> Response:
-        return await endpoints.answer(request, CompletionRequest, CompletionReplies)
-
-    @guarded.post(
-        "/tokenize", response_model=Tokens, responses=_ERRORS, openapi_extra=_body_schema(TokenizeRequest)
-    )
-    async def tokenize(request: Request) -> Response:
-        tokens, strings = await endpoints.tokenize(request)
-        reply = Tokens(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)
-        return JSONResponse(reply.model_dump())
-
-    @guarded.post("/detokenize", responses=_ERRORS, openapi_extra=_body_schema(DetokenizeRequest))
-    async def detokenize(request: Request) -> Text:
-        return Text(prompt=await endpoints.detokenize(request))
-
-    @app.get("/health", responses={503: {"model": ErrorBody}})
-    async def health() -> Response:
-        if reason := worker.reason_unavailable():
-            raise ApiError(503, reason)
-        return Response()
-
-    app.add_api_route("/ping", health, methods=["GET", "POST"], include_in_schema=False)
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @app.get("/load")
-    async def load() -> Load:
-        return Load(server_load=endpoints.num_answering)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(worker.metrics.render(), media_type=worker.metrics.content_type)
-
-    app.include_router(guarded)
-    return _with_schemas(app, ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
 class _Endpoints:
-    """What the addresses do that take a body.
+    """The requests' handlers."""
 
-    Attributes:
-        num_answering: how many answers are asked for now.
-    """
-
-    def __init__(self, worker: Worker, model: str, max_body_bytes: int):
+    def __init__(self, worker: Worker, model: str, max_model_len: int, max_body_bytes: int):
         self._worker, self._model, self._max_body_bytes = worker, model, max_body_bytes
-        self.num_answering = 0
+        self._max_model_len, self._started = max_model_len, int(time.time())
+        self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
         self._tokenizers = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer")
         # One for everybody in the queue: who waits for another server's files keeps nobody else waiting.
         self._readers = ThreadPoolExecutor(worker.max_admitted, thread_name_prefix="reader")
 
-    async def answer(self, request: Request, body: type[GenerationRequest], form: type[Replies]) -> Response:
-        """Answer a request of which ``form`` knows what its replies look like."""
-        job_id, traceparent = f"{form.kind}-{request.state.request_id}", request.headers.get("traceparent")
-        job = self._worker.admit(job_id, form.kind, traceparent)
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._describe()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._describe())
+
+    async def health(self, _: Request) -> Response:
+        if reason := self._worker.reason_unavailable():
+            raise ApiError(503, reason)
+        return Response()
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def load(self, _: Request) -> Response:
+        return JSONResponse({"server_load": self._num_answering})
+
+    async def metrics(self, _: Request) -> Response:
+        metrics = self._worker.metrics
+        return Response(metrics.render(), media_type=metrics.content_type)
+
+    async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
+        """Answer a request whose body is of some type."""
+        job_id = f"{body.id_prefix}-{request.state.request_id}"
+        job = self._worker.admit(job_id, request.headers.get("traceparent"))
         try:
             asked = await self._read(request, body)
         except BaseException as error:
-            self._worker.end(job, None, "invalid" if isinstance(error, ApiError) else "cancelled")
+            if isinstance(error, ApiError):
+                self._worker.end(job, error, "invalid")
+            else:
+                self._worker.end(job, None, "cancelled")
             if isinstance(error, ClientDisconnect):
                 return Response(status_code=_CLIENT_CLOSED_REQUEST)
             raise
         watch = asyncio.create_task(self._cancel_when_gone(request, job))
         events = self._events(job, watch)
         self._readers.submit(self._worker.submit, job, asked)
-        replies, is_streamed = form(job, asked, self._model), False
+        replies, is_streamed = Replies(job, asked, self._model), False
         try:
             first = await anext(events)
             if isinstance(first, ApiError):
@@ -168,22 +149,38 @@ class _Endpoints:
             if not is_streamed:
                 await events.aclose()
 
-    async def tokenize(self, request: Request) -> tuple[list[int], list[str] | None]:
-        """Return a prompt's tokens, and how the vocabulary spells them where that is wanted."""
+    async def tokenize(self, request: Request) -> Response:
         asked, reader = await self._read(request, TokenizeRequest), self._worker.reader
 
-        def tokenize() -> tuple[list[int], list[str] | None]:
+        def tokenize() -> dict[str, Any]:
             tokens = reader.tokenize(asked)
-            return tokens, reader.token_strings(tokens) if asked.return_token_strs else None
+            reply = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
+            return {**reply, "token_strs": reader.token_strings(tokens)} if asked.return_token_strs else reply
 
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizers, tokenize)
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(self._tokenizers, tokenize))
 
-    async def detokenize(self, request: Request) -> str:
-        """Return the text of some tokens."""
+    async def detokenize(self, request: Request) -> Response:
         asked, loop = await self._read(request, DetokenizeRequest), asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizers, self._worker.reader.detokenize, asked.tokens)
+        text = await loop.run_in_executor(self._tokenizers, self._worker.reader.detokenize, asked.tokens)
+        return JSONResponse({"prompt": text})
 
-    def require_model(self, name: str | None) -> None:
+    def _describe(self) -> dict[str, Any]:
+        """Describe the model, as OpenAI and vLLM do."""
+        model, created = self._model, self._started
+        allowed = {"create_engine": False, "sampling": True, "logprobs": False, "search_indices": False}
+        permission = {
+            "id": f"modelperm-{uuid.uuid4().hex}",
+            "object": "model_permission",
+            "created": created,
+            **{f"allow_{name}": value for name, value in {**allowed, "view": True, "fine_tuning": False}.items()},
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        described = {"id": model, "object": "model", "created": created, "owned_by": "apbv", "root": model}
+        return {**described, "parent": None, "max_model_len": self._max_model_len, "permission": [permission]}
+
+    def _require_model(self, name: str | None) -> None:
         """Raise ApiError unless a request names the served model, or none."""
         if name not in (None, self._model):
             message = f"there is no model {name!r:.200}; this server has {self._model!r}"
@@ -196,7 +193,7 @@ class _Endpoints:
         except asyncio.TimeoutError as error:
             raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from error
         asked = await asyncio.get_running_loop().run_in_executor(self._parsers, kind.parse, body)
-        self.require_model(asked.model)
+        self._require_model(asked.model)
         return asked
 
     async def _cancel_when_gone(self, request: Request, job: Job) -> None:
@@ -207,7 +204,7 @@ class _Endpoints:
 
     async def _events(self, job: Job, watch: asyncio.Task) -> AsyncIterator[Event]:
         """Yield a job's events up to its last; whoever stops listening cancels the job."""
-        self.num_answering += 1
+        self._num_answering += 1
         try:
             while True:
                 event = await job.events.get()
@@ -217,30 +214,21 @@ class _Endpoints:
                 if not isinstance(event, Piece):
                     return
         finally:
-            self.num_answering -= 1
+            self._num_answering -= 1
             watch.cancel()
             self._worker.cancel(job)
 
 
-class _Guard:
-    """Refuses requests without the API key."""
-
-    def __init__(self, api_key: str | None):
-        self._api_key = api_key
-
-    async def __call__(self, request: Request) -> None:
-        if self._api_key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Starlette decodes headers as Latin-1, which keeps every byte.
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self._api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+def _require_key(request: Request, api_key: str | None) -> None:
+    """Raise ApiError unless a request has the API key, if there is one."""
+    if api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # Starlette decodes headers as Latin-1, which keeps every byte.
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode())
+    if scheme.lower() != "bearer" or not is_right:
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
 
 
 class _RequestIds:
@@ -290,18 +278,3 @@ async def _error(_: Request, error: Exception) -> JSONResponse:
     elif not isinstance(error, ApiError):
         error = ApiError(500, "internal error")
     return JSONResponse(error.body, error.status, headers=error.headers)
-
-
-def _body_schema(body: type[BaseModel]) -> dict:
-    """Describe for OpenAPI a body, which FastAPI does not read itself."""
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _with_schemas(app: FastAPI, *bodies: type[BaseModel]) -> FastAPI:
-    """Add the bodies' schemas to those that FastAPI collects."""
-    schemas = app.openapi()["components"]["schemas"]
-    for body in bodies:
-        schema = body.model_json_schema(ref_template=_REFERENCE)
-        schemas |= {**schema.pop("$defs", {}), body.__name__: schema}
-    return app

@@ -1,4 +1,4 @@
-"""This module decodes several answers at once, in a thread of host 0 beside the one that prefills."""
+"""Decodes several answers at once, in a thread of host 0 beside the one that prefills."""
 
 import copy
 import threading
@@ -14,14 +14,14 @@ from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..prefilling.result import PrefillResult
 from .job import Job
-from .ledger import Ledger
-from .protocol import ApiError
+from .requests import ApiError
+from .scheduler import Scheduler
 from .telling import Telling, text_of
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A Prefilled is a job whose prompt is prefilled, with its KV on this host."""
+    """A job whose prompt is prefilled, with its KV on this host."""
 
     job: Job
     request: Request
@@ -30,7 +30,7 @@ class Prefilled:
 
 
 class Decoding:
-    """A Decoding is a thread that decodes all answers whose prompts are prefilled, as one batch.
+    """Decodes all answers whose prompts are prefilled, in a thread, as one batch.
 
     An answer joins the batch before its next step, and leaves it where it ends or its client has gone. The thread
     lives inside a ``with`` block, in which apbv's attention is in force for all threads.
@@ -40,8 +40,8 @@ class Decoding:
         failure: the error that ended the thread before it was told to.
     """
 
-    def __init__(self, engine: Engine, ledger: Ledger):
-        self._parts, self._ledger = engine.parts, ledger
+    def __init__(self, engine: Engine, scheduler: Scheduler):
+        self._parts, self._scheduler = engine.parts, scheduler
         # A tokenizer must not be used by two threads at once.
         self.decode = text_of(copy.deepcopy(engine.tokenizer))
         self._arrivals: deque[Prefilled] = deque()
@@ -58,17 +58,17 @@ class Decoding:
 
     def __exit__(self, *_) -> None:
         """End the thread after the step under way; answers that have not ended are dropped."""
-        with self._ledger.changed:
+        with self._scheduler.changed:
             self._is_closing = True
-            self._ledger.changed.notify_all()
+            self._scheduler.changed.notify_all()
         self._thread.join()
         self._attention.close()
 
     def add(self, prefilled: Prefilled) -> None:
         """Let an answer join; from then on this thread ends the job, and releases its KV."""
-        with self._ledger.changed:
+        with self._scheduler.changed:
             self._arrivals.append(prefilled)
-            self._ledger.changed.notify_all()
+            self._scheduler.changed.notify_all()
 
     def _run(self) -> None:
         try:
@@ -81,13 +81,13 @@ class Decoding:
                     self._fail_all(failure)
         except BaseException as error:
             self.failure = error
-            with self._ledger.changed:
-                self._ledger.changed.notify_all()
+            with self._scheduler.changed:
+                self._scheduler.changed.notify_all()
 
     def _admit(self, batch: Batch) -> bool:
         """Wait until there is something to decode, and let arrivals join; False at the end."""
-        with self._ledger.changed:
-            self._ledger.changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
+        with self._scheduler.changed:
+            self._scheduler.changed.wait_for(lambda: self._arrivals or self._members or self._is_closing)
             arrivals, self._arrivals = self._arrivals, deque()
             if self._is_closing:
                 return False
@@ -131,13 +131,13 @@ class Decoding:
                 failure = _in_words(error)
         del prefilled
         if failure is None:
-            self._ledger.release(job)
+            self._scheduler.release(job)
         else:
             self._fail(job, failure)
 
     def _fail(self, job: Job, failure: str) -> None:
-        self._ledger.end(job, ApiError(500, failure), "failed")
-        self._ledger.release(job)
+        self._scheduler.end(job, ApiError(500, failure), "failed")
+        self._scheduler.release(job)
 
     def _fail_all(self, failure: str) -> None:
         jobs = [prefilled.job for prefilled in self._members.values()]

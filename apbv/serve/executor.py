@@ -1,4 +1,4 @@
-"""This module carries out orders: what every host does for a request, led by host 0."""
+"""Carries out orders: what every host does for a request, led by host 0."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -14,14 +14,14 @@ from ..engine import Engine
 from ..generated import GenerateResult
 from ..hosts import AgreedError, HostError, HostGroup
 from ..input.request import Request
-from ..kv.manifest import StorageError
+from ..input.skeleton import Skeleton
+from ..kv.facts import StorageError
 from ..kv.offers import Offers
 from ..kv.ticket import Ticket
 from ..prefilling.result import PrefillResult
-from .media import find_in_folder
+from .media import PrivateFiles, find_in_folder
 from .order import Order
-from .private_files import PrivateFiles
-from .protocol import FinishReason
+from .requests import FinishReason
 
 # Host 0's commands: nothing is to be done yet; answer together; prefill, and host 0 answers alone; prefill, and
 # another server answers; leave.
@@ -42,7 +42,7 @@ def why_one_at_a_time(engine: Engine) -> str | None:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A HandedOver is a prompt from whose KV another server continues.
+    """A prompt from whose KV another server continues.
 
     Attributes:
         token: the first token of the answer, by the prompt's logits.
@@ -57,7 +57,7 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class Executor:
-    """An Executor carries out orders on this host; its methods are collective over all hosts.
+    """Carries out orders on this host; its methods are collective over all hosts.
 
     Attributes:
         engine: answers them.
@@ -69,22 +69,29 @@ class Executor:
     hosts: HostGroup
     offers: Offers | None = None
 
-    def answer(self, order: Order, open_files: OpenFiles, stop: Stop) -> GenerateResult:
+    def answer(
+        self, order: Order, open_files: OpenFiles, stop: Stop, prompt: Skeleton | None = None
+    ) -> GenerateResult:
         """Answer an order on all hosts.
 
         Args:
             open_files: gives this host's paths of the order's files, which last as long as the stack.
             stop: see :meth:`apbv.Engine.generate`.
+            prompt: what this host has read of the question already.
         """
         with ExitStack() as stack:
-            return self.engine.answer(self._request(order, open_files, stop, stack))
+            return self.engine.answer(self._request(order, open_files, stop, stack, prompt))
 
-    def prefill(self, order: Order, open_files: OpenFiles, stop: Stop) -> tuple[Request, PrefillResult]:
+    def prefill(
+        self, order: Order, open_files: OpenFiles, stop: Stop, prompt: Skeleton | None = None
+    ) -> tuple[Request, PrefillResult]:
         """Prefill an order, with arguments as of :meth:`answer`; host 0 has all KV."""
         with ExitStack() as stack:
-            return self.engine.prefill_request(self._request(order, open_files, stop, stack))
+            return self.engine.prefill_request(self._request(order, open_files, stop, stack, prompt))
 
-    def hand_over(self, order: Order, open_files: OpenFiles, stop: Stop) -> HandedOver | None:
+    def hand_over(
+        self, order: Order, open_files: OpenFiles, stop: Stop, prompt: Skeleton | None = None
+    ) -> HandedOver | None:
         """Prefill an order, with arguments as of :meth:`answer`, and offer the KV on the hosts that computed it.
 
         Returns:
@@ -94,7 +101,7 @@ class Executor:
             RuntimeError: a host has no room for the KV, which is no fault of the request.
         """
         with ExitStack() as stack:
-            request = self._request(order, open_files, stop, stack)
+            request = self._request(order, open_files, stop, stack, prompt)
             if not self.engine.prefills:
                 return None
             request, state = self._handing_over.prefill_request(request)
@@ -138,10 +145,12 @@ class Executor:
             raise AgreedError("the model gave NaN or infinite logits behind the prompt")
         return token
 
-    def _request(self, order: Order, open_files: OpenFiles, stop: Stop, stack: ExitStack) -> Request:
+    def _request(
+        self, order: Order, open_files: OpenFiles, stop: Stop, stack: ExitStack, prompt: Skeleton | None
+    ) -> Request:
         with self.hosts.local_stage("opening the files"):
             paths = open_files(stack)
-        return order.request(self.engine.hosts, paths, stop)
+        return order.request(self.engine.hosts, paths, stop, prompt)
 
     @property
     def is_usable(self) -> bool:

@@ -1,17 +1,72 @@
-"""This module defines a job: a request on its way through the server, and what its client hears of it."""
+"""A request on its way through the server: what its client hears of it, and what is recorded of it."""
 
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .protocol import ApiError, FinishReason, Usage
-from .reading import ReadRequest
-from .times import EndedRequest, RequestTimes
+from .reading import ReadyRequest
+from .requests import ApiError, FinishReason
 
-_CLIENT_LEFT = 499  # as nginx has it
+# The moments of a record between which a duration lies.
+_DURATIONS = {
+    "read": ("arrived", "ready"),
+    "queue": ("ready", "began"),
+    "prefill": ("began", "first_token"),
+    "decode": ("first_token", "last_token"),
+    "time_to_first_token": ("arrived", "first_token"),
+    "total": ("arrived", "ended"),
+}
+DURATIONS = tuple(_DURATIONS)
+
+
+@dataclass(kw_only=True)
+class RequestRecord:
+    """Everything that metrics, log and traces may tell of a request: nothing of what was asked or answered.
+
+    Moments are seconds of ``time.monotonic()``; None: not reached.
+
+    Attributes:
+        id: the request's id, as its reply has it.
+        traceparent: the trace that its client has begun, as in W3C's header of that name.
+        arrived: the server began to read it.
+        ready: it was read, and its place in the queue was taken.
+        began: its prefill began.
+        first_token: the first token was there, and with it the prefill ended.
+        last_token: the last token was there.
+        ended: the last that its client hears of it was sent.
+        status: HTTP's status of its reply; 499 where the client had left.
+        outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client, ``rejected``
+            because of a full queue or a stopping server, ``invalid``, or ``failed``.
+        prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer so far.
+        speculation: the figures of the draft (``apbv.speculate.Answered``); None: there was none.
+        sampling: ``max_tokens``, ``temperature`` and ``top_p``, once they are known.
+        transfer: the id under which its KV was offered to a decoder; None: it was not.
+    """
+
+    id: str
+    traceparent: str | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    ready: float | None = None
+    began: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    status: int = 200
+    outcome: str = "stop"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    speculation: dict[str, Any] | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    transfer: str | None = None
+
+    def seconds(self, name: str) -> float | None:
+        """Return one of :data:`DURATIONS`; None where the request did not get so far."""
+        earlier, later = (getattr(self, moment) for moment in _DURATIONS[name])
+        return None if earlier is None or later is None else later - earlier
 
 
 @dataclass(frozen=True)
@@ -20,25 +75,20 @@ class Finished:
 
     Attributes:
         reason: why the answer ended.
-        usage: tokens of prompt and answer.
+        num_tokens: how many tokens it has.
         rest: the tokens since the last piece, which have no text.
         kv_transfer_params: what another server needs to fetch the prompt's KV; None where it was not handed over.
     """
 
     reason: FinishReason
-    usage: Usage
+    num_tokens: int
     rest: list[int]
     kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A Piece is a stretch of an answer's text.
-
-    Attributes:
-        text: what has become certain.
-        token_ids: the tokens since the piece before.
-    """
+    """A stretch of an answer's text that has become certain, and the tokens since the piece before."""
 
     text: str
     token_ids: list[int]
@@ -48,62 +98,38 @@ Event = Piece | Finished | ApiError
 
 
 class Job:
-    """A Job is a request on its way, from its arrival to its last event; made in its client's event loop.
+    """A request on its way, from its arrival to its last event; made in its client's event loop.
 
     It is *admitted* (its body and files are read), then *ready* (it waits for its prefill), then *running* (it
     holds KV). From each of these it may end: failed, answered, or cancelled, which takes effect at the next token.
 
     Args:
         request_id: how the client and the log call it; None: a name of its own.
-        kind: how such a name begins.
         traceparent: the trace that its client has begun, as in the header of that name.
 
     Attributes:
+        record: what may be told of it.
         events: pieces of the answer, and at last Finished or an ApiError.
         created: when it arrived, in seconds since 1970.
-        times: when what happened to it.
         is_streamed: whether its client wants the text as it comes, and not only all of it.
         is_cancelled: whether its client has gone.
         has_ended: whether its last event was sent.
         files: closes its files.
         read: what is to be done; None until it is ready.
         kv_bytes: what its KV takes at most, of prompt and answer on all hosts.
-        num_tokens: how many tokens of its answer there are.
-        speculation: the figures of its draft.
-        transfer: the transfer by which its KV was offered; None where it was not.
     """
 
-    def __init__(self, request_id: str | None = None, kind: str = "chatcmpl", traceparent: str | None = None):
-        self.id = request_id or f"{kind}-{uuid.uuid4().hex}"
-        self.traceparent = traceparent
+    def __init__(self, request_id: str | None = None, traceparent: str | None = None):
+        self.record = RequestRecord(id=request_id or f"chatcmpl-{uuid.uuid4().hex}", traceparent=traceparent)
         self.created = int(time.time())
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self.times = RequestTimes()
         self.is_streamed = self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
-        self.read: ReadRequest | None = None
-        self.kv_bytes = self.num_tokens = 0
-        self.speculation: dict[str, Any] | None = None
-        self.transfer: str | None = None
+        self.read: ReadyRequest | None = None
+        self.kv_bytes = 0
 
     def send(self, event: Event) -> None:
         """Send an event; any thread may call this."""
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-    def ended(self, event: Finished | ApiError | None, outcome: str) -> EndedRequest:
-        """Return what may be told of the request now that this was its last event, None where its client left."""
-        order = None if self.read is None else self.read.order
-        return EndedRequest(
-            id=self.id,
-            status=200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status,
-            outcome=outcome,
-            times=self.times,
-            prompt_tokens=0 if self.times.first_token is None else self.read.num_tokens,
-            completion_tokens=self.num_tokens,
-            speculation=self.speculation,
-            sampling={} if order is None else order.sampling_figures,
-            transfer=self.transfer,
-            traceparent=self.traceparent,
-        )

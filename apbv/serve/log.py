@@ -11,7 +11,7 @@ FIELDS = "fields"  # of a record: a dictionary that says the same as its message
 
 
 class JsonLines(logging.Formatter):
-    """A JsonLines formats each record as one JSON object on a line of its own.
+    """Formats each record as one JSON object on a line of its own.
 
     It has ``time`` (UTC, ISO 8601), ``level``, ``logger`` and ``message``, the record's ``fields`` beside them,
     and of an error its ``traceback``.

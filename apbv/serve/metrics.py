@@ -1,11 +1,9 @@
 """The figures that Prometheus reads from GET /metrics, called what vLLM calls them where they mean the same."""
 
-from typing import Any
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from .times import RequestTimes
+from .job import RequestRecord
 
 # vLLM's, so that both can be shown in one panel.
 _FIRST_TOKEN_SECONDS = (
@@ -28,6 +26,45 @@ _REFUSALS = ("rejected", "invalid")
 OUTCOMES = (*_FINISHED_REASONS, *_REFUSALS)
 TRANSFER_ENDS = ("fetched", "dropped", "expired", "displaced", "closed")
 
+_GAUGES = {
+    "num_requests_running": "Requests that are prefilled or decoded",
+    "num_requests_waiting": "Requests that are read, or wait for their prefill",
+    "kv_cache_usage_perc": "KV held, of the most that may be; 1 is all",
+    "kv_cache_bytes": "Bytes of KV held",
+    "kv_offers_waiting": "KV of prompts that waits to be fetched by a decoder",
+}
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prefilled prompts",
+    "generation_tokens": "Tokens of answers",
+    "spec_decode_num_drafts": "Windows of drafted tokens",
+    "spec_decode_num_draft_tokens": "Drafted tokens",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token", _FIRST_TOKEN_SECONDS),
+    "inter_token_latency_seconds": ("From one token of an answer to its next", _GAP_SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the end", _REQUEST_SECONDS),
+    "request_queue_time_seconds": ("From having been read to the prefill", _REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("From the prefill's beginning to the first token", _REQUEST_SECONDS),
+    "request_decode_time_seconds": ("From the first token to the last", _REQUEST_SECONDS),
+    "request_prompt_tokens": ("Tokens of a prompt", _TOKENS),
+    "request_generation_tokens": ("Tokens of an answer", _TOKENS),
+    "kv_transfer_wait_seconds": ("From KV being offered to its having been fetched", _REQUEST_SECONDS),
+}
+# The figures that a request's durations, and its draft, are counted in.
+_OF_DURATIONS = {
+    "time_to_first_token_seconds": "time_to_first_token",
+    "request_queue_time_seconds": "queue",
+    "request_prefill_time_seconds": "prefill",
+    "request_decode_time_seconds": "decode",
+    "e2e_request_latency_seconds": "total",
+}
+_OF_SPECULATION = {
+    "spec_decode_num_drafts": "rounds",
+    "spec_decode_num_draft_tokens": "num_drafted",
+    "spec_decode_num_accepted_tokens": "num_accepted",
+}
+
 
 class Metrics:
     """One server's figures, in a registry of their own; any thread may change and read them.
@@ -43,108 +80,67 @@ class Metrics:
 
     def __init__(self, model: str):
         self._registry, self.model = CollectorRegistry(), model
-        self._running = self._gauge("num_requests_running", "Requests that are prefilled or decoded")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that are read, or wait for their prefill")
-        self._kv_used = self._gauge("kv_cache_usage_perc", "KV held, of the most that may be; 1 is all")
-        self._kv_bytes = self._gauge("kv_cache_bytes", "Bytes of KV held")
-        self._offers = self._gauge("kv_offers_waiting", "KV of prompts that waits to be fetched by a decoder")
-
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prefilled prompts")
-        self._generated_tokens = self._counter("generation_tokens", "Tokens of answers")
-        self._finished = self._counter("request_success", "Requests that ended, by reason", "finished_reason")
-        self._refused = self._counter("requests_refused", "Requests that were refused, by reason", "reason")
-        for reason in _FINISHED_REASONS.values():
-            self._finished.labels(model, reason)
-        for reason in _REFUSALS:
-            self._refused.labels(model, reason)
-
-        self._to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_SECONDS
-        )
-        self._token_gap = self._histogram(
-            "inter_token_latency_seconds", "From one token of an answer to its next", _GAP_SECONDS
-        )
-        self._total = self._histogram("e2e_request_latency_seconds", "From arrival to the end", _REQUEST_SECONDS)
-        self._queue = self._histogram(
-            "request_queue_time_seconds", "From having been read to the prefill", _REQUEST_SECONDS
-        )
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From the prefill's beginning to the first token", _REQUEST_SECONDS
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last", _REQUEST_SECONDS
-        )
-        self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
-        self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
-
-        self._drafts = self._counter("spec_decode_num_drafts", "Windows of drafted tokens")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
-
-        self._transfers = self._counter("kv_transfers", "KV offered to decoders, by how that ended", "how")
-        self._transfer_bytes = self._counter("kv_transfer_bytes", "Bytes of it, by how that ended", "how")
-        self._transfer_seconds = self._histogram(
-            "kv_transfer_wait_seconds", "From KV being offered to its having been fetched", _REQUEST_SECONDS
-        )
-        for how in TRANSFER_ENDS:
-            self._transfers.labels(model, how)
-            self._transfer_bytes.labels(model, how)
+        self._gauges = {name: self._new(Gauge, name, what) for name, what in _GAUGES.items()}
+        self._counters = {name: self._new(Counter, name, what) for name, what in _COUNTERS.items()}
+        self._histograms = {
+            name: self._new(Histogram, name, what, buckets=buckets)
+            for name, (what, buckets) in _HISTOGRAMS.items()
+        }
+        self._finished = self._labelled("request_success", "finished_reason", "Requests that ended, by reason")
+        self._refused = self._labelled("requests_refused", "reason", "Requests that were refused, by reason")
+        self._transfers = self._labelled("kv_transfers", "how", "KV offered to decoders, by how that ended")
+        self._transfer_bytes = self._labelled("kv_transfer_bytes", "how", "Bytes of it, by how that ended")
+        # A counter that appears with its first event would hide that event from a rate.
+        for counter, values in (
+            (self._finished, _FINISHED_REASONS.values()),
+            (self._refused, _REFUSALS),
+            (self._transfers, TRANSFER_ENDS),
+            (self._transfer_bytes, TRANSFER_ENDS),
+        ):
+            for value in values:
+                counter.labels(model, value)
 
     def set_load(self, waiting: int, running: int) -> None:
         """Say how many requests wait and run now."""
-        self._waiting.set(waiting)
-        self._running.set(running)
+        self._gauges["num_requests_waiting"].set(waiting)
+        self._gauges["num_requests_running"].set(running)
 
     def set_kv(self, used_bytes: int, limit_bytes: int) -> None:
         """Say how many bytes of KV are held now, and how many may be; a limit of 0 bytes is no limit."""
-        self._kv_bytes.set(used_bytes)
-        self._kv_used.set(used_bytes / limit_bytes if limit_bytes else 0)
+        self._gauges["kv_cache_bytes"].set(used_bytes)
+        self._gauges["kv_cache_usage_perc"].set(used_bytes / limit_bytes if limit_bytes else 0)
 
     def set_offers(self, waiting: int) -> None:
         """Say how many prompts' KV waits now to be fetched by a decoder."""
-        self._offers.set(waiting)
+        self._gauges["kv_offers_waiting"].set(waiting)
 
     def observe_token_gap(self, seconds: float) -> None:
         """Count that an answer got its next token after so many seconds."""
-        self._token_gap.observe(seconds)
+        self._histograms["inter_token_latency_seconds"].observe(seconds)
 
-    def observe_end(
-        self,
-        outcome: str,
-        times: RequestTimes,
-        prompt_tokens: int,
-        completion_tokens: int,
-        speculation: dict[str, Any] | None,
-    ) -> None:
+    def observe_end(self, record: RequestRecord) -> None:
         """Count a request that has ended.
 
         Tokens and the time to the first one are counted whatever became of the rest of the answer; the other times
         and lengths are those of answers.
-
-        Args:
-            outcome: answered up to a ``stop`` or the ``length`` asked for, ``cancelled`` by the client,
-                ``rejected`` because of a full queue or a stopping server, ``invalid``, or ``failed``.
-            prompt_tokens, completion_tokens: tokens that were prefilled, and of the answer.
-            speculation: the answer's figures of that name (see ``apbv.speculate.way.Answered``); None: no draft.
         """
-        if outcome in _REFUSALS:
-            self._refused.labels(self.model, outcome).inc()
+        if record.outcome in _REFUSALS:
+            self._refused.labels(self.model, record.outcome).inc()
         else:
-            self._finished.labels(self.model, _FINISHED_REASONS[outcome]).inc()
-        self._prompt_tokens.inc(prompt_tokens)
-        self._generated_tokens.inc(completion_tokens)
-        if speculation is not None:
-            self._drafts.inc(speculation["rounds"])
-            self._drafted.inc(speculation["num_drafted"])
-            self._accepted.inc(speculation["num_accepted"])
-        _observe(self._to_first_token, times.to_first_token)
-        if outcome in ("stop", "length"):
-            _observe(self._queue, times.queue)
-            _observe(self._prefill, times.prefill)
-            _observe(self._decode, times.decode)
-            _observe(self._total, times.total)
-            self._prompt_lengths.observe(prompt_tokens)
-            self._answer_lengths.observe(completion_tokens)
+            self._finished.labels(self.model, _FINISHED_REASONS[record.outcome]).inc()
+        self._counters["prompt_tokens"].inc(record.prompt_tokens)
+        self._counters["generation_tokens"].inc(record.completion_tokens)
+        if record.speculation is not None:
+            for name, figure in _OF_SPECULATION.items():
+                self._counters[name].inc(record.speculation[figure])
+        is_answer = record.outcome in ("stop", "length")
+        for name, duration in _OF_DURATIONS.items():
+            seconds = record.seconds(duration)
+            if seconds is not None and (is_answer or duration == "time_to_first_token"):
+                self._histograms[name].observe(seconds)
+        if is_answer:
+            self._histograms["request_prompt_tokens"].observe(record.prompt_tokens)
+            self._histograms["request_generation_tokens"].observe(record.completion_tokens)
 
     def observe_transfer(self, how: str, num_bytes: int, seconds: float) -> None:
         """Count KV that is not offered any more.
@@ -158,25 +154,15 @@ class Metrics:
         self._transfers.labels(self.model, how).inc()
         self._transfer_bytes.labels(self.model, how).inc(num_bytes)
         if how == "fetched":
-            self._transfer_seconds.observe(seconds)
+            self._histograms["kv_transfer_wait_seconds"].observe(seconds)
 
     def render(self) -> bytes:
         """Write the figures in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(f"apbv:{name}", what, ["model_name"], registry=self._registry).labels(self.model)
+    def _new(self, kind: type, name: str, what: str, **options):
+        figure = kind(f"apbv:{name}", what, ["model_name"], registry=self._registry, **options)
+        return figure.labels(self.model)
 
-    def _counter(self, name: str, what: str, by: str | None = None) -> Counter:
-        labels = ["model_name"] if by is None else ["model_name", by]
-        counter = Counter(f"apbv:{name}", what, labels, registry=self._registry)
-        return counter.labels(self.model) if by is None else counter
-
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"apbv:{name}", what, ["model_name"], registry=self._registry, buckets=buckets)
-        return histogram.labels(self.model)
-
-
-def _observe(histogram: Histogram, seconds: float | None) -> None:
-    if seconds is not None:
-        histogram.observe(seconds)
+    def _labelled(self, name: str, label: str, what: str) -> Counter:
+        return Counter(f"apbv:{name}", what, ["model_name", label], registry=self._registry)

@@ -10,20 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image
 
-from ..config import require_frame_rate
+from ..config import SamplingParams, require_frame_rate
 from ..engine import Engine
 from ..input.reading import PromptReader
+from ..input.skeleton import Skeleton
 from ..model.parts import inspect_model
-from .media import FolderError, Media, MediaError, MediaSettings, open_media
+from .media import FolderError, Media, MediaError, MediaSettings, PrivateFiles, open_media
 from .order import Order
-from .private_files import PrivateFiles
-from .protocol import ApiError
 from .requests import (
+    ApiError,
     AudioPart,
     ChatRequest,
     CompletionRequest,
@@ -77,37 +77,32 @@ class RequestSettings:
 
 
 @dataclass(frozen=True)
-class ReadRequest:
+class ReadyRequest:
     """A request that is ready for the engine.
 
     Attributes:
         order: what every host is told.
         num_tokens: of the prompt.
         media: the order's files, on host 0.
-        stop, stop_token_ids: strings and tokens that end the answer.
-        prompt_token_ids: the prompt's, where the reply is to have them.
-        prompt_field: the request's field that has the prompt.
+        request: its body.
+        prompt: what was read of its prompt; the engine of host 0 need not read it again.
     """
 
     order: Order
     num_tokens: int
     media: list[Media]
-    stop: list[str]
-    stop_token_ids: list[int]
-    prompt_token_ids: list[int] | None
-    prompt_field: str
+    request: GenerationRequest
+    prompt: Skeleton | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """The prompt's tokens, where the reply is to have them."""
+        return _token_ids(self.prompt) if self.request.return_token_ids else None
 
     def answer_text(self, decode: Callable[[Sequence[int]], str]) -> AnswerText:
         """Return the text of the answer to come; see there for ``decode``."""
-        return AnswerText(decode, self.stop, self.stop_token_ids, self.order.min_tokens)
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """A request's prompt, with the fields of :class:`~.order.Order` that are about it."""
-
-    media: list[Media]
-    fields: dict[str, Any]
+        stop, token_ids = self.request.stop_strings, self.request.stop_token_ids or []
+        return AnswerText(decode, stop, token_ids, self.order.sampling.min_tokens)
 
 
 class Reader:
@@ -127,7 +122,7 @@ class Reader:
 
     def read(
         self, request: GenerationRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
-    ) -> ReadRequest:
+    ) -> ReadyRequest:
         """Open a request's files, for as long as the stack lasts, and check its lengths.
 
         Args:
@@ -138,25 +133,18 @@ class Reader:
                 request is not wanted any more, or the folder of media files cannot be read.
         """
         settings, field = self._settings, request.prompt_field
+        media, asked = [], {}
         if isinstance(request, CompletionRequest):
-            prompt = self._read_text(request)
+            given = request.the_prompt
+            is_text = isinstance(given, str)
+            asked["token_ids"] = self._text_to_tokens(given, request.add_special_tokens) if is_text else given
         else:
-            prompt = self._read_chat(request, stack, is_wanted)
-        # What another server continues is none of this server's answer, but for the one token that it is told.
+            media, asked = self._open_chat(request, stack, is_wanted)
+        # Of an answer that another server gives, this one chooses the first token.
         least = min(request.min_tokens or 0, 1) if request.hands_over else request.min_tokens or 0
         limit = 1 if request.hands_over else request.token_limit
-        order = Order(
-            **prompt.fields,
-            max_new_tokens=limit or max(request.default_limit or self._max_new_tokens, least),
-            temperature=settings.temperature if request.temperature is None else request.temperature,
-            top_p=settings.top_p if request.top_p is None else request.top_p,
-            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
-            ignore_eos=bool(request.ignore_eos),
-            min_tokens=least,
-            hands_over=request.hands_over,
-        )
-        token_ids = self._tokens_of(order, prompt.media, field)
-        num_tokens, wanted = len(token_ids), max(limit or 1, least)
+        prompt = self._lay_out(asked, media, field)
+        num_tokens, wanted = prompt.batch["input_ids"].shape[1], max(limit or 1, least)
         room = self.max_model_len - num_tokens
         if room < wanted:
             raise ApiError(
@@ -166,26 +154,24 @@ class Reader:
                 param=field,
                 code="context_length_exceeded",
             )
-        if order.max_new_tokens > room:
-            order = replace(order, max_new_tokens=room)
-        return ReadRequest(
-            order=order,
-            num_tokens=num_tokens,
-            media=prompt.media,
-            stop=request.stop_strings,
-            stop_token_ids=request.stop_token_ids or [],
-            prompt_token_ids=token_ids if request.return_token_ids else None,
-            prompt_field=field,
+        sampling = SamplingParams(
+            max_new_tokens=min(limit or max(request.default_limit or self._max_new_tokens, least), room),
+            temperature=settings.temperature if request.temperature is None else request.temperature,
+            top_p=settings.top_p if request.top_p is None else request.top_p,
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            ignore_eos=bool(request.ignore_eos),
+            min_tokens=least,
         )
+        order = Order(asked, [file.relative for file in media], sampling, request.hands_over)
+        return ReadyRequest(order, num_tokens, media, request, prompt)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Return the tokens that the model would read; raises ApiError as :meth:`read`."""
         if request.prompt is not None:
             return self._text_to_tokens(request.prompt, request.add_special_tokens is not False)
         with ExitStack() as stack:
-            prompt = self._read_chat(request, stack, lambda: True)
-            order = Order(**prompt.fields, max_new_tokens=1, temperature=0.0, top_p=1.0, seed=0)
-            return self._tokens_of(order, prompt.media, "messages")
+            media, asked = self._open_chat(request, stack, lambda: True)
+            return _token_ids(self._lay_out(asked, media, "messages"))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return how the vocabulary spells tokens that it has."""
@@ -204,20 +190,14 @@ class Reader:
         with self._lock:
             return self._prompts.tokenizer.decode(token_ids)
 
-    def _read_text(self, request: CompletionRequest) -> _Prompt:
-        token_ids = request.the_prompt
-        if isinstance(token_ids, str):
-            token_ids = self._text_to_tokens(token_ids, request.add_special_tokens)
-        chat = {"messages": [], "files": [], "num_frames": self._num_frames, "fps": None}
-        return _Prompt([], {**chat, "prompt_token_ids": token_ids})
-
     def _text_to_tokens(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
             return self._prompts.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
-    def _read_chat(
+    def _open_chat(
         self, request: ChatRequest | TokenizeRequest, stack: ExitStack, is_wanted: Callable[[], bool]
-    ) -> _Prompt:
+    ) -> tuple[list[Media], dict[str, Any]]:
+        """Open a chat's files; return them, and the fields of an order's question."""
         settings, media = self._settings, []
         deadline = time.monotonic() + settings.media.fetch_seconds
 
@@ -240,35 +220,34 @@ class Reader:
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
             raise ApiError(400, f"num_frames may be at most {settings.max_frames}", param="num_frames")
-        fields = {
+        return media, {
             "messages": messages,
-            "files": [file.relative for file in media],
             "num_frames": num_frames,
             "fps": settings.fps if request.fps is None else request.fps,
             "template": request.template,
             "audio_in_video": request.audio_in_video,
         }
-        return _Prompt(media, fields)
 
-    def _tokens_of(self, order: Order, media: list[Media], field: str) -> list[int]:
-        """Return the prompt's tokens.
+    def _lay_out(self, asked: dict[str, Any], media: list[Media], field: str) -> Skeleton:
+        """Find the prompt's tokens, and what it shows.
 
         Raises:
             ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
         """
         try:
             with self._lock:
-                return self._tokenize(order, media)
+                return self._read(asked, media)
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
             raise ApiError(400, client_message(error, media), param=field) from error
 
-    def _tokenize(self, order: Order, media: list[Media]) -> list[int]:
-        kinds = [part["type"] for message in order.messages for part in message["content"] if "file" in part]
+    def _read(self, asked: dict[str, Any], media: list[Media]) -> Skeleton:
+        messages = asked.get("messages", ())
+        kinds = [part["type"] for message in messages for part in message["content"] if "file" in part]
         sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
         _require_small("images", sizes, self._settings.max_image_bytes)
-        question = order.question([file.path for file in media])
+        question = Order(asked, [], SamplingParams()).question([file.path for file in media])
         rendered = self._prompts.render(question)
         videos = self._prompts.sample([self._prompts.videos.probe(path) for path in rendered.videos], question)
         num_frames = len(sizes) + sum(len(video.frames) for video in videos)
@@ -281,11 +260,11 @@ class Reader:
             )
         frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
         _require_small("frames", frames, self._settings.max_decoded_bytes)
-        if videos or rendered.pictures or rendered.sounds:
-            batch = self._prompts.lay_out(rendered, videos).batch
-        else:
-            batch = self._prompts.tokenize(rendered)
-        return batch["input_ids"][0].tolist()
+        return self._prompts.lay_out(rendered, videos)
+
+
+def _token_ids(prompt: Skeleton) -> list[int]:
+    return prompt.batch["input_ids"][0].tolist()
 
 
 def _read_parts(

@@ -1,44 +1,22 @@
 """Replies to the requests of both endpoints: at once, or as a stream of server-sent events."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 
 from .job import Event, Finished, Job, Piece
-from .protocol import (
-    AnswerMessage,
-    ApiError,
-    ChatChunk,
-    ChatCompletion,
-    Choice,
-    ChunkChoice,
-    Completion,
-    CompletionChunk,
-    FinishReason,
-    Reply,
-    TextChoice,
-    Usage,
-)
-from .requests import GenerationRequest, StreamOptions
+from .requests import ApiError, ChatRequest, FinishReason, GenerationRequest, StreamOptions
 
 
-class Replies(ABC):
-    """The replies to one request, in the form of its endpoint.
-
-    Attributes:
-        answer: the type of its answers.
-        kind: how an answer's id begins.
-    """
-
-    answer: ClassVar[type[Reply]]
-    kind: ClassVar[str]
+class Replies:
+    """The replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer parameters."""
 
     def __init__(self, job: Job, request: GenerationRequest, model: str):
-        self._job, self._with_token_ids = job, bool(request.return_token_ids)
-        self._head = {"id": job.id, "created": job.created, "model": model}
+        self._job, self._is_chat = job, isinstance(request, ChatRequest)
+        self._with_token_ids = bool(request.return_token_ids)
+        self._head = {"id": job.record.id, "created": job.created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._usage_in_all = self._with_usage and bool(options.continuous_usage_stats)
@@ -53,13 +31,28 @@ class Replies(ABC):
             event = await anext(events)
         if isinstance(event, ApiError):
             raise event
-        return self._reply("".join(texts), self._shown([*token_ids, *event.rest]), event)
+        text, prompt_token_ids = "".join(texts), self._job.read.prompt_token_ids
+        body = {"text": text}
+        if self._is_chat:
+            body = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choice = self._choice(body, [*token_ids, *event.rest], event.reason)
+        reply = {
+            **self._head,
+            "object": "chat.completion" if self._is_chat else "text_completion",
+            "choices": [choice],
+            "usage": self._usage(event.num_tokens),
+        }
+        if prompt_token_ids is not None:
+            (reply if self._is_chat else choice)["prompt_token_ids"] = prompt_token_ids
+        if event.kv_transfer_params is not None:
+            reply["kv_transfer_params"] = event.kv_transfer_params
+        return reply
 
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first of them can only be told in another."""
         try:
             if opening := self._opening():
-                yield self._sse(opening)
+                yield self._sse(opening, [])
             event = first
             while isinstance(event, Piece):
                 yield self._sse(self._chunk(event.text, event.token_ids), event.token_ids)
@@ -67,7 +60,8 @@ class Replies(ABC):
             if isinstance(event, Finished):
                 yield self._sse(self._chunk("", event.rest, event.reason), event.rest)
                 if self._with_usage:
-                    yield _event({**self._chunk("", []), "choices": [], "usage": event.usage.model_dump()})
+                    usage = self._usage(event.num_tokens)
+                    yield _event({**self._chunk("", []), "choices": [], "usage": usage})
             else:
                 yield _event(event.body)
             yield "data: [DONE]\n\n"
@@ -76,87 +70,50 @@ class Replies(ABC):
         finally:
             await events.aclose()
 
-    def _sse(self, chunk: dict[str, Any], token_ids: list[int] | None = None) -> str:
+    def _opening(self) -> dict[str, Any] | None:
+        """Return the event before all text; None: there is none."""
+        prompt_token_ids = self._job.read.prompt_token_ids
+        given = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+        if self._is_chat:
+            chunk = self._chunk("", [])
+            chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
+            chunk["choices"][0].pop("token_ids", None)
+            return {**chunk, **given}
+        if not given:
+            return None
+        chunk = self._chunk("", [])
+        chunk["choices"][0] |= given
+        return chunk
+
+    def _chunk(self, text: str, token_ids: list[int], reason: FinishReason | None = None) -> dict[str, Any]:
+        """Return an event with some text, and at the end with the reason why there is no more."""
+        body = {"text": text}
+        if self._is_chat:
+            body = {"delta": {} if reason else {"content": text}}
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": [self._choice(body, token_ids, reason)]}
+
+    def _choice(self, body: dict[str, Any], token_ids: list[int], reason: FinishReason | None) -> dict[str, Any]:
+        choice = {"index": 0, **body, "logprobs": None, "finish_reason": reason}
+        return {**choice, "token_ids": token_ids} if self._with_token_ids else choice
+
+    def _usage(self, num_tokens: int) -> dict[str, int]:
+        prompt = self._job.read.num_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": prompt + num_tokens,
+        }
+
+    def _sse(self, chunk: dict[str, Any], token_ids: list[int]) -> str:
         """Format a chunk, with the tokens in it, as an event.
 
         It has ``usage`` only where that was asked for; null in all but the last chunk, unless for all.
         """
-        self._num_told += len(token_ids or ())
+        self._num_told += len(token_ids)
         if self._with_usage:
-            usage = Usage.of(self._job.read.num_tokens, self._num_told).model_dump()
-            chunk["usage"] = usage if self._usage_in_all else None
+            chunk["usage"] = self._usage(self._num_told) if self._usage_in_all else None
         return _event(chunk)
-
-    def _shown(self, token_ids: list[int] | None) -> list[int] | None:
-        """Return tokens where the request wants to see them."""
-        return token_ids if self._with_token_ids else None
-
-    @abstractmethod
-    def _reply(self, text: str, token_ids: list[int] | None, finished: Finished) -> dict[str, Any]:
-        """Return the reply to a request that is not streamed."""
-
-    @abstractmethod
-    def _opening(self) -> dict[str, Any] | None:
-        """Return the event before all text; None: there is none."""
-
-    @abstractmethod
-    def _chunk(self, text: str, token_ids: list[int], reason: FinishReason | None = None) -> dict[str, Any]:
-        """Return an event with some text, and at the end with the reason why there is no more."""
-
-
-class ChatReplies(Replies):
-    """The replies of /v1/chat/completions."""
-
-    answer, kind = ChatCompletion, "chatcmpl"
-
-    def _reply(self, text: str, token_ids: list[int] | None, finished: Finished) -> dict[str, Any]:
-        message = AnswerMessage(content=text)
-        return ChatCompletion(
-            **self._head,
-            choices=[Choice(message=message, finish_reason=finished.reason, token_ids=token_ids)],
-            usage=finished.usage,
-            prompt_token_ids=self._job.read.prompt_token_ids,
-            kv_transfer_params=finished.kv_transfer_params,
-        ).to_dict()
-
-    def _opening(self) -> dict[str, Any]:
-        choice = ChunkChoice(delta={"role": "assistant", "content": ""})
-        prompt_token_ids = self._job.read.prompt_token_ids
-        return ChatChunk(**self._head, choices=[choice], prompt_token_ids=prompt_token_ids).to_dict()
-
-    def _chunk(self, text: str, token_ids: list[int], reason: FinishReason | None = None) -> dict[str, Any]:
-        delta = {} if reason else {"content": text}
-        choice = ChunkChoice(delta=delta, finish_reason=reason, token_ids=self._shown(token_ids))
-        return ChatChunk(**self._head, choices=[choice]).to_dict()
-
-
-class CompletionReplies(Replies):
-    """The replies of /v1/completions."""
-
-    answer, kind = Completion, "cmpl"
-
-    def _reply(self, text: str, token_ids: list[int] | None, finished: Finished) -> dict[str, Any]:
-        prompt_token_ids = self._job.read.prompt_token_ids
-        choice = TextChoice(
-            text=text, finish_reason=finished.reason, prompt_token_ids=prompt_token_ids, token_ids=token_ids
-        )
-        return Completion(
-            **self._head,
-            choices=[choice],
-            usage=finished.usage,
-            kv_transfer_params=finished.kv_transfer_params,
-        ).to_dict()
-
-    def _opening(self) -> dict[str, Any] | None:
-        prompt_token_ids = self._job.read.prompt_token_ids
-        if prompt_token_ids is None:
-            return None
-        choice = TextChoice(text="", prompt_token_ids=prompt_token_ids, token_ids=[])
-        return CompletionChunk(**self._head, choices=[choice]).to_dict()
-
-    def _chunk(self, text: str, token_ids: list[int], reason: FinishReason | None = None) -> dict[str, Any]:
-        choice = TextChoice(text=text, finish_reason=reason, token_ids=self._shown(token_ids))
-        return CompletionChunk(**self._head, choices=[choice]).to_dict()
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's objects, with some of vLLM's fields, as far as they are served here.
+"""The bodies of requests, and errors: OpenAI's objects, with some of vLLM's fields, as far as they are served.
 
 A field that is not served is refused by name wherever ignoring it would change the answer.
 """
@@ -12,75 +12,44 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError
 
 from ..config import MAX_FPS
-from .protocol import ApiError
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 # Fields that change how a request is filed, paid for, cached or scheduled, but not its answer.
-_WITHOUT_EFFECT = {
-    "cache_salt",
-    "metadata",
-    "parallel_tool_calls",
-    "prediction",
-    "priority",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "session_id",
-    "store",
-    "stream_interval",
-    "user",
-    "uuid",
-}
-# Values of other fields that are as good as not given; so are null and an empty list or object.
-_NEUTRAL: Mapping[str, tuple] = {
-    "add_special_tokens": (False,),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "modalities": (["text"],),
-    "no_stop_trim": (False,),  # as do the other names of SGLang, it comes from vllm-router
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_hidden_states": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stream_reasoning": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "top_k": (0, -1),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
-}
+_WITHOUT_EFFECT = _names(
+    "cache_salt metadata parallel_tool_calls prediction priority prompt_cache_key prompt_cache_retention "
+    "request_id safety_identifier service_tier session_id store stream_interval user uuid"
+)
+# By value, the other fields for which it is as good as none; so are null and an empty list or object.
+_NEUTRAL = (
+    (0, "frequency_penalty min_p presence_penalty top_k top_logprobs"),
+    (1, "best_of length_penalty repetition_penalty"),
+    (-1, "top_k"),
+    ("", "suffix"),
+    ("none", "function_call tool_choice"),
+    ("auto", "tool_choice"),
+    (["text"], "modalities"),
+    ({"type": "text"}, "response_format"),
+    (
+        False,
+        # no_stop_trim and others of SGLang's names come from vllm-router.
+        "add_special_tokens echo include_stop_str_in_output logprobs no_stop_trim return_hidden_states "
+        "return_tokens_as_token_ids use_beam_search",
+    ),
+    (
+        True,
+        "include_reasoning separate_reasoning skip_special_tokens spaces_between_special_tokens stream_reasoning",
+    ),
+)
 # Fields that say how an answer's tokens are chosen: where another server decodes, they are for that one.
-_OF_THE_DECODER = {
-    "allowed_token_ids",
-    "bad_words",
-    "frequency_penalty",
-    "include_reasoning",
-    "include_stop_str_in_output",
-    "logit_bias",
-    "logprobs",
-    "min_p",
-    "presence_penalty",
-    "repetition_penalty",
-    "response_format",
-    "return_tokens_as_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "structured_outputs",
-    "top_k",
-    "top_logprobs",
-}
+_OF_THE_DECODER = _names(
+    "allowed_token_ids bad_words frequency_penalty include_reasoning include_stop_str_in_output logit_bias "
+    "logprobs min_p presence_penalty repetition_penalty response_format return_tokens_as_token_ids "
+    "skip_special_tokens spaces_between_special_tokens structured_outputs top_k top_logprobs"
+)
 # Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)str$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
@@ -89,6 +58,42 @@ _MAX_TOKENS = 2**20
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _Body = TypeVar("_Body", bound="_Strict")
+FinishReason = Literal["stop", "length"]
+
+
+class ApiError(Exception):
+    """An error that a request gets, in OpenAI's form.
+
+    Args:
+        status: HTTP's status code.
+        message: tells the client what is wrong.
+        param: the field of the request that is to blame.
+        code: OpenAI's name of the error, where it has one.
+        headers: the response's extra headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The response's JSON."""
+        if self.status == 401:
+            kind = "authentication_error"
+        elif self.status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class _Strict(BaseModel):
@@ -134,8 +139,9 @@ class _Strict(BaseModel):
 
 def _is_neutral(name: str, value: Any) -> bool:
     """Return whether a field's value is as good as none. 0 is not False: to completions, logprobs 0 means some."""
-    same = (each for each in _NEUTRAL.get(name, ()) if isinstance(each, bool) == isinstance(value, bool))
-    return value is None or value in ([], {}) or value in same
+    same = (neutral for neutral, names in _NEUTRAL if name in _names(names) and value == neutral)
+    are_alike = (isinstance(each, bool) == isinstance(value, bool) for each in same)
+    return value is None or value in ([], {}) or any(are_alike)
 
 
 def _refused(param: str, message: str) -> PydanticCustomError:
@@ -218,11 +224,13 @@ class GenerationRequest(_Strict):
         default_limit: how many tokens the answer may have where the request does not say; None: the server's
             default.
         prompt_field: where the prompt stands.
+        id_prefix: how the ids of answers begin.
         kv_transfer_params: with ``do_remote_decode`` another server continues from the prompt's KV.
     """
 
     default_limit: ClassVar[int | None] = None
     prompt_field: ClassVar[str]
+    id_prefix: ClassVar[str]
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -304,7 +312,7 @@ class GenerationRequest(_Strict):
 
 
 class _ChatOptions(_Strict):
-    """How a chat's template is applied (:func:`apbv.input.templates.apply_template`), and its videos are read."""
+    """How a chat's template is applied (:func:`apbv.input.rendering.apply_template`), and its videos are read."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -334,7 +342,7 @@ class _ChatOptions(_Strict):
 class ChatRequest(_ChatOptions, GenerationRequest):
     """The body of POST /v1/chat/completions; ``num_frames``, ``fps``, ``audio_in_video`` are extensions."""
 
-    prompt_field = "messages"
+    prompt_field, id_prefix = "messages", "chatcmpl"
 
     messages: _Messages
 
@@ -343,7 +351,7 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions, about text only: a prompt as it is, or its token ids."""
 
     default_limit = 16  # OpenAI's and vLLM's
-    prompt_field = "prompt"
+    prompt_field, id_prefix = "prompt", "cmpl"
 
     prompt: (
         str

@@ -14,18 +14,18 @@ import uvicorn
 
 from ..engine import Engine
 from ..hosts import HostGroup
-from ..kv.growing import GROWTH_ROWS
+from ..kv.cache import GROWTH_ROWS
 from ..kv.offers import Offers
 from ..model.sizes import DecoderSizes
 from ..stats import free_memory_bytes
 from .app import build_app
 from .executor import Executor, follow
-from .ledger import Ledger, Limits
 from .log import OncePerPeriod
+from .media import PrivateFiles
 from .metrics import Metrics
-from .private_files import PrivateFiles
 from .reading import Reader, RequestSettings
 from .report import Reporter
+from .scheduler import Limits, Scheduler
 from .tracing import tracing
 from .worker import Worker
 
@@ -121,14 +121,14 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     with ExitStack() as stack:
         private_files = stack.enter_context(PrivateFiles())
         with hosts.local_stage("preparing the server"):
-            ledger = None if sock is None else _ledger(engine, settings, stack)
-        executor = Executor(engine, hosts, _offers(engine, settings.transfer, ledger, stack))
+            scheduler = None if sock is None else _scheduler(engine, settings, stack)
+        executor = Executor(engine, hosts, _offers(engine, settings.transfer, scheduler, stack))
         with hosts.local_stage("opening the server"):
-            if ledger is not None:
-                reader = _reader(engine, settings, ledger.limits, private_files)
-                worker = Worker(executor, reader, ledger)
+            if scheduler is not None:
+                reader = _reader(engine, settings, scheduler.limits, private_files)
+                worker = Worker(executor, reader, scheduler)
                 listen(sock)
-        if ledger is not None:
+        if scheduler is not None:
             return _lead(worker, sock, settings, hosts.size)
         wants_to_stop = threading.Event()
         for number in _SIGNALS:
@@ -163,14 +163,14 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     )
 
 
-def _ledger(engine: Engine, settings: ServerSettings, stack: ExitStack) -> Ledger:
-    """Make the ledger of host 0."""
+def _scheduler(engine: Engine, settings: ServerSettings, stack: ExitStack) -> Scheduler:
+    """Make the scheduler of host 0."""
     tracer = stack.enter_context(tracing(settings.otlp_traces_endpoint, settings.model))
-    return Ledger(Reporter(Metrics(settings.model), tracer), limits_of(engine, settings))
+    return Scheduler(Reporter(Metrics(settings.model), tracer), limits_of(engine, settings))
 
 
 def _offers(
-    engine: Engine, settings: TransferSettings | None, ledger: Ledger | None, stack: ExitStack
+    engine: Engine, settings: TransferSettings | None, scheduler: Scheduler | None, stack: ExitStack
 ) -> Offers | None:
     """Open where this process offers KV, until the stack ends; collective over the hosts that prefill."""
     if settings is None or not engine.prefills:
@@ -181,7 +181,7 @@ def _offers(
         port=settings.port,
         seconds=settings.seconds,
         directory=settings.directory,
-        on_end=None if ledger is None else ledger.end_offer,
+        on_end=None if scheduler is None else scheduler.end_offer,
     )
     return stack.enter_context(offers)
 

@@ -1,23 +1,23 @@
-"""This module tells a request's client what becomes of its answer, token by token."""
+"""Telling a request's client what becomes of its answer, token by token."""
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .job import Finished, Job, Piece
-from .ledger import Ledger
-from .protocol import FinishReason, Usage
+from .requests import FinishReason
+from .scheduler import Scheduler
 
 
 class Telling:
-    """A Telling sends the text of one answer to its client as it grows, and at last how it ended.
+    """Sends the text of one answer to its client as it grows, and at last how it ended.
 
     Args:
         decode: token ids to text, as of :func:`text_of`; called in the thread that calls this.
     """
 
-    def __init__(self, job: Job, ledger: Ledger, decode: Callable[[Sequence[int]], str]):
-        self._job, self._ledger = job, ledger
+    def __init__(self, job: Job, scheduler: Scheduler, decode: Callable[[Sequence[int]], str]):
+        self._job, self._scheduler = job, scheduler
         self._text, self._told = job.read.answer_text(decode), 0
         # Nobody needs the text of an unfinished answer that is not streamed, unless something in it may end it.
         self._reads_along = job.is_streamed or self._text.may_stop
@@ -41,13 +41,13 @@ class Telling:
         """
         job = self._job
         if job.is_cancelled:
-            self._ledger.end(job, None, "cancelled")
+            self._scheduler.end(job, None, "cancelled")
             return False
         self._note(len(tokens))
         self._tell(self._text.finish(tokens), tokens)
         reason = "stop" if self._text.stopped else reason
-        usage = Usage.of(job.read.num_tokens, len(tokens))
-        return self._ledger.end(job, Finished(reason, usage, list(tokens[self._told :]), kv_params), reason)
+        last = Finished(reason, len(tokens), list(tokens[self._told :]), kv_params)
+        return self._scheduler.end(job, last, reason)
 
     def _tell(self, text: str, tokens: Sequence[int]) -> None:
         """Send some text and the tokens that have come; a stream hears of tokens that have no text, too."""
@@ -57,14 +57,14 @@ class Telling:
 
     def _note(self, num_tokens: int) -> None:
         """Note when the tokens came that are new."""
-        job, now = self._job, time.monotonic()
-        if num_tokens == job.num_tokens:
+        record, now = self._job.record, time.monotonic()
+        if num_tokens == record.completion_tokens:
             return
-        if job.times.first_token is None:
-            job.times.first_token = now
+        if record.first_token is None:
+            record.first_token, record.prompt_tokens = now, self._job.read.num_tokens
         else:
-            self._ledger.metrics.observe_token_gap(now - job.times.last_token)
-        job.times.last_token, job.num_tokens = now, num_tokens
+            self._scheduler.metrics.observe_token_gap(now - record.last_token)
+        record.last_token, record.completion_tokens = now, num_tokens
 
 
 def text_of(tokenizer) -> Callable[[Sequence[int]], str]:

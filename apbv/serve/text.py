@@ -1,4 +1,4 @@
-"""Turning the tokens of a growing answer into text: whole characters only, and no part of a stop string."""
+"""The text of a growing answer: whole characters only, and no part of a stop string."""
 
 from collections.abc import Callable, Sequence
 

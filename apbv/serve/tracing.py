@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from .. import __version__
 from .log import OncePerPeriod
-from .times import EndedRequest
+
+if TYPE_CHECKING:
+    from .job import RequestRecord
 
 _NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _LAST_SPANS_SECONDS = 5.0
@@ -39,7 +42,7 @@ def require_traceable(endpoint: str) -> None:
 
 
 class Tracer:
-    """A Tracer sends a trace of each request to a collector, by OTLP over HTTP, from a thread of its own.
+    """Sends a trace of each request to a collector, by OTLP over HTTP, from a thread of its own.
 
     A collector that cannot be reached costs spans and a line of the log, and never keeps a request waiting.
     OpenTelemetry's own environment variables say the rest: ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``,
@@ -68,7 +71,7 @@ class Tracer:
         self._exporters_log = logging.getLogger(OTLPSpanExporter.__module__)
         self._exporters_log.addFilter(self._seldom)
 
-    def trace(self, request: EndedRequest) -> str:
+    def trace(self, record: "RequestRecord") -> str:
         """Make the spans of a request that has ended, and return the trace's id as hex digits.
 
         The trace is the one that the request came with, or a new one. A request that ended in the middle of a
@@ -83,21 +86,21 @@ class Tracer:
         def moment(seconds: float) -> int:
             return offset + round(seconds * _NANO)
 
-        carrier = {} if request.traceparent is None else {"traceparent": request.traceparent}
+        carrier = {} if record.traceparent is None else {"traceparent": record.traceparent}
         whole = self._tracer.start_span(
             "llm_request",
             context=TraceContextTextMapPropagator().extract(carrier),
             kind=SpanKind.SERVER,
-            attributes=_attributes(self._model, request),
-            start_time=moment(request.times.arrived),
+            attributes=_attributes(self._model, record),
+            start_time=moment(record.arrived),
         )
-        if request.status >= 500:
-            whole.set_status(Status(StatusCode.ERROR, request.outcome))
+        if record.status >= 500:
+            whole.set_status(Status(StatusCode.ERROR, record.outcome))
         inside = set_span_in_context(whole)
-        for name, began, ended in _phases(request):
+        for name, began, ended in _phases(record):
             span = self._tracer.start_span(name, context=inside, start_time=moment(began))
             span.end(moment(ended))
-        whole.end(moment(request.times.ended))
+        whole.end(moment(record.ended))
         return format_trace_id(whole.get_span_context().trace_id)
 
     def close(self) -> None:
@@ -119,42 +122,40 @@ def tracing(endpoint: str | None, model: str) -> Iterator[Tracer | None]:
             tracer.close()
 
 
-def _phases(request: EndedRequest) -> Iterator[tuple[str, float, float]]:
+def _phases(record: "RequestRecord") -> Iterator[tuple[str, float, float]]:
     """Yield the name, beginning and end of each phase that a request reached."""
-    times = request.times
-    phases = [("read", times.arrived, times.ready), ("queue", times.ready, times.began)]
-    phases.append(("prefill", times.began, times.first_token))
-    if request.transfer is None:
-        phases.append(("decode", times.first_token, times.last_token))
+    phases = [("read", record.arrived, record.ready), ("queue", record.ready, record.began)]
+    phases.append(("prefill", record.began, record.first_token))
+    if record.transfer is None:
+        phases.append(("decode", record.first_token, record.last_token))
     else:
-        phases.append(("hand_over", times.first_token, times.ended))
+        phases.append(("hand_over", record.first_token, record.ended))
     for name, began, ended in phases:
         if began is not None:
-            yield name, began, times.ended if ended is None else ended
+            yield name, began, record.ended if ended is None else ended
 
 
-def _attributes(model: str, request: EndedRequest) -> dict[str, str | int | float | list[str]]:
+def _attributes(model: str, record: "RequestRecord") -> dict[str, str | int | float | list[str]]:
     """Return a request's attributes by the semantic conventions for generative AI, as vLLM names them."""
-    times = request.times
     attributes = {
-        "gen_ai.request.id": request.id,
+        "gen_ai.request.id": record.id,
         "gen_ai.response.model": model,
-        "gen_ai.usage.prompt_tokens": request.prompt_tokens,
-        "gen_ai.usage.completion_tokens": request.completion_tokens,
-        "gen_ai.latency.time_in_queue": times.queue,
-        "gen_ai.latency.time_to_first_token": times.to_first_token,
-        "gen_ai.latency.time_in_model_prefill": times.prefill,
-        "gen_ai.latency.time_in_model_decode": times.decode,
-        "gen_ai.latency.e2e": times.total,
-        "http.response.status_code": request.status,
-        "apbv.outcome": request.outcome,
-        **{f"gen_ai.request.{name}": value for name, value in request.sampling.items()},
+        "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+        "gen_ai.usage.completion_tokens": record.completion_tokens,
+        "gen_ai.latency.time_in_queue": record.seconds("queue"),
+        "gen_ai.latency.time_to_first_token": record.seconds("time_to_first_token"),
+        "gen_ai.latency.time_in_model_prefill": record.seconds("prefill"),
+        "gen_ai.latency.time_in_model_decode": record.seconds("decode"),
+        "gen_ai.latency.e2e": record.seconds("total"),
+        "http.response.status_code": record.status,
+        "apbv.outcome": record.outcome,
+        **{f"gen_ai.request.{name}": value for name, value in record.sampling.items()},
     }
-    if request.outcome in ("stop", "length"):
-        attributes["gen_ai.response.finish_reasons"] = [request.outcome]
-    if request.speculation is not None:
+    if record.outcome in ("stop", "length"):
+        attributes["gen_ai.response.finish_reasons"] = [record.outcome]
+    if record.speculation is not None:
         for name in ("num_drafted", "num_accepted"):
-            attributes[f"apbv.speculation.{name}"] = request.speculation[name]
-    if request.transfer is not None:
-        attributes["apbv.kv_transfer.id"] = request.transfer
+            attributes[f"apbv.speculation.{name}"] = record.speculation[name]
+    if record.transfer is not None:
+        attributes["apbv.kv_transfer.id"] = record.transfer
     return {name: value for name, value in attributes.items() if value is not None}

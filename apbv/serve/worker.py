@@ -1,46 +1,69 @@
-"""This module takes requests from HTTP to the engine, and says how the engine is."""
+"""The server on host 0: takes requests from HTTP, and leads all hosts through them, one after the other."""
 
+import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
-from .decoding import Decoding
-from .executor import Executor, why_one_at_a_time
+import torch
+
+from ..hosts import AgreedError, HostError
+from ..prefilling.prefiller import RequestCancelled
+from .decoding import Decoding, Prefilled
+from .executor import (
+    ANSWER,
+    HAND_OVER,
+    LEAVE,
+    PREFILL,
+    WAIT,
+    Executor,
+    HandedOver,
+    exchange_commands,
+    why_one_at_a_time,
+)
 from .job import Finished, Job
-from .leader import Leader
-from .ledger import Ledger
-from .protocol import ApiError
-from .reading import Reader
-from .requests import GenerationRequest
+from .reading import Reader, client_message
+from .requests import ApiError, GenerationRequest
+from .scheduler import Scheduler
+from .telling import Telling, text_of
 
+# Seconds without a request after which host 0 tells the others that there is none. This is less than what hosts
+# wait for at a time, so that a wait between two requests is a single one.
+_IDLE_SECONDS = 0.5
 _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 
 
 class Worker:
-    """A Worker has requests read, and answered in the order in which they were ready; on host 0.
+    """Has requests read, and all hosts carry them out together, in a thread.
 
-    Its methods are called from the thread that speaks HTTP, or from those that read requests.
+    Every exchange between hosts happens in this thread. It prefills prompts one after the other, in the order in
+    which their requests became ready, and meanwhile another thread decodes; where answers cannot be decoded in one
+    batch, it decodes each before it takes the next. The methods are called from the thread that speaks HTTP, or
+    from those that read requests.
 
     Args:
-        executor: carries them out, together with the other hosts' executors.
-        ledger: keeps their limits.
+        executor: carries orders out, together with the other hosts' executors.
+        scheduler: keeps their limits.
 
     Attributes:
         reader: reads the requests.
         max_model_len: the tokens of a prompt and its answer, at most.
         max_admitted: how many requests may be read or wait at all.
         why_one_at_a_time: why answers are not decoded together; None where they are.
+        failure: the error that ended the thread before it was told to.
     """
 
-    def __init__(self, executor: Executor, reader: Reader, ledger: Ledger):
-        self._executor, self.reader, self._ledger = executor, reader, ledger
-        self.max_admitted, self.metrics = ledger.limits.max_queue + 1, ledger.metrics
+    def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
+        self._executor, self.reader, self._scheduler = executor, reader, scheduler
+        self.max_admitted, self.metrics = scheduler.limits.max_queue + 1, scheduler.metrics
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
         self.max_model_len = reader.max_model_len
-        self._leader: Leader | None = None
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the engine's threads before they were told to stop."""
-        return None if self._leader is None else self._leader.failure
+        self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine, scheduler)
+        self._decode = text_of(executor.engine.tokenizer)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._last_step_at, self._is_busy = time.monotonic(), False
+        self.failure: BaseException | None = None
 
     def start(self, on_stop: Callable[[], None], on_end: Callable[[], None]) -> None:
         """Start the engine's threads.
@@ -49,35 +72,38 @@ class Worker:
             on_stop: called when another host was asked to end.
             on_end: called when the threads have ended.
         """
-        decoding = None
-        if self.why_one_at_a_time is None:
-            decoding = Decoding(self._executor.engine, self._ledger)
-        self._leader = Leader(self._executor, self._ledger, decoding, on_stop, on_end)
-        self._leader.start()
+        self._on_stop, self._on_end = on_stop, on_end
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the threads run."""
+        return self._thread.is_alive()
 
     def reason_unavailable(self) -> str | None:
         """Say why no request can be answered; None if all is well."""
         if self.failure is not None:
             return "a host has failed"
-        if self._ledger.is_stopping or self._leader is None or not self._leader.is_alive:
+        if self._scheduler.is_stopping or not self.is_alive:
             return "the server is stopping"
-        if self._leader.seconds_idle > _SILENCE_SECONDS:
+        if not self._is_busy and time.monotonic() - self._last_step_at > _SILENCE_SECONDS:
             return "a host does not answer"
         return None
 
-    def admit(self, request_id: str | None = None, kind: str = "chatcmpl", traceparent: str | None = None) -> Job:
+    def admit(self, request_id: str | None = None, traceparent: str | None = None) -> Job:
         """Give a new request a place in the queue; arguments as of :class:`.job.Job`.
 
         Raises:
             ApiError: with status 503 if no request can be answered, with 429 if the queue is full.
         """
-        job = Job(request_id, kind, traceparent)
+        job = Job(request_id, traceparent)
         try:
             if reason := self.reason_unavailable():
                 raise ApiError(503, reason)
-            self._ledger.admit(job)
+            self._scheduler.admit(job)
         except ApiError:
-            self.metrics.observe_end("rejected", job.times, 0, 0, None)
+            job.record.outcome = "rejected"
+            self.metrics.observe_end(job.record)
             raise
         return job
 
@@ -85,7 +111,7 @@ class Worker:
         """Read a request and put it into the queue, which may take long; an error becomes its last event."""
 
         def is_wanted() -> bool:
-            return not (job.is_cancelled or self._ledger.is_stopping)
+            return not (job.is_cancelled or self._scheduler.is_stopping)
 
         try:
             job.is_streamed = bool(request.stream)
@@ -93,37 +119,138 @@ class Worker:
                 message = "this server hands no KV over: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
             job.read = self.reader.read(request, job.files, is_wanted)
+            sampling = job.read.order.sampling
+            job.record.sampling = {
+                "max_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+            }
         except ApiError as error:
             if is_wanted():
                 return self.end(job, error, "invalid" if error.status < 500 else "failed")
         except Exception as error:
             return self.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
-        if job.read is None or not self._ledger.make_ready(job):
+        if job.read is None or not self._scheduler.make_ready(job):
             outcome = "cancelled" if job.is_cancelled else "rejected"
             self.end(job, ApiError(503, "the server is stopping"), outcome)
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone: at once from the queue, or at its next token."""
-        self._ledger.cancel(job)
+        self._scheduler.cancel(job)
 
     def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> None:
-        """End a request that is not running; see :meth:`.ledger.Ledger.end`."""
-        self._ledger.end(job, event, outcome)
+        """End a request that is not running; see :meth:`.scheduler.Scheduler.end`."""
+        self._scheduler.end(job, event, outcome)
 
     def stop(self) -> None:
         """Refuse the requests that wait or come, finish the others, and let all hosts leave.
 
         They stay until the KV of prompts that were handed over has been fetched, too.
         """
-        for job in self._ledger.stop():
+        for job in self._scheduler.stop():
             self.end(job, ApiError(503, "the server is stopping"), "rejected")
 
     def join(self, seconds: float) -> None:
         """Wait for the engine's threads to end; after so many seconds cut the running answers short, and leave."""
-        self._leader.join(seconds)
-        if self._leader.is_alive:
-            self._ledger.give_up_offers()
-            for job in self._ledger.running:
+        self._thread.join(seconds)
+        if self.is_alive:
+            self._scheduler.give_up_offers()
+            for job in self._scheduler.running:
                 self.end(job, ApiError(503, "the server is stopping"), "failed")
                 self.cancel(job)
-        self._leader.join()
+        self._thread.join()
+
+    def _run(self) -> None:
+        device = self._executor.hosts.device
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            with self._decoding or nullcontext():
+                while self._step():
+                    pass
+        except BaseException as error:
+            self.failure = error
+        finally:
+            left = self._scheduler.close()
+            reason = "the server is stopping" if self.failure is None else "a host has failed"
+            for job in left:
+                self._scheduler.end(job, ApiError(503, reason), "failed" if self.failure else "rejected")
+            self._on_end()
+
+    def _step(self) -> bool:
+        """Carry out the next request, or tell the other hosts that there is none; False once they have left."""
+        job = self._scheduler.take(_IDLE_SECONDS)
+        if self._decoding is not None and self._decoding.failure is not None:
+            raise self._decoding.failure
+        has_stopped = job is None and self._scheduler.has_stopped
+        if job is None:
+            if num_bytes := self._scheduler.bytes_wanted():
+                self._executor.make_room(num_bytes)
+            self._send_command(LEAVE if has_stopped else WAIT)
+        else:
+            self._is_busy = True
+            self._carry_out(job)
+        self._last_step_at, self._is_busy = time.monotonic(), False
+        return not has_stopped
+
+    def _send_command(self, command: int) -> None:
+        if exchange_commands(self._executor.hosts, command, False)[1] and command != LEAVE:
+            self._on_stop()
+
+    def _carry_out(self, job: Job) -> None:
+        """Carry out a request up to its end, or to where the other thread decodes it."""
+        try:
+            prefilled = self._lead(job)
+        except RequestCancelled:
+            self._scheduler.end(job, None, "cancelled")
+        except Exception as error:
+            if not self._executor.is_usable:
+                raise
+            # All hosts have refused alike: the request is to blame, the model or the engine.
+            if isinstance(error, (ValueError, HostError)) and not isinstance(error, AgreedError):
+                refusal = ApiError(400, client_message(error, job.read.media), param=job.read.request.prompt_field)
+                self._scheduler.end(job, refusal, "invalid")
+            else:
+                self._scheduler.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
+        else:
+            if prefilled is not None:
+                return self._decoding.add(prefilled)
+        self._scheduler.release(job)
+
+    def _lead(self, job: Job) -> Prefilled | None:
+        """Have all hosts carry out a request; return what the other thread is to decode."""
+        executor, order, media = self._executor, job.read.order, job.read.media
+        hosts, sent = executor.hosts, []
+        if hosts.num_processes > 1:
+            try:
+                sent = [file.path.read_bytes() for file in media if file.relative is None]
+            except OSError as error:
+                raise RuntimeError(f"cannot read a temporary file: {error.strerror}") from error
+        command = HAND_OVER if order.hands_over else ANSWER if self._decoding is None else PREFILL
+        self._send_command(command)
+        hosts.broadcast_bytes(order.to_json())
+        for data in sent:
+            hosts.broadcast_bytes(data)
+        decode = self._decoding.decode if command == PREFILL else self._decode
+        telling = Telling(job, self._scheduler, decode)
+
+        def open_files(_: ExitStack) -> list[Path]:
+            return [file.path for file in media]
+
+        if command == PREFILL:
+            return Prefilled(job, *executor.prefill(order, open_files, telling.stop, job.read.prompt), telling)
+        if command == HAND_OVER:
+            self._hand_over(job, executor.hand_over(order, open_files, telling.stop, job.read.prompt), telling)
+            return None
+        result = executor.answer(order, open_files, telling.stop, job.read.prompt)
+        job.record.speculation = result.stats["speculation"]
+        telling.finish(result.token_ids, result.finish_reason)
+        return None
+
+    def _hand_over(self, job: Job, handed: HandedOver, telling: Telling) -> None:
+        """Tell a client where the KV is that waits for it, or drop it where the client has gone."""
+        ticket = handed.ticket
+        self._scheduler.hold_offer(ticket.transfer, ticket.num_bytes)
+        job.record.transfer = ticket.transfer
+        if not telling.finish([handed.token], handed.reason, ticket.to_params()):
+            self._executor.offers.drop(ticket.transfer)

@@ -1,29 +1,254 @@
-"""This module answers with target and draft side by side, on different hosts or in two threads of one."""
+"""Answering with target and draft side by side, on different hosts or in two threads of one."""
 
+import queue
+import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 
-from ..config import SpeculativeConfig
-from ..hosts import HostGroup
+import torch
+from torch import Tensor
+
+from ..config import DecodeConfig, SamplingParams, SpeculativeConfig
+from ..hosts import HostError, HostGroup
+from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
-from ..prefilling.observer import PrefillObserver
-from ..prefilling.prefiller import ReadRequest
+from ..prefilling.prefiller import Prefiller
 from ..prefilling.result import PrefillResult
+from ..prefilling.stages import Watcher
+from ..stats import StageTimer
+from ..warn import warn_caller
+from .draft import Draft, DraftTask, kept_by_frame
+from .link import DRAFT, FAILED, GO_ON, TARGET, Link, LocalChannel, ReceivedScores
 from .pace import Pace
-from .pair import Pair, draft_request
-from .pipeline import PipelineStats, generate_beside_draft
-from .preserve import kept_by_frame
-from .strategies import make_observer
-from .threads import DraftThread
-from .way import Answered, AnswerSession
+from .pipeline import DraftReport, draft_beside, generate_beside_draft
+from .strategies import STRATEGIES, keep_policy, make_watcher
+from .ways import Answered, Outcome
+
+
+@dataclass
+class Pair:
+    """This host's end of the target's hosts and their draft host.
+
+    Attributes:
+        hosts: the hosts that this host computes with: the target's hosts, or the draft host alone.
+        is_draft: whether this is the draft host.
+        link: the link, on host 0 of the target and on the draft host; None on other hosts, and after the other end
+            was lost.
+    """
+
+    hosts: HostGroup
+    is_draft: bool
+    link: Link | None
+    _other_takes_part: bool | None = field(default=False, init=False)  # None: it has not answered yet
+    _has_sent_scores: bool = field(default=False, init=False)  # of this request
+
+    def open_link(self) -> Link | None:
+        """Return the link if the other end takes part in this request, else None; wait until that is known."""
+        if self._other_takes_part is None:
+            self._other_takes_part = self._wait_for_other()
+            if not self._other_takes_part and self.link is not None and not self.is_draft:
+                warn_caller("answering without the draft host, which cannot read this request")
+        return self.link if self._other_takes_part else None
+
+    @classmethod
+    def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
+        """Pair the last of at least 2 hosts, which drafts, with the others, which run the target; collective."""
+        last = hosts.size - 1
+        is_draft = hosts.rank == last
+        targets = hosts.subgroup(range(last))
+        # The target does not wait for a draft host that is busy: it can decode without it.
+        patience = min(config.draft_timeout, hosts.timeout / 4)
+        to_target = hosts.subgroup([0, last], patience, waits_for_work=False, has_data=False)
+        # The draft waits while the target prefills; it notices at once if a host of the target ends.
+        to_draft = hosts.subgroup([0, last], 10 * hosts.timeout, has_data=False)
+        link = None if to_target is None else Link(to_target, to_draft)
+        members = HostGroup.single(hosts.device) if is_draft else targets
+        return cls(members, is_draft, link)
+
+    @contextmanager
+    def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
+        """Begin a request, which the body reads; after that each side tells the other whether it takes part.
+
+        The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
+
+        Args:
+            vocab_size, drawn: see :meth:`Link.begin`.
+
+        Raises:
+            HostError: on the draft host, if the target's hosts cannot read the request or have ended.
+        """
+        if self.is_draft and self.link is None:
+            raise HostError("the target's hosts go on without this draft host since an earlier request")
+        try:
+            yield
+        except BaseException:
+            self._announce(False, config, vocab_size, drawn)
+            self._wait_for_other()
+            raise
+        self._announce(True, config, vocab_size, drawn)
+        if self.is_draft and self.open_link() is None:
+            raise HostError("the target's hosts cannot answer this request")
+
+    def _announce(self, is_ready: bool, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> None:
+        self._other_takes_part, self._has_sent_scores = None if is_ready else False, False
+        self._with_link(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
+
+    def _wait_for_other(self) -> bool:
+        return bool(self._with_link(lambda link: link.other_is_ready()))
+
+    def _with_link(self, exchange: Callable[[Link], object]):
+        """Call a function with the link; return None where there is no link, or it is lost."""
+        if self.link is None:
+            return None
+        try:
+            return exchange(self.link)
+        except HostError as error:
+            self.link = None
+            if not self.is_draft:
+                warn_caller(f"going on without the draft host: {error}")
+            return None
+
+    def send_scores(self, scores: Tensor) -> None:
+        """Send the draft the scores of all visual tokens, if it takes part; once per request, on the target."""
+        link = self.open_link()
+        if link is not None and not self._has_sent_scores:
+            link.send_verdict(GO_ON)
+            link.send(scores)
+            self._has_sent_scores = True
+
+    def offer_scores(self, scores: Tensor) -> bool:
+        """Send the scores and return true; return false if the draft has not answered whether it takes part."""
+        if self._other_takes_part is None and self.link is not None and not self.link.other_has_answered():
+            return False
+        self.send_scores(scores)
+        return True
+
+    def fail(self) -> None:
+        """Tell the draft that the target cannot finish the request."""
+        link = self.open_link()
+        if link is not None and link.owes_report:
+            self._with_link(lambda link: link.receive_json())
+        elif link is not None and not link.is_settled:
+            with suppress(HostError):
+                link.send_verdict(FAILED)
+            self.link = None
+            if not self.is_draft:
+                warn_caller("going on without the draft host after a request that failed")
+
+
+def draft_request(
+    pair: Pair,
+    draft: ModelParts,
+    inputs: ModelInputs,
+    config: SpeculativeConfig,
+    sampling: SamplingParams,
+    timer: StageTimer,
+) -> tuple[list[int], DraftReport, Draft]:
+    """Draft for a request that both sides have begun; on the draft host.
+
+    The draft reads the prompt and drafts while the target prefills, unless it needs the target's scores first.
+
+    Returns:
+        The new tokens, the report, and the draft that drafted last.
+    """
+    num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
+    is_scored = num_visual and make_watcher(config, draft) is not None
+    awaited = ReceivedScores(pair.link, num_visual) if is_scored else None
+    task = DraftTask(
+        target=draft,
+        draft=draft,
+        inputs=inputs,
+        state=None,
+        scores=awaited and awaited.result,
+        hosts=pair.hosts,
+        config=config,
+        keep=keep_policy(config),
+        sampling=sampling,
+        vocab_size=pair.link.shared_vocab,
+        leave_last=True,
+        awaited=awaited,
+    )
+    try:
+        try:
+            with timer.stage("draft"):
+                made = STRATEGIES[config.strategy].build(task)
+        except HostError:  # the target failed, and need not be told
+            raise
+        except Exception:
+            pair.link.send_failure(first=True)
+            raise
+        with timer.stage("decode"), apbv_attention(draft.language_model):
+            last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
+            return draft_beside(pair.link, made, last, timer.spans, stops_with_target=is_auto)
+    except Exception:
+        pair.link = None
+        raise
+
+
+class DraftThread:
+    """Runs the draft beside the target in the same process.
+
+    On a GPU they share the device, each with a CUDA stream of its own; on a CPU they share its cores and Python's
+    lock. Measure whether that is faster than taking turns (benchmarks/speculative.py).
+
+    Attributes:
+        pair: the target's end.
+    """
+
+    def __init__(self, draft: ModelParts, hosts: HostGroup, config: SpeculativeConfig):
+        # Its steps are not recorded while the other thread has kernels of its own to launch and to record.
+        self._draft = replace(draft, decode=DecodeConfig(cuda_graphs="off"))
+        self._hosts, self._config = hosts, config
+        self._thread: threading.Thread | None = None
+        self._stream = torch.cuda.Stream(hosts.device) if hosts.device.type == "cuda" else None
+        self.pair, self._pair = self._ends()
+
+    def _ends(self) -> tuple[Pair, Pair]:
+        """Return new ends of a pair, the target's and the draft's."""
+        config, hosts = self._config, self._hosts
+        to_target, to_draft = queue.Queue(), queue.Queue()
+
+        def link(rank: int) -> Link:
+            # The draft waits while the target prefills, however long that takes.
+            patience = threading.TIMEOUT_MAX
+            return Link(
+                LocalChannel(rank, to_target, config.draft_timeout), LocalChannel(rank, to_draft, patience)
+            )
+
+        return Pair(hosts, is_draft=False, link=link(TARGET)), Pair(hosts, is_draft=True, link=link(DRAFT))
+
+    def start(self, inputs: ModelInputs, sampling: SamplingParams) -> None:
+        """Start to draft for a request that the target is about to begin."""
+        if self.pair.link is None:  # an earlier request failed, and its thread knows
+            self.pair, self._pair = self._ends()
+        self._thread = threading.Thread(target=self._run, args=(self._pair, inputs, sampling), daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the thread has ended, unless the target has given it up."""
+        if self._thread is not None and self.pair.link is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _run(self, pair: Pair, inputs: ModelInputs, sampling: SamplingParams) -> None:
+        config = self._config
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                with pair.beginning(config, self._draft.vocab_size, sampling.temperature > 0):
+                    pass
+                draft_request(pair, self._draft, inputs, config, sampling, StageTimer(self._hosts))
+        except HostError:  # the target has given up on it, or on the request
+            pass
+        except Exception as error:  # the target has been told that there will be no draft
+            warnings.warn(f"the draft failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 class BesideDraft:
-    """A BesideDraft answers on the target's hosts, while the draft runs on another host or in another thread.
+    """Answers on the target's hosts, while the draft runs on another host or in another thread.
 
     Args:
         pair: the target's end of the pair.
@@ -38,57 +263,49 @@ class BesideDraft:
         self._target, self._config, self._pair, self._thread = target, config, pair, thread
         self.hosts = pair.hosts
 
-    def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
+    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         agreed = self._config, self._target.vocab_size, request.sampling.temperature > 0
-        if self._thread is None:
-            with self._pair.beginning(*agreed):
-                return read(request)
-        done = read(request)
-        try:
-            self._thread.start(done.inputs, done.request.sampling)
-            self._pair = self._thread.pair
-            with self._pair.beginning(*agreed):
-                return done
-        except BaseException:
-            done.close()
-            raise
+        with self._pair.beginning(*agreed) if self._thread is None else nullcontext():
+            read = prefiller.read(request)
+        with closing(read):
+            if self._thread is not None:
+                self._thread.start(read.inputs, read.request.sampling)
+                self._pair = self._thread.pair
+                with self._pair.beginning(*agreed):
+                    pass
+            try:
+                watcher = make_watcher(self._config, self._target) if read.inputs.visual is not None else None
+                if watcher is not None:  # the draft can use its scores before the prefill ends
+                    watcher.request_early(self._pair.offer_scores)
+                state = prefiller.run(read, watcher)
+                answered = self._decode(read.request, watcher, state)
+            except BaseException:
+                self._pair.fail()
+                raise
+            if self._thread is not None:
+                self._thread.finish()
+            return Outcome(read, state, answered)
 
-    @contextmanager
-    def session(self, read: ReadRequest) -> Iterator[AnswerSession]:
-        observer = make_observer(self._config, self._target)
-        if observer is not None and read.inputs.visual is not None:
-            observer.request_early(self._pair.offer_scores)  # the draft can use them before the prefill ends
-        try:
-            yield AnswerSession(observer, partial(self._answer, read, observer))
-        except BaseException:
-            self._pair.fail()
-            raise
-        if self._thread is not None:
-            self._thread.finish()
-
-    def _answer(self, read: ReadRequest, observer: PrefillObserver | None, state: PrefillResult) -> Answered:
-        config, pair, request = self._config, self._pair, read.request
+    def _decode(self, request: Request, watcher: Watcher | None, state: PrefillResult) -> Answered:
+        config, pair = self._config, self._pair
         with self.hosts.collective_stage("decode"), request.timer.stage("decode"):
-            if observer is not None and read.inputs.visual is not None:
-                pair.send_scores(observer.result())
+            if watcher is not None:
+                pair.send_scores(watcher.result())
             answer = state.begin_answer(self._target, request)
             pace = Pace(config.most_draft_tokens, config.keep_losing_draft)
             with apbv_attention(self._target.language_model):
                 tokens, stats = generate_beside_draft(answer, pair.open_link(), pace)
-        self._note_lost_draft(stats)
+        if stats.lost_draft is None and pair.link is None and self.hosts.rank == 0:
+            stats.lost_draft = "an earlier request lost it"
+        if stats.lost_draft:
+            pair.link = None
         figures = {**asdict(config), **stats.summary(len(tokens))}
         draft_spans = None if stats.of_draft is None else stats.of_draft.spans
         return Answered(tokens, figures, spans=tuple(stats.record.spans), draft_spans=draft_spans)
 
-    def _note_lost_draft(self, stats: PipelineStats) -> None:
-        if stats.lost_draft is None and self._pair.link is None and self.hosts.rank == 0:
-            stats.lost_draft = "an earlier request lost it"
-        if stats.lost_draft:
-            self._pair.link = None
-
 
 class DraftHost:
-    """A DraftHost drafts for the target's hosts, on a host of its own.
+    """Drafts for the target's hosts, on a host of its own.
 
     Args:
         pair: the draft's end of the pair.
@@ -100,18 +317,13 @@ class DraftHost:
         self._draft, self._config, self._pair = draft, config, pair
         self.hosts = pair.hosts
 
-    def read(self, request: Request, read: Callable[[Request], ReadRequest]) -> ReadRequest:
+    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+        request = replace(request, stop=None)  # this host is told where the answer ends
         with self._pair.beginning(self._config, self._draft.vocab_size, request.sampling.temperature > 0):
-            return read(request)
-
-    @contextmanager
-    def session(self, read: ReadRequest) -> Iterator[AnswerSession]:
-        yield AnswerSession(None, partial(self._answer, read))
-
-    def _answer(self, read: ReadRequest, state: None) -> Answered:
+            read = prefiller.read(request)
         request = read.request
         # Should the target go on alone, this host waits for it after the request.
-        with self.hosts.working("draft"):
+        with closing(read), self.hosts.working("draft"):
             tokens, report, draft = draft_request(
                 self._pair, self._draft, read.inputs, self._config, request.sampling, request.timer
             )
@@ -120,7 +332,7 @@ class DraftHost:
             if request.on_token is not None:
                 request.on_token(token)
         kept = kept_by_frame(self._draft, read.inputs, draft.kept)
-        return Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept)
+        return Outcome(read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept))
 
 
 def beside_draft(

@@ -1,29 +1,22 @@
-"""This module builds the draft of every strategy from a prefilled prompt."""
+"""Builds the draft of every strategy from a prefilled prompt."""
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from ..kernels.backends import choose
-from ..kv.growing import empty_cache
+from ..kv.cache import empty_cache
 from ..model.attention import ChosenKV
-from ..model.some_layers import some_layers
+from ..model.parts import some_layers
 from ..prefilling.encode import encode_visual
-from ..prefilling.reduction import EARLY_REDUCERS
 from ..prefilling.reduction.choosing import keep_best, keep_even
-from ..prefilling.reduction.early import choose_rows
-from ..prefilling.reduction.frames import num_in_frames
 from ..prefilling.reduction.hippo import local_semantics, with_relevance
-from . import preserve
-from .draft import Draft, DraftTask, Successor
-from .draft_kv import prefill_draft, prefill_observed, run_prompt
+from .draft import Draft, DraftTask, prefill_draft, run_prompt
 from .drafters import Drafter, NgramDrafter
 from .ensemble import EnsembleDrafter, make_weights, read_contexts
-from .observers import AttentionScores
 
 
 def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
@@ -35,30 +28,21 @@ def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
     keep, count, total = task.keep, task.num_kept, task.num_visual
     if not total or keep == "full":
         return torch.arange(total)
-    if keep in EARLY_REDUCERS and keep != "hippo":
-        count -= total - num_in_frames(task.draft, task.inputs)  # what belongs to no frame is always kept
-        return choose_rows(task.draft, task.inputs, rows, task.hosts, EARLY_REDUCERS[keep], max(0, count)).kept
-    if keep in ("attention", "attention_variation", "draft_guided", "uv_prune", "similarity"):
-        return keep_best(task.observer.result(), count)
+    if keep in ("attention", "uv_prune"):
+        return keep_best(task.scores(), count)
     if keep == "specvlm":
-        return preserve.keep_specvlm(task.observer.result(), count)
+        return keep_specvlm(task.scores(), count)
     if keep == "attention_per_frame":
-        return preserve.keep_best_per_frame(task.observer.result(), task.inputs.visual.frames, count)
+        return keep_best_per_frame(task.scores(), task.inputs.visual.frames, count)
     if keep == "even":
         return keep_even(total, count)
     if keep == "random":
-        return preserve.keep_random(total, count, task.sampling.seed)
-    if keep == "uniform_frames":
-        return preserve.keep_uniform_frames(task.inputs.visual.frames, count)
-    return keep_best(_hippo_scores(task, rows, task.config.hippo_terms), count)
-
-
-def _hippo_scores(task: DraftTask, rows: Tensor, terms: Collection[str]) -> Tensor:
-    """Score visual tokens by HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame."""
-    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, terms)
-    if "attention" not in terms:
-        return scores
-    return with_relevance(task.draft, task.inputs, scores, task.observer.result())
+        return keep_random(total, count, task.sampling.seed)
+    # HIPPO's Eq. 7: attention, change over time, variety in space, z-scored by frame.
+    scores = local_semantics(task.draft, task.inputs, rows, task.hosts, task.config.hippo_terms)
+    if "attention" in task.config.hippo_terms:
+        scores = with_relevance(task.draft, task.inputs, scores, task.scores())
+    return keep_best(scores, count)
 
 
 def draft_by_model(task: DraftTask) -> Draft:
@@ -66,40 +50,12 @@ def draft_by_model(task: DraftTask) -> Draft:
     rows = encode_visual(task.draft, task.inputs.visual)
     if not task.num_visual or task.keep == "full":
         return _draft_on_tokens(task, rows, torch.arange(task.num_visual))
-    if task.keep == "draft_guided":
-        task, cache = _watching_itself(task, rows)
-        if task.config.prune == "prompt":
-            return _draft_on_kept_tokens(task, rows)
-        return _prune_kv(task, rows, Draft(task.drafter(task.draft, cache), task.num_visual))
-    # A draft host gets the scores of the target's prefill only later.
-    scores_come_later = task.leave_last and task.observer is not None
-    if task.config.prune == "kv":
-        first = _draft_on_tokens(task, rows, torch.arange(task.num_visual))
-        rest = partial(_prune_kv, task, rows, first)
-    elif scores_come_later and task.config.vision_first:
-        terms = set(task.config.hippo_terms) - {"attention"}
-        first = _draft_on_tokens(task, rows, keep_best(_hippo_scores(task, rows, terms), task.num_kept))
-        rest = partial(_draft_on_kept_tokens, task, rows)
-    else:
-        return _draft_on_kept_tokens(task, rows)
-    if not scores_come_later:
-        return rest()
-    return replace(first, successor=Successor(task.observer.have_come, task.observer.wait, rest))
-
-
-def _watching_itself(task: DraftTask, rows: Tensor) -> tuple[DraftTask, DynamicCache | None]:
-    """Let the draft read the whole prompt, scored by its own attention in place of the target's; collective.
-
-    Returns:
-        The task with these scores, and the KV of the whole prompt on the leader.
-    """
-    observer = AttentionScores(task.draft)
-    cache = prefill_observed(task.draft, task.inputs, task.hosts, rows, observer)
-    return replace(task, observer=observer), cache
-
-
-def _draft_on_kept_tokens(task: DraftTask, rows: Tensor) -> Draft:
-    return _draft_on_tokens(task, rows, kept_visual_tokens(task, rows))
+    if task.config.prune == "prompt":
+        return _draft_on_tokens(task, rows, kept_visual_tokens(task, rows))
+    first = _draft_on_tokens(task, rows, torch.arange(task.num_visual))
+    if task.awaited is None:
+        return _prune_kv(task, rows, first)
+    return replace(first, successor=partial(_prune_kv, task, rows, first), awaited=task.awaited)
 
 
 def _draft_on_tokens(task: DraftTask, rows: Tensor, kept: Tensor) -> Draft:
@@ -141,8 +97,6 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
     rows, kept = None, torch.empty(0, dtype=torch.long)
     if set(ensemble) & set("MP"):  # the others are text
         rows = encode_visual(task.draft, task.inputs.visual)
-        if task.keep == "draft_guided":
-            task, _ = _watching_itself(task, rows)
         kept = kept_visual_tokens(task, rows)
     contexts = read_contexts(
         ensemble.rstrip("*"),
@@ -167,7 +121,7 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:
     """Draft with the target on all text and each layer's and head's most attended visual KV (STD)."""
-    scores = task.observer.result() if task.num_visual else []
+    scores = task.scores() if task.num_visual else []
     return _draft_on_best_kv(task, scores, task.num_kept)
 
 
@@ -176,7 +130,7 @@ def draft_on_passed_kv(task: DraftTask) -> Draft:
 
     A head that passed on fewer visual tokens than another (text is passed on, too) sees the latest ones as well.
     """
-    passed = task.observer.result() if task.num_visual else []
+    passed = task.scores() if task.num_visual else []
     count = max((int(layer.sum(dim=1).max()) for layer in passed), default=0)
     recency = torch.linspace(0, 0.5, task.num_visual)
     return _draft_on_best_kv(task, [layer + recency for layer in passed], count)
@@ -237,3 +191,51 @@ def draft_by_ngrams(task: DraftTask) -> Draft:
     """Draft without a model, by looking up n-grams of the prompt's text."""
     text = task.text_ids.tolist()
     return Draft(NgramDrafter(text) if task.hosts.is_leader else None, 0)
+
+
+def keep_best_per_frame(scores: Tensor, frames: Sequence[range], count: int) -> Tensor:
+    """Return the places of every frame's highest scores, the same share of each frame, up to a difference of one.
+
+    With fewer places than frames, evenly spaced frames keep one each. Places of no frame are kept first; of equal
+    scores the earlier place is kept.
+
+    Args:
+        scores: ``[visual tokens]``.
+        frames: the places of each frame, ascending; images are frames, too.
+    """
+    frame_of = torch.full((len(scores),), len(frames))
+    lengths = torch.tensor([len(frame) for frame in frames])
+    places = torch.cat([torch.arange(frame.start, frame.stop) for frame in frames])
+    frame_of[places] = torch.arange(len(frames)).repeat_interleave(lengths)
+    outside = (frame_of == len(frames)).nonzero().flatten()[:count]
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    quotas = (ends * (count - len(outside)) // ends[-1]).diff()
+    best = places[scores[places].argsort(descending=True, stable=True)]
+    best = best[frame_of[best].argsort(stable=True)]  # of the first frame, from its highest score, and so on
+    rank = torch.arange(len(best)) - ends[:-1].repeat_interleave(lengths)
+    return torch.cat([best[rank < quotas.repeat_interleave(lengths)], outside]).sort().values
+
+
+def keep_specvlm(attention: Tensor, count: int, share: float = 0.4) -> Tensor:
+    """Return SpecVLM's choice: the most attended tokens, and evenly spaced ones of the rest.
+
+    The first stage keeps the fewest tokens that together hold ``share`` of the attention (of these at most
+    ``count``, the best), the second fills up to ``count`` with tokens evenly spaced among the others. The most
+    attended tokens lie in few frames; the spaced ones let the draft see something of all frames.
+
+    Args:
+        attention: ``[visual tokens]``, at least 0.
+        share: 0.4 in the authors' code (github.com/zju-jiyicheng/SpecVLM).
+    """
+    order = attention.argsort(descending=True, stable=True)
+    held = attention[order].double().cumsum(dim=0)
+    num_attended = min(count, int((held < share * held[-1]).sum()) + 1)
+    attended, others = order[:num_attended], order[num_attended:].sort().values
+    spaced = others[keep_even(len(others), count - num_attended)]
+    return torch.cat([attended, spaced]).sort().values
+
+
+def keep_random(num_tokens: int, count: int, seed: int) -> Tensor:
+    """Return random places, ascending."""
+    order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(seed))
+    return order[:count].sort().values

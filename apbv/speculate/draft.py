@@ -1,35 +1,112 @@
-"""This module defines what a strategy builds a draft from, and the draft itself."""
+"""A draft, and the task that a strategy builds it from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from ..config import SamplingConfig, SpeculativeConfig
+from ..config import SamplingParams, SpeculativeConfig
 from ..hosts import HostGroup
+from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
+from ..input.visual import VisualInput
 from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
-from ..prefilling.observer import PrefillObserver
+from ..prefilling.encode_audio import encode_audio
+from ..prefilling.exchange import LocalVisual
+from ..prefilling.reduction.frames import frame_shape
 from ..prefilling.result import PrefillResult
 from .drafters import Drafter, ModelDrafter
-from .tree_drafter import TreeDrafter
+from .link import ReceivedScores
+
+
+@torch.no_grad()
+def prefill_draft(
+    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
+) -> DynamicCache | None:
+    """Run the draft over the prompt's text and sound and some of its visual tokens, on the leader; collective.
+
+    Only the embeddings of kept visual tokens are sent, and all of the sound's: of that nothing is left out, as in
+    HIPPO's experiments with a model that hears.
+
+    Args:
+        parts: the draft.
+        inputs: the target's prompt.
+        kept_visual: the kept visual tokens, by their numbers among all visual tokens, ascending; on every host.
+        rows: the draft's visual embeddings of this host's frames; None where no visual token is kept.
+
+    Returns:
+        The KV of the text, the sound and the kept visual tokens on the leader, None elsewhere.
+    """
+    is_visual = parts.is_visual(inputs.input_ids[0])
+    text, visual = (~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]
+    tokens = torch.cat([text, visual]).sort().values
+    merged = _collect(parts, inputs, kept_visual, hosts, rows)
+    if not hosts.is_leader:
+        return None
+    return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
+
+
+@torch.no_grad()
+def run_prompt(
+    parts: ModelParts,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    merged: LocalVisual | None = None,
+) -> DynamicCache:
+    """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return its KV."""
+    embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
+    cache = DynamicCache()
+    parts.language_model(
+        inputs_embeds=embeds,
+        position_ids=position_ids.to(parts.device),
+        past_key_values=cache,
+        use_cache=True,
+        **extra,
+    )
+    return cache
+
+
+def _collect(
+    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
+) -> LocalVisual:
+    """Gather the rows of the kept visual tokens, and of all sound, in order, on host 0; collective."""
+    shown = sound = None
+    if len(kept_visual):
+        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts)
+    if inputs.audio is not None:
+        everything = torch.arange(inputs.num_audio_tokens)
+        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts)
+    return LocalVisual.of_rows(shown, parts, sound)
+
+
+def _collect_rows(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup) -> Tensor | None:
+    """Gather the rows of kept tokens, by their numbers among those of their kind, on host 0; collective."""
+    if source.replicated or hosts.size == 1:
+        return rows[kept.to(rows.device)]
+    wanted = [kept[(kept >= p.start) & (kept < p.stop)] - p.start for p in source.pieces]
+    received = hosts.gather_rows(rows[wanted[hosts.rank].to(rows.device)], [*map(len, wanted)], to=0).wait()
+    return torch.cat(received) if hosts.rank == 0 else None
 
 
 @dataclass(frozen=True)
 class DraftTask:
-    """A DraftTask holds a prefilled prompt and all else that a strategy builds a draft from.
+    """Holds a prefilled prompt and all else that a strategy builds a draft from.
 
     Attributes:
         target, draft: the models; draft is None for strategies without one.
         inputs: the prompt with its pixels.
         state: the target's prefill; None on a draft host.
-        observer: the observer of the prefill, if the strategy needs one.
+        scores: returns what the strategy needs of the target's prefill, if it needs something; collective.
         hosts: the hosts that compute: the target's hosts, or a draft host alone.
         config: the speculative configuration.
         keep: the policy that chooses the visual tokens which the draft sees; None where none can be chosen.
         sampling: how tokens are drawn.
         vocab_size: the target's; on a draft host the smaller one of target and draft.
+        awaited: on a draft host the scores, which come later; None where none do.
         leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
@@ -40,13 +117,14 @@ class DraftTask:
     draft: ModelParts | None
     inputs: ModelInputs
     state: PrefillResult | None
-    observer: PrefillObserver | None
+    scores: Callable[[], Any] | None
     hosts: HostGroup
     config: SpeculativeConfig
     keep: str | None
-    sampling: SamplingConfig
+    sampling: SamplingParams
     vocab_size: int
     leave_last: bool = False
+    awaited: ReceivedScores | None = None
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
@@ -79,7 +157,7 @@ class DraftTask:
 
     def drafter(
         self, parts: ModelParts, cache, prompt_kv: ChosenKV | None = None, next_position: int | None = None
-    ) -> Drafter | TreeDrafter | None:
+    ) -> Drafter | None:
         """Return a drafter that continues from a cache; None where there is no cache.
 
         Args:
@@ -94,41 +172,37 @@ class DraftTask:
             cache.crop(-num_left_out)
         position = self.inputs.next_position if next_position is None else next_position
         position, length = position - num_left_out, self.inputs.num_tokens - num_left_out
-        if self.drafts_tree:
-            return TreeDrafter(parts, cache, position, self.vocab_size)
-        return ModelDrafter(parts, cache, position, length, self.sampling, self.vocab_size, prompt_kv)
+        settings = self.sampling, self.vocab_size, prompt_kv, self.drafts_tree
+        return ModelDrafter(parts, cache, position, length, *settings)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A Draft is a drafter that has read the prompt, and what it saw of it.
+    """A drafter that has read the prompt, and what it saw of it.
 
     Attributes:
         drafter: the drafter on the leader; None on the other hosts.
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
-        successor: replaces a provisional draft, which drafts while the target still prefills.
+        successor: builds what replaces a provisional draft, which drafts until the target's scores have come.
+        awaited: these scores.
         takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
             verified tokens may replace its own.
     """
 
-    drafter: Drafter | TreeDrafter | None
+    drafter: Drafter | None
     num_visual: int
     kept: Tensor | None = None
-    successor: "Successor | None" = None
+    successor: "Callable[[], Draft] | None" = None
+    awaited: ReceivedScores | None = None
     takes_target_kv: bool = False
 
 
-@dataclass(frozen=True)
-class Successor:
-    """A Successor builds the final draft when the scores of the target's prefill have arrived.
-
-    Attributes:
-        is_due: returns whether the scores have arrived.
-        wait: waits until they have.
-        build: builds the final draft, afterwards.
-    """
-
-    is_due: Callable[[], bool]
-    wait: Callable[[], None]
-    build: Callable[[], Draft]
+def kept_by_frame(parts: ModelParts, inputs: ModelInputs, kept: Tensor | None) -> Tensor | None:
+    """Return kept visual tokens as bool ``[frames, h, w]``; None where they are not known, or not of one video."""
+    if kept is None or inputs.visual is None or [item.kind for item in inputs.visual.items] != ["video"]:
+        return None
+    height, width = frame_shape(parts, inputs)
+    mask = torch.zeros(inputs.num_visual_tokens, dtype=torch.bool)
+    mask[kept] = True
+    return mask[: len(mask) // (height * width) * height * width].view(-1, height, width)

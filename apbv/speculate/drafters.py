@@ -1,11 +1,11 @@
-"""This module defines drafters, which propose tokens for the target to verify. They run on host 0.
+"""Drafters, which propose tokens for the target to verify. They run on host 0.
 
 A drafter is not told which of its tokens were accepted: it is given all tokens so far, keeps the KV that it has
 already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong. Only a
 :class:`Learner` is also given the target's logits for the new tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..config import SamplingConfig
-from ..decode.runner import ModelRunner
+from ..config import SamplingParams
+from ..decode.runner import ModelRunner, NewTokens
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
-from ..decode.step import NewTokens
-from ..kv.growing import appending_in_place, replace_last
+from ..kv.cache import appending_in_place, keep_of_last, replace_last
+from ..kv.select import select_kv
 from ..model.attention import ChosenKV
 from ..model.parts import ModelParts
-from .draft_kv import prune_prompt
+from ..transfer import to_device
+from .tree import Tree
 
 # Returns the target's KV of the last so many tokens; see Decoder.newest_kv.
 NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
@@ -28,10 +29,10 @@ NewestKV = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class Proposal:
-    """A Proposal is a window of drafted tokens.
+    """Drafted tokens.
 
     Attributes:
-        tokens: at most as many tokens as were asked for.
+        tokens: of nodes 1, 2, … of the tree that was asked for; of a chain possibly fewer than were asked for.
         q: ``[len(tokens), Vq]`` in fp64, on whatever device, the distributions the tokens were drawn from; None if
             they were not drawn.
     """
@@ -57,40 +58,11 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place in range(shorter) if first[place] != second[place]), shorter)
 
 
-class VerifiedKV:
-    """A VerifiedKV replaces a draft's KV of verified tokens by the target's, which attended to the whole prompt.
-
-    Only for a draft that is the target itself on less of the prompt (STD: dense KV takes the place of sparse).
-
-    Args:
-        newest_kv: returns the target's KV of the last so many tokens; see
-            :meth:`apbv.decode.decoder.Decoder.newest_kv`.
-    """
-
-    def __init__(self, newest_kv: NewestKV):
-        self._newest_kv, self._num_replaced = newest_kv, 0
-
-    def put_into(self, cache: DynamicCache, num_cached: int, verified: Sequence[int]) -> list[int]:
-        """Let the draft's cache end with the target's KV of all verified new tokens.
-
-        Args:
-            num_cached: how many new tokens the cache holds; all of them are verified.
-            verified: all new tokens whose KV the target has.
-
-        Returns:
-            The new tokens that the cache holds then.
-        """
-        already = self._num_replaced
-        replace_last(cache, num_cached - already, self._newest_kv(len(verified) - already))
-        self._num_replaced = len(verified)
-        return list(verified)
-
-
 class Drafter(Protocol):
-    """A Drafter proposes how a sequence goes on."""
+    """Proposes how a sequence goes on."""
 
-    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
-        """Draft at most ``count`` tokens that follow all the new ``tokens`` (at least one) since the prompt.
+    def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
+        """Draft what follows all the new ``tokens`` (at least one) since the prompt; the last is the root.
 
         Raises:
             NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for this prompt.
@@ -99,7 +71,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Learner(Drafter, Protocol):
-    """A Learner is a drafter that adapts to the target while it drafts; only where both take turns."""
+    """Adapts to the target while it drafts; only where both take turns."""
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
         """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``.
@@ -109,7 +81,10 @@ class Learner(Drafter, Protocol):
 
 
 class ModelDrafter:
-    """A ModelDrafter drafts autoregressively with a language model, on top of its own KV of the prompt.
+    """Drafts with a language model, on top of its own KV of the prompt.
+
+    In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
+    probable next tokens.
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
@@ -121,6 +96,7 @@ class ModelDrafter:
         vocab_size: only tokens below it are drafted: the target has no others. The draft reads the target's tokens
             beyond its own vocabulary as token 0, which can cost acceptance, but keeps decoding lossless.
         prompt_kv: the KV of a prompt that is not in the cache, which then starts empty; None if it is.
+        drafts_trees: whether trees are drafted, level by level, and not chains.
     """
 
     def __init__(
@@ -129,26 +105,36 @@ class ModelDrafter:
         cache: DynamicCache,
         next_position: int,
         prompt_len: int,
-        config: SamplingConfig,
+        config: SamplingParams,
         vocab_size: int,
         prompt_kv: ChosenKV | None = None,
+        drafts_trees: bool = False,
     ):
         self._parts, self._position = parts, next_position
-        self._prompt_kv = prompt_kv
+        self._prompt_kv, self._drafts_trees = prompt_kv, drafts_trees
         self._continue(cache)
         self._prompt_len, self._config, self._vocab_size = prompt_len, config, vocab_size
-        self._cached: list[int] = []  # the new tokens whose KV the cache holds
+        self._cached: list[int] = []  # the new tokens whose KV the cache holds, of a tree up to its root
         self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
-        self._verified_kv: VerifiedKV | None = None
+        self._tree, self._drafted = Tree.chain(0), [-1]
+        self._nodes_in_cache: list[int] = []  # the nodes of the last tree whose KV follows that of these tokens
+        self._newest_kv: NewestKV | None = None
+        self._num_replaced = 0
 
     def take_target_kv(self, newest_kv: NewestKV) -> None:
-        """Replace this drafter's KV of verified tokens by the target's from now on; see :class:`VerifiedKV`."""
-        self._verified_kv = VerifiedKV(newest_kv)
+        """Replace this drafter's KV of verified tokens by the target's from now on, which saw the whole prompt.
 
-    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+        Only for a draft that is the target itself on less of the prompt (STD: dense KV takes the place of sparse).
+        """
+        self._newest_kv = newest_kv
+
+    def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         missing = self._roll_back(tokens)
+        return self._branches(tokens, missing, tree) if self._drafts_trees else self._chain(tokens, missing, tree)
+
+    def _chain(self, tokens: Sequence[int], missing: Sequence[int] | Tensor, tree: Tree) -> Proposal:
         choices, rows = [], []
-        for _ in range(count):
+        for _ in range(tree.depth):
             choice, row = self._next(missing)
             choices.append(choice)
             rows += [] if row is None else [row]
@@ -156,6 +142,34 @@ class ModelDrafter:
         drafted = Choice.read_all(choices) if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]
         return Proposal(drafted, torch.cat(rows) if rows else None)
+
+    def _branches(self, tokens: Sequence[int], missing: Sequence[int], tree: Tree) -> Proposal:
+        logits, levels = self._read(missing), []  # of each level the tokens, chosen on the device
+        self._cached, self._tree = list(tokens), tree
+        for depth, nodes in enumerate(tree.inner_levels):
+            if depth:
+                self._nodes_in_cache += nodes
+                above = tree.children[tree.inner_levels[depth - 1][0]][0]  # the first node of their level
+                ids = levels[-1].tokens.index_select(0, self._indices(node - above for node in nodes))
+                visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
+                position = self._position + self._num_cached
+                new = NewTokens(ids, position, [depth - 1] * len(nodes), visible)
+                logits = self._runner.run(new)[:, : self._vocab_size]
+            levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
+        drafted = Choice.read_all(levels) if levels else []
+        self._drafted = [tokens[-1], *drafted]
+        return Proposal(drafted)
+
+    def _choose_children(self, logits: Tensor, counts: Sequence[int]) -> Choice:
+        """Choose for each row of logits ``[S, V]`` so many most probable tokens, in a row."""
+        most = max(counts)
+        best = logits.topk(most, dim=-1)
+        is_finite = best.values[:, :1].isfinite().expand(-1, most)  # NaN counts as the largest number
+        wanted = self._indices(row * most + rank for row, count in enumerate(counts) for rank in range(count))
+        return Choice(*(each.flatten().index_select(0, wanted) for each in (best.indices, is_finite)))
+
+    def _indices(self, numbers: Iterable[int]) -> Tensor:
+        return to_device(list(numbers), self._parts.device)
 
     def stream(self, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor | None]]:
         """Yield drafted tokens, each with the distribution ``[Vq]`` it was drawn from, or None where greedy."""
@@ -175,7 +189,9 @@ class ModelDrafter:
         """
         if self._prompt_kv is not None:
             raise ValueError("this drafter's cache does not hold the prompt, so that its KV cannot be pruned")
-        self._continue(prune_prompt(self._cache, rows, self._num_cached))
+        length, heads = self._cache.get_seq_length(), self._cache.layers[0].keys.shape[1]
+        rows = torch.cat([rows, torch.arange(length - self._num_cached, length)])
+        self._continue(select_kv(self._cache, [rows.expand(heads, -1)] * len(self._cache.layers)))
 
     def _continue(self, cache: DynamicCache) -> None:
         """Go on with this cache."""
@@ -184,11 +200,16 @@ class ModelDrafter:
 
     def _next(self, missing: Sequence[int] | Tensor) -> tuple[Choice, Tensor | None]:
         """Run tokens that the cache lacks, and choose the one behind them; see :func:`choose_tokens`."""
+        logits = self._read(missing)
+        return self._choose(logits, self._prompt_len + self._num_cached)
+
+    def _read(self, missing: Sequence[int] | Tensor) -> Tensor:
+        """Run tokens that the cache lacks, and return the logits after the last."""
         if not isinstance(missing, Tensor):
             missing = [token if token < self._parts.vocab_size else 0 for token in missing]
         logits = self._run(missing)
         self._num_cached += len(missing)
-        return self._choose(logits, self._prompt_len + self._num_cached)
+        return logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after the last."""
@@ -204,18 +225,36 @@ class ModelDrafter:
         Returns:
             The tokens that the cache lacks then.
         """
-        common = common_length(self._cached, tokens[:-1])
+        known = tokens[:-1]
+        common = common_length(self._cached, known)
+        path = self._accepted(known[common:]) if common == len(self._cached) else []
+        if self._nodes_in_cache:
+            places = [self._nodes_in_cache.index(node) for node in path]
+            keep_of_last(self._cache, len(self._nodes_in_cache), places)
+            self._nodes_in_cache = []
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
-            del self._cached[common:]
-        if self._verified_kv is not None:
-            self._cached = self._verified_kv.put_into(self._cache, common, tokens[:-1])
+        self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
+        if self._newest_kv is not None:
+            count = self._num_replaced
+            replace_last(self._cache, len(self._cached) - count, self._newest_kv(len(known) - count))
+            self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
 
+    def _accepted(self, following: Sequence[int]) -> list[int]:
+        """Return the nodes in the cache, from the root of the last tree on, that have these tokens."""
+        node, path = 0, []
+        for token in following:
+            node = self._tree.child(self._drafted, node, token)
+            if node not in self._nodes_in_cache:
+                break
+            path.append(node)
+        return path
+
 
 class NgramDrafter:
-    """An NgramDrafter drafts what followed the last tokens where they occurred before (prompt lookup).
+    """Drafts what followed the last tokens where they occurred before (prompt lookup).
 
     Args:
         prompt: the prompt's token ids.
@@ -227,7 +266,7 @@ class NgramDrafter:
         self._followed: dict[tuple[int, ...], int] = {}  # n-gram: the end of its latest occurrence
         self._indexed = 0
 
-    def propose(self, tokens: Sequence[int], count: int) -> Proposal:
+    def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         sequence = [*self._prompt, *tokens]
         # Verified tokens are never rolled back, so the index stays valid. The last token has no successor yet.
         for end in range(self._indexed + 1, len(sequence)):
@@ -237,5 +276,5 @@ class NgramDrafter:
         for length in range(min(self._longest, len(sequence)), 0, -1):
             end = self._followed.get(tuple(sequence[-length:]))
             if end is not None:
-                return Proposal(sequence[end : end + count])
+                return Proposal(sequence[end : end + tree.depth])
         return Proposal([])

@@ -1,7 +1,7 @@
-"""This module sets an engine up for speculative decoding: it loads models and chooses the way to answer."""
+"""Sets an engine up for speculative decoding: it loads models and chooses the way to answer."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -12,9 +12,10 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, read_config
 from ..model.parts import ModelParts, inspect_model, require_supported
-from .beside import beside_draft
-from .settings import (
+from .beside import BesideDraft, DraftHost, beside_draft
+from .strategies import (
     drafts_elsewhere,
+    make_watcher,
     reads,
     require_consistent,
     require_fitting_draft,
@@ -22,14 +23,11 @@ from .settings import (
     require_same_tokens,
     strategy_of,
 )
-from .strategies import make_observer
-from .turns import Captioner, TakingTurns
-from .way import Autoregressive, WayToAnswer
+from .ways import Autoregressive, Captioner, TakingTurns
 
 
-@dataclass(frozen=True)
-class Models:
-    """A Models holds the parts of this host's models.
+class Models(NamedTuple):
+    """The parts of this host's models.
 
     Attributes:
         target: the target; None on a draft host.
@@ -133,7 +131,7 @@ class Drafting:
 
     def watches_prefill(self, models: Models) -> bool:
         """Return whether the strategy observes the target's prefill of the whole prompt."""
-        return self._config is not None and make_observer(self._config, models.reading) is not None
+        return self._config is not None and make_watcher(self._config, models.reading) is not None
 
     def require_readable(self, inputs: ModelInputs) -> None:
         """Refuse a prompt that the strategy cannot draft for.
@@ -144,7 +142,7 @@ class Drafting:
         if self._config is not None:
             require_readable(self._config, inputs)
 
-    def way_to_answer(self, models: Models, tokenizer) -> WayToAnswer:
+    def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return how this host answers requests; collective."""
         config, hosts = self._config, self._hosts
         if config is None:

@@ -1,4 +1,4 @@
-"""This module defines TABED's draft: one model that reads the prompt in several ways, and drafts from the mixture.
+"""Defines TABED's draft: one model that reads the prompt in several ways, and drafts from the mixture.
 
 The ways are called contexts: M, the prompt as it is; T, a line break in place of every run of visual tokens; C, a
 caption in their place; P, visual tokens pooled 2 x 2. They are the rows of one batch, so that a drafted token
@@ -7,16 +7,16 @@ verified so far.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from ..config import SamplingConfig
+from ..config import SamplingParams
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probable
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
@@ -24,7 +24,7 @@ from ..model.attention import own_attention
 from ..model.parts import ModelParts
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
-from .draft_kv import prefill_draft, run_prompt
+from .draft import prefill_draft, run_prompt
 from .drafters import ModelDrafter
 
 GRID_STEPS = 10  # n of Appendix B.2
@@ -33,18 +33,8 @@ FINITE = torch.finfo(torch.float64).max
 ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, and no division by zero
 
 
-class Weights(Protocol):
-    """A Weights adapts the contexts' weights to all tokens verified so far (the paper's window)."""
-
-    def learn(self, token: int, p: Tensor, q: Tensor) -> None:
-        """Learn from a verified token, the target's distribution ``p [V]`` and the contexts' ``q [m, V]``."""
-
-    def choose(self) -> Tensor:
-        """Return weights ``[m]`` that sum to 1; after at least one token."""
-
-
 class GridWeights:
-    """A GridWeights chooses two contexts' weights (MT*) among ``[1 - j/10, j/10]``.
+    """Chooses two contexts' weights (MT*) among ``[1 - j/10, j/10]``.
 
     It takes those whose mixture had the verified token on top most often, and of equally good ones those of the
     smallest KL divergence from the target, summed over the tokens.
@@ -57,19 +47,21 @@ class GridWeights:
         self._errors: Tensor | float = 0.0
 
     def learn(self, token: int, p: Tensor, q: Tensor) -> None:
+        """Learn from a verified token, the target's distribution ``p [V]`` and the contexts' ``q [m, V]``."""
         self._candidates = to_device(self._candidates, q.device)
         mixed = self._candidates @ q
         self._matches = self._matches + (mixed.argmax(dim=-1) == token)
         self._errors = self._errors + kl_divergence(p, mixed)
 
     def choose(self) -> Tensor:
+        """Return weights ``[m]`` that sum to 1; after at least one token."""
         finite = self._errors.nan_to_num(nan=FINITE, posinf=FINITE)
         best = finite.where(self._matches == self._matches.max(), torch.inf).argmin(dim=0, keepdim=True)
         return self._candidates.index_select(0, best)[0]
 
 
 class ErrorWeights:
-    """An ErrorWeights weighs contexts (MTCP*) by softmax(1 / e), e their KL divergences from the target so far."""
+    """Weighs contexts (MTCP*) by softmax(1 / e), e their KL divergences from the target so far."""
 
     def __init__(self, num_contexts: int):
         self._errors = torch.zeros(num_contexts, dtype=torch.float64)
@@ -81,7 +73,7 @@ class ErrorWeights:
         return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
 
 
-def make_weights(ensemble: str) -> Weights | None:
+def make_weights(ensemble: str) -> GridWeights | ErrorWeights | None:
     """Return what adapts the weights of an ensemble; None where they stay equal."""
     if not ensemble.endswith("*"):
         return None
@@ -93,9 +85,8 @@ def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(dim=-1)
 
 
-@dataclass(frozen=True)
-class Context:
-    """A Context is the prompt as the draft has read it in one way.
+class Context(NamedTuple):
+    """The prompt as the draft has read it in one way.
 
     Attributes:
         cache: its KV, ``[1, Hkv, n, D]`` per layer.
@@ -122,7 +113,7 @@ def read_contexts(
 
     Args:
         letters: some of M, T, C and P.
-        kept_visual, rows: for M; see :func:`apbv.speculate.draft_kv.prefill_draft`. P needs the rows, too.
+        kept_visual, rows: for M; see :func:`apbv.speculate.draft.prefill_draft`. P needs the rows, too.
         tokenize: turns text into token ids, without special tokens.
         caption: the caption for C, on the leader.
 
@@ -247,9 +238,9 @@ class EnsembleDrafter(ModelDrafter):
         self,
         parts: ModelParts,
         contexts: Sequence[Context],
-        weights: Weights | None,
+        weights: GridWeights | ErrorWeights | None,
         prompt_len: int,
-        config: SamplingConfig,
+        config: SamplingParams,
         vocab_size: int,
     ):
         cache = stack_left_padded([context.cache for context in contexts])

@@ -1,4 +1,4 @@
-"""This module links the target's host 0 and the draft host by two one-way channels.
+"""Links the target's host 0 and the draft host by two one-way channels.
 
 Per round the draft sends its first token as soon as it is drafted, then the rest; the target sends one verdict,
 which may arrive at any time and stops the draft. Each channel is a process group, so that a lost draft host breaks
@@ -6,6 +6,7 @@ no other communication.
 """
 
 import json
+import queue
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,21 +15,62 @@ import torch
 from torch import Tensor
 
 from ..hosts import Exchange, HostError, HostGroup
-from .drafters import Proposal, pack_tokens, unpack_tokens
+from .drafters import Proposal
 
 TARGET, DRAFT = 0, 1  # ranks within both channels
 STARTUP_WINDOWS = 3  # the length in windows of what is drafted, at most, while the target prefills
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
-_BROKEN, _GAVE_UP = -1, -2  # sent by a failed draft in place of tokens
+_BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft in place of tokens; the first two where it failed
 
 
 class DraftGaveUp(Exception):
-    """A DraftGaveUp says that the draft sends no more windows for this request; it still receives verdicts."""
+    """The draft sends no more windows for this request; it still receives verdicts."""
+
+
+class LocalChannel:
+    """One end of a one-way channel between two threads, used by :class:`Link` like a group.
+
+    Args:
+        rank: the rank of this end.
+        messages: the queue that both ends share.
+        timeout: seconds to wait for a message.
+    """
+
+    def __init__(self, rank: int, messages: queue.Queue, timeout: float):
+        self.rank, self.bytes_received = rank, 0
+        self._messages, self._timeout = messages, timeout
+        self._received: dict[int, Tensor] = {}
+        self._num_requested = self._num_received = 0
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message sent."""
+        if self.rank == source:
+            self._messages.put(tensor.clone())
+            return Exchange(lambda: tensor)
+        number, self._num_requested = self._num_requested, self._num_requested + 1
+
+        def finish() -> Tensor:
+            if not self._fetch(number, self._timeout):
+                raise HostError(f"the other thread did not answer within {self._timeout:g} s")
+            self.bytes_received += tensor.nbytes
+            return self._received.pop(number)
+
+        return Exchange(finish, lambda: self._fetch(number, 0.0))
+
+    def _fetch(self, number: int, timeout: float) -> bool:
+        """Return whether this message has arrived, or arrives in time."""
+        while self._num_received <= number:
+            try:
+                self._received[self._num_received] = self._messages.get(timeout > 0, timeout or None)
+            except queue.Empty:
+                return False
+            self._num_received += 1
+        return True
 
 
 class Link:
-    """A Link is one end of the two channels between host 0 of the target and the draft host.
+    """One end of the two channels between host 0 of the target and the draft host.
 
     Attributes:
         most: the largest number of tokens of the current window; a request's first window may be longer.
@@ -61,7 +103,7 @@ class Link:
         """
         is_draft = self._to_target.rank == DRAFT
         self._bytes_before = self._bytes_received()
-        self._send(torch.tensor([int(is_ready), vocab_size]))
+        self.send(torch.tensor([int(is_ready), vocab_size]))
         incoming, source = (self._to_draft, TARGET) if is_draft else (self._to_target, DRAFT)
         self._answer = incoming.start_broadcast(torch.zeros(2, dtype=torch.int64), source)
         self._begun = is_ready, most, vocab_size, drawn
@@ -88,8 +130,8 @@ class Link:
     def _bytes_received(self) -> int:
         return self._to_target.bytes_received + self._to_draft.bytes_received
 
-    def _send(self, tensor: Tensor) -> None:
-        """Send a tensor to the other end, without waiting until it is received."""
+    def send(self, tensor: Tensor) -> None:
+        """Send a tensor to the other end, for :meth:`receive`, without waiting until it is received."""
         is_draft = self._to_target.rank == DRAFT
         channel, source = (self._to_target, DRAFT) if is_draft else (self._to_draft, TARGET)
         self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
@@ -107,13 +149,11 @@ class Link:
 
     def send_first(self, token: int, row: Tensor | None = None) -> None:
         """Send the first token of a window, and the distribution it was drawn from."""
-        self._send(torch.tensor([token]))
-        self._send_rows([] if row is None else [row], 1)
+        self._send_window([token], [] if row is None else [row], 1)
 
     def send_rest(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Send the other tokens of a window; fewer than γ - 1 where the draft was stopped early."""
-        self._send(torch.tensor(pack_tokens(tokens, self.most - 1)))
-        self._send_rows(rows, self.most - 1)
+        self._send_window(tokens, rows, self.most - 1)
         self.most = self._usual_most
 
     def send_failure(self, first: bool, for_good: bool = True) -> None:
@@ -125,10 +165,18 @@ class Link:
         """
         code = _BROKEN if for_good else _GAVE_UP
         if first:
-            self._send(torch.tensor([code]))
-            self._send_rows([], 1)
-        self._send(torch.tensor([code] * self.most))
-        self._send_rows([], self.most - 1)
+            self._send_window([code], [], 1)
+        self._send_window([code], [], self.most - 1)
+
+    def _send_window(self, tokens: Sequence[int], rows: Sequence[Tensor], count: int) -> None:
+        """Send ``[count, 1 + V]``: each token before its distribution, and nothing behind the last."""
+        if not count:
+            return
+        message = torch.full((count, 1 + self.drawn_vocab), _NOTHING, dtype=torch.float64)
+        message[: len(tokens), 0] = torch.tensor(tokens, dtype=torch.float64)
+        if rows:
+            message[: len(rows), 1:] = torch.stack([row.cpu() for row in rows])
+        self.send(message)
 
     def expect_verdict(self) -> Exchange:
         """Start to receive a verdict: its code, the number of verified new tokens, and the one after them."""
@@ -141,16 +189,8 @@ class Link:
     def send_json(self, value: Any) -> None:
         """Send a JSON value of any size, for :meth:`receive_json`."""
         encoded = json.dumps(value).encode()
-        self._send(torch.tensor([len(encoded)]))
-        self._send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-
-    def _send_rows(self, rows: Sequence[Tensor], count: int) -> None:
-        if not self.drawn_vocab or not count:
-            return
-        padded = torch.zeros(count, self.drawn_vocab, dtype=torch.float64)
-        for place, row in enumerate(rows):
-            padded[place] = row
-        self._send(padded)
+        self.send(torch.tensor([[len(encoded)]], dtype=torch.float64))
+        self.send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
     def receive_first(self) -> Proposal:
         """Receive the first token of the window that is being drafted.
@@ -160,19 +200,20 @@ class Link:
             DraftGaveUp: the draft sends no more windows for this request.
         """
         self._receive_skipped()
-        received, rows = self._expect(torch.zeros(1, dtype=torch.int64)).wait(), self._expect_rows(1)
-        if received[0] == _GAVE_UP:
+        received = self._expect_window(1).wait()
+        if received[0, 0] == _GAVE_UP:
             self.skip(first=False)
-        (token,) = _refuse_failure(received).tolist()
-        return Proposal([token], None if rows is None else rows.wait())
+        return self._proposal(received)
 
     def receive_rest(self) -> Proposal:
         """Receive the other tokens of the window; errors are those of :meth:`receive_first`."""
-        received = self._expect(torch.zeros(self.most, dtype=torch.int64)).wait()
-        rows = self._expect_rows(self.most - 1)
+        received = self._expect_window(self.most - 1)
         self.most = self._usual_most
-        tokens = unpack_tokens(_refuse_failure(received).tolist())
-        return Proposal(tokens, None if rows is None else rows.wait()[: len(tokens)])
+        return Proposal([]) if received is None else self._proposal(received.wait())
+
+    def _proposal(self, received: Tensor) -> Proposal:
+        tokens = [token for token in _refuse_failure(received)[:, 0].long().tolist() if token != _NOTHING]
+        return Proposal(tokens, received[: len(tokens), 1:] if self.drawn_vocab else None)
 
     def receive_json(self) -> Any:
         """Receive a value of :meth:`send_json`.
@@ -183,13 +224,12 @@ class Link:
         self.owes_report = False
         with suppress(DraftGaveUp):
             self._receive_skipped()
-        (length,) = _refuse_failure(self._expect(torch.zeros(1, dtype=torch.int64)).wait()).tolist()
+        length = int(_refuse_failure(self._expect(torch.zeros(1, 1, dtype=torch.float64)).wait()))
         return json.loads(bytes(self._expect(torch.zeros(length, dtype=torch.uint8)).wait().tolist()))
 
     def skip(self, first: bool) -> None:
         """Discard the rest of the window, or with ``first`` all of it, whenever it arrives."""
-        expected = [self._expect(torch.zeros(1, dtype=torch.int64)), self._expect_rows(1)] if first else []
-        expected += [self._expect(torch.zeros(self.most, dtype=torch.int64)), self._expect_rows(self.most - 1)]
+        expected = [self._expect_window(count) for count in ([1, self.most - 1] if first else [self.most - 1])]
         self._skipped += [exchange for exchange in expected if exchange is not None]
         self.most = self._usual_most
 
@@ -200,20 +240,41 @@ class Link:
 
     def send_verdict(self, code: int, num_verified: int = 0, token: int = 0) -> None:
         """Send a round's verdict, see :meth:`expect_verdict`; nothing follows DONE and FAILED."""
-        self._send(torch.tensor([code, num_verified, token]))
+        self.send(torch.tensor([code, num_verified, token]))
         self.is_settled, self.owes_report = code in (DONE, FAILED), code == DONE
-
-    def send(self, tensor: Tensor) -> None:
-        """Send numbers, for :meth:`receive`."""
-        self._send(tensor)
 
     def _expect(self, tensor: Tensor) -> Exchange:
         return self._to_target.start_broadcast(tensor, DRAFT)
 
-    def _expect_rows(self, count: int) -> Exchange | None:
-        if not self.drawn_vocab or not count:
-            return None
-        return self._expect(torch.zeros(count, self.drawn_vocab, dtype=torch.float64))
+    def _expect_window(self, count: int) -> Exchange | None:
+        return self._expect(torch.zeros(count, 1 + self.drawn_vocab, dtype=torch.float64)) if count else None
+
+
+class ReceivedScores:
+    """The scores of the target's prefill on a draft host, which does not prefill."""
+
+    def __init__(self, link: Link, num_visual: int):
+        self._link, self._num_visual = link, num_visual
+        self._announcement = link.expect_verdict()
+
+    def have_come(self) -> bool:
+        """Return whether :meth:`wait` would return, or raise, at once."""
+        return self._announcement.has_ended()
+
+    def wait(self) -> None:
+        """Wait until the target knows the scores, in its prefill or at its end.
+
+        Raises:
+            HostError: the target's hosts failed.
+        """
+        code, *_ = self._announcement.wait().tolist()
+        if code == FAILED:
+            raise HostError("the target's hosts failed")
+
+    def result(self) -> Tensor:
+        """Wait for the scores, and return them, ``[visual tokens]``; errors are those of :meth:`wait`."""
+        self.wait()
+        return self._link.receive(self._num_visual, torch.float32)
 
 
 def _refuse_failure(received: Tensor) -> Tensor:
@@ -223,8 +284,9 @@ def _refuse_failure(received: Tensor) -> Tensor:
         HostError: the draft host failed.
         DraftGaveUp: the draft sends no more windows for this request.
     """
-    if received.dtype == torch.int64 and received[0] == _BROKEN:
+    code = received.flatten()[0]
+    if code == _BROKEN:
         raise HostError("the draft host failed")
-    if received.dtype == torch.int64 and received[0] == _GAVE_UP:
+    if code == _GAVE_UP:
         raise DraftGaveUp
     return received

@@ -1,10 +1,13 @@
-"""This module paces a draft: how many tokens to draft, and whether to go on drafting, by costs and acceptance."""
+"""Paces a draft: how many tokens to draft, and whether to go on drafting, by costs and acceptance."""
 
+import warnings
 from collections import deque
+from dataclasses import dataclass, field, fields
 from statistics import median
+from typing import ClassVar
 
 from ..config import longest_window
-from . import theory
+from ..timeline import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in passes of the target, at which a draft is switched off
@@ -25,8 +28,9 @@ def best_window(cost_ratio: float, acceptance: float, most: int) -> int:
     """
 
     def speedup(gamma: int) -> float:
-        tokens = 1 + theory.expected_accepted(gamma, acceptance)
-        return theory.by_block_efficiency(tokens, gamma, cost_ratio)
+        sure = acceptance == 1
+        accepted = gamma if sure else acceptance * (1 - acceptance**gamma) / (1 - acceptance)
+        return (1 + accepted) / (gamma / cost_ratio + 1)
 
     return max(range(1, most + 1), key=speedup)
 
@@ -43,7 +47,7 @@ def passes_lost(seconds: float, num_tokens: int, pass_seconds: float) -> float:
 
 
 class Pace:
-    """A Pace chooses the lengths of one answer's draft windows; on host 0.
+    """Chooses the lengths of one answer's draft windows; on host 0.
 
     A draft is judged by the seconds of the target's passes over a single token. Now and then :meth:`next_window`
     returns 0 to measure one: such a pass costs no more than decoding without a draft.
@@ -116,3 +120,90 @@ class Pace:
         """Return whether to run a pass without a window: after 2, 8, 32, … rounds, or if the draft may lose."""
         count = len(self._plain)
         return self._num_rounds >= 2 * 4**count or (count < _FEWEST_PLAIN_PASSES and self._seems_losing())
+
+
+LOSING = "with it the answer takes longer than without"
+
+
+@dataclass
+class SpeculationStats:
+    """Counts what speculation did in one request, on host 0.
+
+    Attributes:
+        rounds: forward passes of the target while the draft was not switched off.
+        num_target_forwards: forward passes of the target after the prefill.
+        num_drafted, num_accepted: drafted and accepted tokens.
+        num_rejections: windows of which a token was rejected.
+        switched_off: why the rest of the answer was decoded without the draft; None if it was not.
+        switched_off_after: after how many tokens.
+        record: the spans of drafting and verifying.
+    """
+
+    rounds: int = 0
+    num_target_forwards: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rejections: int = 0
+    switched_off: str | None = None
+    switched_off_after: int | None = None
+    record: Recorder = field(default_factory=lambda: Recorder("decoding"), repr=False)
+    waiting: ClassVar = "draft"  # the span in which the target waits
+    _seconds: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
+
+    @property
+    def draft_seconds(self) -> float | None:
+        """The seconds of drafting."""
+        return self.record.seconds("draft")
+
+    @property
+    def verify_seconds(self) -> float:
+        """The seconds of the target's forward passes."""
+        return self.record.seconds("verify")
+
+    @property
+    def target_idle_seconds(self) -> float:
+        """The seconds in which the target had nothing to do: in turn, those of drafting."""
+        return self.record.seconds(self.waiting)
+
+    @property
+    def draft_idle_seconds(self) -> float | None:
+        """The seconds in which the draft had nothing to do: in turn, those of verifying."""
+        return self.verify_seconds
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a window, or a part of it that is verified separately."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_rejections += num_accepted < num_drafted
+
+    def seconds_of_round(self) -> tuple[float, float]:
+        """Return the seconds of drafting, or of waiting for it, and of verifying since the last call."""
+        before, self._seconds = self._seconds, (self.target_idle_seconds, self.verify_seconds)
+        return self._seconds[0] - before[0], self._seconds[1] - before[1]
+
+    def switch_off(self, why: str, num_tokens: int) -> None:
+        """Note that the target goes on without the draft, and warn."""
+        self.switched_off, self.switched_off_after = why, num_tokens
+        warnings.warn(f"decoding goes on without the draft: {why}", stacklevel=3)
+
+    def summary(self, num_new_tokens: int) -> dict:
+        """Return the figures for JSON; the first token comes from the prefill, and does not count.
+
+        ``mean_accepted_tokens`` is the papers' MAT or M of drafting in turn, TABED's block efficiency: tokens per
+        round, the target's own included. ``accepted_in_a_row`` is the mean number of tokens accepted between two
+        rejections, over any number of rounds: PEARL's figure, and HIPPO's MAT of drafting beside the target.
+        """
+        forwards, drafted = self.num_target_forwards, self.num_drafted
+        in_rounds = (
+            num_new_tokens - 1 - (forwards - self.rounds)
+        )  # the other tokens come from passes without a draft
+        in_a_row = self.num_accepted / (self.num_rejections + 1) if drafted else None
+        counted = [counter.name for counter in fields(self) if counter.repr]  # fields without repr are not figures
+        times = ("draft_seconds", "verify_seconds", "target_idle_seconds", "draft_idle_seconds")
+        return {
+            **{name: getattr(self, name) for name in (*counted, *times)},
+            "tokens_per_target_forward": (num_new_tokens - 1) / forwards if forwards else None,
+            "acceptance_rate": self.num_accepted / drafted if drafted else None,
+            "mean_accepted_tokens": in_rounds / self.rounds if self.rounds else None,
+            "accepted_in_a_row": in_a_row,
+        }

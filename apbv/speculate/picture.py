@@ -1,4 +1,4 @@
-"""This module draws which visual tokens a draft sees: sampled frames, with the kept tokens bright."""
+"""Draws which visual tokens a draft sees: sampled frames, with the kept tokens bright."""
 
 import math
 import textwrap

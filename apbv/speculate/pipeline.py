@@ -1,4 +1,4 @@
-"""This module drafts and verifies at the same time on different hosts: PEARL's pipeline.
+"""Drafts and verifies at the same time on different hosts: PEARL's pipeline.
 
 HIPPO and ParallelVLM use it, too.
 
@@ -11,7 +11,7 @@ token of the next window (pre-verify). The prefill's logits are the first pre-ve
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -23,14 +23,12 @@ from ..warn import warn_caller
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link
-from .pace import Pace
-from .speculation_stats import LOSING, SpeculationStats
+from .pace import LOSING, Pace, SpeculationStats
 from .verify import verify_window
 
 
-@dataclass(frozen=True)
-class DraftReport:
-    """A DraftReport counts what the draft host did for a request.
+class DraftReport(NamedTuple):
+    """What the draft host did for a request.
 
     Attributes:
         num_drafted: all drafted tokens, also of windows that a rejection made useless.
@@ -42,19 +40,10 @@ class DraftReport:
     bytes_received: int
     spans: list[Span]
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as a JSON value."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "DraftReport":
-        """Build a report from the value of :meth:`as_json`."""
-        return cls(**{**fields, "spans": [Span(**span) for span in fields["spans"]]})
-
 
 @dataclass
 class PipelineStats(SpeculationStats):
-    """A PipelineStats counts what the target verified; windows that a rejection made useless do not count.
+    """Counts what the target verified; windows that a rejection made useless do not count.
 
     Attributes:
         num_pre_verify, num_post_verify: rounds that verified one token, or a window.
@@ -69,13 +58,11 @@ class PipelineStats(SpeculationStats):
     link_bytes: int | None = None
     of_draft: DraftReport | None = field(default=None, repr=False)
 
+    waiting: ClassVar = "wait for draft"
+
     @property
     def draft_seconds(self) -> float | None:
         return self.of_draft and seconds_of(self.of_draft.spans, "draft")
-
-    @property
-    def target_idle_seconds(self) -> float:
-        return self.record.seconds("wait for draft")
 
     @property
     def draft_idle_seconds(self) -> float | None:
@@ -86,12 +73,6 @@ class PipelineStats(SpeculationStats):
         written = self.of_draft and self.of_draft.num_drafted
         figures = super().summary(num_new_tokens)
         return {**figures, "mean_accepted_tokens": figures["accepted_in_a_row"], "num_written": written}
-
-    def seconds_of_round(self) -> tuple[float, float]:
-        """Return the seconds of waiting for the draft and of verifying since the last call."""
-        before = self._seconds
-        self._seconds = self.record.seconds("wait for draft"), self.record.seconds("verify")
-        return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
 
 class _Target:
@@ -157,7 +138,8 @@ class _Target:
         """Receive the draft's report."""
         report = self._wait_for_draft(lambda link: link.receive_json())
         if report is not None:
-            self._stats.of_draft = DraftReport.from_json(report)
+            num_drafted, bytes_received, spans = report
+            self._stats.of_draft = DraftReport(num_drafted, bytes_received, [Span(**span) for span in spans])
             self._stats.link_bytes = self.link.request_bytes + self._stats.of_draft.bytes_received
 
     @property
@@ -281,7 +263,7 @@ def draft_beside(
 
         def has_to_stop(draft=draft, verdict=verdict) -> bool:
             if verdict is None:
-                return draft.successor.is_due()
+                return draft.awaited.have_come()
             return verdict.has_ended() and (stops_with_target or verdict.wait()[0] != GO_ON)
 
         window: list[int] = []
@@ -306,7 +288,7 @@ def draft_beside(
         total += len(window)
         if provisional:
             with record.span("wait for scores"):
-                draft.successor.wait()
+                draft.awaited.wait()
             with record.span("prune"):
                 draft = _build_successor(draft, link)
             verdict = link.expect_verdict()
@@ -321,7 +303,7 @@ def draft_beside(
             is_over |= code == ALONE
             if code == DONE:
                 report = DraftReport(total, link.request_bytes, [*earlier, *record.spans])
-                link.send_json(report.as_json())
+                link.send_json([*report[:2], [asdict(span) for span in report.spans]])
                 link.wait_until_received()
                 return sequence[1:], report, draft
             if not is_over:
@@ -332,7 +314,7 @@ def draft_beside(
 def _build_successor(draft: Draft, link: Link) -> Draft:
     """Build a provisional draft's successor; if that fails, tell the target, which waits for a window."""
     try:
-        return draft.successor.build()
+        return draft.successor()
     except HostError:  # the target failed, and need not be told
         raise
     except Exception:

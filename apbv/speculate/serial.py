@@ -1,29 +1,34 @@
-"""This module drafts, then verifies, in turn: speculative decoding with a chain of tokens per round."""
+"""Speculative decoding in turn: a chain or a tree of tokens is drafted, then verified."""
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..hosts import HostGroup
 from ..timeline import Recorder
 from .drafters import Drafter, Learner, Proposal, pack_tokens, unpack_tokens
-from .pace import Pace
-from .speculation_stats import LOSING, SpeculationStats
+from .pace import LOSING, Pace, SpeculationStats
+from .tree import Tree, verify_tree
 from .verify import verify_window
 
 SWITCHED_OFF = -1  # sent by host 0 in place of the number of drafted tokens
 
 
 def generate_speculatively(
-    answer: Answer, drafter: Drafter | None, pace: Pace
+    answer: Answer, drafter: Drafter | None, pace: Pace, tree: Tree | None = None
 ) -> tuple[list[int], SpeculationStats]:
     """Decode as :func:`apbv.decode.answer.generate_tokens` does, but several tokens per pass of the target.
 
-    Every token is distributed as the target's own would be; at temperature 0 it is the same token.
+    Every token is distributed as the target's own would be; at temperature 0, and always with a tree, it is the
+    same token.
 
     Args:
         drafter: the drafter on the leader; None on the others.
-        pace: decides how long windows are, and whether a draft is dropped that costs more time than it saves.
+        pace: decides how many levels are drafted, and whether a draft is dropped that costs more time than it
+            saves.
+        tree: the shape of what is drafted per round, the same on every host; None: a chain, as long as ``pace``
+            says.
 
     Returns:
         The new tokens, and the statistics, with times as measured on this host.
@@ -33,75 +38,82 @@ def generate_speculatively(
     """
     hosts, decoder, tokens = answer.hosts, answer.decoder, answer.tokens
     stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
-    drafted: list[int] = []
+    whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
     new, is_drafting = [token], True
     while True:
-        # The target has run the last token and all drafted ones: keep the KV of all new tokens but the last, and
-        # roll the others back.
-        decoder.take_back(len(drafted) + 1 - len(new))
         answer.add(new)
         if has_ended:
             return tokens, stats
-        room = answer.num_left - 1  # the target adds one token to those that it accepts
-        proposal, verdict, drafted = Proposal([]), None, []
-        if is_drafting and room:
+        limit, proposal, verdict = whole.cut(answer.num_left - 1), None, None  # the target adds a token
+        if is_drafting and limit.num_drafted:
             with stats.record.span("draft") as details:
-                if hosts.is_leader:
-                    proposal = _propose(drafter, tokens, room, pace, stats)
-                drafted = _broadcast_proposal(proposal, min(pace.most, room), hosts)
-                is_drafting = drafted is not None
-                drafted = drafted or []
-                details["tokens"] = len(drafted)
-        with stats.record.span("verify", tokens=len(drafted) + 1) as details:
-            rows = decoder.advance([tokens[-1], *drafted])
+                proposal = _draft(drafter, answer, limit, pace, stats)
+                details["tokens"] = 0 if proposal is None else len(proposal.tokens)
+            is_drafting = proposal is not None
+        proposal = proposal or Proposal([])
+        shape, drafted = limit.first(len(proposal.tokens)), [tokens[-1], *proposal.tokens]
+        with stats.record.span("verify", tokens=len(shape)) as details:
+            rows = decoder.advance(drafted, *(() if tree is None else (shape.depths, shape.visible)))
             if hosts.is_leader:
                 hosts.settle()
-                verdict = _encode_verdict(answer, proposal or Proposal([]), rows)
-            accepted, token, num_new, has_ended = hosts.broadcast_ints(verdict, 4)
+                verdict = _encode_verdict(answer, shape, proposal, rows, is_chain=tree is None)
+            token, num_new, has_ended, *path = hosts.broadcast_ints(verdict, shape.depth + 5)
             answer.require_token(token)
-            details["accepted"] = accepted
-        new = [*drafted[:accepted], token][:num_new]
+            path = unpack_tokens(path)
+            new = [*(drafted[node] for node in path[1:]), token][:num_new]
+            # All new tokens but the last are in the KV then, and no others.
+            decoder.take_back(len(shape), path[: len(new)])
+            details["accepted"] = len(path) - 1
         if is_drafting and isinstance(drafter, Learner):
             drafter.learn(new, rows[: len(new)])
         stats.rounds += is_drafting
         stats.num_target_forwards += 1
-        stats.count(len(drafted), accepted)
+        stats.num_drafted += shape.num_drafted
+        stats.num_accepted += len(path) - 1
+        stats.num_rejections += not shape.is_leaf(path[-1])
         if is_drafting:
-            pace.learn(len(drafted), accepted, len(new), *stats.seconds_of_round())
+            pace.learn(shape.depth, len(path) - 1, len(new), *stats.seconds_of_round())
 
 
-def _encode_verdict(answer: Answer, proposal: Proposal, rows: Tensor) -> list[int]:
-    """Encode for all hosts how many tokens are accepted, the next token, the number of new tokens, and the end."""
-    index = answer.next_index
-    rows = answer.allowed(rows, range(index, index + len(rows)))
+def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tensor, is_chain: bool) -> list[int]:
+    """Encode for all hosts the token after the accepted path, the number of new tokens, the end, and the path."""
+    index, drafted = answer.next_index, [answer.tokens[-1], *proposal.tokens]
+    rows = answer.allowed(rows, [index + depth for depth in shape.depths])
     try:
-        verdict = verify_window(proposal, rows, index, answer.sampling)
+        if is_chain:
+            verdict = verify_window(proposal, rows, index, answer.sampling)
+            path, token = range(verdict.num_accepted + 1), verdict.next_token
+        else:
+            path, token = verify_tree(shape, drafted, rows, index, answer.sampling)
     except NotFiniteError:
-        return [0, NO_TOKEN, 1, True]
-    new, has_ended = answer.cut([*proposal.tokens[: verdict.num_accepted], verdict.next_token])
-    return [verdict.num_accepted, verdict.next_token, len(new), has_ended]
+        return [NO_TOKEN, 1, True, *pack_tokens([0], shape.depth + 1)]
+    new, has_ended = answer.cut([*(drafted[node] for node in path[1:]), token])
+    return [token, len(new), has_ended, *pack_tokens(path, shape.depth + 1)]
+
+
+def _draft(
+    drafter: Drafter | None, answer: Answer, limit: Tree, pace: Pace, stats: SpeculationStats
+) -> Proposal | None:
+    """Draft on host 0, at most a tree; return it on every host, or None where the draft is switched off."""
+    hosts, most, proposal, numbers = answer.hosts, limit.num_drafted, None, None
+    if hosts.is_leader:
+        proposal = _propose(drafter, answer.tokens, limit, pace, stats)
+        numbers = [SWITCHED_OFF, *[0] * most] if proposal is None else pack_tokens(proposal.tokens, most)
+    numbers = hosts.broadcast_ints(numbers, most + 1)
+    return None if numbers[0] == SWITCHED_OFF else proposal or Proposal(unpack_tokens(numbers))
 
 
 def _propose(
-    drafter: Drafter, tokens: list[int], room: int, pace: Pace, stats: SpeculationStats
+    drafter: Drafter, tokens: Sequence[int], limit: Tree, pace: Pace, stats: SpeculationStats
 ) -> Proposal | None:
-    """Draft the next window, of at most ``room`` tokens; return None where the draft is switched off."""
+    """Draft as many levels as promise most; return None where the draft is switched off."""
     if pace.is_losing():
         stats.switch_off(LOSING, len(tokens))
         return None
-    count = min(pace.next_window(), room)
+    tree = limit.cut(pace.next_window())
     try:
-        return drafter.propose(tokens, count) if count else Proposal([])
+        return drafter.propose(tokens, tree) if tree.num_drafted else Proposal([])
     except NotFiniteError as error:
         stats.switch_off(f"it gave {error}", len(tokens))
         return None
-
-
-def _broadcast_proposal(proposal: Proposal | None, most: int, hosts: HostGroup) -> list[int] | None:
-    """Send host 0's drafted tokens, at most ``most``, to every host; return None if the draft is switched off."""
-    numbers = None
-    if hosts.is_leader:
-        numbers = [SWITCHED_OFF, *[0] * most] if proposal is None else pack_tokens(proposal.tokens, most)
-    numbers = hosts.broadcast_ints(numbers, most + 1)
-    return None if numbers[0] == SWITCHED_OFF else unpack_tokens(numbers)

@@ -1,28 +1,33 @@
-"""This module lists the strategies of drafting by name, with what each of them needs and supports."""
+"""Lists the strategies of drafting by name, with what each of them needs and supports."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
-from ..config import SpeculativeConfig
+from ..config import PrefillConfig, SpeculativeConfig
+from ..hosts import HostGroup
+from ..input.model_inputs import ModelInputs
 from ..model.parts import ModelParts
-from ..prefilling.observer import PrefillObserver
-from . import builders, observers
+from ..prefilling.forward import passes_blocks_on
+from ..prefilling.reduction.attention import Relevance, VisualWatcher
+from ..refusals import refuse
+from . import builders
 from .draft import Draft, DraftTask
 from .tree import Tree
+from .watchers import HeadAttention, PassedOn, SimilarityChange
 
 # The policies by which a draft sees what scores of the target's prefill are highest for.
-_BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "attention_variation", "uv_prune", "similarity")
+_BY_PREFILL = ("specvlm", "attention", "attention_per_frame", "uv_prune")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A Strategy is one way to draft.
+    """One way to draft.
 
     Attributes:
         build: builds the draft from a prefilled prompt; collective.
-        observer: makes the observer of the target's prefill that the strategy needs; returns None if it needs
-            none.
+        watcher: makes what looks on at the target's prefill for the strategy; returns None if nothing has to.
         needs_draft_model: whether a second model drafts.
         runs_target: whether the target drafts itself. Tensor parallelism excludes that: nothing would make all
             members of a host draft the same tokens.
@@ -39,7 +44,7 @@ class Strategy:
     """
 
     build: Callable[[DraftTask], Draft]
-    observer: Callable[[SpeculativeConfig, ModelParts], PrefillObserver | None] = lambda config, parts: None
+    watcher: Callable[[SpeculativeConfig, ModelParts], VisualWatcher | None] = lambda config, parts: None
     needs_draft_model: bool = False
     runs_target: bool = False
     needs_passing: bool = False
@@ -72,23 +77,12 @@ def ranks_by_prefill(config: SpeculativeConfig) -> bool:
     return keep in _BY_PREFILL or (keep == "hippo" and "attention" in config.hippo_terms)
 
 
-def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
+def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
     if not ranks_by_prefill(config):
         return None
-    keep, layer = keep_policy(config), min(config.uv_layer, parts.num_layers - 1)
-    if keep in ("uv_prune", "similarity"):
-        return observers.SimilarityChange(parts, layer, since=0 if keep == "uv_prune" else None)
-    if keep == "attention_variation":
-        return observers.AttentionChange(parts, layer)
-    return observers.AttentionScores(parts)
-
-
-def _for_heads(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver:
-    return observers.HeadAttention(parts)
-
-
-def _for_passed(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver:
-    return observers.PassedOn(parts)
+    if keep_policy(config) == "uv_prune":
+        return SimilarityChange(min(config.uv_layer, parts.num_layers - 1), parts.num_layers)
+    return Relevance()
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -108,8 +102,8 @@ STRATEGIES: dict[str, Strategy] = {
         keep="full",
         drafts_trees=False,
     ),
-    "std": Strategy(builders.draft_on_attended_kv, _for_heads, runs_target=True, prunes_kv=True),
-    "std_apbv": Strategy(builders.draft_on_passed_kv, _for_passed, runs_target=True, needs_passing=True),
+    "std": Strategy(builders.draft_on_attended_kv, lambda *_: HeadAttention(), runs_target=True, prunes_kv=True),
+    "std_apbv": Strategy(builders.draft_on_passed_kv, lambda *_: PassedOn(), runs_target=True, needs_passing=True),
     "streaming": Strategy(builders.draft_on_latest_kv, runs_target=True, prunes_kv=True),
     "layerskip": Strategy(builders.draft_by_first_layers, runs_target=True),
     "ngram": Strategy(builders.draft_by_ngrams, drafts_trees=False),
@@ -122,6 +116,130 @@ def draft_tree(config: SpeculativeConfig, vocab_size: int = sys.maxsize) -> Tree
     return None if num_nodes is None else Tree.of(num_nodes, config.most_draft_tokens, vocab_size)
 
 
-def make_observer(config: SpeculativeConfig, parts: ModelParts) -> PrefillObserver | None:
-    """Make the observer of one prompt's prefill that the strategy needs; None if it needs none."""
-    return STRATEGIES[config.strategy].observer(config, parts)
+def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher | None:
+    """Make what looks on at one prompt's prefill for the strategy; None if nothing has to."""
+    return STRATEGIES[config.strategy].watcher(config, parts)
+
+
+def strategy_of(config: SpeculativeConfig) -> Strategy:
+    """Return the strategy of a configuration."""
+    return STRATEGIES[config.strategy]
+
+
+def drafts_elsewhere(config: SpeculativeConfig | None, hosts: HostGroup) -> bool:
+    """Return whether a draft host drafts."""
+    return config is not None and config.draft_host and hosts.size > 1
+
+
+def require_consistent(
+    config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
+) -> None:
+    """Refuse settings that contradict one another, the prefill or the hosts.
+
+    Raises:
+        ValueError: settings do so; the message says which and why.
+    """
+    name, strategy, keep = config.strategy, strategy_of(config), keep_policy(config)
+    drops_nothing = keep in (None, "full") or strategy.needs_verdicts
+    ranking = ranks_by_prefill(config) and f"keep={keep!r}"
+    refuse(
+        **prefill.features,
+        draft_host=config.draft_host,
+        one_model=not strategy.needs_draft_model and name,
+        self_drafting=strategy.runs_target and name,
+        tensor_parallel=hosts.tensor_parallel_size > 1,
+        learning_draft=strategy.needs_verdicts and name,
+        tree=draft_tree(config) is not None,
+        chain_only=not strategy.drafts_trees and name,
+        keep=config.keep,
+        no_choice=strategy.keep is None and name,
+        keep_tokens=config.keep_tokens is not None,
+        fixed_share=not prunes(config) and name,
+        prune_kv=config.prune == "kv",
+        drops_nothing=drops_nothing and name,
+        passed_kv=strategy.needs_passing and name,
+        nothing_passed=not passes_blocks_on(prefill, hosts),
+        ranking=ranking,
+        ranking_on_draft_host=config.draft_host and ranking,
+        caption=config.needs_caption and config.ensemble,
+        no_captioner=not has_captioner,
+    )
+
+
+def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None:
+    """Refuse settings that a user gave and that would have no effect.
+
+    Args:
+        given: the names of the given settings, also of those with the default value; ``"captioner"``, and
+            ``"save_kept"`` for a picture of the kept tokens, can be among them.
+
+    Raises:
+        ValueError: the strategy, or its choice of visual tokens, ignores one of them.
+    """
+    name, strategy, keep = config.strategy, strategy_of(config), keep_policy(config)
+    is_pruned = keep not in (None, "full")
+    for setting, applies, reason in (
+        ("draft_model", strategy.needs_draft_model, "drafts without a second model"),
+        ("keep_ratio", prunes(config), "keeps no share of the visual tokens"),
+        ("hippo_terms", keep == "hippo", "does not choose visual tokens by HIPPO's scores"),
+        ("prune", is_pruned and not strategy.needs_verdicts, "drops nothing that its draft has read"),
+        ("ensemble", name == "tabed", "drafts from one prompt"),
+        ("captioner", config.needs_caption, "drafts from no caption"),
+        ("save_kept", strategy.shows_kept, "does not choose the same visual tokens in all layers and heads"),
+    ):
+        if setting in given and not applies:
+            raise ValueError(f"{name} {reason}: {setting} does not apply")
+
+
+def require_fitting_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
+    """Refuse a draft that is missing, or reads other prompts than the target.
+
+    A strategy that drafts from a prompt's text, tokenized for the target, also takes a text-only model, but not on
+    a draft host, which has to read the request itself.
+
+    Raises:
+        ValueError: the draft is missing, or reads other prompts.
+    """
+    if draft is None:
+        raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
+    takes_text = strategy_of(config).reads_text_only and not draft.is_video_model and not config.draft_host
+    if reads(target) != reads(draft) and not takes_text:
+        raise ValueError(f"the draft does not read the target's prompts: {reads(draft)}, not {reads(target)}")
+
+
+def require_same_tokens(target: Any, draft: Any) -> None:
+    """Refuse a draft for which a token id means something else than for the target.
+
+    Args:
+        target, draft: their processors or tokenizers.
+
+    Raises:
+        ValueError: an id that both have stands for different tokens.
+    """
+    theirs, own = (getattr(reader, "tokenizer", reader) for reader in (target, draft))
+    names = {number: name for name, number in own.get_vocab().items()}
+    for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
+        if names.get(number, name) != name:
+            raise ValueError(
+                f"the draft has other tokens than the target: {number} is {names[number]!r}, not {name!r}"
+            )
+
+
+def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
+    """Refuse a prompt from which the strategy cannot choose.
+
+    Raises:
+        ValueError: the strategy compares frames, and the prompt has images only.
+    """
+    keep, visual = keep_policy(config), inputs.visual
+    by_frame = keep in ("hippo", "attention_per_frame")
+    if by_frame and visual is not None and visual.kind == "image":
+        raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
+
+
+def reads(parts: ModelParts) -> str:
+    """Describe the prompts that a model reads."""
+    placeholders = f"{parts.video_token_id} (video) and {parts.image_token_id} (image)"
+    if parts.hears:
+        placeholders += f" and {parts.audio_token_id} (audio)"
+    return f"{parts.family} prompts with placeholders {placeholders}"

@@ -1,13 +1,13 @@
-"""This module defines draft trees, which one forward pass of the target verifies.
+"""Draft trees, which one forward pass of the target verifies.
 
-A tree offers several guesses for every place, where a chain offers one. Its shape is static, as in the first EAGLE
-(Li et al., 2024). The draft runs once per level and the target once per tree, both with tree attention (SpecInfer,
-Miao et al., 2023): a token sees the sequence so far and its ancestors. HIPPO and ParallelVLM compare with this
-under the name SD-Tree.
+A chain is a tree of one branch; others offer several guesses for every place. The shape is static, as in the first
+EAGLE (Li et al., 2024). The draft runs once per level and the target once per tree, both with tree attention
+(SpecInfer, Miao et al., 2023): a token sees the sequence so far and its ancestors. HIPPO and ParallelVLM compare
+with this under the name SD-Tree.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -15,13 +15,13 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig
-from ..decode.sampling import NotFiniteError, choose_tokens, sample
+from ..config import SamplingParams
+from ..decode.sampling import NotFiniteError, choose_tokens
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A Tree is a draft tree's shape: node 0, the root, is the last new token, nodes 1 .. N are drafted.
+    """A draft tree's shape: node 0, the root, is the last new token, nodes 1 .. N are drafted.
 
     Attributes:
         parents: each node's parent, -1 for the root. Nodes are numbered level by level, and the children of a node
@@ -31,11 +31,15 @@ class Tree:
     parents: tuple[int, ...]
 
     @classmethod
+    def chain(cls, num_drafted: int) -> "Tree":
+        """Return the tree of one branch."""
+        return cls(tuple(range(-1, num_drafted)))
+
+    @classmethod
     def of(cls, num_drafted: int, max_depth: int, max_children: int = sys.maxsize) -> "Tree":
         """Return the tree of the N nodes most likely to be accepted, the chain of first guesses among them.
 
-        They are most likely to be accepted where every guess for a place is right half as often as the one before
-            it: the child of rank r
+        That is where every guess for a place is right half as often as the one before it: the child of rank r
         (from 0) with probability 2^-(r + 1), and a whole path with 2^-(depth + sum of ranks). Of equals the deeper
         one is taken: it can gain more. 25 nodes on 5 levels come close to EAGLE's tree.
 
@@ -103,11 +107,15 @@ class Tree:
 
     def is_leaf(self, node: int) -> bool:
         """Return whether a node has no children."""
-        return not self.children[node]
+        return node not in self.parents
 
     def cut(self, depth: int) -> "Tree":
         """Return the tree of the levels up to a depth."""
-        return self if depth >= self.depth else Tree(self.parents[: sum(d <= depth for d in self.depths)])
+        return self if depth >= self.depth else self.first(sum(d <= depth for d in self.depths) - 1)
+
+    def first(self, num_drafted: int) -> "Tree":
+        """Return the tree of the first so many drafted nodes."""
+        return self if num_drafted >= self.num_drafted else Tree(self.parents[: 1 + num_drafted])
 
     def child(self, tokens: Sequence[int], node: int, token: int) -> int | None:
         """Return the child of a node that has this token, where node i has ``tokens[i]``; None if none has."""
@@ -115,7 +123,7 @@ class Tree:
 
 
 def verify_tree(
-    tree: Tree, tokens: Sequence[int], logits: Tensor, index: int, config: SamplingConfig
+    tree: Tree, tokens: Sequence[int], logits: Tensor, index: int, config: SamplingParams
 ) -> tuple[list[int], int]:
     """Accept the path from the root along which the tree has the target's own tokens.
 
@@ -137,27 +145,13 @@ def verify_tree(
     Returns:
         The accepted nodes, the root first, and the token after the last of them.
     """
-    path = [0]
-    next_token = _next_tokens(tree, logits, index, config)
-    while True:
-        token = next_token(path[-1])
-        child = tree.child(tokens, path[-1], token)
-        if child is None:
-            return path, token
-        path.append(child)
-
-
-def _next_tokens(tree: Tree, logits: Tensor, index: int, config: SamplingConfig) -> Callable[[int], int]:
-    """Return a function that returns the target's token behind a node; see :func:`verify_tree`."""
-    places = [index + depth for depth in tree.depths]
-    if not logits.is_cuda:
-        return lambda node: sample(logits[node], config, places[node])
     # For all nodes at once: a GPU would else be waited for at every node of the path.
-    chosen, are_finite = choose_tokens(logits, config, places)[0].read_rows()
-
-    def next_token(node: int) -> int:
-        if not are_finite[node]:
+    chosen, are_finite = choose_tokens(logits, config, [index + depth for depth in tree.depths])[0].read_rows()
+    path, child = [0], 0
+    while child is not None:
+        if not are_finite[child]:
             raise NotFiniteError
-        return chosen[node]
-
-    return next_token
+        token = chosen[child]
+        child = tree.child(tokens, child, token)
+        path += [] if child is None else [child]
+    return path, token

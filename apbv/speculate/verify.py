@@ -1,4 +1,4 @@
-"""This module verifies drafted tokens losslessly, by pure functions.
+"""Verifies drafted tokens losslessly, by pure functions.
 
 Speculative sampling (Leviathan et al.): a drafted x from q is accepted with probability min(1, p(x) / q(x));
 the first rejected one is replaced by a draw from norm(max(0, p - q)). Whatever q is, the output is distributed as
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import SamplingConfig
+from ..config import SamplingParams
 from ..decode.sampling import (
     PURPOSE_ACCEPT,
     PURPOSE_NEXT_TOKEN,
@@ -27,7 +27,7 @@ from .drafters import Proposal
 
 @dataclass(frozen=True)
 class Verdict:
-    """A Verdict is the result of verifying a window of drafted tokens.
+    """The result of verifying a window of drafted tokens.
 
     Attributes:
         num_accepted: how many of them are accepted, from the first one on.
@@ -39,7 +39,7 @@ class Verdict:
     next_token: int | None
 
 
-def verify_window(proposal: Proposal, logits: Tensor, index: int, config: SamplingConfig) -> Verdict:
+def verify_window(proposal: Proposal, logits: Tensor, index: int, config: SamplingParams) -> Verdict:
     """Verify a window, whose first token has this index in the sequence.
 
     Args:

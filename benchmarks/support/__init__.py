@@ -1,4 +1,4 @@
-"""This package is what the benchmarks, the scripts in the folder above, are made of; no script imports another.
+"""The parts of the benchmarks, the scripts in the folder above; no script imports another.
 
 In the package itself stands what scripts about different subjects share; its folders are about one subject each.
 """

@@ -1,4 +1,4 @@
-"""This module holds the command-line options that several benchmarks share."""
+"""Holds the command-line options that several benchmarks share."""
 
 import argparse
 from pathlib import Path

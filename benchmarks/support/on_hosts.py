@@ -1,4 +1,4 @@
-"""This module runs a job on real or simulated hosts, whichever are asked for."""
+"""Runs a job on real or simulated hosts, whichever are asked for."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +9,8 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from transformers import PreTrainedModel
 
 from apbv import HostGroup
-from apbv.hosts.simulated import share_weights, simulate
+
+from support.simulated import share_weights, simulate
 
 T = TypeVar("T")
 

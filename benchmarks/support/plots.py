@@ -1,4 +1,4 @@
-"""This module gives the benchmarks' plots readable ticks, and legends that hide nothing."""
+"""Gives the benchmarks' plots readable ticks, and legends that hide nothing."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""This module runs scripts in processes of their own, and reads the figures that they write."""
+"""Runs scripts in processes of their own, and reads the figures that they write."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""This module keeps the records of what was measured as files of JSON lines, reads them, and shows them."""
+"""Keeps the records of what was measured as files of JSON lines, reads them, and shows them."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""This module summarises samples and counts of correct answers."""
+"""Summarises samples and counts of correct answers."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""This module makes what benchmarks run: models with random weights, which do not affect times, and prompts."""
+"""Makes what benchmarks run: models with random weights, which do not affect times, and prompts."""
 
 from dataclasses import dataclass
 

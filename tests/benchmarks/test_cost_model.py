@@ -1,7 +1,6 @@
-"""The cost model: real prefills' arithmetic, bytes and KV; what is known of its figures; predicted times."""
+"""The cost model: real prefills' arithmetic, bytes and KV, and what is known of its figures."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,19 +14,7 @@ from apbv.prefilling import methods
 from apbv.prefilling.encode import encode_visual
 
 import families
-from support.cost_model.costs import (
-    ATTENTION,
-    PARTS,
-    HostCost,
-    Shape,
-    Video,
-    cost,
-    flop_ratio,
-    paper_attention_flops,
-    share_beyond_paper,
-    work_ratio,
-)
-from support.cost_model.times import Machine, explain, predict
+from support.cost_model import ATTENTION, Shape, Video, cost, explain, flop_ratio, work_ratio
 
 # The small model of benchmarks/support/workloads.py.
 SMALL = Shape(
@@ -65,7 +52,7 @@ def prefill_job(hosts: HostGroup, options: dict, dtype: torch.dtype):
         (8, {"method": "ulysses"}, torch.float32),
         (3, {"method": "apb"}, torch.float32),
         (3, {}, torch.bfloat16),
-        (3, {"fused_query": False}, torch.float32),
+        (3, {"method": "star"}, torch.float32),
         (3, {"anchor_len": 139}, torch.float32),  # a context too short for blocks
     ],
     ids=str,
@@ -74,8 +61,7 @@ def test_arithmetic_bytes_and_kv_of_a_prefill(pool, num_hosts, options, dtype):
     measured = pool.run(num_hosts, prefill_job, options, dtype)
     _, config, layout, *_ = measured[0]
     shape = Shape.from_config(config, bytes_per_number=dtype.itemsize)
-    fused = options.get("fused_query", True)
-    costs = cost(shape, options.get("method", "apbv"), layout, fused_query=fused)
+    costs = cost(shape, options.get("method", "apbv"), layout)
     for predicted, (torchs, *_, received, kv_bytes) in zip(costs, measured, strict=True):
         flops = predicted.flops
         projections = sum(torchs[f"{letter}_proj"] for letter in "qkvo")
@@ -111,14 +97,14 @@ def video_job(hosts: HostGroup, family: str, options: dict):
         encode_visual(parts, inputs.visual)
     state = prefill(model, inputs, hosts=hosts, config=config)
     where = parts.is_visual(inputs.input_ids[0]).nonzero().flatten().tolist()
-    frames = inputs.num_visual_tokens // inputs.visual.rows_per_frame
+    frames = len(inputs.visual.frames)
     return model.config, state.layout, where, frames, counter.get_total_flops(), state.timer.comm_bytes
 
 
 @pytest.mark.parametrize(
     ("family", "num_hosts", "options"),
     [
-        ("qwen2_vl", 2, {"frame_parallel": False}),
+        ("qwen2_vl", 2, {}),
         ("qwen2_5_vl", 3, {}),
         ("llava_onevision", 2, {"zigzag": False}),
         ("internvl", 1, {}),
@@ -130,14 +116,14 @@ def test_a_video_is_exchanged_and_encoded_as_predicted(pool, family, num_hosts, 
     shape = Shape.from_config(config, bytes_per_number=4)
     if num_hosts > 1:  # ``Video`` takes placeholders to be one run of tokens
         assert where == list(range(where[0], where[-1] + 1))
-        video = Video(range(where[0], where[-1] + 1), frames, options.get("frame_parallel", True))
+        video = Video(range(where[0], where[-1] + 1), frames)
         costs = cost(shape, "apbv", layout, video=video)
     else:
         costs = cost(shape, "full", single_host_layout(1, len(where) + 10), video=Video(range(len(where)), frames))
     for predicted, (*_, vision, received) in zip(costs, measured, strict=True):
         assert predicted.flops["vision"] == pytest.approx(vision, rel=1e-3)
         assert sum(predicted.received.values()) == received
-        assert (predicted.received["embeddings"] > 0) == (num_hosts > 1 and video.frame_parallel)
+        assert (predicted.received["embeddings"] > 0) == (num_hosts > 1)
 
 
 # ---- known figures ----
@@ -152,85 +138,14 @@ def test_known_ratios_on_two_hosts(num_tokens, same_cores, own_cores):
     assert flop_ratio(full, costs) == pytest.approx(own_cores, abs=0.005)
 
 
-def test_the_papers_equation():
-    """Anchor, passing blocks and blocks themselves, as half squares; per host, all hosts alike."""
-    layout = ContextLayout(2, range(10), tuple(range(a, a + 20) for a in (10, 30, 50, 70)), range(90, 95), 3)
-    assert paper_attention_flops(layout, 7) == 2 * 10 * 10 * 7 + 4 * 20 * 20 * 7 + 4 * 3 * 3 * 20 * 7
-    assert paper_attention_flops(replace(layout, passing_len=99), 7) == 7 * (200 + 1600 + 4 * 3 * 20 * 20)
-    with pytest.raises(ValueError, match="two blocks"):
-        paper_attention_flops(planned("apb", 2, 1000), 7)
-    attention = dict(anchor=1, block_to_anchor=2, block_to_passing=4, block_to_self=8, query=16, scoring=32)
-    host = HostCost(dict.fromkeys(PARTS, 0) | {"mlp": 100, "lm_head": 100} | attention, {}, {}, {}, 0, 0)
-    assert share_beyond_paper(host) == (2 + 16 + 32) / 63
-    layout, width = planned("apbv", 8, 2**20), SMALL.heads * SMALL.head_dim
-    for host in cost(SMALL, "apbv", layout):
-        in_paper = SMALL.layers * paper_attention_flops(layout, width)
-        counted = sum(host.flops[part] for part in ("anchor", "block_to_passing", "block_to_self"))
-        assert in_paper == pytest.approx(counted, rel=1e-3)
-        assert 1 - in_paper / host.attention_flops == pytest.approx(share_beyond_paper(host), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("method", "layout", "options", "message"),
-    [
-        ("ring", planned("apbv", 2, 1000), {}, "unknown method 'ring'"),
-        ("ulysses", planned("apbv", 2, 1000), {}, "not a layout of"),
-        ("full", single_host_layout(1, 100), {"video": Video(range(10, 50), 4)}, "no vision tower"),
-        ("ulysses", planned("ulysses", 2, 500), {"density": 0.5}, "does not compute"),
-        ("full", planned("full", 2, 500), {"density": 1.5}, "does not compute"),
-    ],
-)
-def test_what_does_not_fit_is_refused(method, layout, options, message):
-    with pytest.raises(ValueError, match=message):
-        cost(SMALL, method, layout, **options)
-
-
-# ---- times ----
-
-# Rates at which one thing alone takes time.
-IDEAL = Machine(matmul_flops=1e30, attention_flops=1e30, memory_bytes=1e30, link_bytes=1e30)
-
-
-def test_a_part_takes_its_arithmetic_or_its_memory_traffic():
+def test_what_the_busiest_host_does_is_listed():
     layout = planned("apbv", 2, 32768)
-    costs = cost(SMALL, "apbv", layout, fused_query=False)
-    attention = max(sum(host.flops[part] for part in ATTENTION) for host in costs)
-    assert predict(costs, replace(IDEAL, attention_flops=1e9)).compute_seconds == pytest.approx(attention / 1e9)
-    matmul = max(sum(host.flops[part] for part in PARTS if part not in ATTENTION) for host in costs)
-    assert predict(costs, replace(IDEAL, matmul_flops=1e9)).compute_seconds == pytest.approx(matmul / 1e9)
-    # 32 rows are too few to keep arithmetic busy: the query's pass reads all layers' weights once more (B.1).
-    gpu = replace(IDEAL, matmul_flops=1e15, memory_bytes=4e12)
-    layer = 2 * 512 * (8 + 2) * 64 + 3 * 512 * 1536
-    seconds = predict(costs, gpu).parts[0]["query_pass"]
-    assert seconds == pytest.approx(4 * layer * 4 / 4e12) and seconds > costs[0].flops["query_pass"] / 1e15
-    costs = cost(SMALL, "apbv", layout)
-    assert predict(costs, gpu).parts[0]["query_pass"] == 0
-    # Scores and the query are bound by memory; the last block ranks nothing.
-    first, second = (predict(costs, replace(IDEAL, memory_bytes=1e9)).parts[host] for host in (0, 1))
-    ranked = [8 * 32 * len(layout.blocks[0]), 8 * 32 * (len(layout.blocks[1]) + len(layout.blocks[2]))]
-    assert [each["scoring"] for each in (first, second)] == pytest.approx([4 * n * 16 / 1e9 for n in ranked])
-    assert first["query"] == pytest.approx(costs[0].kv_bytes / 1e9)
-
-
-@pytest.mark.parametrize(
-    ("change", "bound"),
-    [
-        ({}, "attention"),
-        ({"matmul_flops": 1e9}, "matrix products"),
-        ({"memory_bytes": 1e6}, "memory"),
-        ({"link_bytes": 1e3}, "links"),
-    ],
-)
-def test_what_bounds_a_prefill_is_named_and_overlap_hides_at_most_what_it_can(change, bound):
-    layout, machine = planned("apbv", 2, 32768), replace(Machine(60e9, 40e9, 10e9, 1e9), **change)
     costs, full = cost(SMALL, "apbv", layout), cost(SMALL, "full", single_host_layout(1, 32768))
-    times = predict(costs, machine)
-    computing, receiving = ([sum(each.values()) for each in of_host] for of_host in (times.parts, times.links))
-    assert (times.compute_seconds, times.communication_seconds) == (max(computing), max(receiving))
-    assert times.total_seconds == max(a + b for a, b in zip(computing, receiving, strict=True))
-    assert max(*computing, *receiving) <= times.floor_seconds <= times.total_seconds
-    text = explain("apbv", layout, machine, costs, full)
+    text = explain("apbv", layout, costs, full)
     assert "apbv, 2 hosts, 32768 tokens: anchor 512, 4 blocks, passing 256, query 32" in text
     assert "busiest host 4.90, all hosts together 2.45" in text and "passing 2.10 MB" in text
-    assert f"{times.floor_seconds * 1e3:.2f} ms with perfect overlap" in text
-    assert text.endswith(f"bound by {bound}")
+
+
+def test_a_method_without_sparse_attention_has_no_density():
+    with pytest.raises(ValueError, match="does not compute"):
+        cost(SMALL, "ulysses", planned("ulysses", 2, 500), density=0.5)

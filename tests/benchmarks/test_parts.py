@@ -9,12 +9,12 @@ import torch
 from ensemble_weights import hits
 
 from apbv import HostGroup, PrefillConfig
-from apbv.hosts.simulated import Link
-from apbv.speculate.settings import require_consistent
+from apbv.speculate.strategies import require_consistent
 
 from scripts import assert_one_line_error
 from support.decoding import batches
 from support.prefills.presets import PRESETS as PREFILL_PRESETS
+from support.simulated import Link
 from support.speculation.presets import PRESETS as DRAFT_PRESETS
 
 # ---- what is wrong ----

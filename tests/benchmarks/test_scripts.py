@@ -8,7 +8,7 @@ import pytest
 from apbv.prefilling.methods import METHODS
 
 from scripts import figures_of, run_benchmark, valid_records
-from support.cost_model.costs import METHODS as COSTED
+from support.cost_model import METHODS as COSTED
 
 SPLIT_METHODS = ["zigzag_ring", "ulysses", "star", "apb", "apbv"]
 
@@ -51,14 +51,14 @@ def test_throughput_of_real_hosts(run):
 
 def test_a_plan_of_a_long_video_on_eight_gpus(run):
     options = ["--frames", 64, "--resolution", "1440p", "--hosts", 4, 8, "--explain"]
-    records, output = run("scaling", "plan", *options, plot=True)
+    records, output = run("scaling", "plan", *options)
     split = [method for method in COSTED if method != "full"]
     assert [(r["hosts"], r["method"]) for r in records] == [(1, "full"), *((h, m) for h in (4, 8) for m in split)]
     ratio = {(r["method"], r["hosts"]): r["flop_ratio"] for r in records}
     # Exact methods divide the work (the zigzag evenly), the approximate ones also save some of it.
     assert ratio["full", 1] == 1 and ratio["zigzag_ring", 8] == pytest.approx(8, rel=1e-3)
     assert ratio["ulysses", 8] <= 8 < ratio["apb", 8] < ratio["apbv", 8] > ratio["apbv", 4]
-    assert output.count("bound by ") >= len(records)
+    assert output.count("FLOPs of full over this: busiest host") == len(records)
 
 
 @pytest.mark.thorough
@@ -71,7 +71,6 @@ def test_simulated_hosts_beside_the_cost_model(run):
     # At its mean pace no host is slower than where the slowest one sets the pace of every run.
     assert record["critical_path_ms"] <= 1.01 * statistics.mean(record["noisy_critical_path_ms"])
     assert record["share_of_flop_ratio"] == record["speedup_vs_full"] / record["flop_ratio"]
-    assert record["rate_ratio"] > 0 and all(rate > 0 for rate in record["gflops"].values())
 
 
 def test_reuse_beside_none(run, tmp_path):
@@ -163,7 +162,7 @@ def test_a_papers_table_of_drafts(run, tmp_path):
     assert all(record["identical"] and record["preset"] == "hippo2" for record in records)
     assert "| pruning |" in output
     pruning = [record["breakdown_ms"]["pruning"] for record in records]
-    assert pruning[0] is None and all(ms > 0 for ms in pruning[1:3])
+    assert pruning[0] is None and pruning[1] == 0 < pruning[2]  # only a draft that has read all is pruned
     alone = records[0]
     for record in records[1:3]:
         figures = record["speculation"]
@@ -190,15 +189,15 @@ def test_memory_of_every_way(tmp_path):
 @pytest.mark.thorough
 def test_views_of_a_draft(run, tmp_path):
     options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 16, "--keep-ratio", 0.25]
-    records, output = run("draft_views", *options, "--keep", "full", "attention", "uniform_frames", plot=True)
-    full, attended, frames = records
-    assert (full["kept"], attended["kept"], frames["kept"]) == (64, 16, 16)
+    records, output = run("draft_views", *options, "--keep", "full", "attention", "random", plot=True)
+    full, attended, drawn = records
+    assert (full["kept"], attended["kept"], drawn["kept"]) == (64, 16, 16)
     for record in records:
         assert sum(record["histogram"]) == pytest.approx(1)
         assert record["right"]["retrieval"][1] == 2 and record["right"]["description"][1] > 16
     assert full["of_needles"] == 1 and attended["of_needles"] < 1
-    # The whole clip tells the draft more about what the target says of it than four of its frames do.
-    assert full["right"]["description"][0] > frames["right"]["description"][0]
+    # The whole clip tells the draft more about what the target says than a random quarter of its tokens does.
+    assert full["right"]["description"][0] > drawn["right"]["description"][0]
     assert run_benchmark("draft_views", "--table", tmp_path / "figures.jsonl").stdout == output
 
 

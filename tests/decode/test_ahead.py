@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.answer import generate_tokens
-from apbv.decode.decoder import Decoder
+from apbv.decode.runner import Decoder
 from apbv.hosts import AgreedError
 
 from answers import answer_by, decoder_behind
 from prompts import UNCOMPRESSED, as_inputs, build, text_batch
 
 MOST = 10
-GREEDY = SamplingConfig(max_new_tokens=MOST)
-SAMPLED = SamplingConfig(max_new_tokens=MOST, temperature=1.5, top_p=0.9, seed=5)
+GREEDY = SamplingParams(max_new_tokens=MOST)
+SAMPLED = SamplingParams(max_new_tokens=MOST, temperature=1.5, top_p=0.9, seed=5)
 
 
 def prefilled(kv: str = "gathered"):
@@ -23,7 +23,7 @@ def prefilled(kv: str = "gathered"):
     return prefill(build("llama", torch.float32), inputs, hosts=hosts, config=config)
 
 
-def decoded(state, ahead: bool, sampling: SamplingConfig, end=()) -> tuple[list[int], list[str], int]:
+def decoded(state, ahead: bool, sampling: SamplingParams, end=()) -> tuple[list[int], list[str], int]:
     """The tokens, what happened one after the other, and how many tokens' KV is left behind the prompt's."""
     decoder = decoder_behind(state, build("llama", torch.float32))
     happened, advance = [], decoder.advance

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 from apbv.decode.batch import Batch
 from apbv.hosts import AgreedError
 from apbv.input.request import Question, Request
-from apbv.kv import growing
+from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
@@ -21,9 +21,9 @@ from prompts import POSITIONS, UNCOMPRESSED, as_inputs, build, text_batch, video
 from recorded import recorded_on_a_cpu
 
 STEPS = 10
-GREEDY = SamplingConfig(max_new_tokens=STEPS)
-SAMPLED = [SamplingConfig(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=seed) for seed in (5, 6)]
-SAMPLED += [SamplingConfig(max_new_tokens=STEPS, temperature=0.7, seed=7)]
+GREEDY = SamplingParams(max_new_tokens=STEPS)
+SAMPLED = [SamplingParams(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=seed) for seed in (5, 6)]
+SAMPLED += [SamplingParams(max_new_tokens=STEPS, temperature=0.7, seed=7)]
 
 
 def prompt(family: str, number: int) -> tuple[dict, int | None]:
@@ -45,7 +45,7 @@ def parts_of(family: str = "llama", eos: tuple[int, ...] = ()):
     return parts
 
 
-def asked(state, sampling: SamplingConfig = GREEDY, **callbacks) -> Request:
+def asked(state, sampling: SamplingParams = GREEDY, **callbacks) -> Request:
     return Request(Question(), StageTimer(state.kv.hosts), sampling=sampling, **callbacks)
 
 
@@ -54,7 +54,7 @@ def run(batch: Batch) -> None:
         assert batch.step()
 
 
-def alone(state, parts, sampling: SamplingConfig = GREEDY) -> list[int]:
+def alone(state, parts, sampling: SamplingParams = GREEDY) -> list[int]:
     return plain_tokens(state, parts, sampling, parts.eos_token_ids)
 
 
@@ -78,7 +78,7 @@ def test_members_that_come_and_go_say_what_each_says_alone(family):
 @pytest.mark.parametrize("way", ["plain", "ahead", pytest.param("recorded", marks=pytest.mark.thorough)])
 def test_a_walk_with_every_way_to_choose(way, monkeypatch):
     """Ahead: as a GPU gets a step before the tokens of the last one are read; recorded: as graphs repeat steps."""
-    monkeypatch.setattr(growing, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
+    monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
     chance, parts = random.Random(int(way == "ahead")), parts_of()
     choices = [GREEDY, *SAMPLED]
     samplings = [replace(chance.choice(choices), max_new_tokens=chance.randint(1, STEPS)) for _ in range(6)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig, SamplingConfig, prefill
+from apbv import HostGroup, PrefillConfig, SamplingParams, prefill
 
 from answers import plain_tokens
 from families import TEXT_FAMILIES
@@ -19,7 +19,7 @@ def continuation_job(hosts: HostGroup, family: str, batch: dict, query_start: in
         state = prefill(model, inputs, hosts=hosts, config=config)
         assert state.method == method
         handed_over = state.generate_inputs()
-        continued[kv] = plain_tokens(state, model, SamplingConfig(max_new_tokens=STEPS))
+        continued[kv] = plain_tokens(state, model, SamplingParams(max_new_tokens=STEPS))
         reset_rope(model)
         if handed_over:
             output = model.generate(**handed_over, max_new_tokens=STEPS, min_new_tokens=STEPS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, RequestCancelled, SamplingConfig, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, RequestCancelled, SamplingParams, SpeculativeConfig, demo
 from apbv.decode.answer import Answer
 from apbv.input.request import Question, Request
 from apbv.stats import StageTimer
@@ -22,7 +22,7 @@ def engine_of(way: str, hosts: HostGroup, kv: str = "gathered") -> Engine:
 
 
 def asked(engine: Engine, **sampling):
-    by = SamplingConfig(max_new_tokens=MOST, **sampling)
+    by = SamplingParams(max_new_tokens=MOST, **sampling)
     return engine.answer(Request(Question(QUESTION, **VIDEO), StageTimer(engine.hosts), sampling=by))
 
 
@@ -52,7 +52,7 @@ def test_every_way_heeds_end_tokens_alike(plain, way):
 
 def test_only_rows_that_come_too_early_are_changed():
     logits = torch.randn(4, 9)
-    answer = Answer(None, logits[0], 60, SamplingConfig(max_new_tokens=8, min_tokens=2), (3, 5, 10**6))
+    answer = Answer(None, logits[0], 60, SamplingParams(max_new_tokens=8, min_tokens=2), (3, 5, 10**6))
     allowed = answer.allowed(logits, [61, 62, 60, 63])
     expected = logits.clone()
     expected[0, [3, 5]] = expected[2, [3, 5]] = -torch.inf

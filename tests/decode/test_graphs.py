@@ -7,8 +7,8 @@ import torch
 
 from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, demo, prefill
 from apbv.decode import runner
-from apbv.decode.decoder import Decoder
-from apbv.kv import growing
+from apbv.decode.runner import Decoder
+from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.speculate.tree import Tree
 
@@ -36,12 +36,12 @@ def walk(decoder: Decoder, seed: int, num_steps: int) -> list[torch.Tensor]:
         if chance.random() < 0.3:
             tree = chance.choice(TREES)
             drafted = [chance.randrange(250) for _ in range(len(tree))]
-            said.append(decoder.advance_tree(drafted, tree.depths, tree.visible))
+            said.append(decoder.advance(drafted, tree.depths, tree.visible))
             node, path = 0, [0]
             while tree.children[node] and chance.random() < 0.7:
                 node = chance.choice(tree.children[node])
                 path.append(node)
-            decoder.keep_path(len(tree), path)
+            decoder.take_back(len(tree), path)
             length += len(path)
             continue
         tokens = [chance.randrange(250) for _ in range(count)]
@@ -60,7 +60,7 @@ PDROP = ReduceConfig(method="pdrop", ratio=0.3, layer=1)
 @pytest.mark.parametrize(("family", "reduce"), [("qwen2_5_vl", None), ("llama", None), ("qwen2_5_vl", PDROP)])
 def test_a_walk_says_the_same(family, reduce, monkeypatch):
     """Where tokens were dropped inside the model every layer has another number of rows to write behind."""
-    monkeypatch.setattr(growing, "GROWTH_ROWS", 24)  # so that buffers are left for new ones
+    monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 24)  # so that buffers are left for new ones
     expected = walk(decoder_of(family, reduce=reduce), 0, 30)
     with recorded_on_a_cpu() as repeated:
         decoder = decoder_of(family, reduce=reduce)

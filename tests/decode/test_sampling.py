@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from apbv import SamplingConfig
+from apbv import SamplingParams
 from apbv.decode import sampling
 from apbv.decode.sampling import PURPOSE_NEXT_TOKEN, NotFiniteError, choose_each, probabilities, sample, uniform
 
@@ -18,10 +18,10 @@ def random_logits(seed, size, spread=2.0):
 
 
 REFUSED = {
-    "max_new_tokens": ([0, 2**20 + 1, 1.5, None], "must lie in 1 .. 2^20"),
+    "max_new_tokens": ([0, 2**20 + 1, 1.5, None], "must be an integer in 1 .. 2^20"),
     "temperature": ([-0.1, math.inf, math.nan], "must be 0 (greedy) or at least 1e-6"),
     "top_p": ([0.0, -0.5, 1.0001, math.nan], "must lie in (0, 1]"),
-    "seed": ([-1, 2**64], "must lie in 0 .. 2^64-1"),
+    "seed": ([-1, 2**64], "must be an integer in 0 .. 2^64-1"),
     "min_tokens": ([-1, 129, 1.5], "must "),
     "ignore_eos": ([1], "must "),
 }
@@ -31,8 +31,8 @@ def test_what_is_out_of_range_is_refused():
     for name, (values, message) in REFUSED.items():
         for value in values:
             with pytest.raises(ValueError, match=f"^{name} {re.escape(message)}.*, not {re.escape(repr(value))}$"):
-                SamplingConfig(**{name: value})
-    config = SamplingConfig(max_new_tokens=2**20, temperature=1e-3, top_p=1e-9, seed=2**64 - 1)
+                SamplingParams(**{name: value})
+    config = SamplingParams(max_new_tokens=2**20, temperature=1e-3, top_p=1e-9, seed=2**64 - 1)
     assert sample(torch.tensor([0.0, 3.0, 1.0]), config, position=2**40) == 1
 
 
@@ -90,7 +90,7 @@ def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
 
 def test_every_row_is_chosen_by_its_own_settings():
     """In whatever order those come; and draws depend on seed and position, not on history."""
-    configs = [SamplingConfig(temperature=t, top_p=p, seed=seed) for t, p, seed in
+    configs = [SamplingParams(temperature=t, top_p=p, seed=seed) for t, p, seed in
                ((1.0, 0.9, 1), (0.0, 1.0, 0), (2.0, 1.0, 1), (1.0, 0.9, 2), (0.0, 0.5, 3))]  # fmt: skip
     logits, positions = random_logits(4, (5, 1000), 0.5), [3, 3, 9, 3, 4]
     for order in itertools.permutations(range(5)):
@@ -104,14 +104,14 @@ def test_token_without_probability_is_never_drawn(monkeypatch):
     logits = torch.tensor([never, never, 0.0, never, 0.0, 0.0, never, 0.0, never])
     for number, expected in ((0.0, 2), (0.25, 4), (0.5, 5), (0.75, 7), (math.nextafter(1.0, 0.0), 7)):
         monkeypatch.setattr(sampling, "uniform", lambda *key, number=number: asked.append(key) or number)
-        assert sample(logits, SamplingConfig(temperature=1.0, seed=9), position=4) == expected
+        assert sample(logits, SamplingParams(temperature=1.0, seed=9), position=4) == expected
     assert asked == [(9, 4, PURPOSE_NEXT_TOKEN)] * 5
 
 
 def test_what_is_ruled_out_is_not_broken():
     """Vocabularies are padded, and tokens forbidden, with minus infinity."""
     logits = torch.tensor([-torch.inf, 1.0, 2.0, -torch.inf])
-    assert sample(logits, SamplingConfig(), 0) == 2 and probabilities(logits, 1.0, 1.0).sum() == 1
+    assert sample(logits, SamplingParams(), 0) == 2 and probabilities(logits, 1.0, 1.0).sum() == 1
     for value, temperature, top_p in itertools.product((torch.nan, torch.inf, -torch.inf), (0.0, 1.0), (1.0, 0.5)):
         with pytest.raises(NotFiniteError):
-            sample(torch.full((4,), value), SamplingConfig(temperature=temperature, top_p=top_p), 0)
+            sample(torch.full((4,), value), SamplingParams(temperature=temperature, top_p=top_p), 0)

@@ -40,9 +40,9 @@ def require_healthy(report: dict, page: str) -> None:
 
 @pytest.mark.thorough
 def test_two_healthy_hosts(tmp_path):
-    """With torchrun itself, and the benchmarks."""
+    """With torchrun itself."""
     path = tmp_path / "report.jsonl"
-    command = ["torchrun", "--nproc-per-node", "2", "-m", "apbv.doctor", "--only", "machine", "hosts", "speed"]
+    command = ["torchrun", "--nproc-per-node", "2", "-m", "apbv.doctor", "--only", "machine", "hosts"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": SCRIPT_TIMEOUT}
@@ -51,14 +51,6 @@ def test_two_healthy_hosts(tmp_path):
     report = report_in(path)
     require_healthy(report, result.stdout)
     assert result.stdout.count("The machine\n") == 1, "once, and not once for each host"
-    speed = {check["name"]: check["on_hosts"] for check in report["checks"] if check["part"] == "speed"}
-    figures = {name: on_hosts[1]["figures"] for name, on_hosts in speed.items()}
-    assert figures["file to first token, apbv"]["stages_ms"]["prefill"] > 0
-    attention = figures["attention, whole prompt"]
-    tokens = int(attention["size"].removesuffix(" tokens"))
-    assert attention["flops"] == 4 * 28 * 128 * sum(range(1, tokens + 1)) and attention["predicted_ms"] is None
-    # And the log-sum-exp.
-    assert figures["attention, one new token"]["bytes"] == 4 * 128 * (2 * 28 + 2 * 4 * 16384) + 4 * 28
 
 
 def test_one_host_says_what_it_leaves_out(tmp_path):
@@ -78,13 +70,12 @@ def examine(tmp_path, faults: str, *options) -> tuple[list[int], str, dict | Non
     return [result.returncode for result in results], results[0].stdout, report_in(path), errors
 
 
-def test_two_healthy_hosts_quickly(tmp_path):
-    parts = [part for part in PARTS if part not in ("kernels", "speed")]
-    ended, page, report, errors = examine(tmp_path, "nothing", "--only", *parts, "--quick")
+def test_two_healthy_hosts_without_operators(tmp_path):
+    parts = [part for part in PARTS if part != "kernels"]
+    ended, page, report, errors = examine(tmp_path, "nothing", "--only", *parts)
     assert ended == [0, 0], page + errors
-    assert report["is_quick"]
     require_healthy(report, page)
-    assert page.count("X J P H E L") == 2
+    assert page.count("X J P H E L") == 7
 
 
 FAILED = ["failed", "failed"]
@@ -102,9 +93,9 @@ WRONG = {
         {"a failing host": ["failed", "ok"]},
         "failed a failing host host 0: the others got a tensor that was never sent after",
     ),
-    "blind,hosts_mixed_up --only kernels demo hosts --quick": (
-        {"segmented_attention by torch": FAILED, "apbv": FAILED, "all-gather": FAILED, "several at once": FAILED},
-        "failed segmented_attention by torch a block behind passing blocks in float32 is off by",
+    "blind,hosts_mixed_up --only kernels demo hosts": (
+        {"segmented_attention": FAILED, "apbv": FAILED, "all-gather": FAILED, "several at once": FAILED},
+        "failed segmented_attention torch in float32 is off by",
         "in place of 'X J P H E L'",
         "1 numbers in torch.float32 (no. 0) arrived wrong",
     ),

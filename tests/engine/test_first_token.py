@@ -7,7 +7,7 @@ import pytest
 import apbv
 from apbv import Engine, HostGroup, ReuseConfig, SpeculativeConfig
 from apbv.kv.placement import ShardedKV
-from apbv.kv.reader import SavedKV
+from apbv.kv.storage import SavedKV
 
 from engines import QUESTION, build_engine
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from apbv import Engine, HostGroup, SamplingConfig
+from apbv import Engine, HostGroup, SamplingParams
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
@@ -17,9 +17,9 @@ from rehearsals import on_gpus, resizing_as_on_gpu
 
 QUESTIONS = ["What happens?", "And who is it that comes in?", "Why?"]
 SAMPLINGS = [
-    SamplingConfig(max_new_tokens=6),
-    SamplingConfig(max_new_tokens=3, temperature=1.2, top_p=0.9, seed=3),
-    SamplingConfig(max_new_tokens=5, ignore_eos=True, min_tokens=2),
+    SamplingParams(max_new_tokens=6),
+    SamplingParams(max_new_tokens=3, temperature=1.2, top_p=0.9, seed=3),
+    SamplingParams(max_new_tokens=5, ignore_eos=True, min_tokens=2),
 ]
 JOINS = [0, 2, 3]  # before which step
 ARRIVAL, RECORDING = ("event", "apbv/transfer.py:read"), ("synchronize", "apbv/decode/graphs.py:record")

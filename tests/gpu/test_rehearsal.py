@@ -46,7 +46,7 @@ THOROUGH = [
     (1, sparse(method="flexprefill", min_blocks=1)),
     (2, sparse(SHORT, method="spargeattn", skip_margin=0.5)),
     (2, Case("qwen2_vl", prefill={"importance": "received", "kv": "sharded", "fused_query": False, **SHORT})),
-    (3, drafting("hippo", family="qwen3_vl", vision_first=True, draft_host=True, request=SAMPLED)),
+    (3, drafting("hippo", family="qwen3_vl", draft_host=True, request=SAMPLED)),
     (1, drafting("specvlm", prune="kv", num_tree_nodes=6)),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH)]

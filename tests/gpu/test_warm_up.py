@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from apbv import HostGroup, SamplingConfig
+from apbv import HostGroup, SamplingParams
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
@@ -23,7 +23,7 @@ def warmed_job(hosts: HostGroup, clip: Path, in_batch: bool) -> tuple[set, set]:
         state = engine.prefill("What happens here?", video=clip, num_frames=8)
         if in_batch:
             batch = Batch(engine.parts)
-            batch.join(state, Request(Question(), state.timer, sampling=SamplingConfig(max_new_tokens=4)))
+            batch.join(state, Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=4)))
             with apbv_attention(engine.parts.language_model):
                 while batch:
                     batch.step()

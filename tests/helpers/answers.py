@@ -2,13 +2,13 @@
 
 from transformers import PreTrainedModel
 
-from apbv import PrefillResult, SamplingConfig
+from apbv import PrefillResult, SamplingParams
 from apbv.decode.answer import Answer, generate_tokens
-from apbv.decode.decoder import Decoder
+from apbv.decode.runner import Decoder
 from apbv.model.parts import ModelParts, inspect_model
 
 
-def answer_by(decoder, state: PrefillResult, sampling: SamplingConfig, end=(), on_token=None) -> Answer:
+def answer_by(decoder, state: PrefillResult, sampling: SamplingParams, end=(), on_token=None) -> Answer:
     """An answer that this decoder continues; it ends with the tokens of ``end``."""
     return Answer(decoder, state.logits[0], state.num_tokens, sampling, end, on_token)
 
@@ -18,6 +18,6 @@ def decoder_behind(state: PrefillResult, model: PreTrainedModel | ModelParts) ->
     return Decoder(parts, state.kv, state.next_position)
 
 
-def plain_tokens(state: PrefillResult, model, sampling: SamplingConfig, end=(), on_token=None) -> list[int]:
+def plain_tokens(state: PrefillResult, model, sampling: SamplingParams, end=(), on_token=None) -> list[int]:
     """The tokens of decoding one by one."""
     return generate_tokens(answer_by(decoder_behind(state, model), state, sampling, end, on_token))

@@ -3,7 +3,7 @@
 import torch
 
 from apbv import HostGroup, PrefillConfig, prefill
-from apbv.decode.decoder import Decoder
+from apbv.decode.runner import Decoder
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import Proposal
 
@@ -27,9 +27,9 @@ class ScriptedDrafter:
     def __init__(self, answer: list[int], pattern):
         self.answer, self.pattern = answer, pattern
 
-    def propose(self, tokens, count):
+    def propose(self, tokens, tree):
         assert tokens == self.answer[: len(tokens)]
-        right = self.answer[len(tokens) :][:count]
+        right = self.answer[len(tokens) :][: tree.depth]
         return Proposal([t if self.pattern(place) else (t + 1) % VOCABULARY for place, t in enumerate(right)])
 
 
@@ -56,4 +56,4 @@ class ScriptedTree(ScriptedDrafter):
             for rank, child in enumerate(on_path):
                 said[child] = token if rank == chosen else (token + 1 + rank) % VOCABULARY
             node = on_path[chosen] if chosen is not None and chosen < len(on_path) else None
-        return said[1:]
+        return Proposal(said[1:])

@@ -78,11 +78,6 @@ def dycoke(frames, height, width, count, hidden) -> dict:
     return kept
 
 
-def hippo(frames, height, width, count, hidden) -> dict:
-    scores = hippo_scores(frames[..., :hidden], height, width)
-    return {key: frames[key] for key in best(scores, count)}
-
-
 def hippo_scores(main, height, width) -> dict:
     """Change over time and variety in space of the tokens ``[T, h * w, d]``, each z-scored within a frame."""
     (num_frames, size), scores = main.shape[:2], {}
@@ -169,7 +164,7 @@ def fastvid(frames, height, width, count, hidden) -> dict:
     return kept
 
 
-DEFINITIONS = {"slowfast": slowfast, "dycoke": dycoke, "hippo": hippo, "fastvid": fastvid}
+DEFINITIONS = {"slowfast": slowfast, "dycoke": dycoke, "fastvid": fastvid}
 
 
 @torch.no_grad()

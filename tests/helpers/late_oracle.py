@@ -64,17 +64,6 @@ def pdrop(layers: Layers, ratio: float, step: int, num_steps: int):
     return layers.top(layers.mean_attention(layers.question[-1]), max(1, round(share * layers.num_before))), {}
 
 
-def uv_prune(layers: Layers, ratio: float, step: int, num_steps: int):
-    def cosine(a: Tensor, b: Tensor) -> float:
-        return float(a @ b / (a.norm() * b.norm()))
-
-    def closeness(states: Tensor, token: int) -> float:
-        return sum(cosine(states[token], states[word]) for word in layers.question)
-
-    scores = [closeness(layers.hidden, t) - closeness(layers.embeds, t) for t in layers.visual]
-    return layers.top(scores, max(1, round(ratio * layers.num_before))), {}
-
-
 def hippo_attention(layers: Layers, ratio: float, step: int, num_steps: int):
     """Its one drop comes first, while all tokens of the prompt are there."""
     relevance = dict.fromkeys(layers.visual, 0.0)
@@ -145,7 +134,7 @@ def clusters(points: Tensor) -> dict[int, Tensor]:
     return {centre: points[places].mean(dim=0) for centre, places in members.items()}
 
 
-RULES = {rule.__name__: rule for rule in (fastv, pdrop, uv_prune, hippo_attention)}
+RULES = {rule.__name__: rule for rule in (fastv, pdrop, hippo_attention)}
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import apbv
-from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingConfig
+from apbv import HostGroup, ModelInputs, PrefillConfig, SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.decode.batch import Batch
 from apbv.hosts import Exchange
@@ -92,8 +92,8 @@ def _prefill(parts, hosts: HostGroup, kv: str = "gathered"):
     return apbv.prefill(parts, inputs, hosts=hosts, config=PrefillConfig(kv=kv))
 
 
-def _sampling(temperature: float) -> SamplingConfig:
-    return SamplingConfig(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
+def _sampling(temperature: float) -> SamplingParams:
+    return SamplingParams(max_new_tokens=9, temperature=temperature, top_p=0.9 if temperature else 1.0)
 
 
 @cache

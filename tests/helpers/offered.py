@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
+from apbv.kv.facts import digest_of_positions, digest_of_tokens
 from apbv.kv.offers import Offers
 from apbv.kv.remote import RemoteKV
 from apbv.kv.sending import Share
-from apbv.kv.ticket import Ticket, digest_of_positions, digest_of_tokens, new_token, new_transfer
+from apbv.kv.ticket import Ticket, new_token, new_transfer
 
 from patience import GROUP_TIMEOUT, wait_for
 from pool import HostPool
@@ -35,7 +36,13 @@ def a_ticket(**changes) -> Ticket:
         "tokens_sha256": digest_of_tokens(range(n)),
         "positions_sha256": digest_of_positions(torch.arange(n)),
     }
-    values |= {"position_rule": "vllm", "model": "demo", "config_sha256": "c", "weights_sha256": "w"}
+    values |= {
+        "position_rule": "vllm",
+        "model": "demo",
+        "config_sha256": "c",
+        "weights_sha256": "w",
+    }
+    values |= {"revision": None, "family": "llama"}
     values |= {"dtype": "bfloat16", "num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "method": "apbv"}
     return Ticket(**values | {"exact": False} | changes)
 
@@ -139,7 +146,7 @@ def _write(path: Path, text: str) -> None:
 
 def fetch(ticket: Ticket, **options) -> Layers:
     """All of a ticket's KV, as a copy."""
-    with RemoteKV.open(ticket, **options) as kv:
+    with RemoteKV(ticket, **options) as kv:
         return [(keys.clone(), values.clone()) for keys, values in kv.layers(range(ticket.num_tokens))]
 
 

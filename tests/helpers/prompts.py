@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from apbv import ModelInputs, PrefillConfig, prefill
-from apbv.hosts.simulated import share_weights
 from apbv.model.parts import inspect_model
 
 import families
 from families import TEXT_FAMILIES, VIDEO_FAMILIES
+from support.simulated import share_weights
 
 ALL_FAMILIES = VIDEO_FAMILIES + TEXT_FAMILIES
 EXAMPLES = ("qwen2_5_vl", "llama")  # one video and one text family, where others add nothing

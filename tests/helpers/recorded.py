@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apbv.decode import batch_steps, graphs, runner
+from apbv.decode import graphs, runner
 from apbv.kernels import BufferTable
 from apbv.model import attention
 
@@ -99,6 +99,5 @@ def recorded_on_a_cpu():
         patch.object(runner, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto"),
         patch.object(runner, "why_not_captured", lambda parts, hosts: hosts and "the KV lies in shares"),
         patch.object(graphs, "GraphRecorder", partial(Repeater, repeated)),
-        patch.object(batch_steps, "GraphRecorder", partial(Repeater, repeated)),
     ):
         yield repeated

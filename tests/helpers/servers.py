@@ -19,11 +19,11 @@ from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
 from apbv.serve.executor import Executor
-from apbv.serve.ledger import Ledger, Limits
+from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
-from apbv.serve.private_files import PrivateFiles
 from apbv.serve.reading import Reader, RequestSettings
 from apbv.serve.report import Reporter
+from apbv.serve.scheduler import Limits, Scheduler
 from apbv.serve.worker import Worker
 
 from patience import HANGING, limit, wait_for
@@ -199,10 +199,10 @@ class InProcess:
         settings = RequestSettings(max_model_len=max_model_len, max_new_tokens=1, media=media, **frames)
         reader = Reader(engine, settings, self.private_files)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10)
-        ledger = Ledger(Reporter(Metrics("demo")), limits)
-        patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": ledger.end_offer}
+        scheduler = Scheduler(Reporter(Metrics("demo")), limits)
+        patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": scheduler.end_offer}
         self.offers = Offers(hosts, **patient) if hands_over else None
-        self.worker = Worker(Executor(engine, hosts, self.offers), reader, ledger)
+        self.worker = Worker(Executor(engine, hosts, self.offers), reader, scheduler)
         self.app = build_app(self.worker, "demo", reader.max_model_len, max_body_bytes=2**20)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

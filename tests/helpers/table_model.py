@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from apbv import HostGroup
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.decode.answer import Answer
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.speculate.drafters import Proposal
@@ -29,13 +29,13 @@ class TableModel:
         self.said += tokens
         return self.p_logits[torch.tensor(tokens)]
 
-    def take_back(self, count):
-        del self.said[len(self.said) - count :]
+    def take_back(self, count, kept=()):
+        del self.said[len(self.said) - count + len(kept) :]
 
-    def propose(self, tokens, count, index=None):
+    def propose(self, tokens, tree, index=None):
         drafted, rows = [], []
         index = len(tokens) if index is None else index
-        for place in range(count):
+        for place in range(tree.depth):
             row = probabilities(self.q_logits[[*tokens, *drafted][-1]], 1.0, self.top_p)
             number = uniform(self.seed, index + place, PURPOSE_DRAFT)
             drafted.append(int(row.argmax()) if self.greedy_draft else draw(row[None], [number]).read()[0])
@@ -44,12 +44,12 @@ class TableModel:
 
     def generate(self, seed: int) -> tuple[int, ...]:
         self.seed, self.said = seed, []
-        config = SamplingConfig(max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed)
+        config = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=1.0, top_p=self.top_p, seed=seed)
         tokens, _ = generate_speculatively(self.answer(config), self, Pace(2))
         assert self.said == tokens[:-1]
         return tuple(tokens)
 
-    def answer(self, config: SamplingConfig, hosts: HostGroup | None = None) -> Answer:
+    def answer(self, config: SamplingParams, hosts: HostGroup | None = None) -> Answer:
         self.hosts = hosts or HostGroup.single()
         return Answer(self, self.p_logits[0], 0, config)
 

@@ -41,7 +41,7 @@ def remove(folder: Path) -> None:
 
 def reweigh(folder: Path) -> None:
     """KV of a model of the same shape"""
-    rewrite(folder, "model", {"weights_sha256": "0" * 64})
+    rewrite(folder, "manifest", {"weights_sha256": "0" * 64})
 
 
 def poison(folder: Path) -> None:
@@ -58,8 +58,7 @@ def rewrite(folder: Path, name: str, change: dict) -> None:
     (folder / manifest["generation"]).rename(folder / "kv-changed")
     manifest |= {"generation": "kv-changed"}
     manifest.pop("sha256")
-    shards = [shard for group in manifest["groups"] for shard in group["shards"]]
-    files = {file["name"]: file for shard in shards for file in shard["files"]}
-    (files | {"model": manifest["model"]})[name].update(change)
+    files = {file["name"]: file for shard in manifest["shards"] for file in shard["files"]}
+    files.get(name, manifest).update(change)
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -113,9 +113,6 @@ CLIPS = {
     "mp4 late, variable rate": lambda d: encode(d / "a.mp4", pts=VFR, gop=9, x264=OPEN_GOP),
     "mp4 edit list": lambda d: edit_list(encode(d / "b.mp4"), d / "a.mp4", [(1000, 15)]),
     "mp4 edit lists": lambda d: edit_list(encode(d / "b.mp4"), d / "a.mp4", [(600, 5), (800, 23), (400, 5)]),
-    "mp4 intra refresh": lambda d: encode(
-        d / "a.mp4", n=100, gop=12, bframes=0, x264="intra-refresh=1:scenecut=0"
-    ),
     "mp4 dts for pts": lambda d: remux(encode(d / "b.mp4"), d / "a.mp4", dts_for_pts),
     "mp4 hevc open gop": lambda d: encode(
         d / "a.mp4", codec="libx265", bframes=None, gop=7, x264="open-gop=1:bframes=3:scenecut=0"

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from apbv import HostError, HostGroup, ModelInputs, PrefillConfig, prefill
-from apbv.hosts.simulated import Link, Network, share_weights, simulate
 from apbv.model.parts import inspect_model
 from apbv.prefilling.methods import METHODS
 
 import families
 from pairs import each_choice
+from support.simulated import Link, Network, share_weights, simulate
 
 
 def prefill_job(hosts: HostGroup, models, settings: dict):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from audio_files import RATE, tune, write
 
-from apbv.input.audio_file import AudioClip, AudioError, has_audio, read_audio
+from apbv.input.audio import AudioError, has_audio, read_audio
 
 from video_files import encode, overwrite
 
@@ -37,7 +37,7 @@ def assert_sounds_like(samples, expected):
 def test_a_file_is_read_in_one_channel_at_the_rate_that_is_wanted(tmp_path, name, codec, rate):
     path = write(tmp_path / name, [(0, 2)], codec, rate, channels=(1.0, 0.5))
     assert has_audio(path)
-    assert_sounds_like(read_audio(AudioClip(path), RATE, 10), 0.75 * tune(0, 2))
+    assert_sounds_like(read_audio(path, RATE, 10), 0.75 * tune(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -46,43 +46,43 @@ def test_a_file_is_read_in_one_channel_at_the_rate_that_is_wanted(tmp_path, name
 def test_sound_begins_with_the_first_frame(tmp_path, start, name, codec):
     """Also where the track begins before the frames, or after them."""
     path = write(tmp_path / name, [(0, 2)], codec, video=(start, 2))
-    assert_sounds_like(read_audio(AudioClip(path, beside_video=True), RATE, 10), tune(start, 2))
-    assert_sounds_like(read_audio(AudioClip(path), RATE, 10), tune(0, 2))
+    assert_sounds_like(read_audio(path, RATE, 10, beside_video=True), tune(start, 2))
+    assert_sounds_like(read_audio(path, RATE, 10), tune(0, 2))
     late = write(tmp_path / f"late-{name}", [(0.7, 2)], codec, video=(0, 2))
     expected = np.concatenate([np.zeros(round(0.7 * RATE), np.float32), tune(0.7, 2)])
-    assert_sounds_like(read_audio(AudioClip(late, beside_video=True), RATE, 10), expected)
+    assert_sounds_like(read_audio(late, RATE, 10, beside_video=True), expected)
 
 
 def test_a_gap_in_the_track_is_silent(tmp_path):
     path = write(tmp_path / "a.mkv", [(0, 1), (1.5, 2)], video=(0, 2))
     expected = tune(0, 2)
     expected[RATE : round(1.5 * RATE)] = 0
-    assert_sounds_like(read_audio(AudioClip(path, beside_video=True), RATE, 10), expected)
+    assert_sounds_like(read_audio(path, RATE, 10, beside_video=True), expected)
 
 
 def test_no_more_is_read_than_is_wanted(tmp_path):
     path = write(tmp_path / "a.wav", [(0, 2)])
-    assert len(read_audio(AudioClip(path, seconds=0.75), RATE, 10)) == round(0.75 * RATE)
-    whole = read_audio(AudioClip(path, seconds=5), RATE, 10)
-    np.testing.assert_array_equal(whole, read_audio(AudioClip(path), RATE, 10))
-    assert len(read_audio(AudioClip(path), RATE, 2)) == 2 * RATE
+    assert len(read_audio(path, RATE, 10, seconds=0.75)) == round(0.75 * RATE)
+    whole = read_audio(path, RATE, 10, seconds=5)
+    np.testing.assert_array_equal(whole, read_audio(path, RATE, 10))
+    assert len(read_audio(path, RATE, 2)) == 2 * RATE
 
 
 def test_what_cannot_be_heard_is_refused(tmp_path):
     sound = write(tmp_path / "a.wav", [(0, 2)])
     with pytest.raises(AudioError, match=r"a\.wav: has more audio than the 1 seconds"):
-        read_audio(AudioClip(sound), RATE, 1)
+        read_audio(sound, RATE, 1)
     with pytest.raises(AudioError, match="more audio than the 1 seconds"):
-        read_audio(AudioClip(sound, seconds=1.5), RATE, 1)
+        read_audio(sound, RATE, 1, seconds=1.5)
     silent = encode(tmp_path / "silent.mp4", n=10)
     assert not has_audio(silent)
     with pytest.raises(AudioError, match=r"silent\.mp4: has no audio track"):
-        read_audio(AudioClip(silent), RATE, 10)
+        read_audio(silent, RATE, 10)
     empty = write(tmp_path / "empty.wav", [])
     with pytest.raises(AudioError, match=r"empty\.wav: its audio track is empty"):
-        read_audio(AudioClip(empty), RATE, 10)
+        read_audio(empty, RATE, 10)
     for path, reason in ((tmp_path / "none.mp3", "no such file"), (tmp_path, "cannot be decoded")):
-        for read in (has_audio, lambda path: read_audio(AudioClip(str(path)), RATE, 10)):
+        for read in (has_audio, lambda path: read_audio(str(path), RATE, 10)):
             with pytest.raises(AudioError, match=reason):
                 read(path)
 
@@ -94,4 +94,4 @@ def test_a_damaged_track_is_refused(tmp_path):
     position, size = packets[len(packets) // 2]
     broken = overwrite(path, tmp_path / "broken.m4a", position, b"\x00" * size)
     with pytest.raises(AudioError, match=r"broken\.m4a: the audio cannot be decoded"):
-        read_audio(AudioClip(broken), RATE, 10)
+        read_audio(broken, RATE, 10)

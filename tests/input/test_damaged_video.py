@@ -49,7 +49,6 @@ def part(n, container=None):
         ("audio.mp4", audio, "has no video stream"),
         ("head.mp4", part(0.6, {"movflags": "faststart"}), "is cut short"),
         ("fragments.mp4", part(0.6, {"movflags": "frag_keyframe+empty_moov"}), "is cut short"),
-        ("half.mkv", part(0.6), "is cut short"),
         ("half.avi", part(0.6), "is cut short"),
         ("half.flv", part(0.6), "is cut short"),
     ],

@@ -7,8 +7,7 @@ from read_prompts import read_video
 from transformers.video_utils import VideoMetadata
 
 from apbv import HostGroup, ModelInputs
-from apbv.input import readers
-from apbv.input.readers import preprocess_frames
+from apbv.input.pixels import preprocess_frames
 from apbv.input.video import VideoInfo, iter_frames, probe, read_frames, sample_uniform
 from apbv.input.visual import PromptError
 from apbv.layout import split_evenly
@@ -180,8 +179,7 @@ def test_each_host_decodes_only_its_own_frames(tmp_path, monkeypatch):
     parts = inspect_model(families.build_model("qwen2_5_vl"))
     decoded = []
     monkeypatch.setattr(
-        readers,
-        "iter_frames",
+        "apbv.input.pixels.iter_frames",
         lambda video, frames, *rest: decoded.append(frames) or iter_frames(video, frames, *rest),
     )
     for rank in range(3):

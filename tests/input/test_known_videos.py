@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from apbv import HostGroup
-from apbv.input.known_videos import KnownVideos, probe_once
+from apbv.input.files import KnownVideos, probe_once
 from apbv.input.video import VideoError, probe
 from apbv.stats import StageTimer
 

@@ -194,7 +194,7 @@ def answers_job(hosts: HostGroup, family: str, messages: list[dict], ways: list[
 
 def test_drafts_read_mixed_prompts(pool, files):
     """No choice of visual tokens changes an answer, where frames have different numbers of them."""
-    choices = ["hippo", "attention_per_frame", "uniform_frames", "specvlm"]
+    choices = ["hippo", "attention_per_frame", "specvlm"]
     ways = [SpeculativeConfig(strategy="specvlm", keep=keep, keep_ratio=0.4) for keep in choices]
     ways.append(SpeculativeConfig(strategy="tabed", ensemble="MTP"))
     (plain, *others), *_ = pool.run(3, answers_job, "qwen2_5_vl", chat("everything", files), [None, *ways])

@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, iter_frames, probe, read_frames, streaming
+from apbv.input.video import VideoError, decoding, iter_frames, probe, read_frames
 from apbv.input.video.file import VideoFile
 
 from pairs import each_choice, pairwise
@@ -82,7 +82,7 @@ def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop, threads):
     chunk_len, height, width = 8, 96, 128
     info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
     waiting, most, ahead = [], [0], threading.Event()
-    place, filled = streaming._Chunks.place, streaming._Chunks.filled
+    place, filled = decoding._Chunks.place, decoding._Chunks.filled
 
     def counted_place(chunks, row):
         waiting.append(row)
@@ -95,8 +95,8 @@ def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop, threads):
             ahead.set()
         return filled(chunks, row)
 
-    monkeypatch.setattr(streaming._Chunks, "place", counted_place)
-    monkeypatch.setattr(streaming._Chunks, "filled", counted_filled)
+    monkeypatch.setattr(decoding._Chunks, "place", counted_place)
+    monkeypatch.setattr(decoding._Chunks, "filled", counted_filled)
     tracemalloc.start()
     rows = 0
     for chunk in iter_frames(info, range(250), chunk_len, threads):

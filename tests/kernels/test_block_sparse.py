@@ -220,12 +220,30 @@ def test_shapes_must_fit():
     q, k, _ = states(40, 16)
     listed = ListedBlocks.of(masked(40, 32, 16, 0.5), 32, 16)
     for message, call, *arguments, options in (
-        ("of the same tokens", block_sparse_attention, q, k[:, :, 1:], k[:, :, 1:], listed, 1.0, {}),
-        (r"out is of shape \[1, 2, 40", block_sparse_attention, q, k, k, listed, 1.0, {"out": q[:, :2]}),
+        (
+            r"k must have the shape .*S = 40.* not \[",
+            block_sparse_attention,
+            q,
+            k[:, :, 1:],
+            k[:, :, 1:],
+            listed,
+            1.0,
+            {},
+        ),
+        (
+            r"out must have the shape .* not \[1, 2, 40",
+            block_sparse_attention,
+            q,
+            k,
+            k,
+            listed,
+            1.0,
+            {"out": q[:, :2]},
+        ),
         ("must be above 0, not 0.0", block_sparse_attention, q, k, k, listed, 1.0, {"skip_margin": 0.0}),
         ("16 queries and 32 keys are no blocks", ListedBlocks.of, listed.kept, 16, 32, {}),
         ("a stride of 3 does not divide", antidiagonal_scores, q, k, 1.0, 3, 32, {}),
-        ("does not fit", block_means, k, 8, {"center": k[:, :, :1]}),
+        (r"center must have the shape \[B = 1, H", block_means, k, 8, {"center": k[:, :, :1]}),
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments, **options)

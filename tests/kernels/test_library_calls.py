@@ -40,7 +40,7 @@ def library(monkeypatch):
         return calls
 
     monkeypatch.setattr(libraries, "usable", lambda *problem: None)
-    monkeypatch.setattr("apbv.kernels.attention.choose_attention", lambda *problem: "flash_attn")
+    monkeypatch.setattr("apbv.kernels.operators.choose_attention", lambda *problem: "flash_attn")
     yield install
     libraries._is_bottom_right.cache_clear()
 

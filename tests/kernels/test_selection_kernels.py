@@ -141,13 +141,27 @@ def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
     q, k, scores, out = map(torch.zeros, ((1, 4, 5, 16), (1, 2, 9, 16), (1, 2, 9), (2, 1, 2, 3, 16)))
     for operator, *arguments, options, message in (
         (kv_importance, q, k, 1.0, {"reduce": "magic"}, "reduce must be one of peak, softmax, dot, not 'magic'"),
-        (kv_importance, q, k.expand(3, 2, 9, 16), 1.0, {}, "differ in batch or head dimension"),
+        (
+            kv_importance,
+            q,
+            k.expand(3, 2, 9, 16),
+            1.0,
+            {},
+            r"k must have the shape \[B = 1, Hkv, T, D = 16\], not",
+        ),
         (kv_importance, q[:, :3], k, 1.0, {}, "3 query heads are not a multiple of 2"),
         (kv_importance, q[:, :, :0], k, 1.0, {}, "no tokens"),
-        (kv_importance, q, k, 1.0, {"lse": q[:, :2, :, 0]}, r"lse must be \(1, 4, 5\), not \(1, 2, 5\)"),
+        (
+            kv_importance,
+            q,
+            k,
+            1.0,
+            {"lse": q[:, :2, :, 0]},
+            r"lse must have the shape \[B = 1, Hq = 4, n_q = 5\], not \[1, 2, 5\]",
+        ),
         (select_topk, scores, k, k, 10, {}, r"count must lie in 0 \.\. 9"),
-        (select_topk, scores[..., 1:], k, k, 4, {}, "k and v must have one shape, and scores"),
-        (select_topk, scores, k, k, 4, {"out": out}, "4 or more"),
+        (select_topk, scores[..., 1:], k, k, 4, {}, "scores must have the shape"),
+        (select_topk, scores, k, k, 4, {"out": out}, "3 places for 4 rows"),
     ):
         with pytest.raises(ValueError, match=message):
             operator(*arguments, **options)

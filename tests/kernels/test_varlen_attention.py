@@ -104,8 +104,8 @@ def test_a_flash_attention_is_tried_before_it_is_used(flash, function, major, na
 @pytest.mark.parametrize("usable", [["flash_attn", "torch"], ["torch"], []], ids=str)
 def test_auto_takes_what_is_usable(monkeypatch, usable):
     used = []
-    for module in (varlen, sys.modules[varlen_attention.__module__]):
-        monkeypatch.setattr(module, "usable", lambda name, *args: None if name in usable else "absent")
+    for place in ("torch_varlen_attention.usable", "operators.flash_obstacle"):
+        monkeypatch.setattr(f"apbv.kernels.{place}", lambda name, *args: None if name in usable else "absent")
     for name in ("flash_attn", "torch"):
         recording = lambda *args, name=name: used.append(name) or reference.varlen_attention(*args)  # noqa: E731
         monkeypatch.setitem(varlen.FLASH, name, recording)

@@ -1,6 +1,6 @@
 """Parts of KV that make up a whole: which rows go where, and that nothing is missing or there twice."""
 
-from apbv.kv.assembly import cover_once, rows_of
+from apbv.kv.facts import cover_once, rows_of
 
 
 def test_rows_lie_where_their_tokens_are_wanted():

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from apbv.kv.cache import ShardedCache
-from apbv.kv.growing import appending_in_place
+from apbv.kv.cache import ShardedCache, appending_in_place
 from apbv.layout import plan_layout
 
 from pairs import each_choice

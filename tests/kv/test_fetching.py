@@ -24,7 +24,7 @@ def test_who_reads_on_from_dropped_kv_is_told(offers, ended):
     layers = made_up(**BIG)
     memory, ticket = of_memory(layers), offer(offers, layers)
     del layers
-    with RemoteKV.open(ticket) as kv:
+    with RemoteKV(ticket) as kv:
         reading = kv.layers(range(ticket.num_tokens))
         next(reading)
         drop(ticket)
@@ -69,7 +69,7 @@ def test_a_reader_that_stops_does_not_keep_what_has_ended(monkeypatch):
 def test_a_consumer_that_does_not_read_gives_up(offers):
     """So that its threads do not wait for ever for somebody who has forgotten them."""
     ticket = offer(offers, made_up(**BIG))
-    kv = RemoteKV.open(ticket, timeout=0.2)
+    kv = RemoteKV(ticket, timeout=0.2)
     reading = kv.layers(range(ticket.num_tokens))
     next(reading)
     wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kv-receiver"])

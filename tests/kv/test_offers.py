@@ -5,10 +5,8 @@ import socket
 import pytest
 
 from apbv import HostError, HostGroup, StorageError
-from apbv.hosts.simulated import simulate
 from apbv.kv import offers as offers_module
-from apbv.kv.offered_folder import OfferedFolder
-from apbv.kv.offers import Offers
+from apbv.kv.offers import OfferedFolder, Offers
 from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import new_token, new_transfer
@@ -16,6 +14,7 @@ from apbv.kv.ticket import new_token, new_transfer
 from fresh_hosts import described
 from offered import a_ticket, asking_for_all, changed, fetch, is_free, made_up, message, of_memory, offer
 from patience import HANGING, wait_for
+from support.simulated import simulate
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_only_who_knows_the_secret_is_told_anything(offers, ended):
     ticket = offer(offers, made_up())
     stranger = changed(ticket, token=new_token())
-    for call in (fetch, drop, lambda ticket: RemoteKV.open(ticket).confirm()):
+    for call in (fetch, drop, lambda ticket: RemoteKV(ticket).confirm()):
         with pytest.raises(StorageError, match=f"token for transfer {ticket.transfer} is wrong"):
             call(stranger)
     with pytest.raises(StorageError, match="there is no KV of transfer"):
@@ -63,9 +62,9 @@ def test_a_part_that_there_is_not_is_refused(offers):
     for part in ({"tokens": [5, 2]}, {"kv_heads": ["0", 1]}, {"layers": [0, 3]}, {"layers": None}):
         assert b"error" in ask_raw(offers, asking_for_all(ticket, **part)), part
     with pytest.raises(ValueError, match="not within"):
-        RemoteKV.open(ticket).layers(range(0, 13))
+        RemoteKV(ticket).layers(range(0, 13))
     with pytest.raises(ValueError, match="must be one of tcp, rdma, not 'pigeon'"):
-        RemoteKV.open(ticket, transport="pigeon")
+        RemoteKV(ticket, transport="pigeon")
 
 
 def test_who_asks_for_nothing_holds_nobody_up(offers, monkeypatch):
@@ -98,7 +97,7 @@ def test_room_is_made_by_the_oldest_that_nobody_has_begun_to_fetch(offers, ended
     assert not offers.make_room(1)  # all are young
     clock(251)
     young = offer(offers, made_up())
-    next(RemoteKV.open(fetched).layers(range(12)))
+    next(RemoteKV(fetched).layers(range(12)))
     size = young.num_bytes
     assert not offers.make_room(2 * size + 1) and not ended  # in vain, none is lost
     assert [offers.make_room(count) for count in (size, size, 1)] == [True, True, False]

@@ -54,14 +54,14 @@ def test_all_and_parts_are_read_as_they_are(ticket):
     expected = made_up(**SIZES)
     for found, layer in zip(fetch(ticket, transport="rdma"), expected, strict=True):
         assert all(torch.equal(got, states[0]) for got, states in zip(found, layer, strict=True))
-    with RemoteKV.open(ticket, transport="rdma") as kv:
+    with RemoteKV(ticket, transport="rdma") as kv:
         part = kv.layers(range(50, 720), range(1, 2), range(2, 8))
         for found, layer in zip(part, expected[2:8], strict=True):
             assert all(torch.equal(got, states[0, 1:2, 50:720]) for got, states in zip(found, layer, strict=True))
 
 
 def test_nobody_reads_on_from_kv_that_has_ended(ticket):
-    with RemoteKV.open(ticket, transport="rdma") as kv:
+    with RemoteKV(ticket, transport="rdma") as kv:
         reading = kv.layers(range(1000))
         next(reading)
         drop(ticket)

@@ -11,12 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import apbv
 from apbv import Engine, HostGroup, PrefillConfig, StorageError, demo
-from apbv.kv.manifest import digest_of
-from apbv.kv.reader import SavedKV
+from apbv.kv.facts import KVFacts
+from apbv.kv.storage import SavedKV, digest_of
 
 import families
 from pool import start
@@ -44,7 +43,7 @@ def load_job(hosts: HostGroup, path: Path, kv: str) -> tuple:
     assert (state.method, state.exact, state.inputs.num_visual_tokens) == ("apbv", False, 2 * FRAMES)
     state.save(path.with_name("again"))
     first, again = (SavedKV.open(folder).manifest for folder in (path, path.with_name("again")))
-    assert (again.model, again.visual) == (first.model, first.visual)
+    assert KVFacts.of(again) == KVFacts.of(first) and again.visual == first.visual
     cache = state.to_dynamic_cache()
     layers = cache and [(layer.keys, layer.values) for layer in cache.layers]
     answer = engine.decode(state, max_new_tokens=STEPS)
@@ -64,7 +63,7 @@ def test_any_number_of_hosts_reads_what_two_have_written(pool, saved_once, tmp_p
     tokens = saved_once[1]
     for path, num_shards, hosts, kv in ((saved_once[0], 2, 3, "sharded"), (tmp_path, 1, 1, "gathered")):
         saved = SavedKV.open(path)
-        assert len(saved.manifest.groups[0].shards) == num_shards
+        assert len(saved.manifest.shards) == num_shards
         assert saved.manifest.visual.sha256 == apbv.input.files.FileIdentity.of(demo.video_path()).sha256()
         (_, layers, _), *others = results = pool.run(hosts, load_job, path, kv)
         logits = saved.prompt()["logits"]
@@ -102,27 +101,6 @@ def test_every_family_goes_on_in_transformers_from_the_disk(family, tmp_path):
         model.generate(**state.generate_inputs(), **settings, num_beams=2)
 
 
-FORMAT_1 = Path(__file__).with_name("format_1")  # of apbv 0.1.0: two hosts' shares of a text of 20 tokens
-
-
-def format_1_job(hosts: HostGroup) -> list | None:
-    state = apbv.load(FORMAT_1, hosts=hosts, kv="sharded")
-    assert (state.num_tokens, state.method, state.exact, state.reduction) == (20, "apbv", False, None)
-    cache = state.to_dynamic_cache()
-    return cache and [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-
-
-def test_the_first_format_is_read(pool):
-    (folder,) = FORMAT_1.glob("kv-*")
-    tokens = torch.cat([torch.tensor([0, 2, 3, 4, 5, *range(13, 20)]), torch.tensor([1, *range(6, 13)])])
-    layers, *_ = pool.run(3, format_1_job)
-    assert len(layers) == 3
-    for index, layer in enumerate(layers):
-        shards = [load_file(folder / f"layer-0000{index}.shard-0000{host}.safetensors") for host in (0, 1)]
-        for name, states in zip(("keys", "values"), layer, strict=True):
-            assert torch.equal(states[:, tokens], torch.cat([shard[name] for shard in shards], dim=1))
-
-
 # ---- what is refused ----
 
 
@@ -146,7 +124,7 @@ def sign(path: Path, change) -> None:
 
 def overlap(record: dict) -> None:
     """Let one host's tokens begin where the last one of another's lies: as many tokens, one twice."""
-    run = record["groups"][0]["shards"][1]["tokens"][0]
+    run = record["shards"][1]["tokens"][0]
     run[:] = [number - 1 for number in run]
 
 
@@ -276,7 +254,7 @@ def test_processes_that_share_a_model_save_and_load_their_heads(pool, saved_once
     tokens, *others = pool.run(4, shared_out_job, tmp_path / "a", "sharded", True)
     assert tokens == whole and others == [tokens] * 3
     saved = SavedKV.open(tmp_path / "a")
-    assert [shard.kv_heads for shard in saved.manifest.groups[0].shards] == [(0, 1), (1, 2)] * 2
+    assert [shard.kv_heads for shard in saved.manifest.shards] == [(0, 1), (1, 2)] * 2
     for index in range(saved.manifest.num_layers):
         torch.testing.assert_close(saved.layer(index)[0], SavedKV.open(path).layer(index)[0])
     assert pool.run(4, shared_out_job, path, "sharded", False) == [tokens] * 4

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from apbv import StorageError
-from apbv.kv.ticket import Ticket, digest_of_positions, digest_of_tokens
+from apbv.kv.facts import digest_of_positions, digest_of_tokens
+from apbv.kv.ticket import Ticket
 
 from offered import a_ticket
 

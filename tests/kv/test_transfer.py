@@ -35,7 +35,7 @@ def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, nu
     with offered(pool, hosts, tmp_path / "kv", **prefill) as found:
         n = found.ticket.num_tokens
         assert len(found.ticket.sources) == num_sources
-        with RemoteKV.open(found.ticket) as remote:
+        with RemoteKV(found.ticket) as remote:
             assert_same(remote.layers(range(n)), found.layers)
             assert_same(remote.layers(range(n - 1), range(1, 2)), found.layers, slice(n - 1), slice(1, 2))
             assert_same(remote.layers(range(3, 70), layers=range(2, 4)), found.layers[2:], slice(3, 70))
@@ -45,7 +45,7 @@ def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, nu
         wait_for(found.ending)
         assert found.ending() == f"fetched {found.ticket.num_bytes}"
         with pytest.raises(StorageError, match=f"{found.ticket.transfer} has been fetched already"):
-            list(RemoteKV.open(found.ticket).layers(range(n)))
+            list(RemoteKV(found.ticket).layers(range(n)))
 
 
 def test_a_directory_is_read_as_memory_is_and_removed_at_the_end(pool, tmp_path):
@@ -54,15 +54,15 @@ def test_a_directory_is_read_as_memory_is_and_removed_at_the_end(pool, tmp_path)
         assert found.ticket.path == str(folder) and len(found.ticket.sources) == 1
         for name, other in (("tokens_sha256", "0" * 64), ("weights_sha256", "0"), ("exact", True)):
             with pytest.raises(StorageError, match=f"its {name} differs"):
-                RemoteKV.open(changed(found.ticket, **{name: other}))
-        with RemoteKV.open(found.ticket) as remote:
+                RemoteKV(changed(found.ticket, **{name: other}))
+        with RemoteKV(found.ticket) as remote:
             n = found.ticket.num_tokens
             assert_same(remote.layers(range(5, n), range(1)), found.layers, slice(5, n), slice(1))
             remote.confirm()
         wait_for(found.ending)
         assert not folder.exists() and found.ending() == f"fetched {found.ticket.num_bytes}"
         with pytest.raises(StorageError, match="has been fetched already"):
-            RemoteKV.open(found.ticket)
+            RemoteKV(found.ticket)
 
 
 def test_an_offer_ends_when_all_readers_have_confirmed(pool, tmp_path):
@@ -71,9 +71,9 @@ def test_an_offer_ends_when_all_readers_have_confirmed(pool, tmp_path):
         n = found.ticket.num_tokens
 
         def read(head: int) -> None:
-            with RemoteKV.open(found.ticket, num_readers=2) as given_up:
+            with RemoteKV(found.ticket, num_readers=2) as given_up:
                 next(given_up.layers(range(n)))
-            with RemoteKV.open(found.ticket, num_readers=2) as remote:
+            with RemoteKV(found.ticket, num_readers=2) as remote:
                 layers = remote.layers(range(n), range(head, head + 1))
                 assert_same(layers, found.layers, heads=slice(head, head + 1))
                 remote.confirm()
@@ -96,7 +96,7 @@ def test_what_a_consumer_drops_is_free_on_all_hosts(pool, tmp_path):
         for source in found.ticket.sources:
             ticket = changed(found.ticket, sources=(source,))
             with pytest.raises(StorageError, match="was dropped by its consumer"):
-                list(RemoteKV.open(ticket).layers(range(ticket.num_tokens)))
+                list(RemoteKV(ticket).layers(range(ticket.num_tokens)))
 
 
 def failing_job(hosts: HostGroup, directory: Path) -> list[str]:

@@ -97,7 +97,7 @@ WITHOUT_EFFECT = {
     "--sparse-threshold 0.5": "--sparse-threshold needs --sparse, or a sparse --method",
     "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method spargeattn",
     "--method ulysses --sparse xattention": "sparse attention is for full, apbv, apb and star",
-    "--method xattention --sparse spargeattn": "the method xattention cannot choose blocks as",
+    "--method xattention --sparse spargeattn": "xattention cannot choose blocks as",
 }
 
 

@@ -18,7 +18,7 @@ import pytest
 from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
 from apbv.launch.answer import run
 from apbv.launch.infer import parse_arguments
-from apbv.launch.progress import Progress
+from apbv.launch.progress import ProgressLine
 
 from patience import wait_for
 
@@ -47,8 +47,11 @@ def terminal() -> Iterator[SimpleNamespace]:
 
 
 @contextmanager
-def progress_on(terminal, delay: float = 0.0) -> Iterator[Progress]:
-    with redirect_stderr(terminal.file), closing(Progress(sys.stderr.isatty(), delay, interval=0.0)) as progress:
+def progress_on(terminal, delay: float = 0.0) -> Iterator[ProgressLine]:
+    with (
+        redirect_stderr(terminal.file),
+        closing(ProgressLine(sys.stderr.isatty(), delay, interval=0.0)) as progress,
+    ):
         yield progress
 
 

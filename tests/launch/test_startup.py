@@ -36,10 +36,10 @@ INFER, SERVE, DOCTOR = "launch/infer.py", "launch/serve.py", "apbv/doctor/__main
 BAD = {
     "--method magic": "argument --method: invalid choice: 'magic' (choose from ",
     "--speculate specvlm --keep magic": "argument --keep: invalid choice: 'magic' (choose from ",
-    "--anchor-len -1": "anchor_len must lie in 0 .. 2^31-1, not -1",
+    "--anchor-len -1": "argument --anchor-len: must be an integer in 0 .. 2^31-1, not -1",
     "--keep-ratio 0.1": "--keep-ratio needs --speculate",
-    "--device gpu": "--device must be cpu, cuda, or a GPU as in cuda:0, not 'gpu'",
-    "--fps nan": "--fps must lie in 0 < fps <= 1e+09, not nan",
+    "--device gpu": "argument --device: must be cpu, cuda, or a GPU as in cuda:0, not gpu",
+    "--fps nan": "argument --fps: must lie in 0 < fps <= 1e+09, not nan",
 }
 
 

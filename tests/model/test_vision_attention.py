@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from apbv.kernels import PackedSequences, reference, varlen_attention
+from apbv.kernels import PackedSequences, reference
 from apbv.kernels import torch_varlen_attention as varlen
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_vision_attention
@@ -94,7 +94,7 @@ def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(varlen, "capability", lambda device: (8, 0))
     monkeypatch.setattr(varlen, "flash_version", lambda major: 2)
-    monkeypatch.setattr(sys.modules[varlen_attention.__module__], "usable", lambda *args: None)
+    monkeypatch.setattr("apbv.kernels.operators.flash_obstacle", lambda *args: None)
     with packed_vision_attention(parts):
         assert close(encode(parts, grid), expected)
     assert len(calls) == len(parts.model.model.visual.blocks)

@@ -13,7 +13,7 @@ from omni_prompts import ASKED, FPS, FRAMES, omni_batch
 from read_prompts import read_question
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, load
-from apbv.input.audio_file import AudioError
+from apbv.input.audio import AudioError
 from apbv.input.request import Question
 from apbv.model.parts import inspect_model
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, prefill
-from apbv.hosts.simulated import share_weights, simulate
 
 import families
 from families import TEXT_FAMILIES
@@ -26,6 +25,7 @@ from prompts import (
     text_batch,
     video_batch,
 )
+from support.simulated import share_weights, simulate
 
 TEXT_CONTEXT = 90  # tokens before the question of a text prompt
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, PrefillConfig, ReuseConfig, SpeculativeConfig, demo
-from apbv.kv.growing import first_tokens
+from apbv.kv.cache import first_tokens
 from apbv.prefilling.reuse import ByteBoundedCache
 
 FRAMES, STEPS = 16, 4

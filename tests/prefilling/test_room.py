@@ -1,18 +1,18 @@
 """Prompts that do not fit in memory are refused, or end, with an error that says so on every host."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, ReduceConfig, prefill
 from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
-from apbv.prefilling import encode, room
-from apbv.prefilling.memory import LayerRun, Share, host_memory
+from apbv.prefilling import encode, memory
+from apbv.prefilling.memory import host_memory
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.base import PrefillMethod
 from apbv.prefilling.reduction import early
-from apbv.prefilling.reduction.forecast import Forecast
-from apbv.prefilling.reduction.shape import PromptShape
 
 import families
 from fresh_hosts import Store, described, run_fresh
@@ -29,8 +29,8 @@ def ended_job(hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict
     config, features, encoded = PrefillConfig(**{**SHORT, **settings}), encode._features, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_features", lambda *args: encoded.append(1) or features(*args))
-        patch.setattr(room, "unused_swap_bytes", lambda: 0)
-        patch.setattr(room, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
+        patch.setattr(memory, "unused_swap_bytes", lambda: 0)
+        patch.setattr(memory, "free_memory_bytes", lambda device: free_bytes.get(hosts.rank, 2**40))
         ended = described(lambda: prefill(model, batch, hosts=hosts, config=config))
     method = None if is_video else prefill(model, batch, hosts=hosts, config=config).method
     return ended, len(encoded), method
@@ -39,7 +39,8 @@ def ended_job(hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict
 def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
     parts, config = inspect_model(build("llama", torch.float32)), PrefillConfig(**SHORT)
     layout = METHODS["apbv"].plan(2, TOKENS, 0, TOKENS - config.query_len, config)
-    needed = host_memory(Share.of(parts), [LayerRun(parts.num_layers, layout)], 1, "sharded").least
+    estimate = host_memory(parts.model.config, layout, 1, "sharded", itemsize=4, device=parts.device)
+    needed = estimate.certain["prefill"]
     for refused, _, method in pool.run(2, ended_job, False, {}, {1: needed - 1}):
         assert refused.startswith("NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: ")
         assert "host 1 needs at least" in refused and "fewer frames or tokens, or more hosts" in refused
@@ -50,7 +51,7 @@ def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
 
 def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(pool):
     """Each host's 400 embeddings take more than what is left of the prompt."""
-    needed, settings = 400 * families.HIDDEN * 4, {"reduce": ReduceConfig(method="hippo", ratio=0.01)}
+    needed, settings = 400 * families.HIDDEN * 4, {"reduce": ReduceConfig(method="dycoke", ratio=0.01)}
     for refused, num_encoded, _ in pool.run(2, ended_job, True, settings, {1: needed - 1}):
         assert refused.startswith("NotEnoughMemoryError: a prompt of ") and "host 1 needs at least" in refused
         assert "the embeddings of its frames" in refused and "fewer frames, or more hosts" in refused
@@ -59,25 +60,26 @@ def test_frames_that_do_not_fit_before_a_reduction_are_refused_on_every_host(poo
     assert all(allowed == "nothing raised" for allowed, *_ in results)
 
 
-def test_what_sparsevlm_may_leave_out_is_not_asked_for(pool):
-    """How many tokens it leaves depends on a rank, of which the highest is not certain."""
+def test_what_layers_may_leave_out_is_not_asked_for(pool):
+    """What is certain of a reduction behind the first layer is that layer."""
     parts = inspect_model(build("qwen2_5_vl", torch.float32))
-    reduce = ReduceConfig(method="sparsevlm", ratio=0.3, layer=1)
+    reduce = ReduceConfig(method="fastv", ratio=0.01, layer=1)
     config = PrefillConfig(anchor_len=8, reduce=reduce)
     inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl", frames=400), None, HostGroup.single("cpu"))
-    share, shape = Share.of(parts), PromptShape.of(parts, inputs, config.reduce)
-    forecast = Forecast.of_shape(config, share.sizes, 2, shape)
-    most, fewest = (host_memory(share, runs, 0, "gathered").least for runs in (forecast.most, forecast.fewest))
-    assert fewest < most
-    for free, outcome in ((fewest, "nothing raised"), (fewest - 1, "NotEnoughMemoryError")):
-        for ended, *_ in pool.run(2, ended_job, True, {"reduce": reduce, "kv": "gathered"}, {0: free}):
-            assert ended.startswith(outcome) and ("kv='sharded'" in ended) == (free < fewest)
+    layout = METHODS["apbv"].plan(2, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
+    estimate = partial(host_memory, parts.model.config, layout, 0, "gathered", itemsize=4, device=parts.device)
+    needed, of_all = (max(estimate(certain_depth=depth).certain.values()) for depth in (1, None))
+    assert needed < of_all
+    settings = {"reduce": reduce, "kv": "gathered", "passing_len": None, "query_len": config.query_len}
+    for free, outcome in ((needed, "nothing raised"), (needed - 1, "NotEnoughMemoryError")):
+        for ended, *_ in pool.run(2, ended_job, True, settings, {0: free}):
+            assert ended.startswith(outcome)
 
 
 def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
     free = iter([1, 2**40])
-    monkeypatch.setattr(room, "free_memory_bytes", lambda device: next(free))
-    monkeypatch.setattr(room, "unused_swap_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda device: next(free))
+    monkeypatch.setattr(memory, "unused_swap_bytes", lambda: 0)
     assert prefill(build("llama", torch.float32), text_batch(TOKENS), hosts=HostGroup.single("cpu")).num_tokens
 
 
@@ -102,7 +104,7 @@ def exhausted_job(hosts: HostGroup, stage: str, victim: int, reduce: str | None 
 
 
 def test_an_allocator_that_fails_is_one_clear_error():
-    for stage, reduce in (("encoding", None), ("handoff", None), ("reduction", "hippo"), ("prefill", "fastv")):
+    for stage, reduce in (("encoding", None), ("handoff", None), ("reduction", "dycoke"), ("prefill", "fastv")):
         failed = exhausted_job(HostGroup.single("cpu"), stage, 0, reduce)
         where = f"host 0 ran out of memory on cpu in the {stage} of a prompt of "
         assert failed.startswith(f"NotEnoughMemoryError: {where}")

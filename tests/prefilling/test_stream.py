@@ -12,8 +12,7 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, VideoConfig
-from apbv.input.pixels import KeptPixels, SourcePixels, ahead
-from apbv.input.readers import VideoReader
+from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
 from apbv.input.video import VideoError, probe, sample_uniform
 from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, SamplingConfig, SpeculativeConfig, prefill
+from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, prefill
 from apbv.config import ReduceConfig, ReuseConfig
 from apbv.decode.batch import Batch
 from apbv.input.request import Question, Request
-from apbv.kv import growing
+from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
 from apbv.prefilling.reduction import LATE_REDUCERS
 from apbv.stats import StageTimer
@@ -21,7 +21,7 @@ from prompts import as_inputs, build, video_batch
 from recorded import recorded_on_a_cpu
 
 FAMILY, STEPS = "qwen2_5_vl", 6
-GREEDY = SamplingConfig(max_new_tokens=STEPS, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
 FASTV = ReduceConfig(method="fastv", ratio=0.3, layer=1)
 
 
@@ -34,7 +34,7 @@ def prefilled(reduce: ReduceConfig | None, frames: int = 29, **settings):
 @pytest.mark.parametrize("steps", [nullcontext, pytest.param(recorded_on_a_cpu, marks=pytest.mark.thorough)])
 def test_answers_in_a_batch_say_what_each_says_alone(monkeypatch, steps):
     """Of members whose layers are short in different ways, one of them in none."""
-    monkeypatch.setattr(growing, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
+    monkeypatch.setattr(kv_cache, "GROWTH_ROWS", 3)  # so that buffers are left for new ones
     parts = inspect_model(build(FAMILY, torch.float32))
     asked = [(FASTV, 29), (None, 9), (ReduceConfig(method="pdrop", ratio=0.2, layer=1), 17)]
     expected = [plain_tokens(prefilled(*each), parts, GREEDY) for each in asked]
@@ -81,7 +81,7 @@ def test_numbers_that_overflow_end_no_more_than_the_answer(name):
 def test_what_needs_all_tokens_in_all_layers_is_refused():
     layers = {name: LATE_REDUCERS[name].choose_layers(ReduceConfig(method=name), 28) for name in LATE_REDUCERS}
     in_steps = {"pdrop": (7, 14, 21), "sparsevlm": (2, 5, 13)}
-    assert layers == in_steps | {"fastv": (2,), "uv_prune": (20,), "hippo_attention": (14,)}
+    assert layers == in_steps | {"fastv": (2,), "hippo_attention": (14,)}
     hosts, late = HostGroup.single("cpu"), PrefillConfig(reduce=FASTV)
     engine = Engine(families.build_model(FAMILY), families.build_processor(FAMILY), hosts, late)
     reuse = ReuseConfig(mode="kv")

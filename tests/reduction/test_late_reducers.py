@@ -6,9 +6,9 @@ import pytest
 import torch
 from late_oracle import full_attention, run_reduced
 
-from apbv import HostGroup, SamplingConfig
+from apbv import HostGroup, SamplingParams
 from apbv.config import ReduceConfig
-from apbv.prefilling.reduction import question_attention, sparsevlm
+from apbv.prefilling.reduction import attention, sparsevlm
 
 import families
 from answers import plain_tokens
@@ -29,7 +29,7 @@ from prompts import (
 NUM_NEW = 6
 # Behind so many of the tiny model's three layers: (--reduce-layer, where tokens are dropped).
 STEPS = {"fastv": (1, [1]), "pdrop": (1, [1, 2]), "sparsevlm": (1, [1, 2])}
-STEPS |= {"uv_prune": (2, [2]), "hippo_attention": (2, [2])}
+STEPS |= {"hippo_attention": (2, [2])}
 
 
 @cache
@@ -50,7 +50,7 @@ def expected(family: str, name: str, ratio: float, drops: tuple[int, ...], is_mi
 def reduced_job(hosts: HostGroup, family: str, reduce: dict, settings: dict, is_mixed: bool = False):
     settings = settings | {"reduce": ReduceConfig(**reduce)}
     state, result = prefilled(hosts, family, prompt_of(family, is_mixed), None, settings)
-    sampling = SamplingConfig(max_new_tokens=NUM_NEW, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
     result.tokens = plain_tokens(state, build(family, torch.float64), sampling)
     return result
 
@@ -69,13 +69,13 @@ QWEN = "qwen2_5_vl"
         ("fastv", 3, {"method": "apb", "kv": "sharded"}, QWEN, False),
         ("pdrop", 3, {"method": "ulysses", "kv": "sharded"}, QWEN, False),
         ("sparsevlm", 3, {"method": "zigzag_ring", "kv": "sharded"}, QWEN, False),
-        ("uv_prune", 2, {"method": "full"}, QWEN, False),
+        ("fastv", 2, {"method": "full"}, QWEN, False),
         # HIPPO's terms of time and space are of frames, wherever these were encoded.
         ("hippo_attention", 3, {"frame_parallel": False}, QWEN, False),
         *((name, 2, {}, QWEN, True) for name in STEPS),
         ("fastv", 2, {"anchor_len": 20}, "internvl", False),
         ("sparsevlm", 2, {"anchor_len": 20}, "qwen3_vl", False),
-        ("uv_prune", 2, {}, "llava_onevision", False),
+        ("pdrop", 2, {}, "llava_onevision", False),
     ],
 )
 def test_every_method_equals_the_dense_definition(pool, name, num_hosts, settings, family, is_mixed):
@@ -88,7 +88,7 @@ def test_every_method_equals_the_dense_definition(pool, name, num_hosts, setting
 
 @pytest.mark.parametrize("name", ["fastv", "sparsevlm", "hippo_attention"])
 def test_attention_is_the_same_however_few_scores_are_in_memory(monkeypatch, name):
-    monkeypatch.setattr(question_attention, "MOST_SCORES", 300)
+    monkeypatch.setattr(attention, "MOST_SCORES", 300)
     monkeypatch.setattr(sparsevlm, "_MOST_DISTANCES", 20)
     layer, drops = STEPS[name]
     reduce = {"method": name, "ratio": 0.4, "layer": layer}
@@ -110,15 +110,13 @@ COMPRESSED = {
 }
 
 
-@each_choice(
-    variant=COMPRESSED, name=["sparsevlm", "fastv", "uv_prune", "hippo_attention", "pdrop"], num_hosts=[2, 3]
-)
+@each_choice(variant=COMPRESSED, name=["sparsevlm", "fastv", "hippo_attention", "pdrop"], num_hosts=[2, 3])
 def test_compressed_blocks_are_cut_anew_from_what_is_left(pool, variant, name, num_hosts):
     """Once there are too few tokens to split, host 0 goes on alone, with the question's own hidden states."""
     family, settings = "qwen2_5_vl", COMPRESSED[variant]
     ratio = 0.02 if "too little" in variant else 0.4
     if "too little" in variant:
-        name = {"sparsevlm": "fastv", "uv_prune": "fastv"}.get(name, name)
+        name = {"sparsevlm": "fastv"}.get(name, name)
     inputs = as_inputs(family, video_batch(family), None, HostGroup.single("cpu"), torch.float64)
 
     def attend_before(query_start):

@@ -57,12 +57,12 @@ def test_what_does_not_go_together_is_refused():
     engine = engine_of(hosts, "dycoke")
     beside = SpeculativeConfig(strategy="hippo", draft_host=True)
     with Offers(hosts) as offers:
-        reduce = PrefillConfig(reduce=ReduceConfig(method="hippo"))
+        reduce = PrefillConfig(reduce=ReduceConfig(method="dycoke"))
         for message, refused in (
-            ("shortened cannot be", lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers)),
-            ("shortened cannot be", engine.handing_over),
-            ("anew for every prompt", lambda: engine_of(hosts, "hippo", reuse=ReuseConfig(mode="kv"))),
-            ("on a draft host choose another", lambda: engine_of(hosts, "hippo", beside)),
+            ("hands whole prompts over", lambda: engine.prefill(QUESTION, video=demo.video_path()).offer(offers)),
+            ("hands whole prompts over", engine.handing_over),
+            ("anew for every prompt", lambda: engine_of(hosts, "dycoke", reuse=ReuseConfig(mode="kv"))),
+            ("on a draft host choose another", lambda: engine_of(hosts, "dycoke", beside)),
             ("read text only", lambda: Engine(build_model("llama"), build_processor("llama"), hosts, reduce)),
         ):
             with pytest.raises(ValueError, match=message):
@@ -84,7 +84,7 @@ def test_embeddings_are_kept_whole_and_reduced_for_every_question(pool):
 # ---- with a draft ----
 
 DRAFTS = [{"strategy": "hippo", "prune": "kv"}, {"strategy": "std"}]
-DRAFTS += [{"strategy": "specvlm", "keep": "similarity", "keep_ratio": 0.3}]
+DRAFTS += [{"strategy": "specvlm", "keep": "uv_prune", "keep_ratio": 0.3}]
 
 
 def draft_job(hosts: HostGroup):

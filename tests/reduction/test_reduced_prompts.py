@@ -40,7 +40,7 @@ def check(pool, num_hosts: int, family: str, batch: dict, settings: dict) -> Non
 
 # With deepstack, a row behind the video, and frames that hosts have to exchange.
 CASES = [("qwen3_vl", "fastvid", 3), ("llava_onevision", "dycoke", 3), ("internvl", "fastvid", 2)]
-CASES += [("qwen2_vl", "hippo", 2), ("qwen2_5_vl", "hippo", 1), (families.OMNI, "slowfast", 3)]
+CASES += [("qwen2_vl", "dycoke", 2), ("qwen2_5_vl", "dycoke", 1), (families.OMNI, "slowfast", 3)]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{family}-{method}" for family, method, _ in CASES])
@@ -82,8 +82,8 @@ def test_with_all_tokens_left_it_is_the_whole_prompt(pool):
 def refusal_job(hosts: HostGroup, pictures: dict) -> list[str]:
     video, text = video_batch("qwen2_5_vl"), text_batch(30)
     asked = [(batch, reduced(name, 0.5)) for name in VIDEO_REDUCER_NAMES for batch in (pictures, text)]
-    asked += [(video, reduced("hippo", 0.1, "apbv") | {"anchor_len": 30})]
-    asked += [(video, reduced("hippo", 0.5 if hosts.rank else 0.25))]
+    asked += [(video, reduced("dycoke", 0.1, "apbv") | {"anchor_len": 30})]
+    asked += [(video, reduced("dycoke", 0.5 if hosts.rank else 0.25))]
     return [described(prefill_job, hosts, "qwen2_5_vl", batch, None, settings) for batch, settings in asked]
 
 
@@ -92,5 +92,5 @@ def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
     for *without_video, anchor, unlike in pool.run(2, refusal_job, pictures):
         assert all("the prompt has images only" in refused for refused in without_video[::2])
         assert all("the prompt has no video" in refused for refused in without_video[1::2])
-        assert "anchor_len=30 leaves no context" in anchor and "hippo leaves 6 of 60 visual tokens" in anchor
+        assert "anchor_len=30 leaves no context" in anchor and "dycoke leaves 6 of 60 visual tokens" in anchor
         assert unlike.startswith("HostError: ") and "or the model of host 1 differs" in unlike

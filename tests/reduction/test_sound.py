@@ -26,7 +26,7 @@ def test_before_the_model_sound_is_left_as_it_is(pool, tmp_path):
     heard = audio_files.write(tmp_path / "a.mkv", [(0, 3)], "flac", audio_files.RATE, **size)
     batch, model = as_double(omni_batch([heard])), families.build_model(OMNI, dtype=torch.float64)
     seen = embedded(model, batch)
-    settings = {"passing_len": 10**6, "reduce": ReduceConfig(method="hippo", ratio=0.5)}
+    settings = {"passing_len": 10**6, "reduce": ReduceConfig(method="dycoke", ratio=0.5)}
     results = pool.run(2, reduced_job, batch, settings)
     _, ids, positions = results[0]
     whole = token_places(batch["input_ids"], seen["position_ids"])

@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv.config import SamplingParams
 from apbv.decode.batch import Batch
-from apbv.kv.manifest import StorageError
+from apbv.kv.facts import StorageError
 from apbv.kv.offers import Offers
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import WAIT, Executor, exchange_commands, why_one_at_a_time
-from apbv.serve.ledger import Ledger
 from apbv.serve.media import MediaSettings
 from apbv.serve.order import Order
 from apbv.serve.requests import ChatRequest
+from apbv.serve.scheduler import Scheduler
 from apbv.serve.server import bind, listen
 from apbv.serve.telling import Telling
 
@@ -57,19 +58,19 @@ def test_a_request_that_fails_is_told_so_and_the_next_is_answered(app, owner, na
 @pytest.mark.parametrize("fails", [None, LEAVES, f"{STEPS}.forward", f"{STEPS}.OwnKV.make_room", NOTE])
 def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
-    kept, left, add, release = [], [], Decoding.add, Ledger.release
+    kept, left, add, release = [], [], Decoding.add, Scheduler.release
 
     def watch(decoding, prefilled):
         kept.extend(weakref.ref(layer) for layer in prefilled.state.kv.cache.layers)
         prefilled.job.is_cancelled = fails == LEAVES
         add(decoding, prefilled)
 
-    def count(ledger, job):
+    def count(scheduler, job):
         left.append(sum(ref() is not None for ref in kept))
-        release(ledger, job)
+        release(scheduler, job)
 
     monkeypatch.setattr(Decoding, "add", watch)
-    monkeypatch.setattr(Ledger, "release", count)
+    monkeypatch.setattr(Scheduler, "release", count)
     if fails not in (None, LEAVES):
         monkeypatch.setattr(fails, out_of_memory)
     request.addfinalizer(gc.enable)
@@ -110,7 +111,8 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
     """What hand-overs raise that fail on one of the hosts, and whether the hosts are in step afterwards."""
     engine, told = Engine.from_pretrained("demo", hosts=hosts, dtype="float32"), []
     content = [{"type": "video", "file": 0}, {"type": "text", "text": "x"}]  # long enough for both hosts
-    order = Order([{"role": "user", "content": content}], ["clip"], 32, None, 1, 0.0, 1.0, 0, hands_over=True)
+    asked = {"messages": [{"role": "user", "content": content}], "num_frames": 32}
+    order = Order(asked, ["clip"], SamplingParams(max_new_tokens=1), hands_over=True)
     with Offers(hosts) as offers:
         carried_out = Executor(engine, hosts, offers)
         for name, fails, where in FAILING:
@@ -180,10 +182,10 @@ def test_a_server_that_stops_gives_offers_up_after_its_grace(media):
     with closing(InProcess(MediaSettings(folder=media), hands_over=True)) as app:
         assert ask(app, kv_transfer_params=HAND_OVER).status_code == 200  # which nobody fetches
         app.worker.stop()
-        assert app.worker._leader.is_alive and app.request("GET", "/health").status_code == 503
+        assert app.worker.is_alive and app.request("GET", "/health").status_code == 503
         threading.Thread(target=app.worker.join, args=(0.0,)).start()
-        app.worker._leader.join(HANGING)
-        assert not app.worker._leader.is_alive
+        app.worker._thread.join(HANGING)
+        assert not app.worker.is_alive
 
 
 def test_of_two_servers_that_want_one_port_the_second_says_so():

@@ -16,11 +16,9 @@ from apbv import demo
 from apbv.input.files import FileIdentity
 from apbv.serve import media as serving_media
 from apbv.serve import reading
-from apbv.serve.media import MediaError, MediaSettings, fetch, is_public, open_media
-from apbv.serve.private_files import PrivateFiles
-from apbv.serve.protocol import ApiError
-from apbv.serve.reading import Reader, ReadRequest, RequestSettings
-from apbv.serve.requests import ChatRequest
+from apbv.serve.media import MediaError, MediaSettings, PrivateFiles, fetch, is_public, open_media
+from apbv.serve.reading import Reader, ReadyRequest, RequestSettings
+from apbv.serve.requests import ApiError, ChatRequest
 
 from patience import HANGING
 from servers import asking, data_url, part, text
@@ -43,7 +41,7 @@ def read(url: str, media: MediaSettings) -> bytes:
         return found.path.read_bytes()
 
 
-def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> ReadRequest:
+def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> ReadyRequest:
     """What the app's engine would be told of a request."""
     messages = [{"role": "user", "content": [*content, text("x")]}]
     request = ChatRequest.parse(asking(messages=messages, num_frames=num_frames))

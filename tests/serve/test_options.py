@@ -4,21 +4,19 @@ import os
 
 import pytest
 
-from apbv.launch.serve import parse_arguments, settings_of
-from apbv.launch.torchrun import shutdown_timeout
-from apbv.launch.transfer import transfer_settings
+from apbv.launch.serve import parse_arguments, settings_of, shutdown_timeout, transfer_settings
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
     "--kv-transfer /no/such/folder": "no folder, and not tcp",
     "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535 for each process",
     "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports from --kv-port 7999 on",
-    "--kv-transfer tcp --reduce hippo": "--kv-transfer hands whole prompts over",
-    "--max-kv-mib 0": "--max-kv-mib must be positive",
+    "--kv-transfer tcp --reduce dycoke": "--kv-transfer hands whole prompts over",
+    "--max-kv-mib 0": "--max-kv-mib: must be a positive number, not 0",
     "--api-key=": "--api-key is empty",
     "--grace=inf": "--grace must lie in",
     "--otlp-traces-endpoint grpc://localhost:4317": "grpc://localhost:4317",
-    "--reuse kv --reduce hippo": "--reduce chooses visual tokens anew",
+    "--reuse kv --reduce dycoke": "dycoke chooses visual tokens anew",
 }
 
 

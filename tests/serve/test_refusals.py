@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from apbv.serve.protocol import ApiError
-from apbv.serve.requests import ChatRequest
+from apbv.serve.requests import ApiError, ChatRequest
 
 from servers import HAND_OVER, asking, part, post, text
 
@@ -135,6 +134,5 @@ def test_no_input_is_an_error_of_the_server(app, path):
             assert reply.json().get("object") == KINDS[path]
 
     check()
-    assert app.request("GET", "/openapi.json").status_code == 200
     assert seen[200] and seen[400] > 0.3 * count, seen
     assert app.request("GET", "/health").status_code == 200

@@ -5,9 +5,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.input.request import Question, Request
-from apbv.kv.ticket import Ticket, digest_of_tokens
+from apbv.kv.facts import digest_of_tokens
+from apbv.kv.ticket import Ticket
 from apbv.serve.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
@@ -38,7 +39,7 @@ def prompt_ids(app) -> list[int]:
 def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
     fields = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
     whole = complete(app, **fields)
-    sampling = SamplingConfig(max_new_tokens=6, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
     request = Request(Question(token_ids=prompt_ids), StageTimer(app.engine.hosts), sampling=sampling)
     expected = app.engine.answer(request)
     (choice,) = whole["choices"]
@@ -118,7 +119,8 @@ def test_a_hand_over_makes_one_token_and_what_is_for_the_other_server_is_left_to
         request = body.parse(json.dumps(asked).encode())
         with ExitStack() as stack:
             order = handing_over.worker.reader.read(request, stack).order
-        assert (order.hands_over, order.max_new_tokens, order.min_tokens, order.seed) == (True, 1, 1, 2**64 - 5)
+        chosen = order.sampling
+        assert (order.hands_over, chosen.max_new_tokens, chosen.min_tokens, chosen.seed) == (True, 1, 1, 2**64 - 5)
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)

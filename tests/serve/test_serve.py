@@ -161,7 +161,7 @@ def test_the_kv_is_that_of_full_attention_at_vllms_positions(server, app, about)
     ticket = Ticket.from_params(reply.model_extra["kv_transfer_params"])
     assert len(ticket.sources) == (2 if about == "video" else 1) and ticket.exact
     assert waiting_kv(server) == (1, state.num_tokens * DEMO_TOKEN_BYTES)
-    with RemoteKV.open(ticket, HANGING, 1) as kv:
+    with RemoteKV(ticket, HANGING, 1) as kv:
         layers = kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads))
         for (keys, values), layer in zip(layers, state.to_dynamic_cache().layers, strict=True):
             expected = layer.keys[0], layer.values[0]
@@ -212,7 +212,7 @@ def test_sigterm_lets_the_running_answer_end_and_kv_be_fetched(server):
     with pytest.raises(openai.InternalServerError, match="stopping"):
         server.ask("x")
     assert running.end() is None and running.pieces > 50 and server.health() == 503
-    with RemoteKV.open(ticket, HANGING, 1) as kv:
+    with RemoteKV(ticket, HANGING, 1) as kv:
         assert sum(1 for _ in kv.layers(range(ticket.num_tokens), range(ticket.num_kv_heads))) == ticket.num_layers
         kv.confirm()
     assert exit_statuses(server.processes) == [0, 0], server.errors()

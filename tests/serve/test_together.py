@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from apbv import demo
-from apbv.kv.growing import GROWTH_ROWS
+from apbv.kv.cache import GROWTH_ROWS
 from apbv.kv.ticket import Ticket
 
 import families

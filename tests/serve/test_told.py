@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import pytest
 
+from apbv.serve.job import RequestRecord
 from apbv.serve.log import OncePerPeriod, log_to_stderr
 from apbv.serve.metrics import OUTCOMES, TRANSFER_ENDS, Metrics
 from apbv.serve.report import Reporter
-from apbv.serve.times import EndedRequest, RequestTimes
 from apbv.serve.tracing import Tracer, require_traceable
 
 from collector import Collector, values_of
@@ -23,18 +23,17 @@ from servers import in_thread
 BEGAN = time.monotonic() // 1 - 100
 # All moments lie apart by another distance.
 MOMENTS = {"arrived": 0, "ready": 0.5, "began": 2.25, "first_token": 6.5, "last_token": 14.5, "ended": 15}
-TIMES = RequestTimes(**{name: BEGAN + seconds for name, seconds in MOMENTS.items()})
-ANSWERED = EndedRequest(
+ANSWERED = RequestRecord(
+    **{name: BEGAN + seconds for name, seconds in MOMENTS.items()},
     id="chatcmpl-7",
     status=200,
     outcome="stop",
-    times=TIMES,
     prompt_tokens=300,
     completion_tokens=20,
     speculation={"rounds": 5, "num_drafted": 25, "num_accepted": 14},
     sampling={"max_tokens": 64, "temperature": 0.5, "top_p": 0.9},
 )
-REFUSED = EndedRequest(id="cmpl-8", status=400, outcome="invalid", times=RequestTimes(arrived=1.0, ended=1.25))
+REFUSED = RequestRecord(id="cmpl-8", status=400, outcome="invalid", arrived=1.0, ended=1.25)
 PHASES = {"read": 0.5, "queue": 1.75, "prefill": 4.25, "decode": 8.0}  # the seconds of each
 # The sums of an answer's histograms, in seconds and tokens.
 SUMS = {f"request_{name}_time_seconds": PHASES[name] for name in ("queue", "prefill", "decode")}
@@ -60,8 +59,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 def test_of_every_outcome_counts_what_was_reached(metrics, outcome):
     """Of refused requests nothing; of an answer that broke off only its tokens, and when the first came."""
     is_answer, is_refused = outcome in ("stop", "length"), outcome not in FINISHED
-    times = REFUSED.times if is_refused else TIMES
-    metrics.observe_end(outcome, times, *((0, 0, None) if is_refused else (300, 20, ANSWERED.speculation)))
+    metrics.observe_end(replace(REFUSED if is_refused else ANSWERED, outcome=outcome))
     for name, total in SUMS.items():
         counts = is_answer or (name == "time_to_first_token_seconds" and not is_refused)
         assert value(metrics, f"{name}_count") == counts and value(metrics, f"{name}_sum") == counts * total, name
@@ -177,7 +175,7 @@ def collector():
         yield started
 
 
-def traced(collector, *requests: EndedRequest) -> list[str]:
+def traced(collector, *requests: RequestRecord) -> list[str]:
     """The traces' ids."""
     tracer = Tracer(collector.url, "a model")
     ids = [tracer.trace(each) for each in requests]
@@ -236,9 +234,8 @@ ENDED = [
 @pytest.mark.parametrize(("missing", "fields", "last"), ENDED)
 def test_the_phase_in_which_a_request_ended_lasts_up_to_its_end(collector, missing, fields, last):
     """An error of the server is one of the span; what a client did wrong is none."""
-    times = replace(TIMES, **dict.fromkeys(missing))
     outcome = {503: "failed", 400: "invalid"}.get(fields.get("status"), "length")
-    traced(collector, replace(ANSWERED, times=times, outcome=outcome, **fields))
+    traced(collector, replace(ANSWERED, **dict.fromkeys(missing), outcome=outcome, **fields))
     (whole,) = collector.named("llm_request")
     before = list(PHASES)[: min(3, 4 - len(missing))]
     assert phases_of(collector, whole) == {**{name: PHASES[name] for name in before}, **last}

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
@@ -134,14 +133,6 @@ def test_the_draft_sees_what_was_asked_for(clip):
     assert kept["attention", 1 / 36] <= kept["specvlm", 0.8] & kept["attention", 0.8]
 
 
-def test_a_draft_that_guides_itself_sees_what_it_attends_to(clip):
-    """With the target as its own draft that is what the target attends to, however it is read."""
-    guided = {"strategy": "specvlm", "keep": "draft_guided", "keep_ratio": 0.3}
-    ways = [{**guided, "keep": "attention"}, guided, {**guided, "prune": "kv"}, {**guided, "strategy": "tabed"}]
-    first, *others = (on_one_host(clip, way, draft_seed=0, max_new_tokens=3)[2] for way in ways)
-    assert all(torch.equal(other, first) for other in others)
-
-
 def test_a_number_of_tokens_is_text_and_what_fits_of_the_video(clip):
     """STD's K + m_t; never less than one visual token, and never more than there are."""
     num_text = 0
@@ -215,8 +206,7 @@ REFUSED = [
     ({"strategy": "tabed", "draft_host": True}, "qwen2_5_vl", "learns from every verification before it drafts"),
     ({"strategy": "sd_tree", "draft_host": True}, "qwen2_5_vl", "a draft host drafts a chain of tokens"),
     ({"strategy": "ngram", "num_tree_nodes": 8}, None, "ngram drafts a chain of tokens: it cannot draft a tree"),
-    ({"num_tree_nodes": 0}, None, "num_tree_nodes must lie in 1 .. 256, not 0"),
-    ({"vision_first": True}, None, "vision_first needs keep='hippo'"),
+    ({"num_tree_nodes": 0}, None, "num_tree_nodes must be an integer in 1 .. 256, not 0"),
     ({"strategy": "vanilla"}, None, "needs a draft model"),
     ({"strategy": "vanilla"}, "qwen3_vl", "does not read the target's prompts: qwen3_vl"),
     ({"keep_ratio": 0.1, "keep_tokens": 64}, None, "give one of them"),

@@ -16,7 +16,7 @@ from patience import HANGING, wait_for
 
 HIPPO = {"strategy": "hippo", "keep_ratio": 0.3}
 WAYS = [{"strategy": "vanilla"}, {**HIPPO, "prune": "kv"}, {"strategy": "text_only"}]
-WAYS += [{**HIPPO, "vision_first": True, "num_draft_tokens": "auto"}]
+WAYS += [{**HIPPO, "num_draft_tokens": "auto"}]
 
 
 def engine_of(hosts: HostGroup, way: dict | None, draft_seed: int = 1, kv: str = "gathered", **prefill) -> Engine:
@@ -67,7 +67,7 @@ def test_no_draft_host_changes_an_answer(pool, request_, plain, num_hosts, ways)
                 assert "role" not in stats and stats["speculation"]["strategy"] == ways[place // 2]["strategy"]
 
 
-@pytest.mark.parametrize("begins", [None, {"vision_first": True}, {"prune": "kv"}], ids=str)
+@pytest.mark.parametrize("begins", [None, {"prune": "kv"}], ids=str)
 def test_a_draft_that_is_the_target_is_always_right(request_, begins):
     """Its prompt, its positions and its windows are right: every window of five is confirmed."""
     way = {"strategy": "vanilla"} if begins is None else {"strategy": "hippo", "keep_ratio": 1.0, **begins}

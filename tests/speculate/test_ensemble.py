@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from apbv import HostGroup, ModelInputs
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
@@ -19,6 +19,7 @@ from apbv.speculate.ensemble import (
     make_weights,
     read_contexts,
 )
+from apbv.speculate.tree import Tree
 
 import families
 from engines import CAPTION, QUESTION
@@ -76,7 +77,7 @@ def contexts_alone(family: str, letters: str, batch: dict, inputs: ModelInputs, 
             yield ids[:, kept], embeds[:, kept], inputs.position_ids[..., kept]
 
 
-def ensemble_of(family: str, ensemble: str, config: SamplingConfig, batch=None, inputs=None):
+def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, inputs=None):
     """A drafter in fp64; for a text family over random texts of several lengths."""
     model = families.build_model(family, dtype=torch.float64)
     parts = inspect_model(model)
@@ -98,7 +99,7 @@ def ensemble_of(family: str, ensemble: str, config: SamplingConfig, batch=None, 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
 def test_rows_of_the_batch_say_what_each_context_says_alone(family):
-    model, drafter, alone = ensemble_of(family, "MTCP", SamplingConfig(), *video_prompt(family))
+    model, drafter, alone = ensemble_of(family, "MTCP", SamplingParams(), *video_prompt(family))
     assert len({ids.shape[1] for ids, *_ in alone}) >= 3  # ragged
     for tokens, part in (([5, 6, 7], [5, 6, 7]), ([5, 6, 7, 8], [8])):
         rows = drafter._run_contexts(part)
@@ -137,14 +138,14 @@ def rule_by_brute_force(ensemble: str, said: list[tuple[int, list, list]]) -> li
 def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temperature, ensemble):
     """Block after block, with a rejection in the middle, weights from verified tokens only, and top-p."""
     torch.manual_seed(0)
-    config = SamplingConfig(temperature=temperature, top_p=0.7 if temperature else 1.0, seed=5)
+    config = SamplingParams(temperature=temperature, top_p=0.7 if temperature else 1.0, seed=5)
     model, drafter, alone = ensemble_of("llama", ensemble, config)
     target = families.build_model("llama", dtype=torch.float64, seed=1)
     prompt = torch.randint(0, 250, (1, 20))
     warmth, said, tokens = temperature or 1.0, [], [5]
     expected_weights, seen = [1 / len(alone)] * len(alone), []
     for num_right in (3, 0, 2, 3):
-        proposal = drafter.propose(tokens, 3)
+        proposal = drafter.propose(tokens, Tree.chain(3))
         assert drafter.weights == pytest.approx(expected_weights, abs=1e-9)
         seen.append(tuple(drafter.weights))
         for place, token in enumerate(proposal.tokens):

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from apbv import HostGroup, prefill
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
-from apbv.speculate.tree_decoding import generate_by_tree
 
 from answers import answer_by, decoder_behind
 from drafters import PATTERNS, ScriptedDrafter, ScriptedTree, decoders
@@ -43,7 +42,7 @@ def chain(answer, plain: list[int], pattern: str, gamma: int):
 
 
 def tree(answer, plain: list[int], pattern: str, shape: Tree = TREE):
-    return generate_by_tree(answer, ScriptedTree(plain, BRANCHES[pattern]), shape, Pace(shape.depth))
+    return generate_speculatively(answer, ScriptedTree(plain, BRANCHES[pattern]), Pace(shape.depth), shape)
 
 
 def prompt(family: str):
@@ -56,11 +55,11 @@ def loops_job(hosts: HostGroup, family: str, kv: str, drawn: dict):
     fresh = partial(decoders, model, hosts, *prompt(family), kv)
     decoder, state, _ = fresh()
     # Some tokens more than are asked for: what a draft says of places that are never reached.
-    plain = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS + 8, **drawn)))
+    plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8, **drawn)))
 
     def check(loop, *shape, most: int = STEPS, end: tuple[int, ...] = ()):
         decoder, state, look = fresh()
-        shown, by = [], SamplingConfig(max_new_tokens=most, **drawn)
+        shown, by = [], SamplingParams(max_new_tokens=most, **drawn)
         tokens, stats = loop(answer_by(decoder, state, by, end, shown.append), plain, *shape)
         expected = plain[: plain.index(end[0]) + 1] if end else plain[:most]
         assert tokens == shown == expected, (loop, shape)

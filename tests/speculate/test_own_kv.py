@@ -8,13 +8,13 @@ import torch
 from transformers import DynamicCache
 
 from apbv import HostGroup, SpeculativeConfig
-from apbv.config import SamplingConfig
-from apbv.decode.decoder import Decoder
+from apbv.config import SamplingParams
+from apbv.decode.runner import Decoder
 from apbv.kv.select import select_kv
 from apbv.model.attention import ChosenKV
 from apbv.model.parts import inspect_model
 from apbv.speculate.drafters import ModelDrafter
-from apbv.speculate.tree_drafter import TreeDrafter
+from apbv.speculate.tree import Tree
 
 import families
 from engines import QUESTION, build_engine
@@ -40,10 +40,10 @@ def test_kept_kv_is_read_where_it_lies_as_if_it_were_copied(monkeypatch):
         [(layer.keys, layer.values, rows.int()[None]) for layer, rows in zip(prompt.layers, seen, strict=True)]
     )
     own = DynamicCache()
-    settings = 70, 70, SamplingConfig(temperature=1.0), parts.vocab_size
+    settings = 70, 70, SamplingParams(temperature=1.0), parts.vocab_size
     with_copy, in_place = ModelDrafter(parts, copy, *settings), ModelDrafter(parts, own, *settings, chosen)
     for tokens in ([5], [5, 9, 11], [6, 2]):
-        expected, found = with_copy.propose(tokens, 2), in_place.propose(tokens, 2)
+        expected, found = with_copy.propose(tokens, Tree.chain(2)), in_place.propose(tokens, Tree.chain(2))
         assert found.tokens == expected.tokens
         torch.testing.assert_close(found.q, expected.q, rtol=1e-4, atol=1e-7)
         assert own.get_seq_length() == copy.get_seq_length() - 40 == len(tokens) + 1
@@ -53,15 +53,15 @@ def test_kept_kv_is_read_where_it_lies_as_if_it_were_copied(monkeypatch):
 
 def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict):
     """What was proposed in every round, and what a fresh drafter proposes that begins with all verified KV."""
-    kind, proposed = ModelDrafter if num_nodes is None else TreeDrafter, []
+    proposed = []
 
-    def listened(drafter, tokens, count, propose=kind.propose):
-        proposed.append((list(tokens), count, propose(drafter, tokens, count)))
+    def listened(drafter, tokens, tree, propose=ModelDrafter.propose):
+        proposed.append((list(tokens), tree, propose(drafter, tokens, tree)))
         return proposed[-1][2]
 
     share = VISIBLE / 36  # of 12 frames, merged in pairs, of 2 x 3 tokens
     way = {"strategy": "streaming", "keep_ratio": share, "num_tree_nodes": num_nodes, "keep_losing_draft": True}
-    with patch.object(kind, "propose", listened):
+    with patch.object(ModelDrafter, "propose", listened):
         engine = build_engine(hosts, "qwen2_5_vl", kv, SpeculativeConfig(**way))
         figures = engine.generate(QUESTION, **request).stats["speculation"]
     if hosts.rank:
@@ -71,7 +71,7 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
     prompt, expected = state.to_dynamic_cache(), []
     visual = parts.is_visual(state.inputs.input_ids[0]).nonzero().flatten()
     hidden = set(visual[:-VISIBLE].tolist())
-    for tokens, count, _ in proposed:
+    for tokens, tree, _ in proposed:
         cache = copy.deepcopy(prompt)
         if tokens[1:]:
             Decoder(parts, state.kv, state.next_position).advance(tokens[:-1])
@@ -79,19 +79,21 @@ def verified_job(hosts: HostGroup, kv: str, num_nodes: int | None, request: dict
         rows = torch.tensor([row for row in range(cache.get_seq_length()) if row not in hidden])
         seen = select_kv(cache, [rows.expand(parts.num_kv_heads, -1)] * parts.num_layers)
         position, length = state.next_position + len(tokens) - 1, state.num_tokens + len(tokens) - 1
-        if num_nodes is None:
-            by = SamplingConfig(temperature=1.0, seed=request["seed"])
-            fresh = ModelDrafter(parts, seen, position, length, by, parts.vocab_size)
-        else:
-            fresh = TreeDrafter(parts, seen, position, parts.vocab_size)
-        expected.append(fresh.propose(tokens[-1:], count))
+        settings = (
+            SamplingParams(temperature=request["temperature"], seed=request["seed"]),
+            parts.vocab_size,
+            None,
+            bool(num_nodes),
+        )
+        fresh = ModelDrafter(parts, seen, position, length, *settings)
+        expected.append(fresh.propose(tokens[-1:], tree))
     return figures, [proposal for *_, proposal in proposed], expected
 
 
-@pytest.mark.parametrize(("kv", "num_nodes", "seed"), [("gathered", None, 5), ("sharded", 8, 6)])
-def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, seed):
+@pytest.mark.parametrize(("kv", "num_nodes", "temperature"), [("gathered", None, 1.0), ("sharded", 8, 0.3)])
+def test_what_is_verified_is_seen_with_the_targets_kv(pool, clip, kv, num_nodes, temperature):
     """STD: the verification's dense KV takes the place of what the sparse draft computed of the same tokens."""
-    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 22, "temperature": 1.0, "seed": seed}
+    request = {"video": str(clip), "num_frames": 12, "max_new_tokens": 22, "temperature": temperature, "seed": 10}
     figures, proposed, expected = pool.run(2, verified_job, kv, num_nodes, request)[0]
     assert figures["num_visual_tokens_drafted_from"] == VISIBLE
     assert 0 < figures["num_accepted"] < figures["num_drafted"]

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from apbv import HostGroup
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.speculate.pace import TRIAL_PASSES, Pace, best_window, passes_lost
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
-from apbv.speculate.tree_decoding import generate_by_tree
 
 from answers import answer_by
 from drafters import PATTERNS, STEPS, ScriptedDrafter, ScriptedTree, decoders
@@ -103,7 +102,7 @@ def loops_job(hosts: HostGroup):
     """Tokens, statistics and time on host 0 of chains and trees, which lose or win; and of the target alone."""
     model, batch = build("llama", torch.float64), text_batch(60)
     decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
-    answer = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS + 8)))
+    answer = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS + 8)))
     results, costs = [], Counter()
 
     def timed(function, seconds):
@@ -114,18 +113,18 @@ def loops_job(hosts: HostGroup):
             costs["now"], price = 0.0, 0.01 if is_winning else 0.5
             decoder, state, _ = decoders(model, hosts, batch, 48, "sharded")
             decoder.advance = timed(decoder.advance, 1.0)
-            decoder.advance_tree = timed(decoder.advance_tree, 1.0)
             if is_tree:
                 drafter = ScriptedTree(answer, lambda place, right=0 if is_winning else None: right)
-                loop, shape = generate_by_tree, (Tree.of(9, 3), Pace(3, keep_losing_draft=False))
+                tree = Tree.of(9, 3)
             else:
                 drafter = ScriptedDrafter(answer, PATTERNS["all" if is_winning else "none"])
-                loop, shape = generate_speculatively, (Pace(3, keep_losing_draft=False),)
+                tree = None
             drafter.propose = timed(drafter.propose, 3 * price)
-            greedy = answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS))
+            greedy = answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS))
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                tokens, stats = loop(greedy, drafter if hosts.is_leader else None, *shape)
+                pace, drafter = Pace(3, keep_losing_draft=False), drafter if hosts.is_leader else None
+                tokens, stats = generate_speculatively(greedy, drafter, pace, tree)
             said = [str(w.message) for w in caught if "without the draft" in str(w.message)]
             results.append((is_winning, tokens, stats.summary(len(tokens)), costs["now"], said))
     return answer[:STEPS], results

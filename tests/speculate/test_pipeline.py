@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from apbv import HostGroup, SpeculativeConfig
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.speculate import pipeline
+from apbv.speculate.beside import Pair
 from apbv.speculate.draft import Draft
-from apbv.speculate.link import DONE, GO_ON, Link
+from apbv.speculate.link import DONE, GO_ON, Link, LocalChannel
 from apbv.speculate.pace import Pace
-from apbv.speculate.pair import Pair
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
-from apbv.speculate.threads import LocalChannel
+from apbv.speculate.tree import Tree
 from apbv.speculate.verify import verify_window
 
 from answers import answer_by
@@ -54,7 +54,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
     config = SpeculativeConfig(strategy="vanilla", draft_host=True, draft_timeout=GROUP_TIMEOUT)
     pair, batch, model = Pair.of(hosts, config), text_batch(60), build("llama", torch.float64)
     decoder, state, _ = decoders(model, HostGroup.single(), batch, 48, "gathered")
-    plain = generate_tokens(answer_by(decoder, state, SamplingConfig(max_new_tokens=STEPS)))
+    plain = generate_tokens(answer_by(decoder, state, SamplingParams(max_new_tokens=STEPS)))
     results = []
     for run in runs:
         gamma, pattern = run.get("gamma", 5), PATTERNS[run.get("pattern", "all")]
@@ -70,7 +70,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
                 break
         decoder, state, look = decoders(model, pair.hosts, batch, 48, kv)
         end = (plain[run["end"]],) if "end" in run else ()
-        answer = answer_by(decoder, state, SamplingConfig(max_new_tokens=run.get("most", STEPS)), end)
+        answer = answer_by(decoder, state, SamplingParams(max_new_tokens=run.get("most", STEPS)), end)
         passes, link = [], pair.open_link()
         if "waits" in run:  # a pass takes a second, by this clock, and so does every wait for the draft
             pair.hosts.clock = lambda passes=passes: float(len(passes))
@@ -181,12 +181,12 @@ def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -
     def stream(sequence):  # the prompt's last token is 0, as for the target
         said = list(sequence)
         while True:
-            proposal = model.propose(said, 1, index=len(said) - 1)
+            proposal = model.propose(said, Tree.chain(1), index=len(said) - 1)
             said += proposal.tokens
             yield proposal.tokens[0], proposal.q[0]
 
     target, draft = links(gamma, drawn=True)
-    sampling = SamplingConfig(max_new_tokens=most, temperature=1.0, seed=seed)
+    sampling = SamplingParams(max_new_tokens=most, temperature=1.0, seed=seed)
     with ThreadPoolExecutor(1) as executor:
         drafting = executor.submit(draft_beside, draft, Draft(SimpleNamespace(stream=stream), 0), 0)
         tokens, _ = generate_beside_draft(model.answer(sampling), target, Pace(gamma))

@@ -7,20 +7,21 @@ import pytest
 import torch
 
 from apbv import HostGroup, PrefillConfig, SpeculativeConfig, prefill
-from apbv.hosts.simulated import simulate
 from apbv.kernels import spatial_variety, temporal_change
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.prefilling.reduction import choosing
+from apbv.prefilling.reduction.attention import Relevance
 from apbv.prefilling.reduction.choosing import standardised
 from apbv.prefilling.reduction.frames import frame_shape
 from apbv.prefilling.reduction.hippo import local_semantics
-from apbv.speculate import observers, preserve
-from apbv.speculate.strategies import make_observer
+from apbv.speculate import builders, watchers
+from apbv.speculate.strategies import make_watcher
 
 import families
 from pairs import each_choice
 from prompts import UNCOMPRESSED, as_inputs, build, reset_rope, video_batch
+from support.simulated import simulate
 
 DOUBLE = torch.float64
 
@@ -50,13 +51,12 @@ def watched_job(hosts: HostGroup, family: str, settings: dict):
     parts = inspect_model(model)
     inputs = as_inputs(family, video_batch(family), None, hosts, DOUBLE)
     config = PrefillConfig(passing_len=UNCOMPRESSED, on_single_host=True, **settings)
-    watching = [observers.AttentionScores(parts), observers.HeadAttention(parts)]
-    watching += [observers.AttentionChange(parts, last_layer=2)]
-    watching += [make_observer(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)]
-    for observer in watching:
-        prefill(model, inputs, hosts=hosts, config=config, observer=observer)
+    watching = [Relevance(), watchers.HeadAttention()]
+    watching += [make_watcher(SpeculativeConfig(keep="uv_prune", uv_layer=last), parts) for last in (1, 20)]
+    for watcher in watching:
+        prefill(model, inputs, hosts=hosts, config=config, watcher=watcher)
         assert not any(layer._forward_pre_hooks for layer in parts.language_model.layers)
-    return [observer.result() for observer in watching]
+    return [watcher.result() for watcher in watching]
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,13 @@ def test_visual_tokens_are_scored_as_defined(pool, family, num_hosts, settings):
     by_layer = (visual / visual.sum(dim=-1, keepdim=True)).mean(dim=(1, 2))
     num_kv_heads = inspect_model(build(family, DOUBLE)).num_kv_heads
     by_head = visual.mean(dim=2).unflatten(1, (num_kv_heads, -1)).sum(dim=2)
-    # ParallelVLM's Eq. 3 as printed, with attention in place of similarity.
-    change = sum(by_layer[i] - by_layer[i - 1] for i in (1, 2))
-    # Of 3 layers, the inputs of the last are the deepest states that count: L is clamped.
+    # ParallelVLM's Eq. 3 as printed. The inputs of the last of 3 layers are the deepest states that count: L is
+    # clamped.
     similar = [sum(cosines[i] - cosines[i - 1] for i in range(1, last + 1)).sum(dim=1) for last in (1, 2)]
-    for attention, heads, changed, *others in pool.run(num_hosts, watched_job, family, settings):
+    for attention, heads, *others in pool.run(num_hosts, watched_job, family, settings):
         for ours, expected in (
             (attention, by_layer.mean(dim=0)),
             (torch.stack(heads), by_head),
-            (changed, change),
         ):
             torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-7)
         for ours, expected in zip(others, similar, strict=True):
@@ -132,30 +130,30 @@ def test_what_is_best_or_spread_or_drawn_is_kept_in_order():
         steps = kept.diff()
         assert len(kept) == count and kept[[0, -1]].tolist() == [0, total - 1]
         assert steps.min() >= 1 and steps.max() - steps.min() <= 1
-    first, again, other = (preserve.keep_random(100, 10, seed).tolist() for seed in (1, 1, 2))
+    first, again, other = (builders.keep_random(100, 10, seed).tolist() for seed in (1, 1, 2))
     assert first == again != other and len(set(first)) == 10 and first == sorted(first)
 
 
 def test_specvlm_keeps_a_share_of_the_attention_and_spreads_the_rest():
     """The fewest tokens that hold so much of it, and a stride over what is left."""
     attention = torch.tensor([1.0, 1, 1, 20, 1, 1, 15, 1, 1, 1, 1, 1, 1, 40, 1, 1]) / 88
-    assert preserve.keep_specvlm(attention, 5, share=0.4).tolist() == [0, 4, 9, 13, 15]
-    assert preserve.keep_specvlm(attention, 5, share=0.6).tolist() == [0, 3, 7, 13, 15]
+    assert builders.keep_specvlm(attention, 5, share=0.4).tolist() == [0, 4, 9, 13, 15]
+    assert builders.keep_specvlm(attention, 5, share=0.6).tolist() == [0, 3, 7, 13, 15]
     # Where those that hold the share are more than may be kept, the best of them.
-    assert preserve.keep_specvlm(attention, 2, share=0.9).tolist() == [3, 13]
+    assert builders.keep_specvlm(attention, 2, share=0.9).tolist() == [3, 13]
     for count, share in product(range(1, 17), (0.0, 0.4, 1.0)):
-        kept = preserve.keep_specvlm(attention, count, share)
+        kept = builders.keep_specvlm(attention, count, share)
         assert len(kept) == count and kept.unique().tolist() == kept.tolist()
-    assert preserve.keep_specvlm(torch.zeros(6), 3).tolist() == [0, 1, 5]
+    assert builders.keep_specvlm(torch.zeros(6), 3).tolist() == [0, 1, 5]
 
 
 def test_frames_keep_their_shares():
     """Of a video, an image and another video; a separator behind the first belongs to no frame, and stays."""
     scores = torch.tensor([5.0, 1, 2, 3, 9, 1, 2, 8, 0, 1, 2, 3, 4, 5, 6, 7, 3, 1])
     frames = [range(0, 4), range(4, 6), range(6, 8), range(9, 17), range(17, 18)]
-    assert preserve.keep_best_per_frame(scores, frames, 9).tolist() == [0, 4, 7, 8, 12, 13, 14, 15, 17]
+    assert builders.keep_best_per_frame(scores, frames, 9).tolist() == [0, 4, 7, 8, 12, 13, 14, 15, 17]
     for count in range(1, 19):
-        kept = preserve.keep_best_per_frame(scores, frames, count).tolist()
+        kept = builders.keep_best_per_frame(scores, frames, count).tolist()
         assert len(kept) == count and 8 in kept and kept == sorted(set(kept))
         for frame in frames:
             quota = sum(place in frame for place in kept)
@@ -163,10 +161,7 @@ def test_frames_keep_their_shares():
             assert set(sorted(frame, key=lambda place: (-scores[place], place))[:quota]) <= set(kept)
     # Where there is less than a token for each, every so many frames.
     equal = [range(4 * frame, 4 * frame + 4) for frame in range(6)]
-    assert preserve.keep_best_per_frame(torch.rand(24), equal, 3).div(4).int().diff().tolist() == [2, 2]
-    for count, kept in ((6, [0, 1, 2, 3, 17]), (8, [0, 1, 2, 3, 6, 7, 17]), (3, [0, 1, 2])):
-        assert preserve.keep_uniform_frames(frames, count).tolist() == kept
-    assert preserve.keep_uniform_frames(equal, 12).tolist() == [*range(4), *range(8, 12), *range(20, 24)]
+    assert builders.keep_best_per_frame(torch.rand(24), equal, 3).div(4).int().diff().tolist() == [2, 2]
 
 
 # ---- what the prefill passed on ----
@@ -179,15 +174,15 @@ def passed_job(hosts: HostGroup, kv: str):
     is_visual = inspect_model(model).is_visual(inputs.input_ids[0])
     told = []
 
-    class Recorded(observers.PassedOn):
-        def observe_passed(self, block, chosen):
+    class Recorded(watchers.PassedOn):
+        def on_passed(self, block, chosen):
             layer = sum(seen == block for _, seen, _ in told)
             told.append((layer, block, chosen[0].clone()))
-            super().observe_passed(block, chosen)
+            super().on_passed(block, chosen)
 
-    observer = Recorded(inspect_model(model))
-    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv=kv), observer=observer)
-    return observer.result(), told, state.layout, is_visual
+    watcher = Recorded()
+    state = prefill(model, inputs, hosts=hosts, config=PrefillConfig(passing_len=5, kv=kv), watcher=watcher)
+    return watcher.result(), told, state.layout, is_visual
 
 
 def test_what_was_passed_on_is_known_to_all(pool):

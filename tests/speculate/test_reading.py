@@ -11,12 +11,13 @@ from omni_prompts import ASKED, FRAMES, embedded, omni_batch
 from transformers import DynamicCache
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SpeculativeConfig
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.speculate import builders
-from apbv.speculate.draft_kv import prefill_draft
+from apbv.speculate.draft import prefill_draft
 from apbv.speculate.drafters import ModelDrafter, NgramDrafter, Proposal
+from apbv.speculate.tree import Tree
 
 import families
 from engines import QUESTION, build_engine
@@ -32,10 +33,11 @@ STEPS = 8
 
 def test_lookup_takes_the_latest_longest_match():
     drafter = NgramDrafter([5, 6, 7, 8, 5, 6, 9])
-    assert drafter.propose([1, 5, 6], 3).tokens == [9, 1, 5]
-    assert drafter.propose([6, 7], 2).tokens == [8, 5]
-    assert drafter.propose([4], 2).tokens == []
-    assert NgramDrafter([1, 2, 3, 9, 2, 3, 7, 1]).propose([2, 3], 1).tokens == [9]  # a longer match before a later
+    assert drafter.propose([1, 5, 6], Tree.chain(3)).tokens == [9, 1, 5]
+    assert drafter.propose([6, 7], Tree.chain(2)).tokens == [8, 5]
+    assert drafter.propose([4], Tree.chain(2)).tokens == []
+    # A longer match before a later one.
+    assert NgramDrafter([1, 2, 3, 9, 2, 3, 7, 1]).propose([2, 3], Tree.chain(1)).tokens == [9]
 
 
 def test_a_draft_says_nothing_that_the_target_cannot_read():
@@ -43,8 +45,8 @@ def test_a_draft_says_nothing_that_the_target_cannot_read():
     model = families.build_model("llama", dtype=torch.float64)
     parts = inspect_model(model)
     cache = model(input_ids=torch.arange(20)[None]).past_key_values
-    drafter = ModelDrafter(parts, cache, 20, 20, SamplingConfig(temperature=1.0), vocab_size=12)
-    proposal = drafter.propose([5, parts.vocab_size + 3], 30)
+    drafter = ModelDrafter(parts, cache, 20, 20, SamplingParams(temperature=1.0), vocab_size=12)
+    proposal = drafter.propose([5, parts.vocab_size + 3], Tree.chain(30))
     assert max(proposal.tokens) < 12 and proposal.q.shape == (30, 12)
     assert cache.get_seq_length() == 20 + 2 + 29
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from apbv import HostGroup
-from apbv.config import SamplingConfig
+from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.kernels import reference
 from apbv.model.parts import inspect_model
+from apbv.speculate.drafters import ModelDrafter
 from apbv.speculate.pace import Pace
+from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
-from apbv.speculate.tree_decoding import generate_by_tree
-from apbv.speculate.tree_drafter import TreeDrafter
 
 import families
 from answers import answer_by
@@ -65,13 +65,13 @@ def test_the_reference_is_masked_attention():
 # ---- drafting ----
 
 
-class Checked(TreeDrafter):
+class Checked(ModelDrafter):
     """Compares what it proposes with what a drafter without a past would."""
 
     def __init__(self, parts, cache, *args):
-        self._fresh = lambda: TreeDrafter(parts, copy.deepcopy(prompt), *args)
+        self._fresh = lambda: ModelDrafter(parts, copy.deepcopy(prompt), *args, drafts_trees=True)
         prompt = copy.deepcopy(cache)
-        super().__init__(parts, cache, *args)
+        super().__init__(parts, cache, *args, drafts_trees=True)
 
     def propose(self, tokens, tree):
         proposed = super().propose(tokens, tree)
@@ -86,13 +86,14 @@ def test_a_model_drafts_from_what_stood_of_its_last_tree(family, noise):
     for weight in draft.get_decoder().parameters():
         weight.data += noise * weight.std() * torch.randn(weight.shape, generator=generator)
     prompt = (text_batch(60), 48) if family == "llama" else (video_batch(family, frames=12), None)
-    config = SamplingConfig(max_new_tokens=STEPS, temperature=float(noise > 0), seed=5)
+    config = SamplingParams(max_new_tokens=STEPS, temperature=float(noise > 0), seed=5)
     plain, by_tree, (_, drafts, look) = (
         decoders(each, HostGroup.single(), *prompt, "gathered") for each in (model, model, draft)
     )
     expected = generate_tokens(answer_by(*plain[:2], config))
-    drafter = Checked(inspect_model(draft), look(), drafts.next_position, 256)
-    tokens, stats = generate_by_tree(answer_by(*by_tree[:2], config), drafter, TREE, Pace(TREE.depth))
+    length = look().get_seq_length()
+    drafter = Checked(inspect_model(draft), look(), drafts.next_position, length, config, 256)
+    tokens, stats = generate_speculatively(answer_by(*by_tree[:2], config), drafter, Pace(TREE.depth), TREE)
     assert tokens == expected
     best = -(-(STEPS - 1) // 6)
     # Of a draft that is not the target branches are left, and taken.

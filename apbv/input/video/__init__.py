@@ -19,12 +19,12 @@ Rotation and mirroring metadata are applied. The sample aspect ratio is ignored:
 
 from .info import VideoError, VideoInfo
 from .probing import probe
-from .reading import iter_frames, read_frames, require_backend
-from .sampling import sample_fps, sample_uniform
+from .reading import ahead, iter_frames, read_frames, require_backend, sample_fps, sample_uniform
 
 __all__ = [
     "VideoError",
     "VideoInfo",
+    "ahead",
     "iter_frames",
     "probe",
     "read_frames",

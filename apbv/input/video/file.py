@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import av
 import numpy as np
 from av.stream import Disposition
+from av.video.codeccontext import VideoCodecContext
 
-from .codecs import can_skip
 from .info import NO_POSITION, NO_TIME, Packets, VideoError, is_nearly_sorted
 
 MPEGTS = "mpegts"
@@ -16,6 +16,10 @@ _MOV = "mov,mp4,m4a,3gp,3g2,mj2"
 _STORES_PTS = {_MOV, "matroska,webm", MPEGTS, "flv"}
 # Nothing but video files: ffmpeg would render text as the video of a terminal, and playlists name others.
 _FORMATS = "mov,mp4,matroska,webm,avi,mpegts,flv,mpeg,mpegvideo,asf,ogg,gif,nut,ivf,obu,h264,hevc,m4v,mxf,dv"
+# In these a picture says of itself that no other refers to it (h264), or those of one type never are (B). Not in
+# VP8 and VP9, where such a picture may still carry probabilities or segments that the next one starts from.
+_SKIPPING = {"h264", "mpeg1video", "mpeg2video", "mpeg4"}
+_START_OF_HEVC_VPS = b"\0\0\1\x40\1"
 
 
 class SeekFailed(Exception):
@@ -76,7 +80,7 @@ class VideoFile:
             raise self.error("no decoder for its video stream")
         # Damage that the h264 decoder conceals it reports reliably only with a single thread.
         self._stream.codec_context.thread_count = 1
-        self._skip, self._can_skip = "DEFAULT", can_skip(self._stream.codec_context)
+        self._skip, self._can_skip = "DEFAULT", _can_skip(self._stream.codec_context)
 
     @property
     def time_base(self):
@@ -93,9 +97,6 @@ class VideoFile:
         Raises:
             VideoError: the file is cut short or has no frames.
         """
-        declared = _declared_size(self.path)
-        if declared > os.path.getsize(self.path):
-            raise self.error(f"is cut short: {os.path.getsize(self.path)} of {declared} bytes")
         packets = self._read_packets()
         if self.format_name == _MOV:
             end = max((entry.pos + entry.size for entry in self._stream.index_entries), default=0)
@@ -214,29 +215,22 @@ def _known(values, default: int) -> list[int]:
     return [default if value is None else value for value in values]
 
 
-def _declared_size(path: str) -> int:
-    """Return the bytes that a Matroska or RIFF (avi) file must have by its outermost size field; 0 if unknown.
+def _can_skip(codec: VideoCodecContext) -> bool:
+    """Return whether ffmpeg's ``skip_frame = NONREF`` leaves all other frames as they are, to the bit."""
+    if codec.name == "hevc":
+        return _num_temporal_layers(bytes(codec.extradata or b"")) == 1
+    return codec.name in _SKIPPING
 
-    ffmpeg reads such a file that is cut short as a shorter video.
+
+def _num_temporal_layers(extradata: bytes) -> int:
+    """Return how many temporal sub-layers an HEVC stream has by its headers; 0 if unknown.
+
+    What ffmpeg takes for a frame that is not referred to is a *sub-layer non-reference picture* (H.265, 7.4.2.2):
+    frames of higher sub-layers may refer to it.
     """
-    with open(path, "rb") as file:
-        head = file.read(4096)
-    if head[:4] == b"RIFF" and len(head) >= 8:
-        size = int.from_bytes(head[4:8], "little")
-        return 0 if size == 0xFFFFFFFF else size + 8
-    if head[:4] != b"\x1a\x45\xdf\xa3":
+    if len(extradata) > 22 and extradata[0] == 1:  # hvcC (ISO/IEC 14496-15, 8.3.3.1.2): numTemporalLayers
+        return extradata[21] >> 3 & 7
+    vps = extradata.find(_START_OF_HEVC_VPS) + len(_START_OF_HEVC_VPS)
+    if vps < len(_START_OF_HEVC_VPS) or len(extradata) < vps + 2:
         return 0
-    end = 4
-    for following in (b"\x18\x53\x80\x67", b""):  # the EBML header, then the segment that holds the rest
-        first = head[end] if end < len(head) else 0
-        length = 9 - first.bit_length()  # of the size field: the leading zero bits of its first byte say
-        value = int.from_bytes(head[end : end + length], "big") & ((1 << 7 * length) - 1)
-        end += length
-        if length > 8 or value == (1 << 7 * length) - 1:  # all ones: unknown, as in a live recording
-            return 0
-        end += value
-        if following:
-            if head[end : end + 4] != following:
-                return 0
-            end += 4
-    return end
+    return (extradata[vps + 1] >> 1 & 7) + 1  # vps_max_sub_layers_minus1 (H.265, 7.3.2.1)

@@ -1,21 +1,79 @@
-"""Reading chosen frames, chunk by chunk or in one piece, by the back end that is asked for."""
+"""Choosing which frames of a video are read, and reading them by the back end that is asked for."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from ...config import VIDEO_BACKEND_NAMES
+from ...config import VIDEO_BACKEND_NAMES, require_frame_rate
 from ...hosts import fair_share_of_cores
+from .decoding import pyav_chunks
 from .info import VideoError, VideoInfo
-from .streaming import pyav_chunks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Item = TypeVar("Item")
+_END = object()
 AtWork = Callable[[int], AbstractContextManager]
+
+
+def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
+    """Spread ``min(n, num_frames)`` distinct indices evenly over all n frames; ascending.
+
+    Index i of k is i * (n - 1) / (k - 1) rounded to nearest, halves up, in integer arithmetic: both ends are
+    included, steps differ by at most one. For k = 1 it is frame 0. This is even in frame numbers;
+    :func:`sample_fps` is even in time.
+
+    Args:
+        info_or_n: the video, or n.
+        num_frames: how many indices are wanted.
+
+    Raises:
+        ValueError: ``num_frames`` < 1 or n < 0.
+    """
+    n = info_or_n.num_frames if isinstance(info_or_n, VideoInfo) else info_or_n
+    if num_frames < 1 or n < 0:
+        raise ValueError(f"cannot sample {num_frames} of {n} frames")
+    k = min(n, num_frames)
+    if k < 2:
+        return [0] * k
+    return [(2 * i * (n - 1) + k - 1) // (2 * (k - 1)) for i in range(k)]
+
+
+def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int | None = None) -> list[int]:
+    """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending, distinct.
+
+    The frames are found by their timestamps, which is right for a variable frame rate too; of two equally near,
+    the earlier. An ``fps`` well above the video's own gives every frame.
+
+    Args:
+        info: the video.
+        fps: frames per second.
+        min_frames, max_frames: where the times make fewer or more frames than this, the result is
+            :func:`sample_uniform` of that many instead.
+
+    Raises:
+        ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or the limits are not 1 <= min_frames <= max_frames.
+    """
+    require_frame_rate(fps)
+    if min_frames < 1 or (max_frames is not None and max_frames < min_frames):
+        raise ValueError(f"need 1 <= min_frames <= max_frames, got {min_frames} and {max_frames}")
+    times = np.asarray(info.timestamps)
+    # A frame is nearest to the times from half way to the one before (excluded) to half way to the next, and
+    # is taken if a grid time lies there. Counting the grid times up to each edge needs no grid in memory. The
+    # small term makes ties, common at 2 of 25 fps, fall the same way however the times are rounded.
+    edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
+    count = np.floor(edges * fps + 1e-6)
+    chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
+    if len(chosen) < min_frames:
+        return sample_uniform(info, min_frames)
+    if max_frames is not None and len(chosen) > max_frames:
+        return sample_uniform(info, max_frames)
+    return chosen
 
 
 def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np.ndarray:
@@ -85,10 +143,26 @@ def iter_frames(
         if backend == "torchcodec":
             raise
         return pyav_chunks(info, wanted, chunk_len, threads, at_work)
-    chunks = torchcodec_chunks(decoder_type, info, wanted, chunk_len, threads, str(device), at_work)
+    chunks = ahead(torchcodec_chunks(decoder_type, info, wanted, chunk_len, threads, str(device), at_work))
     if backend == "torchcodec":
         return chunks
     return _with_pyav_behind(chunks, info, wanted, chunk_len, threads, at_work)
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Make each item in a thread while the one before is in use.
+
+    Args:
+        items: a generator, which is closed with this one.
+    """
+    with ThreadPoolExecutor(1) as pool, closing(items):
+        future = pool.submit(next, items, _END)
+        try:
+            while (item := future.result()) is not _END:
+                future = pool.submit(next, items, _END)
+                yield item
+        finally:
+            wait([future])
 
 
 def require_backend(name: str) -> None:

@@ -8,10 +8,8 @@ It promises less: it says nothing of damage that a decoder conceals, and believe
 as one. Frames of another time than was asked for, as it gives out of MPEG transport streams, are refused here.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -43,7 +41,7 @@ def torchcodec_chunks(
     device: str,
     at_work: Callable[[int], AbstractContextManager],
 ) -> Iterator[np.ndarray | Tensor]:
-    """Decode frames chunk by chunk; while one is used, the next is decoded.
+    """Decode frames chunk by chunk.
 
     Args:
         decoder_type: what :func:`load_decoder` returned.
@@ -60,20 +58,12 @@ def torchcodec_chunks(
     Raises:
         VideoError: torchcodec cannot decode a frame of the next chunk, or gives out another than was probed.
     """
-    pieces = (wanted[start : start + chunk_len] for start in range(0, len(wanted), chunk_len))
-
-    def decode(piece: Sequence[int]) -> np.ndarray | Tensor:
+    reader = _Reader(decoder_type, info, threads, device)
+    for start in range(0, len(wanted), chunk_len):
         with at_work(0):
-            return reader.decode(piece)
-
-    with ThreadPoolExecutor(1) as pool:
-        reader = pool.submit(_Reader, decoder_type, info, threads, device).result()
-        pending = [pool.submit(decode, piece) for piece in itertools.islice(pieces, 1)]
-        while pending:
-            chunk = pending.pop().result()
-            pending = [pool.submit(decode, piece) for piece in itertools.islice(pieces, 1)]
-            yield chunk
-            del chunk
+            chunk = reader.decode(wanted[start : start + chunk_len])
+        yield chunk
+        del chunk
 
 
 class _Reader:

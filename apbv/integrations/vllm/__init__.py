@@ -1,4 +1,4 @@
-"""This package lets vLLM continue from KV that apbv prefilled, by a KV connector that only loads.
+"""Lets vLLM continue from KV that apbv prefilled, by a KV connector that only loads.
 
 Start vLLM with
 

@@ -1,4 +1,4 @@
-"""This module decides whether a request may have the KV that it names, without any I/O where it has a ticket."""
+"""Decides whether a request may have the KV that it names, without any I/O where it has a ticket."""
 
 import re
 from pathlib import Path
@@ -12,10 +12,9 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.v1.request import Request
 
-from ...kv.reader import SavedKV
-from ...kv.ticket import Ticket, digest_of_positions, digest_of_tokens
+from ...kv.facts import KVFacts, digest_of_positions, digest_of_tokens
 from ...model.digest import SAMPLED_PROJECTIONS, config_digest, weights_digest
-from .sources import Load, Offered, Saved, visual_uuid
+from .sources import Load, Offered, Saved
 
 _PROJECTION = re.compile(rf".*\.layers\.(?P<layer>\d+)\.(?P<name>{'|'.join(SAMPLED_PROJECTIONS)})\.weight")
 
@@ -42,64 +41,50 @@ class Admission:
         if model_config.uses_mrope:
             self._model = without_weights(get_model_cls(model_config), model_config.hf_config)
 
-    def admit_saved(self, request: Request, saved: SavedKV) -> Load:
-        """Return what to load of saved KV, and set the request apart in vLLM's prefix cache.
+    def admit(self, request: Request, source: Saved | Offered) -> Load:
+        """Return what to load of some KV, and set the request apart in vLLM's prefix cache.
 
         Raises:
             ValueError: the request must not have this KV; the message says why.
         """
-        manifest = saved.manifest
+        facts = source.facts
         _require_plain(request)
-        self._require_model(
-            manifest.model.name, manifest.model.config_sha256, manifest.model.weights_sha256, manifest.dtype
-        )
-        _require_tokens(request, manifest.token_ids)
-        _require_visual(request, saved)
-        theirs, ours = saved.prompt()["position_ids"], self._positions(request, manifest.num_tokens)
-        self._require_positions(theirs.shape == ours.shape and bool((theirs == ours).all()), manifest.positions)
-        load = Load(Saved(str(saved.path), manifest.generation), _loaded_tokens(request, manifest.num_tokens))
-        self._set_apart(request, load.source.salt)
-        return load
-
-    def admit_offered(self, request: Request, offered: Offered) -> Load:
-        """Return what to load of offered KV, and set the request apart in vLLM's prefix cache.
-
-        Raises:
-            ValueError: the request must not have this KV; the message says why.
-        """
-        ticket = offered.ticket
-        _require_plain(request)
-        self._require_model(ticket.model, ticket.config_sha256, ticket.weights_sha256, ticket.dtype)
-        self._require_sizes(ticket)
-        prompt = request.prompt_token_ids[: ticket.num_tokens]
-        if len(prompt) < ticket.num_tokens or digest_of_tokens(prompt) != ticket.tokens_sha256:
+        self._require_model(facts)
+        prompt = request.prompt_token_ids[: facts.num_tokens]
+        if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
             raise ValueError(
-                f"the prompt of {request.num_prompt_tokens} tokens does not begin with the {ticket.num_tokens} of "
+                f"the prompt of {request.num_prompt_tokens} tokens does not begin with the {facts.num_tokens} of "
                 "the KV: vLLM and the prefill worker make different prompts of the request, or see another number "
                 "or size of frames"
             )
-        positions = self._positions(request, ticket.num_tokens)
-        self._require_positions(digest_of_positions(positions) == ticket.positions_sha256, ticket.position_rule)
-        self._set_apart(request, offered.salt)
-        return Load(offered, _loaded_tokens(request, ticket.num_tokens))
-
-    def _require_model(self, name: str, config_sha256: str, weights_sha256: str, dtype: str) -> None:
-        if config_sha256 != self._config_sha256:
+        if isinstance(source, Saved):
+            _require_visual(request, source)
+        positions = self._positions(request, facts.num_tokens)
+        if digest_of_positions(positions) != facts.positions_sha256:
+            # vLLM and transformers give them differently to text after a video.
             raise ValueError(
-                f"the KV is of the model {name}, whose config differs from that of {self._model_config.model}"
+                f"the KV was computed at other positions (positions={facts.position_rule!r}) than vLLM gives the "
+                "request: prefill with positions='vllm'"
             )
-        if weights_sha256 != self._weights_sha256:
-            raise ValueError(f"the KV is of the model {name}, which has other weights")
-        own_dtype = str(self._model_config.dtype).removeprefix("torch.")
-        if dtype != own_dtype:
-            raise ValueError(f"the KV is {dtype}, the model computes in {own_dtype}")
+        self._set_apart(request, source.salt)
+        # vLLM computes the last token of every prompt itself, to get its logits.
+        return Load(source, range(min(facts.num_tokens, request.num_prompt_tokens - 1)))
 
-    def _require_sizes(self, ticket: Ticket) -> None:
-        """Check what the model's config implies, because a ticket comes from outside."""
+    def _require_model(self, facts: KVFacts) -> None:
+        """Raise ValueError unless vLLM's model computed the KV, whose sizes may come from outside."""
         config = self._model_config
+        if facts.config_sha256 != self._config_sha256:
+            raise ValueError(
+                f"the KV is of the model {facts.model}, whose config differs from that of {config.model}"
+            )
+        if facts.weights_sha256 != self._weights_sha256:
+            raise ValueError(f"the KV is of the model {facts.model}, which has other weights")
+        own_dtype = str(config.dtype).removeprefix("torch.")
+        if facts.dtype != own_dtype:
+            raise ValueError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
         sizes = (config.get_total_num_hidden_layers(), config.get_total_num_kv_heads(), config.get_head_size())
-        if (ticket.num_layers, ticket.num_kv_heads, ticket.head_dim) != sizes:
-            raise ValueError("the ticket states other numbers of layers, heads or dimensions than the model has")
+        if (facts.num_layers, facts.num_kv_heads, facts.head_dim) != sizes:
+            raise ValueError("the KV has other numbers of layers, heads or dimensions than the model")
 
     def _positions(self, request: Request, num_tokens: int) -> Tensor:
         """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or ``[n]``."""
@@ -109,14 +94,6 @@ class Admission:
             raise ValueError("the positions of the request's video or images are not known to the scheduler")
         positions, _ = self._model.get_mrope_input_positions(request.prompt_token_ids, request.mm_features)
         return positions[:, :num_tokens]
-
-    def _require_positions(self, are_equal: bool, rule: str) -> None:
-        """Check rotary positions, which vLLM and transformers give differently to text after a video."""
-        if not are_equal:
-            raise ValueError(
-                f"the KV was computed at other positions (positions={rule!r}) than vLLM gives the request: "
-                "prefill with positions='vllm'"
-            )
 
     def _set_apart(self, request: Request, salt: str) -> None:
         """Give the request's blocks hashes that no request without this KV has.
@@ -146,33 +123,15 @@ def _require_plain(request: Request) -> None:
         raise ValueError("the request has embeddings instead of token ids")
 
 
-def _require_tokens(request: Request, stored: tuple[int, ...]) -> None:
-    token_ids = request.prompt_token_ids
-    if tuple(token_ids[: len(stored)]) != stored:
-        differing = next(
-            (i for i, (a, b) in enumerate(zip(token_ids, stored, strict=False)) if a != b), len(token_ids)
-        )
-        raise ValueError(
-            f"the prompt of {len(token_ids)} tokens does not begin with the {len(stored)} of the KV: "
-            f"they differ from token {differing} on"
-        )
-
-
-def _require_visual(request: Request, saved: SavedKV) -> None:
+def _require_visual(request: Request, saved: Saved) -> None:
     """Check the video's identity as the client states it, because token ids do not tell what a video shows."""
-    n = saved.manifest.num_tokens
-    shown = [feature for feature in request.mm_features if feature.mm_position.offset < n]
-    for feature in shown:
-        if not feature.identifier.startswith(visual_uuid(saved)):
+    for feature in request.mm_features:
+        shown = feature.mm_position.offset < saved.facts.num_tokens
+        if shown and not feature.identifier.startswith(saved.visual_uuid):
             raise ValueError(
                 f"the request's {feature.modality} is {feature.identifier!r}, which may not be that of the "
-                f"KV: its uuid must be {visual_uuid(saved)!r} (see apbv.integrations.vllm.request_params)"
+                f"KV: its uuid must be {saved.visual_uuid!r} (see apbv.integrations.vllm.request_params)"
             )
-
-
-def _loaded_tokens(request: Request, num_tokens: int) -> range:
-    # vLLM computes the last token of every prompt itself, to get its logits.
-    return range(min(num_tokens, request.num_prompt_tokens - 1))
 
 
 def without_weights(model_class: type[torch.nn.Module], config) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""This module is vLLM's view of the connector: it hands vLLM's calls to the two halves."""
+"""vLLM's view of the connector: it hands vLLM's calls to the two halves."""
 
 from torch import Tensor
 from vllm.config import VllmConfig

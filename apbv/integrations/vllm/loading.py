@@ -1,4 +1,4 @@
-"""This module is the worker's half of the connector: it puts loaded KV into vLLM's paged cache.
+"""The worker's half of the connector: it puts loaded KV into vLLM's paged cache.
 
 A thread for each load receives layers, a few ahead. The engine's thread writes what has arrived between two
 steps of the model, so that requests that are being decoded never wait for a network or a disk.
@@ -32,7 +32,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Fetch:
-    """A Fetch is one load whose layers arrive in the background.
+    """One load whose layers arrive in the background.
 
     Attributes:
         arrived: what has arrived and was not taken: layers, ``[T, H, D]``; at last None, or an error.

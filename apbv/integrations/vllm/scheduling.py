@@ -1,4 +1,4 @@
-"""This module is the scheduler's half of the connector: which requests load KV, and which must fail."""
+"""The scheduler's half of the connector: which requests load KV, and which must fail."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below
 
 @dataclass
 class Entry:
-    """An Entry is what the scheduler knows of a request that names KV.
+    """A request that names KV, as the scheduler knows it.
 
     Attributes:
         load: what it loads; None where the request must fail.
@@ -59,18 +59,15 @@ class Scheduling:
 
     def add(self, request: Request) -> None:
         """Decide whether a new request may have the KV that it names, if it names any."""
-        offered, began = None, time.time()
+        source, began = None, time.time()
         try:
-            offered = self._sources.offered(request)
-            if offered is not None:
-                load = self._admission.admit_offered(request, offered)
-            elif (saved := self._sources.saved(request)) is not None:
-                load = self._admission.admit_saved(request, saved)
-            else:
+            source = self._sources.named_by(request)
+            if source is None:
                 return
+            load = self._admission.admit(request, source)
         except Exception as error:  # whatever this request names, the engine must serve the others
-            if offered is not None:
-                self._drop(offered.ticket)
+            if isinstance(source, Offered):
+                self._drop(source.ticket)
             self._report(request, reason_of(error))
             if self._recomputes:
                 return

@@ -1,4 +1,4 @@
-"""This module says where the KV of a request comes from: a folder that was saved, or hosts that offer it."""
+"""Says where the KV of a request comes from: a folder that was saved, or hosts that offer it."""
 
 import ipaddress
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
-from ...kv.manifest import StorageError
-from ...kv.reader import SavedKV
+from ...kv.facts import KVFacts, StorageError
 from ...kv.remote import TRANSPORTS, RemoteKV
+from ...kv.storage import SavedKV
 from ...kv.ticket import Ticket
 
 Layers = Iterator[tuple[Tensor, Tensor]]
@@ -24,19 +24,36 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows only what is logged below
 
 @dataclass(frozen=True)
 class Saved:
-    """A Saved names one save in a folder.
+    """One save in a folder.
 
     Attributes:
         path: the folder.
         generation: the save that the scheduler saw there.
+        facts: the description of its KV.
+        visual_uuid: the start of the identifiers of a request's video or images; None for a prompt of text.
     """
 
     path: str
     generation: str
+    facts: KVFacts
+    visual_uuid: str | None
+
+    @classmethod
+    def open(cls, path: Path) -> "Saved":
+        """Find KV of a whole prompt, as vLLM reads it.
+
+        Raises:
+            StorageError: there is no usable KV in this folder, or visual tokens were left out of the prompt.
+        """
+        saved = SavedKV.open(path)
+        saved.require_whole_prompt()
+        manifest = saved.manifest
+        uuid = manifest.visual and (manifest.visual.sha256 or manifest.generation)
+        return cls(str(path), manifest.generation, KVFacts.of(manifest), uuid)
 
     @property
     def salt(self) -> str:
-        """What tells requests with this KV from all others in vLLM's prefix cache."""
+        """The text that tells requests with this KV from all others in vLLM's prefix cache."""
         return cache_salt(self.generation)
 
     def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
@@ -54,13 +71,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Offered:
-    """An Offered is KV that waits on the hosts that prefilled it, for this request alone.
+    """KV that waits on the hosts that prefilled it, for this request alone.
 
     Attributes:
         ticket: where, and what it is.
         num_readers: the processes that will fetch a part of it.
         timeout: seconds for a host to answer.
-        transport: how it comes, as of :meth:`apbv.kv.remote.RemoteKV.open`.
+        transport: how it comes, as of :class:`apbv.kv.remote.RemoteKV`.
     """
 
     ticket: Ticket
@@ -69,8 +86,13 @@ class Offered:
     transport: str
 
     @property
+    def facts(self) -> KVFacts:
+        """The description of the KV."""
+        return self.ticket
+
+    @property
     def salt(self) -> str:
-        """What tells requests with this KV from all others in vLLM's prefix cache."""
+        """The text that tells requests with this KV from all others in vLLM's prefix cache."""
         return cache_salt(self.ticket.transfer)
 
     def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
@@ -81,7 +103,7 @@ class Offered:
         Raises:
             StorageError: the KV has ended, or a host cannot be reached or falls silent.
         """
-        with RemoteKV.open(self.ticket, self.timeout, self.num_readers, self.transport) as remote:
+        with RemoteKV(self.ticket, self.timeout, self.num_readers, self.transport) as remote:
             yield from remote.layers(tokens, kv_heads, layers)
             try:
                 remote.confirm()
@@ -144,36 +166,27 @@ class Sources:
         if self._transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {self._transport!r}")
 
-    def offered(self, request: Request) -> Offered | None:
-        """Return what the request's ticket names; None where it has none.
+    def named_by(self, request: Request) -> Saved | Offered | None:
+        """Return the KV that a request names by a ticket or by a folder; None where it names none.
 
         Raises:
-            StorageError: the ticket is malformed.
-            ValueError: it names hosts or a folder that no request may name.
+            StorageError: the ticket is malformed, or there is no usable KV in the folder.
+            ValueError: no request may name these hosts or this folder.
         """
-        ticket = Ticket.from_params(request.kv_transfer_params)
+        params = request.kv_transfer_params
+        ticket = Ticket.from_params(params)
         if ticket is None:
-            return None
+            if not isinstance(params, dict) or "apbv_path" not in params:
+                return None
+            path = params["apbv_path"]
+            if not isinstance(path, str):
+                raise ValueError(f"apbv_path must be a string, not {path!r}")
+            return Saved.open(self._inside_root(path))
         for host, _ in ticket.sources:
             self._require_allowed(host)
         if ticket.path is not None:
             ticket = replace(ticket, path=str(self._inside_root(ticket.path)))
         return Offered(ticket, self._num_readers, self._timeout, self._transport)
-
-    def saved(self, request: Request) -> SavedKV | None:
-        """Open the saved KV that the request names; None where it names none.
-
-        Raises:
-            StorageError: there is no usable KV in the folder, or that of a reduced prompt.
-            ValueError: no request may name this folder.
-        """
-        params = request.kv_transfer_params
-        if not isinstance(params, dict) or "apbv_path" not in params:
-            return None
-        path = params["apbv_path"]
-        if not isinstance(path, str):
-            raise ValueError(f"apbv_path must be a string, not {path!r}")
-        return _open(self._inside_root(path))
 
     def _inside_root(self, path: str) -> Path:
         if self._root is None:
@@ -210,20 +223,9 @@ def request_params(path: str | Path) -> dict[str, Any]:
         StorageError: there is no usable KV in this folder, or that of a reduced prompt.
     """
     path = Path(path).resolve()
-    saved = _open(path)
+    saved = Saved.open(path)
     params = {"kv_transfer_params": {"apbv_path": str(path)}}
-    return params if saved.manifest.visual is None else {**params, "uuid": visual_uuid(saved)}
-
-
-def _open(path: Path) -> SavedKV:
-    """Open KV of a whole prompt, as vLLM reads it.
-
-    Raises:
-        StorageError: there is no usable KV in this folder, or visual tokens were left out of the prompt.
-    """
-    saved = SavedKV.open(path)
-    saved.require_whole_prompt()
-    return saved
+    return params if saved.visual_uuid is None else {**params, "uuid": saved.visual_uuid}
 
 
 def cache_salt(name: str) -> str:
@@ -233,8 +235,3 @@ def cache_salt(name: str) -> str:
     question, so that every save and every transfer has a salt of its own.
     """
     return f"apbv-{name}"
-
-
-def visual_uuid(saved: SavedKV) -> str:
-    """Return the start of the identifiers of a request's video or images, whose token ids are all equal."""
-    return saved.manifest.visual.sha256 or saved.manifest.generation

@@ -1,4 +1,4 @@
-"""This package holds the prefill methods, each a layout and an attention that is called in every layer."""
+"""Holds the prefill methods, each a layout and an attention that is called in every layer."""
 
 from ...config import PrefillConfig
 from .apb import ApbMethod

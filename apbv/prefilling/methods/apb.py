@@ -1,4 +1,4 @@
-"""This module defines APB: one block on every host, the query in a second forward pass, no overlap."""
+"""Defines APB: one block on every host, the query in a second forward pass, no overlap."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""This module computes APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
+"""Computes APB-V's attention (Section 3.3, Algorithm 1), one call per layer on every host.
 
 Legend: A anchor, B(v) context block of virtual host v, Q query; q_A, k_A, v_A their states. Host h holds
 [A | B(h) | B(2H-1-h) | Q], or [A | B(h) | Q] without zigzag. With ``anchor_query`` A is a copy of prefix, question

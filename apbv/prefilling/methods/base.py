@@ -1,4 +1,4 @@
-"""This module defines the interface of a prefill method."""
+"""The interface of a prefill method."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq
 
 
 class PrefillMethod(ABC):
-    """A PrefillMethod computes one prompt's attention on one host, in every layer in place of the model's own.
+    """Computes one prompt's attention on one host, in every layer in place of the model's own.
 
     Attributes:
         name: its name in the config and on the command line.

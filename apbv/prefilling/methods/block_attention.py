@@ -1,4 +1,4 @@
-"""This module attends within a run of tokens over blocks of keys that are chosen anew in every layer."""
+"""Attends within a run of tokens over blocks of keys that are chosen anew in every layer."""
 
 from collections.abc import Iterator
 
@@ -12,25 +12,11 @@ from .block_selection import BLOCK_SELECTION
 
 # Heads choose from so many pairs of blocks at a time. A pair takes some 40 bytes while it is scored and sorted.
 # Of queries three copies in fp32 are made, on a CPU, of a part at a time that takes no more than this.
-_MOST_PAIRS, _PAIR_BYTES, _MOST_WIDE_BYTES = 2**22, 40, 3 * 2**22
-
-
-def block_bytes(config: SparseConfig, heads: int, head_dim: int, num_tokens: int) -> tuple[int, int]:
-    """Return the bytes that the lists of chosen blocks take, and what choosing them takes beside.
-
-    Args:
-        heads: query heads.
-        num_tokens: of a run of tokens that attends to itself.
-    """
-    rows, columns = (-(-num_tokens // size) for size in (config.block_size, config.key_block))
-    pairs = rows * columns
-    at_a_time = min(heads, _heads_at_a_time(pairs))
-    wide = min(3 * 4 * at_a_time * num_tokens * head_dim, _MOST_WIDE_BYTES)
-    return 4 * heads * (pairs + rows), at_a_time * _PAIR_BYTES * pairs + wide
+_MOST_PAIRS, _MOST_WIDE_BYTES = 2**22, 3 * 2**22
 
 
 class BlockAttention:
-    """A BlockAttention chooses blocks, computes them, and counts how many of the scores were computed.
+    """Chooses blocks, computes them, and counts how many of the scores were computed.
 
     Args:
         config: how blocks are chosen; not all of them.
@@ -74,7 +60,7 @@ class BlockAttention:
         """
         sizes = self._config.block_size, self._config.key_block
         numbers = [-(-q.shape[2] // rows) for rows in sizes]
-        most = _heads_at_a_time(q.shape[0] * numbers[0] * numbers[1])
+        most = max(1, _MOST_PAIRS // max(1, q.shape[0] * numbers[0] * numbers[1]))
         parts = list(_split_heads(q.shape[1], k.shape[1], most))
         if len(parts) == 1:
             return ListedBlocks.of(self._kept(q, k, scale, numbers), *sizes)
@@ -99,11 +85,6 @@ class BlockAttention:
         mine = [float(self._num_computed), float(self._num_visible)]
         computed, visible = (sum(column) for column in zip(*hosts.gather_floats(mine), strict=True))
         return computed / visible if visible else None
-
-
-def _heads_at_a_time(pairs: int) -> int:
-    """Return how many heads choose together, each from so many pairs of blocks."""
-    return max(1, _MOST_PAIRS // max(1, pairs))
 
 
 def _split_heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""This module chooses the blocks of keys that a block of queries attends to, for sparse attention of one triangle.
+"""Chooses the blocks of keys that a block of queries attends to, for sparse attention of one triangle.
 
 A function takes q ``[B, Hq, S, D]`` and k ``[B, Hkv, S, D]`` of the same tokens, the scale, the settings, and the
 back end that scores blocks; it returns bool ``[B, Hq, nq, nk]``. Every query head has a choice of its own. Of

@@ -1,4 +1,4 @@
-"""This module chooses blocks of keys as FlexPrefill does, by a pattern that is found for each query head anew.
+"""Chooses blocks of keys as FlexPrefill does, by a pattern that is found for each query head anew.
 
 The paper is Lai et al., *FlexPrefill: A Context-Aware Sparse Attention Mechanism for Efficient Long-Sequence
 Inference* (ICLR 2025). Shapes: B batch, Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S tokens, D

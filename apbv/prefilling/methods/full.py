@@ -1,4 +1,4 @@
-"""This module defines full attention on one host, the exact baseline."""
+"""Defines full attention on one host, the exact baseline."""
 
 from torch import Tensor
 

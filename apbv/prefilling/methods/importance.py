@@ -1,4 +1,4 @@
-"""This module ranks a context block's KV pairs, of which the best l_p are passed on.
+"""Ranks a context block's KV pairs, of which the best l_p are passed on.
 
 Every function takes q_query ``[B, Hq, n_q, D]`` (the query block), q_block ``[B, Hq, l_b, D]`` and k_block
 ``[B, Hkv, l_b, D]`` (one context block) and the score scale, and returns ``[B, Hkv, l_b]`` in fp32 (fp64 for fp64

@@ -1,4 +1,4 @@
-"""This module tries ring-flash-attn, an extra for CUDA, on a small problem before it computes a prompt."""
+"""Tries ring-flash-attn, an extra for CUDA, on a small problem before it computes a prompt."""
 
 from collections.abc import Callable
 from functools import cache

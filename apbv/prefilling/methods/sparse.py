@@ -1,4 +1,4 @@
-"""This module defines sparse attention on one host: the whole prompt, of whose attention blocks are left out."""
+"""Defines sparse attention on one host: the whole prompt, of whose attention blocks are left out."""
 
 from .full import FullMethod
 

@@ -1,4 +1,4 @@
-"""This module defines Star Attention, whose anchor is the whole first block."""
+"""Defines Star Attention, whose anchor is the whole first block."""
 
 from ...config import PrefillConfig
 from ...layout import ContextLayout, star_layout

@@ -1,4 +1,4 @@
-"""This module defines DeepSpeed Ulysses, exact attention that splits the heads over the hosts."""
+"""Defines DeepSpeed Ulysses, exact attention that splits the heads over the hosts."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""This module defines zigzag ring attention, which is exact and passes keys and values round a ring of hosts.
+"""Defines zigzag ring attention, which is exact and passes keys and values round a ring of hosts.
 
 The prompt is cut into 2H chunks, and host h holds chunks h and 2H-1-h (zigzag), so that all hosts have equally
 many (query, key) pairs to compute under the causal mask. Transfers overlap with attention.

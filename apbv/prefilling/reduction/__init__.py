@@ -1,6 +1,6 @@
-"""This package leaves visual tokens out of a prompt.
+"""Leaves visual tokens out of a prompt.
 
-A reduction before the language model is one function, an :data:`.kept.EarlyReducer`: it chooses among the
+A reduction before the language model is one function, an :data:`.frames.EarlyReducer`: it chooses among the
 embeddings of a video's frames, which lie on several hosts. One inside the language model is a class, a
 :class:`.late.LateReducer`: it chooses between layers, by what the layers before have computed.
 """
@@ -8,27 +8,23 @@ embeddings of a video's frames, which lie on several hosts. One inside the langu
 from ...config import PrefillConfig
 from ...input.model_inputs import ModelInputs
 from ...model.parts import ModelParts
+from .by_attention import FastV, PyramidDrop
 from .dycoke import keep_by_dycoke
-from .fastv import FastV
 from .fastvid import keep_by_fastvid
-from .hippo import keep_by_hippo
-from .hippo_attention import HippoAttention
-from .kept import EarlyReducer
+from .frames import EarlyReducer
+from .hippo import HippoAttention
 from .late import LateReducer
-from .pdrop import PyramidDrop
 from .slowfast import keep_slow_and_fast
 from .sparsevlm import SparseVLM
-from .uv_prune import UvPrune
 
 EARLY_REDUCERS: dict[str, EarlyReducer] = {
     "slowfast": keep_slow_and_fast,
     "fastvid": keep_by_fastvid,
     "dycoke": keep_by_dycoke,
-    "hippo": keep_by_hippo,
 }
 
 LATE_REDUCERS: dict[str, type[LateReducer]] = {
-    reducer.name: reducer for reducer in (FastV, PyramidDrop, SparseVLM, UvPrune, HippoAttention)
+    reducer.name: reducer for reducer in (FastV, PyramidDrop, SparseVLM, HippoAttention)
 }
 
 

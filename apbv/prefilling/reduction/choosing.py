@@ -1,15 +1,14 @@
-"""This module ranks visual tokens by their scores, and gathers scores over the hosts.
+"""How many and which visual tokens are left, and what is known of it afterwards.
 
 Of equal scores the earlier token comes first, so that all hosts choose alike.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from ...hosts import HostGroup
-from ...layout import ContextLayout
 
 
 def keep_best(scores: Tensor, count: int) -> Tensor:
@@ -39,29 +38,56 @@ def standardised(scores: Tensor, unit: float | None = None) -> Tensor:
     return (scores - mean) / (spread + rounding).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def lse_over_hosts(lse: Tensor, layout: ContextLayout, hosts: HostGroup) -> Tensor:
-    """Merge a log-sum-exp over each host's keys into that over all hosts'; collective where a prompt is split."""
-    return hosts.all_gather(lse).wait().logsumexp(dim=0) if layout.is_split else lse
+def count_of(share: float, num_tokens: int) -> int:
+    """Return how many tokens a share of some is: rounded, and at least one."""
+    return max(1, round(share * num_tokens))
 
 
-def gather_scores(
-    local: Tensor | None, owned: Sequence[Tensor], hosts: HostGroup, lead: Sequence[int] = ()
-) -> Tensor:
-    """Gather every host's share of lists of scores; collective.
+def shares_of_videos(count: int, lengths: Sequence[int]) -> list[int]:
+    """Share ``count`` tokens out over videos, in proportion to their lengths as far as that comes out even."""
+    shares, before, total = [], 0, sum(lengths)
+    for length in lengths:
+        shares.append((before + length) * count // total - before * count // total)
+        before += length
+    return shares
 
-    Args:
-        local: this host's scores, ``[*lead, T]`` in fp32; None where it has none.
-        owned: for every host, the places of its scores in the lists.
-        lead: the shape of the lists.
 
-    Returns:
-        All scores, ``[*lead, all places]``, on the CPU of every host.
+@dataclass(frozen=True)
+class Reduction:
+    """What was left of a prompt's visual tokens.
+
+    Attributes:
+        method, ratio: as in :class:`apbv.ReduceConfig`.
+        num_before, num_after: the visual tokens of the prompt, and of them those that are left, in the language
+            model's last layers where tokens are left out between layers.
+        kept: ``[num_after]``, ascending, which ones.
+        by_layer: how many there are in every layer, where tokens are left out between layers; else empty.
     """
-    padded = torch.zeros(*lead, max(map(len, owned)), device=hosts.device)
-    if local is not None:
-        padded[..., : local.shape[-1]] = local
-    gathered = hosts.all_gather(padded).wait().cpu()
-    scores = torch.empty(*lead, sum(map(len, owned)))
-    for places, values in zip(owned, gathered, strict=True):
-        scores[..., places] = values[..., : len(places)]
-    return scores
+
+    method: str
+    ratio: float
+    num_before: int
+    num_after: int
+    kept: Tensor = field(repr=False)
+    by_layer: tuple[int, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the figures of a request say of it."""
+        return {
+            "method": self.method,
+            "ratio": self.ratio,
+            "num_video_tokens_before": self.num_before,
+            "num_video_tokens_after": self.num_after,
+            "num_video_tokens_by_layer": list(self.by_layer) or None,
+        }
+
+    def spread(self, scores: Tensor, missing: float = 0.0) -> Tensor:
+        """Return scores of the tokens that are left, ``[num_after]``, as scores of all, ``[num_before]``.
+
+        Args:
+            missing: the score of the others.
+        """
+        spread = torch.full((self.num_before,), missing, dtype=scores.dtype)
+        spread[self.kept] = scores
+        return spread

@@ -1,4 +1,4 @@
-"""This module reduces by temporal token merging, DyCoke's first stage: what hardly changed is left out.
+"""Reduces by temporal token merging, DyCoke's first stage: what hardly changed is left out.
 
 Source: Tao et al., *DyCoke: Dynamic Compression of Tokens for Fast Video Large Language Models* (CVPR 2025),
 Section 3.2. In windows of four frames the first is whole. Tokens of the second and the third are compared with
@@ -16,35 +16,21 @@ What is different here:
   out: it saves no prefill.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...layout import split_evenly
 from .choosing import keep_best, keep_even
-from .frames import SharedVideo
-from .kept import KeptRows
+from .frames import KeptRows, SharedVideo
 
 _WINDOW = 4
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A Compared is a frame of which only what changed is kept.
-
-    Attributes:
-        reference: the frame that it is compared with.
-        count: how many of its tokens are kept.
-    """
-
-    reference: int
-    count: int
-
-
-def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, dict[int, Compared]]:
+def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, dict[int, tuple[int, int]]]:
     """Say which frames are kept whole, and of which others how much; the rest is left out.
+
+    Of others also with which frame they are compared: ``{frame: (reference, count)}``.
 
     Args:
         count: the tokens to keep, at least those of one frame.
@@ -59,7 +45,7 @@ def plan_windows(num_frames: int, frame_size: int, count: int) -> tuple[range, d
     counts = map(len, split_evenly(range(count - len(whole) * frame_size), len(others)))
     back = (0, 1, 2, 1)  # so many steps before a frame, by its number in the window
     return whole, {
-        frame: Compared(frame - back[frame // step % _WINDOW] * step, share)
+        frame: (frame - back[frame // step % _WINDOW] * step, share)
         for frame, share in zip(others, counts, strict=True)
     }
 
@@ -73,9 +59,7 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
     if count < size:
         return KeptRows.chosen(video, keep_even(size, count))
     whole, compared = plan_windows(video.num_frames, size, count)
-    references = [
-        sorted({compared[frame].reference for frame in share if frame in compared}) for share in video.shares
-    ]
+    references = [sorted({compared[frame][0] for frame in share if frame in compared}) for share in video.shares]
     fetched = video.fetch(references, video.embeddings)
     reference = dict(zip(references[video.hosts.rank], fetched, strict=True))
     places = [torch.empty(0, dtype=torch.long)]
@@ -83,8 +67,8 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
         if frame in whole:
             kept = torch.arange(size)
         elif frame in compared:
-            change = -_similarity(rows, reference[compared[frame].reference])
-            kept = keep_best(change.cpu(), compared[frame].count)
+            other, share = compared[frame]
+            kept = keep_best(-_similarity(rows, reference[other]).cpu(), share)
         else:
             continue
         places.append(frame * size + kept)

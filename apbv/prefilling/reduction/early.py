@@ -1,10 +1,10 @@
-"""This module reduces a prompt before the language model: the frames are encoded, and then some tokens left out.
+"""Reduces a prompt before the language model: the frames are encoded, and then some tokens left out.
 
 What is left is a shorter prompt, and the embeddings of its visual tokens where they lie. It is prefilled as any
 other, by any method.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,44 +15,14 @@ from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
 from ...layout import intersect
 from ...model.parts import VIDEO_FAMILIES, ModelParts
+from ...refusals import refuse
 from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows
+from ..memory import Room
 from ..reuse import StoredRows
-from ..room import Room
 from . import EARLY_REDUCERS
-from .frames import SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
-from .kept import EarlyReducer, KeptRows, Reduction
-from .shape import count_of, shares_of_videos
-
-
-@dataclass(frozen=True)
-class ReducedPrompt:
-    """A ReducedPrompt is a prompt with fewer visual tokens, and their embeddings.
-
-    Attributes:
-        inputs: the prompt, without pixels.
-        rows: the source of this host's share of the embeddings.
-        reduction: what was left out.
-    """
-
-    inputs: ModelInputs
-    rows: VisualRows
-    reduction: Reduction
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A Choice says which rows of a prompt are kept.
-
-    Attributes:
-        kept: ``[K]``, ascending, the numbers of the kept rows, the same on every host.
-        patches: for every host, the temporal patches whose kept rows it has.
-        values: ``[k, (1 + L) * d]``, the kept rows of this host's patches.
-    """
-
-    kept: Tensor
-    patches: tuple[range, ...]
-    values: Tensor
+from .choosing import Reduction, count_of, shares_of_videos
+from .frames import EarlyReducer, KeptRows, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
 
 
 def reduces_first(config: PrefillConfig) -> bool:
@@ -73,10 +43,7 @@ def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig 
         return
     if family not in VIDEO_FAMILIES:
         raise ValueError(f"{config.method} leaves visual tokens out, and {family} models read text only")
-    if reuse is not None and reuse.mode == "kv":
-        raise ValueError(
-            f"{config.method} chooses visual tokens anew for every prompt: it works with reuse='exact' only"
-        )
+    refuse(kv_reuse=reuse is not None and reuse.mode == "kv", reduction=config.method)
 
 
 def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
@@ -101,8 +68,11 @@ def reduce_prompt(
     room: Room,
     config: PrefillConfig,
     timer: StageTimer,
-) -> ReducedPrompt:
+) -> tuple[ModelInputs, VisualRows, Reduction]:
     """Encode this host's share of a prompt's frames, and leave out visual tokens; collective.
+
+    Returns:
+        The shorter prompt, without pixels, the source of this host's share of its embeddings, and what was left.
 
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
@@ -122,16 +92,16 @@ def reduce_prompt(
         rows = all_rows(parts, visual, source, num_bytes)
     with hosts.collective_stage("reduction"), room.explained("reduction"), timer.stage("exchange"):
         count = count_of(settings.ratio, num_in_frames(parts, inputs))
-        choice = choose_rows(parts, inputs, rows, hosts, EARLY_REDUCERS[settings.method], count)
-        shorter = _with_rows(parts, inputs, choice)
-    shorter = replace(shorter, visual=replace(shorter.visual, chunk_bytes=num_bytes))
-    reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(choice.kept), choice.kept)
-    return ReducedPrompt(shorter, StoredRows(choice.values, shorter.visual, parts.device), reduction)
+        stays, patches, values = choose_rows(parts, inputs, rows, hosts, EARLY_REDUCERS[settings.method], count)
+        shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
+    kept = stays.nonzero().flatten()
+    reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
+    return shorter, StoredRows(values, shorter.visual, parts.device), reduction
 
 
 def choose_rows(
     parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, reducer: EarlyReducer, count: int
-) -> Choice:
+) -> tuple[Tensor, tuple[range, ...], Tensor]:
     """Choose some of the tokens of a prompt's frames; collective.
 
     All visual tokens that belong to no frame of a video are kept.
@@ -140,6 +110,10 @@ def choose_rows(
         rows: ``[rows of this host's share, (1 + L) * d]``.
         count: how many tokens of frames are kept, over all videos; each keeps the same share, as far as that comes
             out even.
+
+    Returns:
+        Which visual tokens stay, bool ``[rows]``, the same on every host; for every host, the temporal patches
+        whose kept rows it has; and the kept rows of this host's patches, ``[k, (1 + L) * d]``.
     """
     visual, videos = inputs.visual, videos_of(parts, inputs)
     kept = torch.ones(visual.num_rows, dtype=torch.bool)
@@ -164,7 +138,7 @@ def choose_rows(
             owned[host].append(range(video.patches.start + frames.start, video.patches.start + frames.stop))
         values += [found.values, _ending_rows(visual, video, rows, owned, hosts)]
     keep_all(range(done, visual.num_temporal_patches))
-    return Choice(kept.nonzero().flatten(), _joined(owned), torch.cat(values))
+    return kept, _joined(owned), torch.cat(values)
 
 
 def _agreed_mask(found: KeptRows, video: SharedVideo) -> Tensor:
@@ -214,11 +188,11 @@ def _joined(owned: list[list[range]]) -> tuple[range, ...]:
     return tuple(joined)
 
 
-def _with_rows(parts: ModelParts, inputs: ModelInputs, choice: Choice) -> ModelInputs:
+def _with_rows(
+    parts: ModelParts, inputs: ModelInputs, kept: Tensor, patches: tuple[range, ...], chunk_bytes: int
+) -> ModelInputs:
     """Return the prompt without the visual tokens that are not kept; the others stay at their positions."""
     visual = inputs.visual
-    kept = torch.zeros(visual.num_rows, dtype=torch.bool)
-    kept[choice.kept] = True
     stays = ~parts.is_visual(inputs.input_ids[0])
     stays[~stays] = kept
     starts = torch.nn.functional.pad(kept.long().cumsum(0), (1, 0))[list(visual.row_starts)]
@@ -228,5 +202,7 @@ def _with_rows(parts: ModelParts, inputs: ModelInputs, choice: Choice) -> ModelI
         position_ids=inputs.position_ids[..., stays],
         context_start=int(stays[: inputs.context_start].sum()),
         query_start=int(stays[: inputs.query_start].sum()),
-        visual=replace(visual, patches=choice.patches, row_starts=tuple(starts.tolist()), pixels=None),
+        visual=replace(
+            visual, patches=patches, row_starts=tuple(starts.tolist()), pixels=None, chunk_bytes=chunk_bytes
+        ),
     )

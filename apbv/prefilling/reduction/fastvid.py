@@ -1,4 +1,4 @@
-"""This module reduces by density: each segment of similar frames keeps salient tokens, and merges the rest.
+"""Reduces by density: each segment of similar frames keeps salient tokens, and merges the rest.
 
 Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025).
 
@@ -21,7 +21,7 @@ What is different here:
   add noise instead.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from torch.nn import functional
 
 from ...layout import split_evenly
 from .choosing import keep_best
-from .frames import SharedVideo
-from .kept import KeptRows
+from .frames import KeptRows, SharedVideo
 
 _NUM_SEGMENTS = 8  # c
 _ALIKE = 0.9  # tau
@@ -39,9 +38,8 @@ _NUM_NEIGHBOURS = 4  # k
 _OWN_SHARE = 0.6  # beta
 
 
-@dataclass(frozen=True)
-class Budget:
-    """A Budget says how many tokens of a segment's frames are kept.
+class Budget(NamedTuple):
+    """How many tokens of a segment's frames are kept.
 
     Attributes:
         salient: for every frame of the segment, how many by their salience.

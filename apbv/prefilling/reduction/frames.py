@@ -1,9 +1,9 @@
-"""This module lays the visual embeddings of a prompt's video out as frames, which lie on several hosts.
+"""Lays the visual embeddings of a prompt's video out as frames, which lie on several hosts.
 
 A *frame* is a temporal patch here: what the model makes of one frame, or of several that it merges.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from ...model.parts import ModelParts
 
 @dataclass(frozen=True)
 class SharedVideo:
-    """A SharedVideo is a video whose frames' embeddings lie on the hosts that encoded them.
+    """A video whose frames' embeddings lie on the hosts that encoded them.
 
     Attributes:
         rows: ``[F, h * w, (1 + L) * d]`` of this host's F frames, with the L vectors of deepstack.
@@ -88,15 +88,43 @@ class SharedVideo:
         if self.replicated:
             local = self.hosts.broadcast(local.contiguous())  # so that all of them choose by the same numbers
             return local.cpu()
-        padded = local.new_zeros(max(map(len, self.shares)), *local.shape[1:])
-        padded[: len(local)] = local
-        gathered = self.hosts.all_gather(padded).wait().cpu()
-        return torch.cat([rows[: len(share)] for rows, share in zip(gathered, self.shares, strict=True)])
+        return torch.cat(self.hosts.gather_rows(local, [*map(len, self.shares)]).wait()).cpu()
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows of a video that a host has after a reduction.
+
+    Attributes:
+        frames: the numbers of the frames to which they belong; in the hosts' order these are all frames.
+        places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
+        values: ``[K, (1 + L) * d]``. A row that was made of several has the place of one of them.
+    """
+
+    frames: range
+    places: Tensor
+    values: Tensor
+
+    @classmethod
+    def chosen(cls, video: SharedVideo, places: Tensor) -> "KeptRows":
+        """Keep rows as they are.
+
+        Args:
+            places: ``[K]``, ascending, which ones; those of other hosts' frames are ignored.
+        """
+        first, size = video.mine.start * video.frame_size, len(video.mine) * video.frame_size
+        places = places[(places >= first) & (places < first + size)]
+        values = video.rows.flatten(0, 1)[(places - first).to(video.rows.device)]
+        return cls(video.mine, places, values)
+
+
+# Keeps ``count`` tokens of a video, or fewer where that does not come out even, and at least one; collective.
+EarlyReducer = Callable[[SharedVideo, int], KeptRows]
 
 
 @dataclass(frozen=True)
 class VideoPlace:
-    """A VideoPlace says where a video lies among a prompt's temporal patches and rows.
+    """Says where a video lies among a prompt's temporal patches and rows.
 
     Attributes:
         patches: its temporal patches.

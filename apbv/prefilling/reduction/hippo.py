@@ -1,8 +1,7 @@
-"""This module scores visual tokens as HIPPO does: by change over time, variety in space, and attention.
+"""Scores visual tokens as HIPPO does: by change over time, variety in space, and attention.
 
 Source: *HIPPO: Accelerating Video Large Language Models Inference via Holistic-aware Parallel Speculative
-Decoding*, Section 5.1. There the scores choose what a draft sees. As a reduction before the language model, time
-and space choose alone what the model itself sees: the question's attention is not known before it has run.
+Decoding*, Section 5.1.
 """
 
 from collections.abc import Collection
@@ -10,19 +9,17 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ...config import ReduceConfig
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...kernels import spatial_variety, temporal_change
 from ...model.parts import ModelParts
-from .choosing import keep_best, standardised
-from .frames import SharedVideo, shared_video, videos_of
-from .kept import KeptRows
-
-
-def keep_by_hippo(video: SharedVideo, count: int) -> KeptRows:
-    """Keep the ``count`` tokens of the whole video with the highest s_temp + s_spa; collective."""
-    best = keep_best(visual_semantics(video, ("time", "space")).flatten(), count)
-    return KeptRows.chosen(video, best)
+from ..moving import move_rows
+from ..stages import HiddenRows, Stage
+from .attention import Relevance
+from .choosing import count_of, keep_best, standardised
+from .frames import SharedVideo, num_in_frames, shared_video, videos_of
+from .late import LateReducer, Selection
 
 
 def visual_semantics(video: SharedVideo, terms: Collection[str]) -> Tensor:
@@ -85,3 +82,50 @@ def with_relevance(parts: ModelParts, inputs: ModelInputs, semantics: Tensor, at
         place = slice(video.in_frames.start, video.in_frames.stop)
         scores[place] += standardised(attention[place].view(-1, video.height * video.width)).flatten()
     return scores
+
+
+class HippoAttention(LateReducer):
+    """HippoAttention keeps, behind the first K layers, the tokens of a video with HIPPO's highest scores (Eq. 7).
+
+    *HIPPO: Accelerating Video Large Language Models Inference via Holistic-aware Parallel Speculative Decoding*
+    (Section 5.1) adds three terms, each z-scored within a frame:
+
+    - s_attn, the question's attention: softmax over the visual tokens only, mean over layers, heads and the
+      question's tokens (Eq. 2);
+    - s_temp, how much a token's embedding differs from those at the same place in the frames beside it (Eq. 4);
+    - s_spa, the variance of its similarities to the tokens around it (Eq. 6).
+
+    What differs: there the score chooses what a draft sees, and nothing is lost. s_attn is there the mean over all
+    layers of the target, after which nothing could be saved; here it is that over the K layers which have run, by
+    default half of all. Tokens are chosen over all videos at once. Images, and a separator behind a video, have no
+    frames beside them and are never left out; ``ratio`` is the share of the others.
+    """
+
+    name = "hippo_attention"
+
+    @staticmethod
+    def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
+        return (settings.layer or max(1, num_layers // 2),)
+
+    def enter(self, stage: Stage, rows: HiddenRows) -> None:
+        """Score time and space, from the embeddings, which every host gets of the frames that it encoded."""
+        visual, hosts = stage.is_visual.nonzero().flatten(), stage.hosts
+        wanted = [visual[piece.start : piece.stop] for piece in self.inputs.visual.pieces]
+        mine = stage.states_of(stage.owned_visual[hosts.rank], rows, self.parts)
+        frames = move_rows(mine, stage.owned_visual, stage.owner, wanted, hosts)
+        self._semantics = hosts.mean_over_members(
+            local_semantics(self.parts, self.inputs, frames, hosts, ("time", "space"))
+        )
+
+    def watcher(self, stage: Stage) -> Relevance:
+        return Relevance()
+
+    def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
+        count = _num_left(self.settings, self.num_visual, num_in_frames(self.parts, self.inputs))
+        scores = with_relevance(self.parts, self.inputs, self._semantics, attention)
+        return Selection(keep_best(scores, count))
+
+
+def _num_left(settings: ReduceConfig, num_visual: int, num_in_videos: int) -> int:
+    """Return how many visual tokens are left, of which only those of videos' frames are ever left out."""
+    return num_visual - num_in_videos + count_of(settings.ratio, num_in_videos)

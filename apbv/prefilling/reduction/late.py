@@ -1,27 +1,25 @@
-"""This module defines the interface of reducers that drop visual tokens between layers of the language model."""
+"""Dropping visual tokens between layers of the language model: what a reducer says, and how a prefill goes on."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...config import PrefillConfig, ReduceConfig
 from ...input.model_inputs import ModelInputs
-from ...layout import ContextLayout
+from ...kv.cache import ShardedCache
+from ...layout import ContextLayout, single_host_layout
 from ...model.parts import ModelParts
-from ...model.sizes import DecoderSizes
-from ..stages import HiddenRows, Stage
-from .kept import Reduction
-from .question_attention import MixedAttention, WantedAttention
-from .shape import PromptShape, count_of
+from ..methods import PrefillMethod, method_alone
+from ..stages import HiddenRows, Stage, Watcher, next_rows, run_stage
+from .choosing import Reduction, count_of
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A Choice says which of a stage's visual tokens the next stage has.
+class Selection(NamedTuple):
+    """Which of a stage's visual tokens the next stage has.
 
     Attributes:
         left: their numbers among the stage's visual tokens, int64, ascending; at least one.
@@ -32,20 +30,6 @@ class Choice:
     left: Tensor
     merged: Tensor | None = None
     values: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Remainder:
-    """A Remainder bounds how many visual tokens are left behind some of the layers, before they are chosen.
-
-    Attributes:
-        behind: so many decoder layers have run.
-        fewest, most: the bounds; the same number where it does not depend on what the layers compute.
-    """
-
-    behind: int
-    fewest: int
-    most: int
 
 
 def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
@@ -65,7 +49,7 @@ def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
 
 
 class LateReducer(ABC):
-    """A LateReducer chooses, between stages of one prompt's prefill, which visual tokens the next stage has.
+    """Chooses, between stages of one prompt's prefill, which visual tokens the next stage has.
 
     Every method is called on all hosts, and collective.
 
@@ -97,52 +81,20 @@ class LateReducer(ABC):
     def choose_layers(settings: ReduceConfig, num_layers: int) -> tuple[int, ...]:
         """Return behind how many layers tokens are dropped, ascending, each in 1 .. num_layers - 1."""
 
-    @classmethod
-    def remainders(cls, settings: ReduceConfig, num_layers: int, shape: PromptShape) -> tuple[Remainder, ...]:
-        """Return what will be left behind each of the layers; by default every step leaves the same share.
-
-        Args:
-            shape: of the whole prompt.
-        """
-        layers = cls.choose_layers(settings, num_layers)
-        shares = [settings.ratio ** (step / len(layers)) for step in range(1, len(layers) + 1)]
-        counts = [count_of(share, shape.num_visual) for share in shares]
-        return tuple(Remainder(layer, count, count) for layer, count in zip(layers, counts, strict=True))
-
-    @staticmethod
-    def num_asking(num_question: int, sizes: DecoderSizes) -> int:
-        """Return of how many of the question's tokens times heads, at most, attention is computed at a time.
-
-        By default it is not wanted.
-        """
-        return 0
-
-    def enter(self, stage: Stage, rows: "OwnedRows") -> None:  # noqa: B027  (most need not see it)
+    def enter(self, stage: Stage, rows: HiddenRows) -> None:  # noqa: B027  (most need not see it)
         """See what goes into a stage behind which tokens are dropped; by default nothing is done."""
 
-    def raters(self, stage: Stage) -> Tensor | None:
-        """Return whose attention in the stage's last layer is wanted: ``[R, n_q]``, R mixtures of the question's.
-
-        A row holds the weight of each of the question's tokens. None: no attention is wanted.
-        """
-        return None
-
-    def wanted_attention(self, stage: Stage, is_visual: Tensor) -> WantedAttention | None:
-        """Return which attention is wanted, by default that of :meth:`raters`; None: none is.
-
-        Args:
-            is_visual: which of the stage's tokens are visual, bool ``[n_s]``.
-        """
-        raters = self.raters(stage)
-        return None if raters is None else MixedAttention(stage, is_visual, raters)
+    def watcher(self, stage: Stage) -> Watcher:
+        """Return what looks on at a stage; by default that sees nothing."""
+        return Watcher()
 
     @abstractmethod
-    def choose(self, stage: Stage, rows: "OwnedRows", attention: Tensor | None) -> Choice:
-        """Choose among the stage's visual tokens, from what came out of its last layer.
+    def choose(self, stage: Stage, rows: HiddenRows, seen: Any) -> Selection:
+        """Choose among the stage's visual tokens.
 
         Args:
-            attention: ``[R, visual tokens]`` in fp32, on the CPU of every host: the attention to each visual token
-                that :meth:`wanted_attention` asked for, mean over heads; None where none was wanted.
+            rows: what came out of its last layer.
+            seen: the result of :meth:`watcher`'s.
         """
 
     def reduction(self, left: Tensor, layouts: Sequence[ContextLayout]) -> Reduction | None:
@@ -166,51 +118,43 @@ class LateReducer(ABC):
         return count_of(share, self.num_visual)
 
 
-@dataclass(frozen=True)
-class OwnedRows:
-    """An OwnedRows shows the hidden states of the tokens that this host owns, before or behind a stage.
+def run_and_reduce(
+    stage: Stage, layers: range, rows: HiddenRows, cache: ShardedCache, reducer: LateReducer
+) -> tuple[Stage, HiddenRows]:
+    """Run a stage, and return the next one, with fewer visual tokens, and what goes into it here; collective.
 
-    Attributes:
-        parts: the model.
-        stage: the stage.
-        rows: the hidden states of this host's local tokens.
-        is_visual: which tokens of the stage are visual, bool ``[n_s]``.
+    Args:
+        layers: those of the next stage.
     """
+    parts, inputs = reducer.parts, reducer.inputs
+    reducer.enter(stage, rows)
+    watcher = reducer.watcher(stage)
+    watcher.begin(stage)
+    rows = run_stage(stage, parts, inputs, rows, cache, watcher)
+    choice = reducer.choose(stage, rows, watcher.result())
+    visual, stays = stage.is_visual.nonzero().flatten(), ~stage.is_visual
+    stays[visual[choice.left]] = True
+    left = stays.nonzero().flatten()
+    following = stage.next(_method_for(stage, left, reducer), layers, left)
+    rows = next_rows(stage, following, left, rows, parts)
+    if choice.merged is not None:
+        local, merged = left[following.local[stage.hosts.rank]], visual[choice.merged]
+        here = torch.isin(local, merged).nonzero().flatten()
+        device, places = rows.local.device, torch.searchsorted(merged, local[here])
+        rows.local[0, here.to(device)] = choice.values[places.to(device)]
+    return following, rows
 
-    parts: ModelParts
-    stage: Stage
-    rows: HiddenRows
-    is_visual: Tensor
 
-    @property
-    def visual_tokens(self) -> list[Tensor]:
-        """For every host the visual tokens that it owns, by their numbers in the stage."""
-        return [tokens[self.is_visual[tokens]] for tokens in self.stage.owned]
-
-    @property
-    def visual_numbers(self) -> list[Tensor]:
-        """For every host the visual tokens that it owns, by their numbers among the stage's visual tokens."""
-        numbers = self.is_visual.long().cumsum(0) - 1
-        return [numbers[tokens] for tokens in self.visual_tokens]
-
-    def visual(self) -> Tensor:
-        """Return the hidden states of the visual tokens that this host owns, ``[T, d]``."""
-        return self._of(self.visual_tokens[self.stage.hosts.rank])
-
-    @property
-    def question_tokens(self) -> list[Tensor]:
-        """For every host the tokens of the question that it owns, by their numbers in the stage."""
-        return [tokens[tokens >= self.stage.query_start] for tokens in self.stage.owned]
-
-    def question(self) -> Tensor:
-        """Return the hidden states of the question's tokens that this host owns, ``[T, d]``."""
-        tokens = self.question_tokens[self.stage.hosts.rank]
-        if self.rows.query is not None:
-            return self.rows.query[0, (tokens - self.stage.query_start).to(self.rows.query.device)]
-        return self._of(tokens)
-
-    def _of(self, tokens: Tensor) -> Tensor:
-        if self.rows.local is None:
-            parts = self.parts
-            return torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
-        return self.rows.local[0, self.stage.rows_of(tokens).to(self.rows.local.device)]
+def _method_for(stage: Stage, left: Tensor, reducer: LateReducer) -> PrefillMethod:
+    """Return the method of the next stage, with a layout of the tokens that are left."""
+    method, query_start = stage.method, int((left < stage.query_start).sum())
+    context_start = min(reducer.inputs.context_start, query_start)
+    kind, config, hosts = type(method), reducer.config, stage.hosts
+    if config.anchor_len is not None and config.anchor_len >= query_start:
+        config = replace(config, anchor_len=None)  # one for all of the prompt would leave no context
+    layout = kind.plan(hosts.size, len(left), context_start, query_start, config)
+    if not (stage.layout.is_split and layout.is_split):  # once host 0 has all of it, it goes on alone
+        kind, layout = method_alone(config), single_host_layout(hosts.size, len(left))
+    following = kind(layout, hosts, config)
+    following.blocks = method.blocks  # which counts what it computes
+    return following

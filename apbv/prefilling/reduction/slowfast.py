@@ -1,4 +1,4 @@
-"""This module reduces by a slow and a fast pathway: few frames in full, all others pooled.
+"""Reduces by a slow and a fast pathway: few frames in full, all others pooled.
 
 Source: Xu et al., *SlowFast-LLaVA: A Strong Training-Free Baseline for Video Large Language Models*, which the
 paper of APB-V compares with.
@@ -16,22 +16,20 @@ What is different here:
 - Where there are fewer tokens to keep than frames, evenly spaced frames keep one each.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .choosing import keep_even
-from .frames import SharedVideo
-from .kept import KeptRows
+from .frames import KeptRows, SharedVideo
 
 _FAST_SHARE = 4  # the fast pathway takes a quarter of all tokens
 
 
-@dataclass(frozen=True)
-class Pathways:
-    """A Pathways says which frames are kept in full, and how the others are pooled.
+class Pathways(NamedTuple):
+    """Which frames are kept in full, and how the others are pooled.
 
     Attributes:
         slow: the frames in full.
@@ -57,12 +55,6 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> Pathw
     )
     slow = frozenset(keep_even(num_frames, num_slow).tolist())
     return Pathways(slow, frozenset(range(num_frames)) - slow, side)
-
-
-def num_kept_by_slowfast(num_frames: int, height: int, width: int, count: int) -> int:
-    """Return how many of at most ``count`` tokens are kept of a video of T frames of h * w tokens."""
-    paths = plan_pathways(num_frames, height, width, count)
-    return len(paths.slow) * height * width + len(paths.fast) * _num_squares(height, width, paths.side)
 
 
 def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:

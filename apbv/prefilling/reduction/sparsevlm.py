@@ -1,15 +1,14 @@
-"""This module defines SparseVLM, which asks only the words that matter, and merges some of what it drops."""
+"""Defines SparseVLM, which asks only the words that matter, and merges some of what it drops."""
 
 import torch
 from torch import Tensor
 
 from ...config import ReduceConfig
-from ...model.sizes import DecoderSizes
 from ..moving import move_rows
-from ..stages import Stage
+from ..stages import HiddenRows, Stage
+from .attention import QuestionAttention
 from .choosing import keep_best
-from .late import Choice, LateReducer, OwnedRows, Remainder
-from .shape import PromptShape
+from .late import LateReducer, Selection
 
 # Behind so many of 32 layers the paper drops tokens.
 _STEPS, _DEPTH = (2, 6, 15), 32
@@ -47,30 +46,14 @@ class SparseVLM(LateReducer):
         steps = {first + round((step - _STEPS[0]) * depth) for step in _STEPS}
         return tuple(sorted(layer for layer in steps if layer < num_layers))
 
-    @classmethod
-    def remainders(cls, settings: ReduceConfig, num_layers: int, shape: PromptShape) -> tuple[Remainder, ...]:
-        """See :meth:`LateReducer.remainders`; the rank lies between 0 and the question's tokens."""
-        found, fewest, most = [], shape.num_visual, shape.num_visual
-        layers = cls.choose_layers(settings, num_layers)
-        for layer in layers:
-            fewest = _num_left(fewest, _num_dropped(settings, len(layers), fewest, 0))
-            rank = min(shape.num_question, most)
-            most = _num_left(most, _num_dropped(settings, len(layers), most, rank))
-            found.append(Remainder(layer, fewest, most))
-        return tuple(found)
-
-    @staticmethod
-    def num_asking(num_question: int, sizes: DecoderSizes) -> int:
-        return num_question * sizes.heads // sizes.kv_heads
-
-    def enter(self, stage: Stage, rows: OwnedRows) -> None:
+    def enter(self, stage: Stage, rows: HiddenRows) -> None:
         if stage.layers.start == 0:
-            self._raters = _find_raters(stage, rows)
+            self._raters = self._find_raters(stage, rows)
 
-    def raters(self, stage: Stage) -> Tensor:
-        return torch.eye(len(stage.question))[self._raters]
+    def watcher(self, stage: Stage) -> QuestionAttention:
+        return QuestionAttention(torch.eye(len(stage.question))[self._raters])
 
-    def choose(self, stage: Stage, rows: OwnedRows, attention: Tensor) -> Choice:
+    def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
         num_visual = attention.shape[1]
         # Of a matrix in fp32, as in the paper's program: singular values within its rounding count as 0. Of what
         # is not finite there would be an error, which would break the group of hosts.
@@ -83,10 +66,23 @@ class SparseVLM(LateReducer):
         dropped[kept] = False
         dropped = dropped.nonzero().flatten()
         if not len(dropped):
-            return Choice(kept)
+            return Selection(kept)
         recycled = dropped[keep_best(scores[dropped], _num_recycled(len(dropped)))]
-        centres, values = _merge(stage, rows, recycled)
-        return Choice(torch.cat([kept, centres]).sort().values, centres, values)
+        centres, values = _merge(stage, self._visual_states(stage, rows), recycled)
+        return Selection(torch.cat([kept, centres]).sort().values, centres, values)
+
+    def _visual_states(self, stage: Stage, rows: HiddenRows) -> Tensor:
+        return stage.states_of(stage.owned_visual[stage.hosts.rank], rows, self.parts)
+
+    def _find_raters(self, stage: Stage, rows: HiddenRows) -> Tensor:
+        """Return the places of the raters among the question's tokens, the same on every host; collective."""
+        hosts, question = stage.hosts, torch.arange(stage.query_start, stage.num_tokens)
+        held = [tokens[tokens >= stage.query_start] for tokens in stage.owned]
+        states = stage.states_of(held[hosts.rank], rows, self.parts)
+        states = move_rows(states, held, stage.owner, [question] * hosts.size, hosts)
+        fits = (self._visual_states(stage, rows).float() @ states.float().T).softmax(dim=1).sum(dim=0)
+        fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
+        return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown
 
 
 def _num_dropped(settings: ReduceConfig, num_steps: int, num_visual: int, rank: int) -> int:
@@ -105,33 +101,18 @@ def _num_clusters(num_recycled: int) -> int:
     return num_recycled // _TOKENS_PER_CLUSTER + 1
 
 
-def _num_left(num_visual: int, num_dropped: int) -> int:
-    """Return how many of V visual tokens a step leaves; never more of fewer tokens."""
-    merged = _num_clusters(_num_recycled(num_dropped)) if num_dropped else 0
-    return num_visual - num_dropped + merged
-
-
-def _find_raters(stage: Stage, rows: OwnedRows) -> Tensor:
-    """Return the places of the raters among the question's tokens, the same on every host; collective."""
-    hosts = stage.hosts
-    question = torch.arange(stage.question.start, stage.question.stop)
-    states = move_rows(rows.question(), rows.question_tokens, stage.owner, [question] * hosts.size, hosts)
-    fits = (rows.visual().float() @ states.float().T).softmax(dim=1).sum(dim=0)
-    fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
-    return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown
-
-
-def _merge(stage: Stage, rows: OwnedRows, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(stage: Stage, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Merge some visual tokens to fewer; return the tokens that stand for them, ascending, and their states.
 
     Collective. Host 0 clusters, so that all hosts have the same clusters.
 
     Args:
+        states: of the visual tokens that this host keeps.
         chosen: numbers among the stage's visual tokens, ascending.
     """
-    hosts, tokens = stage.hosts, rows.is_visual.nonzero().flatten()[chosen]
+    hosts, tokens = stage.hosts, stage.is_visual.nonzero().flatten()[chosen]
     wanted = [tokens] + [tokens[:0]] * (hosts.size - 1)
-    states = move_rows(rows.visual(), rows.visual_tokens, stage.owner, wanted, hosts)
+    states = move_rows(states, stage.owned_visual, stage.owner, wanted, hosts)
     count = _num_clusters(len(chosen))
     found = None
     if hosts.is_leader:

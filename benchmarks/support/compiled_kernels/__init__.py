@@ -1,1 +1,1 @@
-"""This package compiles the Triton kernels for GPUs that need not be here, and reads what became of them."""
+"""Compiles the Triton kernels for GPUs that need not be here, and reads what became of them."""

@@ -1,4 +1,4 @@
-"""This module reads what a kernel was compiled into: its memory, and the instructions of its loops."""
+"""Reads what a kernel was compiled into: its memory, and the instructions of its loops."""
 
 import ast
 import re
@@ -60,7 +60,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """A Loop is what a thread repeats.
+    """What a thread repeats.
 
     Attributes:
         instructions: of one round, those of loops within it included.

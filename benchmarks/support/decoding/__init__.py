@@ -1,1 +1,1 @@
-"""This package measures decoding over long KV."""
+"""Measures decoding over long KV."""

@@ -1,4 +1,4 @@
-"""This module decodes several answers in one batch, beside one after the other."""
+"""Decodes several answers in one batch, beside one after the other."""
 
 import statistics
 import time
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from apbv import HostGroup, SamplingConfig
+from apbv import HostGroup, SamplingParams
 from apbv.decode.answer import Answer, generate_tokens
 from apbv.decode.batch import Batch
 from apbv.decode.batch_steps import BatchRunner, OwnKV
-from apbv.decode.decoder import Decoder
+from apbv.decode.runner import Decoder
 from apbv.input.request import Question, Request
 from apbv.kv.placement import GatheredKV
 from apbv.model.attention import apbv_attention
@@ -29,7 +29,7 @@ ALONE, TOGETHER = "apbv, one after the other", "apbv, in a batch"
 
 
 class Prompt:
-    """A Prompt is random KV of so many tokens, and logits that begin an answer to it."""
+    """Random KV of so many tokens, and logits that begin an answer to it."""
 
     def __init__(self, parts: ModelParts, cache: DynamicCache, logits: Tensor):
         num_tokens = cache.get_seq_length()
@@ -63,7 +63,7 @@ def measure_batch(
     """Decode so many tokens of every answer, one after the other and in one batch, in turn."""
     alone, together = BatchWay(ALONE), BatchWay(TOGETHER)
     hosts = prompts[0].kv.hosts
-    sampling = SamplingConfig(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
+    sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
     request = Request(Question(), StageTimer(hosts), sampling=sampling)
     with apbv_attention(parts.language_model):
         together.error = _error(parts, prompts)

@@ -1,4 +1,4 @@
-"""This module runs one decoding step in several ways, compares their logits, and times them."""
+"""Runs one decoding step in several ways, compares their logits, and times them."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from apbv import HostGroup
-from apbv.decode.decoder import Decoder
+from apbv.decode.runner import Decoder
 from apbv.kv.placement import GatheredKV
 from apbv.model.parts import ModelParts
 from apbv.stats import synchronize

@@ -1,1 +1,1 @@
-"""This package trains the demo's target and its draft."""
+"""Trains the demo's target and its draft."""

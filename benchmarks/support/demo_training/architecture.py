@@ -1,4 +1,4 @@
-"""This module builds the demo's two models, untrained, and saves them as checkpoints."""
+"""Builds the demo's two models, untrained, and saves them as checkpoints."""
 
 import json
 from pathlib import Path

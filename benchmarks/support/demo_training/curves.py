@@ -1,4 +1,4 @@
-"""This module plots a training's history."""
+"""Plots a training's history."""
 
 from pathlib import Path
 

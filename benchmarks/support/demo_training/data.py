@@ -1,4 +1,4 @@
-"""This module draws training data: shots from real H.264 files, joined to clips and packed with questions."""
+"""Draws training data: shots from real H.264 files, joined to clips and packed with questions."""
 
 from dataclasses import dataclass
 from io import BytesIO

@@ -1,4 +1,4 @@
-"""This module trains the demo's target from scratch, or distils its draft from the target.
+"""Trains the demo's target from scratch, or distils its draft from the target.
 
 What makes so short a training work:
 

@@ -1,4 +1,4 @@
-"""This module computes what the models make of training batches, faster than their own forward passes do."""
+"""Computes what the models make of training batches, faster than their own forward passes do."""
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 

@@ -1,1 +1,1 @@
-"""This package asks a model the questions of a benchmark, and scores its answers."""
+"""Asks a model the questions of a benchmark, and scores its answers."""

@@ -1,4 +1,4 @@
-"""This module reads which option an answer names, and compares open answers."""
+"""Reads which option an answer names, and compares open answers."""
 
 import re
 import string

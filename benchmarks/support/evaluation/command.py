@@ -1,4 +1,4 @@
-"""This module is the command line of the benchmarks that ask a user's own questions."""
+"""The command line of the benchmarks that ask a user's own questions."""
 
 import argparse
 import json
@@ -12,7 +12,6 @@ from typing import Any
 from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES, DecodeConfig
 from apbv.hosts import run_on_hosts
-from apbv.hosts.simulated import share_weights, simulate
 from apbv.launch.options import (
     OptionParser,
     add_draft_options,
@@ -32,6 +31,7 @@ from .running import Asking, answer_all, units_of
 from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
 from .samples import digest_of as digest_of_samples
 from .scoring import Score, markdown, plot, score, summary
+from support.simulated import share_weights, simulate
 
 # Options of an engine on which no answer depends.
 _WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "save_kept", "cuda_graphs", "backend"}
@@ -40,7 +40,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A Benchmark says where its questions come from, how they are asked, and how answers are scored.
+    """Says where its questions come from, how they are asked, and how answers are scored.
 
     Attributes:
         name: its name, in the results.

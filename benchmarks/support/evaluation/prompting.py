@@ -1,4 +1,4 @@
-"""This module turns samples into prompts."""
+"""Turns samples into prompts."""
 
 import re
 from collections.abc import Mapping

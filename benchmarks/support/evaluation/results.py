@@ -1,4 +1,4 @@
-"""This module keeps answers in files of JSON Lines, so that an interrupted run goes on where it ended."""
+"""Keeps answers in files of JSON Lines, so that an interrupted run goes on where it ended."""
 
 import fcntl
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 @dataclass
 class Run:
-    """A Run is what one set of settings has answered.
+    """The answers of one set of settings.
 
     Attributes:
         settings: what the answers depend on.
@@ -28,7 +28,7 @@ def digest_of(settings: Mapping[str, Any]) -> str:
 
 
 class ResultsFile:
-    """A ResultsFile holds the answers of a run: its settings in the first line, and an answer in each other.
+    """Holds the answers of a run: its settings in the first line, and an answer in each other.
 
     A line that was being written when a run was killed is taken off. No other process can write to it at the same
     time, where its file system has locks.

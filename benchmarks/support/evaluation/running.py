@@ -1,4 +1,4 @@
-"""This module has an engine answer samples, on all hosts together, one answer after the other."""
+"""Has an engine answer samples, on all hosts together, one answer after the other."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ _FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms"
 
 @dataclass(frozen=True)
 class Asking:
-    """An Asking says how samples are asked, and answers judged.
+    """Says how samples are asked, and answers judged.
 
     Attributes:
         request: returns a sample's prompt and files as arguments of :meth:`apbv.Engine.generate`; called on every

@@ -1,4 +1,4 @@
-"""This module defines what a benchmark asks: samples, and how their files are found."""
+"""The questions of a benchmark: samples, and how their files are found."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Sample:
-    """A Sample is one question of a benchmark, with its files and its right answer.
+    """One question of a benchmark, with its files and its right answer.
 
     Attributes:
         key: its name, which no other sample of the benchmark has.
@@ -141,7 +141,7 @@ def _parsed(text: str, place: str) -> Any:
 
 
 class Row:
-    """A Row is one entry of a benchmark's file; its fields are read with errors that say where they stand.
+    """One entry of a benchmark's file; its fields are read with errors that say where they stand.
 
     Args:
         place: the file, and which entry.

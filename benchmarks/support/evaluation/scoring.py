@@ -1,22 +1,21 @@
-"""This module scores runs: shares of right answers with intervals, by kind of question."""
+"""Scores runs: shares of right answers with intervals, by kind of question."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from apbv.stats import markdown_table
-
 from ..plots import import_pyplot, legend_above, save
 from ..summaries import percent_cell, wilson
 from .results import Run, digest_of
+from support.tables import markdown_table
 
 ALL = ("all", "")
 
 
 @dataclass
 class Score:
-    """A Score counts what a run got right.
+    """Counts what a run got right.
 
     Attributes:
         groups: right answers and questions, by (dimension, value); :data:`ALL` comes first.

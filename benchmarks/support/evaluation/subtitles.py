@@ -1,4 +1,4 @@
-"""This module reads subtitles, and finds which of them go with a video's sampled frames."""
+"""Reads subtitles, and finds which of them go with a video's sampled frames."""
 
 import re
 from bisect import bisect_right
@@ -14,7 +14,7 @@ _TAG = re.compile(r"</?[a-zA-Z][^>]*>|\{\\[^}]*\}")
 
 @dataclass(frozen=True)
 class Subtitle:
-    """A Subtitle is a text that is shown from one second of a video to another."""
+    """A text that is shown from one second of a video to another."""
 
     start: float
     end: float

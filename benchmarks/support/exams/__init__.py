@@ -1,1 +1,1 @@
-"""This package asks the demo model about held-out clips, and counts its right answers."""
+"""Asks the demo model about held-out clips, and counts its right answers."""

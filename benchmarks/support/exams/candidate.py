@@ -1,4 +1,4 @@
-"""This module lets a model take exams, prefilled by any method on any hosts, and counts its right answers."""
+"""Lets a model take exams, prefilled by any method on any hosts, and counts its right answers."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
-from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingConfig, prefill
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingParams, prefill
 from apbv.demo import clips
 from apbv.input.pixels import KeptPixels
 from apbv.input.reading import PromptReader
@@ -46,8 +46,8 @@ def answer_greedily(
 ) -> tuple[list[int], PrefillResult]:
     """Answer a prompt greedily; return the tokens, on every host, and the prefill. Collective."""
     state = prefill(parts.model, inputs, hosts=hosts, config=config, encoded=encoded)
-    request = Request(Question(), state.timer, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-    return Autoregressive(parts, hosts).answer(request, state).tokens, state
+    request = Request(Question(), state.timer, sampling=SamplingParams(max_new_tokens=max_new_tokens))
+    return Autoregressive(parts, hosts).decode(request, state).tokens, state
 
 
 class Candidate:

@@ -1,4 +1,4 @@
-"""This module defines exams: held-out clips of the demo's kind as H.264 files, and what is asked about them."""
+"""Defines exams: held-out clips of the demo's kind as H.264 files, and what is asked about them."""
 
 import tempfile
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""This module lets the demo pair's draft read a clip as it does in speculative decoding, and answer or predict."""
+"""Lets the demo pair's draft read a clip as it does in speculative decoding, and answer or predict."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from apbv import (
     ModelInputs,
     PrefillConfig,
     PrefillResult,
-    SamplingConfig,
+    SamplingParams,
     SpeculativeConfig,
     prefill,
 )
@@ -24,7 +24,8 @@ from apbv.demo import draft_path
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.speculate.builders import draft_by_model
 from apbv.speculate.draft import Draft, DraftTask
-from apbv.speculate.strategies import keep_policy, make_observer
+from apbv.speculate.strategies import keep_policy, make_watcher
+from apbv.speculate.tree import Tree
 
 from .candidate import Candidate, load_demo
 
@@ -69,13 +70,13 @@ class DemoPair:
         Args:
             seed: of random choices.
         """
-        observer = make_observer(config, self.target.parts)
+        watcher = make_watcher(config, self.target.parts)
         state = prefill(
             self.target.parts,
             inputs,
             hosts=self.hosts,
             config=PrefillConfig(method="full"),
-            observer=observer,
+            watcher=watcher,
             encoded=self.target.encoded,
         )
         task = DraftTask(
@@ -83,11 +84,11 @@ class DemoPair:
             draft=self.draft_parts,
             inputs=inputs,
             state=state,
-            observer=observer,
+            scores=watcher and watcher.result,
             hosts=self.hosts,
             config=config,
             keep=keep_policy(config),
-            sampling=SamplingConfig(seed=seed),
+            sampling=SamplingParams(seed=seed),
             vocab_size=min(self.target.parts.vocab_size, self.draft_parts.vocab_size),
             leave_last=True,  # so that the draft gives the answer's first token, too
         )
@@ -97,7 +98,7 @@ class DemoPair:
         """Let the draft answer greedily, unverified, from the visual tokens that it sees; return the text."""
         draft = draft_by_model(task)
         last = int(task.inputs.input_ids[0, -1])
-        tokens = draft.drafter.propose([last], max_new_tokens).tokens
+        tokens = draft.drafter.propose([last], Tree.chain(max_new_tokens)).tokens
         ends = set(_as_list(self.target.model.generation_config.eos_token_id))
         stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
         return self.target.processor.tokenizer.decode(tokens[:stop], skip_special_tokens=True), draft

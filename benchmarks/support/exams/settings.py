@@ -1,4 +1,4 @@
-"""This module has the papers' settings of prefill for exams, whose prompts are much shorter than the papers'."""
+"""The papers' settings of prefill for exams, whose prompts are much shorter than the papers'."""
 
 from apbv import PrefillConfig, SparseConfig
 from apbv.config import SPARSE_NAMES

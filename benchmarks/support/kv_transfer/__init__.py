@@ -1,1 +1,1 @@
-"""This package fetches KV in a process of its own."""
+"""Fetches KV in a process of its own."""

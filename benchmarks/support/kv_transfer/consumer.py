@@ -1,4 +1,4 @@
-"""This module fetches KV as somebody else's engine would, in a process of its own: one ticket a line.
+"""Fetches KV as somebody else's engine would, in a process of its own: one ticket a line.
 
 The process is this file, run as a script.
 """
@@ -46,7 +46,7 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> Consumed:
     if shape not in cache:
         cache[shape] = torch.zeros(shape, dtype=ticket.torch_dtype)
     kept, began, first = cache[shape], time.perf_counter(), None
-    with RemoteKV.open(ticket) as kv:
+    with RemoteKV(ticket) as kv:
         for own, layer in zip(kept, kv.layers(range(ticket.num_tokens)), strict=True):
             first = first or time.perf_counter()
             for states, received in zip(own, layer, strict=True):

@@ -1,4 +1,4 @@
-"""This module makes up the KV that a prefill of a real model would leave on its hosts."""
+"""Makes up the KV that a prefill of a real model would leave on its hosts."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from apbv import HostGroup
 from apbv.input.model_inputs import ModelInputs
 from apbv.kv.cache import ShardedCache
-from apbv.kv.manifest import ModelIdentity
+from apbv.kv.facts import ModelIdentity
 from apbv.kv.placement import ShardedKV
 from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
@@ -54,5 +54,7 @@ def made_up_prefill(hosts: HostGroup, shape: Shape, num_tokens: int) -> PrefillR
         inputs=ModelInputs(torch.zeros_like(positions), positions, 0, layout.query.start),
         timer=StageTimer(hosts),
         kv=ShardedKV(ShardedCache.of_shares(layers, [layout] * len(layers), hosts.rank), hosts),
-        model=lambda: ModelIdentity("made up", None, "qwen2_5_vl", "", ""),
+        model=lambda: ModelIdentity(
+            model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256=""
+        ),
     )

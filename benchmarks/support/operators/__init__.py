@@ -1,1 +1,1 @@
-"""This package defines what operators are measured on, checks them, and times them."""
+"""The cases that operators are measured on, and how they are checked and timed."""

@@ -1,4 +1,4 @@
-"""This module defines the cases of attention: over segments, and of a few new tokens over long KV."""
+"""The cases of attention: over segments, and of a few new tokens over long KV."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

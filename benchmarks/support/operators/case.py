@@ -1,4 +1,4 @@
-"""This module defines a case of the operators' benchmark: an operator on operands of one size.
+"""A case of the operators' benchmark: an operator on operands of one size.
 
 Counted are the floating-point operations of the matrix products, where keys that nobody sees cost nothing, and the
 fewest bytes: every operand read once, every result written once.

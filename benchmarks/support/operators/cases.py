@@ -1,4 +1,4 @@
-"""This module lists the operators at the sizes that a prefill and a decoding step give them."""
+"""Lists the operators at the sizes that a prefill and a decoding step give them."""
 
 from dataclasses import replace
 

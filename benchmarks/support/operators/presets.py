@@ -1,4 +1,4 @@
-"""This module defines the sizes at which operators are measured."""
+"""The sizes at which operators are measured."""
 
 from dataclasses import dataclass
 

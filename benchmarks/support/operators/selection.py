@@ -1,4 +1,4 @@
-"""This module defines the cases of merging, choosing keys and scoring visual tokens."""
+"""The cases of merging, choosing keys and scoring visual tokens."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict

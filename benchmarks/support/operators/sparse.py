@@ -1,4 +1,4 @@
-"""This module defines the cases of sparse attention: over listed blocks, and the scores that choose them."""
+"""The cases of sparse attention: over listed blocks, and the scores that choose them."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

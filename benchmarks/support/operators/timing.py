@@ -1,4 +1,4 @@
-"""This module checks the ways to compute a case against fp64, and times them on a device."""
+"""Checks the ways to compute a case against fp64, and times them on a device."""
 
 import time
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""This package runs prefills, and reports how long they took."""
+"""Runs prefills, and reports how long they took."""

@@ -1,4 +1,4 @@
-"""This module runs prefills of one model on real or simulated hosts, and measures them."""
+"""Runs prefills of one model on real or simulated hosts, and measures them."""
 
 import argparse
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from transformers import InternVLConfig
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, prefill
 from apbv.allocator import keep_freed_memory, return_freed_memory
-from apbv.hosts.simulated import share_weights, simulate
 from apbv.model.parts import inspect_model
 from apbv.stats import StageTimer
 
 from ..arguments import DEFAULT_DTYPES
 from ..workloads import CONFIGS, build_model, internvl_prompt, text_prompt, video_prompt
 from .presets import Case
+from support.simulated import share_weights, simulate
 
 # Prefills a workload once on these hosts, with this model and these settings, and returns :func:`figures`.
 Job = Callable[[HostGroup, torch.nn.Module, PrefillConfig], dict]
@@ -118,7 +118,7 @@ class Bench:
         Args:
             case: the method and its hosts.
             job: what :meth:`prepare` returned.
-            paces: see :func:`apbv.hosts.simulated.simulate`.
+            paces: see :func:`support.simulated.simulate`.
         """
         config = replace(case.config, kv="sharded")
         if self.hosts.device.type == "cpu" and not self.simulated:

@@ -1,11 +1,12 @@
-"""This module defines the paper's sweeps over speed, in the paper's size for a GPU and a smaller one for a CPU."""
+"""The paper's sweeps over speed, in the paper's size for a GPU and a smaller one for a CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from apbv import PrefillConfig, ReduceConfig
 from apbv.config import SPARSE_NAMES
-from apbv.hosts.simulated import Link, Network
+
+from support.simulated import Link, Network
 
 FRAMES = (16, 24, 32, 40, 48, 56)
 # The CPU's sizes keep the form of the sweeps; a frame of 240p has 8 x 15 tokens.

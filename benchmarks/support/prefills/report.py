@@ -1,18 +1,19 @@
-"""This module turns measured prefills into records, a table and a plot."""
+"""Turns measured prefills into records, a table and a plot."""
 
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from apbv.hosts.simulated import Network
-from apbv.stats import device_name, markdown_table
+from apbv.stats import device_name
 
 from ..plots import import_pyplot, legend_beside, mark_values, save
 from ..records import made_by
 from ..summaries import percentiles
 from .bench import Bench, Measured
 from .presets import SWITCHES
+from support.simulated import Network
+from support.tables import markdown_table
 
 
 def records(bench: Bench, measured: list[Measured]) -> Iterator[dict]:

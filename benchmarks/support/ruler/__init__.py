@@ -1,4 +1,4 @@
-"""This package generates text tasks of any length: RULER's eleven synthetic ones, and three for a small model.
+"""Generates text tasks of any length: RULER's eleven synthetic ones, and three for a small model.
 
 Its modules ``scoring`` and ``smollm2`` ask a model such tasks, and load the small one.
 """

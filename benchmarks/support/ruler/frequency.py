@@ -1,4 +1,4 @@
-"""This module makes RULER's two tasks of finding the words that are most frequent."""
+"""Makes RULER's two tasks of finding the words that are most frequent."""
 
 import math
 import string

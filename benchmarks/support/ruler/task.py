@@ -1,4 +1,4 @@
-"""This module defines a text task, and fills its context up to a number of tokens."""
+"""A text task, whose context is filled up to a number of tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Count = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Task:
-    """A Task is a long text and a question about it.
+    """A long text and a question about it.
 
     Attributes:
         context: the instruction and the text.
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Budget:
-    """A Budget is the number of tokens that a context may have.
+    """The number of tokens that a context may have.
 
     Args:
         tokens: the largest length of a context.

@@ -1,4 +1,4 @@
-"""This module makes RULER's task of following a variable from one assignment to the next."""
+"""Makes RULER's task of following a variable from one assignment to the next."""
 
 import string
 from dataclasses import dataclass

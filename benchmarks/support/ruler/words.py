@@ -1,4 +1,4 @@
-"""This module has the words, numbers and sentences of which the text tasks are made."""
+"""The words, numbers and sentences of which the text tasks are made."""
 
 import re
 import uuid

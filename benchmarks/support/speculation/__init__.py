@@ -1,1 +1,1 @@
-"""This package defines what speculative decoding is compared in, and reports how fast it was."""
+"""What speculative decoding is compared in, and reports how fast it was."""

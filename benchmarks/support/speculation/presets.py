@@ -1,4 +1,4 @@
-"""This module defines which ways to decode the papers' tables compare, at a share of visual tokens kept.
+"""Which ways to decode the papers' tables compare, at a share of visual tokens kept.
 
 Where a paper's method is a combination of ours, the label is the paper's name for it.
 """
@@ -26,7 +26,7 @@ def _hippo1(keep_ratio: float) -> Ways:
         ("Vanilla SD", _vanilla()),
         ("SD-tree", SpeculativeConfig(strategy="sd_tree")),
         ("SpecVLM", SpeculativeConfig(strategy="specvlm", keep_ratio=keep_ratio)),
-        ("HIPPO", _beside("hippo", keep_ratio, vision_first=True)),
+        ("HIPPO", _beside("hippo", keep_ratio)),
         ("HIPPO, pruned KV", _beside("hippo", keep_ratio, prune="kv")),
     ]
 
@@ -47,19 +47,12 @@ def _hippo3(keep_ratio: float) -> Ways:
 def _hippo6(keep_ratio: float) -> Ways:
     """Return the ablations of HIPPO's Figures 6 and 15 to 17. Without attention there is nothing to wait for."""
     return [
-        ("HIPPO", _beside("hippo", keep_ratio, vision_first=True)),
+        ("HIPPO", _beside("hippo", keep_ratio)),
         ("w/o attn", _beside("hippo", keep_ratio, hippo_terms=("time", "space"))),
-        ("w/o temp", _beside("hippo", keep_ratio, hippo_terms=("attention", "space"), vision_first=True)),
-        ("w/o spa", _beside("hippo", keep_ratio, hippo_terms=("attention", "time"), vision_first=True)),
+        ("w/o temp", _beside("hippo", keep_ratio, hippo_terms=("attention", "space"))),
+        ("w/o spa", _beside("hippo", keep_ratio, hippo_terms=("attention", "time"))),
         ("w/o vpsd", SpeculativeConfig(strategy="hippo", keep_ratio=keep_ratio)),
     ]
-
-
-def _hippo7(keep_ratio: float) -> Ways:
-    """Return the criteria of HIPPO's Figures 7 and 18 to 20."""
-    criteria = {"Random": "random", "Frame": "uniform_frames", "FastVID": "fastvid", "DyCoke": "dycoke"}
-    ways = [(f"HIPPO-{name}", _beside("hippo", keep_ratio, keep=keep)) for name, keep in criteria.items()]
-    return [("HIPPO", _beside("hippo", keep_ratio, vision_first=True)), *ways]
 
 
 def _parallelvlm1(keep_ratio: float) -> Ways:
@@ -83,20 +76,6 @@ def _parallelvlm7(keep_ratio: float) -> Ways:
     pruned = (0.9, 0.95, 0.99)
     ways = [(f"α = {a:.2f}", _beside("parallelvlm", 1 - a)) for a in pruned]
     return [*ways, ("α = 1.00", _beside("text_only", 1.0))]
-
-
-def _parallelvlm9(keep_ratio: float) -> Ways:
-    """Return the criteria of ParallelVLM's Figures 7 (b) and 9, and drafting by the draft's own attention."""
-    criteria = {
-        "attention": "attention",
-        "attention variation": "attention_variation",
-        "similarity": "similarity",
-        "similarity variation (UV-Prune)": "uv_prune",
-        "SpecVLM": "specvlm",
-        "draft-guided": "draft_guided",
-        "random": "random",
-    }
-    return [(name, _beside("parallelvlm", keep_ratio, keep=keep)) for name, keep in criteria.items()]
 
 
 def _std1(keep_ratio: float) -> Ways:
@@ -124,11 +103,9 @@ PRESETS: dict[str, Callable[[float], Ways]] = {
     "hippo2": _hippo2,
     "hippo3": _hippo3,
     "hippo6": _hippo6,
-    "hippo7": _hippo7,
     "parallelvlm1": _parallelvlm1,
     "parallelvlm3": _parallelvlm3,
     "parallelvlm7": _parallelvlm7,
-    "parallelvlm9": _parallelvlm9,
     "std1": _std1,
     "tabed1": _tabed1,
     "tabed2": _tabed2,

@@ -1,4 +1,4 @@
-"""This module turns the answers of a speculative-decoding benchmark into records, tables and a plot."""
+"""Turns the answers of a speculative-decoding benchmark into records, tables and a plot."""
 
 import argparse
 import statistics
@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from apbv import Engine, GenerateResult, SpeculativeConfig
-from apbv.speculate import theory
-from apbv.stats import markdown_table
 
 from ..plots import import_pyplot, legend_above, save
 from ..records import made_by
+from ..tables import markdown_table
+from . import theory
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""This module makes a slower model that computes the same.
+"""Makes a slower model that computes the same.
 
 Before every decoder layer come copies of it whose two output projections are zero. A copy reads and writes the KV
 cache and does the work of a layer, but adds nothing to the hidden states, so logits are bit-equal to the

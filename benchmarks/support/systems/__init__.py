@@ -1,1 +1,1 @@
-"""This package compares ways to read a long video: which they are, their answers, and a report of these."""
+"""Compares ways to read a long video: which they are, their answers, and a report of these."""

@@ -1,23 +1,23 @@
-"""This module answers questions about clips in every compared way."""
+"""Answers questions about clips in every compared way."""
 
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from transformers import PreTrainedModel
 
-from apbv import HostGroup, SamplingConfig, prefill
+from apbv import HostGroup, PrefillResult, SamplingParams, prefill
 from apbv.input.model_inputs import ModelInputs
 from apbv.input.rendering import render_prompt
 from apbv.input.request import Question, Request
 from apbv.model.parts import inspect_model
 from apbv.prefilling.prefiller import ReadRequest
 from apbv.speculate import Autoregressive
-from apbv.speculate.turns import TakingTurns
-from apbv.speculate.way import Answered
+from apbv.speculate.ways import Answered, TakingTurns
 from apbv.stats import StageTimer
 
 from ..exams.candidate import Candidate
@@ -83,20 +83,19 @@ class Examinee:
             way = TakingTurns(candidate.parts, self._draft, hosts, system.speculate, tokenize)
         hosts.barrier()
         timer = StageTimer(hosts)
-        request = Request(Question(text), timer, sampling=SamplingConfig(max_new_tokens=max_new_tokens))
-        rendered = render_prompt(candidate.parts, candidate.processor, text, videos=[file])
-        with way.session(ReadRequest(request, rendered, inputs, None)) as session:
-            state = prefill(
-                candidate.parts,
-                inputs,
-                hosts=hosts,
-                config=system.config,
-                timer=timer,
-                observer=session.observer,
-                encoded=candidate.encoded,
-            )
+        request = Request(Question(text), timer, sampling=SamplingParams(max_new_tokens=max_new_tokens))
+        rendered = render_prompt(candidate.parts, candidate.processor, Question(text, file))
+        kept = 0.0
+
+        def run(read: ReadRequest, watcher=None) -> PrefillResult:
+            nonlocal kept
+            options = {"config": system.config, "watcher": watcher, "encoded": candidate.encoded}
+            state = prefill(candidate.parts, inputs, hosts=hosts, timer=timer, **options)
             kept = _visual_kv(state, hosts)
-            answered = session.answer(state)
+            return state
+
+        read = ReadRequest(request, rendered, inputs, None)
+        answered = way.answer(request, SimpleNamespace(read=lambda _: read, run=run)).answered
         return answered, {**timer.summary(len(answered.tokens)), "num_visual_kept": kept}
 
 

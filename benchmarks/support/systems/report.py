@@ -1,4 +1,4 @@
-"""This module turns the records of ``systems.py`` into a table and a plot."""
+"""Turns the records of ``systems.py`` into a table and a plot."""
 
 import re
 import statistics
@@ -6,10 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from apbv.stats import markdown_table
-
 from ..plots import import_pyplot, legend_beside, save
 from ..summaries import percent_cell, sum_counts
+from support.tables import markdown_table
 
 _MARKS = {"exact": "s", "sparse": "^", "fewer tokens": "o", "hosts": "D"}
 

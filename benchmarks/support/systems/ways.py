@@ -1,4 +1,4 @@
-"""This module lists the ways to read a long video that are compared."""
+"""Lists the ways to read a long video that are compared."""
 
 import json
 from dataclasses import asdict, dataclass, replace

@@ -1,1 +1,1 @@
-"""This package makes video clips, and measures how they are read."""
+"""Makes video clips, and measures how they are read."""

@@ -1,4 +1,4 @@
-"""This module makes clips of a given size, length and keyframe distance, and reads them as other libraries do."""
+"""Makes clips of a given size, length and keyframe distance, and reads them as other libraries do."""
 
 import hashlib
 import itertools

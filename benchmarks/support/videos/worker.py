@@ -1,4 +1,4 @@
-"""This module measures one way through one stage of a video's road, in processes that do nothing else.
+"""Measures one way through one stage of a video's road, in processes that do nothing else.
 
 A stage is everything from the opening of the file to its result: the frames in memory, the pixels that the vision
 tower reads, its embeddings, or the first token's logits.
@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Job:
-    """A Job is one measurement.
+    """One measurement.
 
     Attributes:
         stage: ``"frames"``, ``"pixels"``, ``"embeddings"`` or ``"first_token"``.
@@ -218,7 +218,7 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:
 
 
 class Library:
-    """A Library decodes frames with a library that others use, and does no more."""
+    """Decodes frames with a library that others use, and does no more."""
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job = job
@@ -230,7 +230,7 @@ class Library:
 
 
 class Model:
-    """A Model has the narrow model with random weights that both ways to run one share, and its processor."""
+    """Has the narrow model with random weights that both ways to run one share, and its processor."""
 
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts = job, hosts
@@ -264,7 +264,7 @@ def build(job: Job, device: torch.device):
 
 
 class Transformers(Model):
-    """A Transformers runs the processor and the model as transformers has them, on the whole video at once."""
+    """Runs the processor and the model as transformers has them, on the whole video at once."""
 
     def _pixels(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
         batch = self._batch(clip, timer)

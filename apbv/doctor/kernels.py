@@ -1,0 +1,290 @@
+"""Which back ends of attention work here, why the others do not, and every operator against fp64."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .. import kernels
+from ..hosts import HostGroup
+from ..kernels import (
+    BackendError,
+    ListedBlocks,
+    PackedSequences,
+    SequenceBuffers,
+    library_attention,
+    reference,
+    torch_varlen_attention,
+)
+from ..kernels.backends import LIBRARIES, capability, requested, why_not_triton
+from .examination import Check, CheckFailed, CheckSkipped, Finding
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BACKENDS = ("torch", "triton", *LIBRARIES)
+_MODULES = {"flash_attn": tuple(library_attention.FLASH_MODULES.values()), "flashinfer": ("flashinfer",)}
+_HEADS, _KV_HEADS, _HEAD_DIM, _TOWER_HEAD_DIM = 14, 2, 128, 80
+_GROUPS, _SCALE = _HEADS // _KV_HEADS, _HEAD_DIM**-0.5
+# What a result may be off by, relative to the largest number in it, in epsilons of its dtype. Of operands in half
+# precision the weights are rounded, too, and so is the result of each segment; sums in fp32 lose a few digits.
+_ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
+
+
+def backend_checks(hosts: HostGroup) -> Iterable[Check]:
+    """List the back ends, and who is chosen for what."""
+    for name in BACKENDS:
+        yield Check(name, partial(back_end, name), is_per_host=True)
+    yield Check("chosen", chosen, is_per_host=True)
+
+
+def operator_checks(hosts: HostGroup) -> Iterable[Check]:
+    """List every operator."""
+    return [Check(operator, partial(compare, operator)) for operator in CASES]
+
+
+def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str | None, bool]:
+    """Return what keeps a back end from computing attention, or None, and whether that is a fault.
+
+    It is a fault where everything that the back end asks for is there, and what it computes is wrong all the same,
+    or it cannot even be loaded.
+    """
+    if name == "torch":
+        return None, False
+    if name == "triton":
+        why = why_not_triton(device, dtype)
+        return why, why is not None and why.startswith("its first kernel")
+    if device.type == "cuda":
+        missing = _MODULES.get(name)
+        if missing and not any(find_spec(module.partition(".")[0]) for module in missing):
+            return "it is not installed", False
+        if name == "flashinfer" and requested() != name:
+            return "it compiles for minutes when first used; APBV_BACKEND=flashinfer has it tried", False
+        why = library_attention.why_not_library(name, capability(device), dtype, _HEAD_DIM)
+        if why:
+            return why, False
+    why = library_attention.usable(name, device, dtype, _HEAD_DIM, _GROUPS)
+    return why, why is not None and device.type == "cuda"
+
+
+def back_end(name: str, hosts: HostGroup) -> Finding:
+    """Try a back end with every dtype.
+
+    Raises:
+        CheckFailed: it has a fault.
+        CheckSkipped: it cannot be used here.
+    """
+    found = {dtype_name(dtype): obstacle(name, hosts.device, dtype) for dtype in DTYPES}
+    faults = {dtype: why for dtype, (why, is_fault) in found.items() if is_fault}
+    if faults:
+        raise CheckFailed("; ".join(f"{dtype}: {why}" for dtype, why in faults.items()))
+    works = [dtype for dtype, (why, _) in found.items() if why is None]
+    if not works:
+        raise CheckSkipped(found["bfloat16"][0])
+    others = sorted({why for why, _ in found.values() if why is not None})
+    return Finding(", ".join(works) + (f"; else {'; '.join(others)}" if others else ""), {"dtypes": works})
+
+
+def chosen(hosts: HostGroup) -> Finding:
+    """Find out which back ends run where none is asked for by name."""
+    dtype = torch.float32 if hosts.device.type == "cpu" else torch.bfloat16
+    found = {}
+    for kind, queries in {"a question": 64, "a block of 4k": 4096, "a block of 16k": 16384}.items():
+        q = torch.empty(1, _GROUPS, queries, _HEAD_DIM, device=hosts.device, dtype=dtype)
+        found[kind] = library_attention.choose_attention("auto", q, [(q[:, :1], q[:, :1])])
+    windows = ("flash_attn", "torch") if hosts.device.type == "cuda" else ()
+    usable = [n for n in windows if not torch_varlen_attention.usable(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
+    found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
+    text = ", ".join(f"{kind}: {name}" for kind, name in found.items())
+    return Finding(f"{text} ({dtype_name(dtype)})", {"chosen": found})
+
+
+def compare(operator: str, hosts: HostGroup) -> Finding:
+    """Compare an operator with fp64, by every back end that works here and in every dtype.
+
+    Raises:
+        CheckFailed: a result is off by more than its dtype allows, or a back end raises something.
+    """
+    errors: dict[str, dict[str, float]] = {}
+    wrong = []
+    for backend in _backends_of(operator):
+        for dtype in DTYPES:
+            if _why_not(operator, backend, hosts.device, dtype) is not None:
+                continue
+            name = dtype_name(dtype)
+            try:
+                off = max(error_of(operator, case, backend) for case in CASES[operator](Draw(hosts.device, dtype)))
+            except BackendError:  # it does not have these sizes
+                continue
+            except Exception as error:
+                wrong.append(f"{backend} in {name}: {type(error).__name__}: {error}")
+                continue
+            errors.setdefault(backend, {})[name] = off
+            if not off <= 1:
+                wrong.append(f"{backend} in {name} is off by {off:.3g} times what is allowed")
+    if wrong:
+        raise CheckFailed("; ".join(wrong))
+    found = [f"{backend} {max(of_dtypes.values()):.2f}" for backend, of_dtypes in errors.items()]
+    return Finding(", ".join(found), {"errors": errors})
+
+
+def _backends_of(operator: str) -> tuple[str, ...]:
+    """Return the back ends that compute an operator."""
+    if operator == "segmented_attention":
+        return BACKENDS
+    return ("torch", "flash_attn") if operator == "varlen_attention" else ("torch", "triton")
+
+
+def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if (operator, backend) == ("varlen_attention", "flash_attn"):  # another of its functions, with other limits
+        return torch_varlen_attention.usable(backend, device, dtype, _TOWER_HEAD_DIM)
+    return obstacle(backend, device, dtype)[0]
+
+
+def error_of(operator: str, case: "Case", backend: str) -> float:
+    """Return how far the worst number of an operator's results is off, in units of what is allowed."""
+    operands, settings = case
+    results = tree_leaves(getattr(kernels, operator)(*operands, **settings, backend=backend))
+    exact = tree_leaves(getattr(reference, operator)(*_widened(operands), **_widened(settings)))
+    is_half = any(leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands) if isinstance(leaf, Tensor))
+    units = dict.fromkeys(DTYPES[1:], _ALLOWED)
+    units[torch.float32] = _ALLOWED_OF_HALF if is_half else _ALLOWED_IN_FP32
+    worst = 0.0
+    for ours, its in zip(results, exact, strict=True):
+        if not ours.is_floating_point() or ours.shape != its.shape:
+            worst = max(worst, 0.0 if torch.equal(ours, its) else float("inf"))
+            continue
+        off = (ours.double() - its.double()).abs().nan_to_num(nan=float("inf")).max().item()
+        allowed = units[ours.dtype] * torch.finfo(ours.dtype).eps * max(1e-30, its.abs().max().item())
+        worst = max(worst, off / allowed)
+    return worst
+
+
+def _widened(value: Any) -> Any:
+    """Return arguments with every floating-point tensor in fp64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, list | tuple):
+        return type(value)(_widened(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _widened(each) for name, each in value.items()}
+    if isinstance(value, SequenceBuffers):
+        return SequenceBuffers(_widened(value.keys), _widened(value.values), value.lengths)
+    return value
+
+
+class Draw:
+    """Makes the same random operands on every host and device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        numbers = torch.randn(shape, generator=self._generator, device="cpu")
+        return numbers.to(self.device, dtype or self.dtype)
+
+    def queries(self, rows: int) -> Tensor:
+        """Draw ``[1, Hq, S, D]`` as a projection leaves it."""
+        return self(1, rows, _HEADS, _HEAD_DIM).transpose(1, 2)
+
+    def kv(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Draw K and V as rows of a longer buffer, whose rest must not be read."""
+        shape = (2, 1, _KV_HEADS, rows + 7, _HEAD_DIM)
+        buffers = torch.full(shape, torch.nan, device=self.device, dtype=self.dtype)
+        buffers[:, :, :, 3 : 3 + rows] = self(2, 1, _KV_HEADS, rows, _HEAD_DIM)
+        return tuple(buffers[:, :, :, 3 : 3 + rows])
+
+    def frames(self) -> Tensor:
+        """Draw the embeddings of a few frames of 7 x 11 tokens, whose neighbours are alike."""
+        fp32 = torch.float32
+        return (self(1, 77, 200, dtype=fp32) + self(5, 77, 200, dtype=fp32)).to(self.dtype)
+
+
+Case = tuple[tuple, dict[str, Any]]  # an operator's positional and keyword arguments
+
+
+def _case(*operands: Any, **settings: Any) -> Case:
+    return operands, settings
+
+
+def _batch(draw: Draw) -> list[Case]:
+    """Make the newest tokens of sequences of several lengths, of which one has no other."""
+    lengths = [700, 0, 129, 256]
+    keys, values = zip(*(draw(2, 1, _KV_HEADS, length + 9, _HEAD_DIM) for length in lengths), strict=True)
+    newest = draw(2, 1, _KV_HEADS, len(lengths), _HEAD_DIM)
+    buffers = SequenceBuffers(list(keys), list(values), lengths)
+    return [_case(draw.queries(len(lengths)), *newest, buffers, _SCALE)]
+
+
+def _varlen(draw: Draw) -> list[Case]:
+    """Make the windows of a vision tower."""
+    lengths = torch.tensor([0, 64, 64, 63, 1, 129])
+    sequences = PackedSequences(lengths.cumsum(0).int().to(draw.device), 129)
+    return [_case(*draw(3, int(lengths.sum()), 4, _TOWER_HEAD_DIM), sequences, _TOWER_HEAD_DIM**-0.5)]
+
+
+def _merge(draw: Draw) -> list[Case]:
+    """Make partial results of several hosts, of which one saw nothing."""
+    outs, lses = draw(5, 1, _HEADS, 33, _HEAD_DIM), draw(5, 1, _HEADS, 33, dtype=torch.float32)
+    lses[2] = -torch.inf
+    return [_case(outs, lses)]
+
+
+def _verify(draw: Draw) -> list[Case]:
+    """Make a token over a part of a buffer, a tree of tokens, and tokens over chosen rows."""
+    tree = torch.eye(9, dtype=torch.bool)
+    for node in range(1, 9):
+        tree[node] |= tree[(node - 1) // 2]
+    kept = torch.stack([torch.arange(start, start + 550, 5) for start in range(_KV_HEADS)])[None]
+    num_keys = torch.tensor([555], dtype=torch.int32, device=draw.device)
+    return [
+        _case(draw.queries(1), *draw.kv(611), _SCALE, num_keys=num_keys),
+        _case(draw.queries(9), *draw.kv(555), _SCALE, visible=tree.to(draw.device)),
+        _case(draw.queries(4), *draw.kv(555), _SCALE, kept=kept.to(draw.device)),
+    ]
+
+
+def _block_sparse(draw: Draw) -> list[Case]:
+    """Make tokens whose heads list other blocks; the last block is a short one."""
+    blocks = ListedBlocks.of(draw(1, _HEADS, 3, 6, dtype=torch.float32) > 0, 128, 64)
+    out = draw.queries(333).fill_(torch.nan)
+    return [_case(draw.queries(333), *draw.kv(333), blocks, _SCALE, out=out)]
+
+
+def _scores(draw: Draw) -> Tensor:
+    """Draw scores of which many are equal, so that it matters which row comes first."""
+    return draw(1, _KV_HEADS, 333, dtype=torch.float32).mul(2).round()
+
+
+# No length fills a tile.
+CASES: dict[str, Callable[[Draw], list[Case]]] = {
+    "segmented_attention": lambda draw: [
+        _case(draw.queries(163), [draw.kv(37), draw.kv(40), draw.kv(40), draw.kv(163)], _SCALE, True),
+        _case(draw.queries(200), [draw.kv(40), draw.kv(200)], _SCALE, True, rows_alone=37),
+        _case(draw.queries(21), [draw.kv(64), draw.kv(300)], _SCALE, False),
+        _case(draw.queries(1), [draw.kv(700)], _SCALE, False),
+    ],
+    "verify_attention": _verify,
+    "batch_decode_attention": _batch,
+    "varlen_attention": _varlen,
+    "block_sparse_attention": _block_sparse,
+    "antidiagonal_scores": lambda draw: [_case(draw.queries(333), draw.kv(333)[0], _SCALE, 16, 128)],
+    "block_means": lambda draw: [_case(draw.kv(333)[0], 64)],
+    "merge_states": _merge,
+    "kv_importance": lambda draw: [
+        _case(draw.queries(19), draw.kv(333)[0], _SCALE, "peak"),
+        _case(draw.queries(19), draw.kv(333)[0], _SCALE, "softmax", pool=5),
+    ],
+    "select_topk": lambda draw: [_case(_scores(draw), *draw.kv(333), 50)],
+    "temporal_change": lambda draw: [_case(draw.frames())],
+    "spatial_variety": lambda draw: [_case(draw.frames(), 7, 11)],
+    "similarity_to": lambda draw: [_case(draw(300, 200), draw(200))],
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")

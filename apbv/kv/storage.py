@@ -1,0 +1,426 @@
+"""Saved KV: a directory that one or several hosts write, and that any number of hosts read.
+
+The directory holds ``manifest.json`` and, in the subfolder that the manifest names, ``prompt.safetensors`` with
+``logits [1, V]`` and ``position_ids`` (``[3, n]`` for M-RoPE models, else ``[n]``), and for every layer and shard
+one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is what one writer
+held: some runs of tokens, and a range of KV heads.
+
+Sizes, checksums and a digest of the manifest reveal what was cut off or changed. A crash at any moment leaves what
+was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..layout import intersect
+from .facts import KVFacts, StorageError, cover_once, from_json, length, rows_of
+
+FORMAT, FORMAT_VERSION = "apbv-kv", 3
+MANIFEST_NAME = "manifest.json"
+_LOCK, _PROMPT, _SUBFOLDER = ".lock", "prompt.safetensors", "kv-"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file in the manifest's subfolder, with its size in bytes and its checksum."""
+
+    name: str
+    bytes: int
+    crc32: int
+
+    def __post_init__(self):
+        _require_inside(self.name)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one writer held of the KV.
+
+    Attributes:
+        tokens: runs ``[start, stop)`` of token numbers, ascending.
+        kv_heads: the range ``[start, stop)`` of KV heads.
+        files: one per layer.
+    """
+
+    tokens: tuple[tuple[int, int], ...]
+    kv_heads: tuple[int, int]
+    files: tuple[StoredFile, ...]
+
+
+@dataclass(frozen=True)
+class VisualIdentity:
+    """The videos and images that a prompt is about.
+
+    Attributes:
+        kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
+        num_tokens: visual placeholder tokens, of all of them together.
+        sha256: digest of the file, or of the digests (in hex) of several, in prompt order; None where the caller
+            prepared the pixels.
+    """
+
+    kind: str
+    num_tokens: int
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class StoredReduction:
+    """The visual tokens that were left out before the language model.
+
+    Attributes:
+        method, ratio: as in :class:`apbv.ReduceConfig`.
+        num_before: how many visual tokens there were.
+        kept: which of them are left, ascending.
+    """
+
+    method: str
+    ratio: float
+    num_before: int
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(KVFacts):
+    """Everything that a directory of saved KV holds.
+
+    Attributes:
+        generation: the subfolder with the tensors.
+        apbv_version: the version of apbv that saved it.
+        token_ids: the whole prompt; where visual tokens were left out, what is left of it.
+        context_start, query_start: as in :class:`apbv.ModelInputs`.
+        visual: the video or the images; None for a prompt of text.
+        density: the share of the scores that was computed, where attention was sparse; else None.
+        reduction: which visual tokens were left out; None where none was.
+        anchor_len, passing_len: l_a and l_p.
+        prompt: the file of logits and positions.
+        shards: one per writer; together they hold every token of every KV head exactly once.
+    """
+
+    generation: str
+    apbv_version: str
+    token_ids: tuple[int, ...]
+    context_start: int
+    query_start: int
+    visual: VisualIdentity | None
+    density: float | None
+    reduction: StoredReduction | None
+    anchor_len: int
+    passing_len: int
+    prompt: StoredFile
+    shards: tuple[Shard, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require_inside(self.generation)
+
+    def files(self) -> Iterator[StoredFile]:
+        """Yield every file that the manifest names."""
+        yield self.prompt
+        for shard in self.shards:
+            yield from shard.files
+
+    def to_json(self) -> str:
+        """Return the content of ``manifest.json``, with its digest."""
+        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        return json.dumps({**record, "sha256": digest_of(record)})
+
+    def require_complete(self, path: Path) -> None:
+        """Check that each token of each KV head is in exactly one shard, and each layer of a shard in a file.
+
+        Raises:
+            StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
+                explain which visual tokens are left.
+        """
+        if len(self.token_ids) != self.num_tokens or any(
+            len(shard.files) != self.num_layers for shard in self.shards
+        ):
+            raise StorageError(f"the manifest for {path} does not name every token and every layer")
+        if self.reduction is not None:
+            kept, num_left = self.reduction.kept, self.visual and self.visual.num_tokens
+            ascending = all(before < after for before, after in pairwise((-1, *kept, self.reduction.num_before)))
+            if len(kept) != num_left or not ascending:
+                raise StorageError(f"the KV in {path} is not of the tokens that its reduction has left")
+        shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
+        if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
+            raise StorageError(f"the shards for {path} do not hold every token exactly once")
+
+
+def parse_manifest(record: Any, path: Path) -> Manifest:
+    """Turn the JSON of a directory's ``manifest.json`` into a manifest.
+
+    Raises:
+        StorageError: the manifest is of another format, incomplete, or was changed.
+    """
+    name = path / MANIFEST_NAME
+    if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
+        raise StorageError(f"{name} is not a manifest of saved KV")
+    digest, version = record.pop("sha256", None), record.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise StorageError(f"saved KV in {path} has format {version}; this version reads {FORMAT_VERSION}")
+    if digest != digest_of({"format": FORMAT, "format_version": version, **record}):
+        raise StorageError(f"{name} was changed since it was saved: its digest is wrong")
+    try:
+        manifest = from_json(Manifest, record)
+    except StorageError as error:
+        raise StorageError(f"{name} is not a manifest of saved KV: {error}") from error
+    manifest.require_complete(path)
+    return manifest
+
+
+def digest_of(record: Any) -> str:
+    """Compute the digest of a manifest's JSON without its digest."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+class SavedKV:
+    """A prompt's KV on disk, of which any part can be read.
+
+    Attributes:
+        path: the directory.
+        manifest: what the directory holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self.path, self.manifest = path, manifest
+
+    @classmethod
+    def open(cls, path: str | Path) -> "SavedKV":
+        """Read a directory's manifest, and check it and the sizes of the files that it names.
+
+        Raises:
+            StorageError: the manifest is missing, of another format, incomplete, or was changed.
+        """
+        path = Path(path)
+        try:
+            record = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+            saved = cls(path, parse_manifest(record, path))
+        except StorageError:
+            raise
+        except FileNotFoundError:
+            raise StorageError(f"there is no saved KV in {path}: it has no {MANIFEST_NAME}") from None
+        except (OSError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply, or too long
+            raise StorageError(f"cannot read {path / MANIFEST_NAME}: {error}") from error
+        for file in saved.manifest.files():
+            try:
+                size = (saved._folder / file.name).stat().st_size
+            except OSError as error:
+                raise StorageError(f"saved KV in {path} is incomplete: {error}") from error
+            if size != file.bytes:
+                raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
+        return saved
+
+    def prompt(self) -> dict[str, Tensor]:
+        """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``.
+
+        Raises:
+            StorageError: the file was changed, or is gone.
+        """
+        return self._read(self.manifest.prompt)
+
+    def layer(
+        self, index: int, tokens: range | Sequence[range] | None = None, kv_heads: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read a layer's keys and values, each ``[H_kv, T, D]``; by default of all heads and tokens.
+
+        Args:
+            index: the layer, from 0.
+            tokens: a run of tokens, or several, which are put one after the other.
+            kv_heads: a range of KV heads.
+
+        Raises:
+            ValueError: there are no such layer, tokens or KV heads.
+            StorageError: a file was changed, or is gone.
+        """
+        manifest = self.manifest
+        tokens = range(manifest.num_tokens) if tokens is None else tokens
+        wanted = [tokens] if isinstance(tokens, range) else tokens
+        kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
+        for run in wanted:
+            _require_within(run, manifest.num_tokens, "tokens")
+        _require_within(kv_heads, manifest.num_kv_heads, "KV heads")
+        _require_within(range(index, index + 1), manifest.num_layers, "layers")
+        shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
+        keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
+        for shard in manifest.shards:
+            heads = intersect(kv_heads, range(*shard.kv_heads))
+            runs = list(rows_of(shard.tokens, wanted))
+            if not heads or not runs:
+                continue
+            file = shard.files[index]
+            stored = self._read(file)
+            expected = (length(shard.kv_heads), sum(map(length, shard.tokens)), manifest.head_dim)
+            of_shard = slice(heads.start - shard.kv_heads[0], heads.stop - shard.kv_heads[0])
+            of_result = slice(heads.start - kv_heads.start, heads.stop - kv_heads.start)
+            for name, result in (("keys", keys), ("values", values)):
+                states = stored.get(name)
+                if states is None or states.shape != expected or states.dtype != manifest.torch_dtype:
+                    raise StorageError(
+                        f"{self._folder / file.name} does not hold the tensors that its manifest describes"
+                    )
+                for rows, places in runs:
+                    result[of_result, places] = states[of_shard, rows]
+        return keys, values
+
+    def require_whole_prompt(self) -> None:
+        """Raise StorageError if visual tokens were left out, for a reader that makes the whole prompt anew."""
+        if self.manifest.reduction is not None:
+            raise StorageError(
+                f"the KV in {self.path} is of a prompt that {self.manifest.reduction.method} has shortened, and "
+                "cannot be handed over: its consumer reads the whole prompt"
+            )
+
+    @property
+    def _folder(self) -> Path:
+        return self.path / self.manifest.generation
+
+    def _read(self, file: StoredFile) -> dict[str, Tensor]:
+        path = self._folder / file.name
+        try:
+            content = path.read_bytes()
+            if len(content) != file.bytes or zlib.crc32(content) != file.crc32:
+                raise StorageError(f"{path} was changed since it was saved: its checksum is wrong")
+            return safetensors.torch.load(content)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"cannot read {path}: {error}") from error
+
+
+class Writer:
+    """Saves one host's share of a prefill; all hosts have one for the same directory at the same time.
+
+    Args:
+        path: the directory, created if it is missing; all hosts must see the same one.
+        number: of this save, the same on all hosts (:meth:`new_number`).
+    """
+
+    def __init__(self, path: Path, number: int):
+        self.path, self.generation = path, f"{_SUBFOLDER}{number:016x}"
+        self._folder, self._is_published = path / self.generation, False
+
+    @staticmethod
+    def new_number() -> int:
+        """Draw a number that no other save has."""
+        return secrets.randbits(62)
+
+    def write_shard(
+        self, number: int, tokens: Sequence[range], kv_heads: range, layers: Sequence[tuple[Tensor, Tensor]]
+    ) -> Shard:
+        """Write this host's share, layer by layer.
+
+        Args:
+            number: the shard's number, different for every writer.
+            tokens: ascending runs of token numbers.
+            kv_heads: the range of KV heads.
+            layers: keys and values ``[1, H_kv, T, D]``, rows in the order of ``tokens``.
+        """
+        files = tuple(
+            self._write(
+                f"layer-{index:05d}.shard-{number:05d}.safetensors",
+                {"keys": keys[0].contiguous(), "values": values[0].contiguous()},
+            )
+            for index, (keys, values) in enumerate(layers)
+        )
+        runs = tuple((run.start, run.stop) for run in tokens if len(run))
+        return Shard(runs, (kv_heads.start, kv_heads.stop), files)
+
+    def write_prompt(self, logits: Tensor, position_ids: Tensor) -> StoredFile:
+        """Write what :meth:`SavedKV.prompt` reads."""
+        return self._write(_PROMPT, {"logits": logits.contiguous(), "position_ids": position_ids.contiguous()})
+
+    def publish(self, manifest: Manifest) -> None:
+        """Check that all hosts' files are here, and replace the manifest by one that names them.
+
+        Raises:
+            StorageError: a file is missing, because the hosts do not share the directory.
+        """
+        for file in manifest.files():
+            path = self._folder / file.name
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise StorageError(f"{path} is missing: every host has to see the same directory {self.path}")
+        manifest.require_complete(self.path)
+        fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest
+        _write_to_disk(fresh, manifest.to_json().encode())
+        _sync_folder(self._folder)
+        os.replace(fresh, self.path / MANIFEST_NAME)
+        self._is_published = True
+        _sync_folder(self.path)
+        for leftover in self.path.glob(f"{_SUBFOLDER}*"):
+            if leftover.name != self.generation:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what a failed save has written; do nothing after :meth:`publish`."""
+        if not self._is_published:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, name: str, tensors: dict[str, Tensor]) -> StoredFile:
+        content = safetensors.torch.save({key: tensor.cpu() for key, tensor in tensors.items()})
+        _write_to_disk(self._folder / name, content)
+        return StoredFile(name, len(content), zlib.crc32(content))
+
+
+@contextmanager
+def lock_for_saving(path: Path) -> Iterator[None]:
+    """Create a directory if it is missing, and keep other processes from saving to it.
+
+    Raises:
+        StorageError: another process is saving there, or the directory cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / _LOCK, "w")  # noqa: SIM115  (closed below, and with the process)
+    except OSError as error:
+        raise StorageError(f"cannot save KV in {path}: {error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StorageError(f"another process is saving KV in {path}") from None
+        yield
+
+
+def _write_to_disk(path: Path, content: bytes) -> None:
+    """Write a file to the disk, not only to the operating system's memory."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def _sync_folder(path: Path) -> None:
+    """Write the names of a folder's files to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_within(run: range, count: int, what: str) -> None:
+    """Raise ValueError unless a range is one of some things that are numbered from 0."""
+    if run.step != 1 or not 0 <= run.start <= run.stop <= count:
+        raise ValueError(f"{run} is not within the {count} {what}")
+
+
+def _require_inside(name: str) -> None:
+    if Path(name).name != name or name == "..":
+        raise StorageError(f"the manifest names {name!r}, which is not in its folder")

@@ -1,0 +1,331 @@
+"""Estimates from a model's config alone whether a prompt will fit in memory."""
+
+import re
+from bisect import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from . import demo
+from .config import DTYPE_NAMES, PrefillConfig, ReduceConfig, SpeculativeConfig
+from .hosts.devices import choose_device
+from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
+from .layout import LayoutError
+from .model.loading import read_config, read_video_processor
+from .model.parts import VIDEO_FAMILIES, require_supported
+from .model.sizes import DecoderSizes, num_weights
+from .model.tensor_parallel import require_divisible
+from .prefilling.encode import chunk_bytes_within
+from .prefilling.memory import HostMemory, host_memory
+from .prefilling.methods import resolve_method
+from .prefilling.reduction import LATE_REDUCERS
+from .prefilling.reduction.early import reduces_first, require_usable
+from .prefilling.reduction.late import require_layers
+from .speculate.strategies import STRATEGIES, prunes
+from .stats import free_memory_bytes
+
+# Tokens of a chat before the video, and of a question behind it; and those before each temporal patch but the
+# first: "<1234.5 seconds>", or "Frame123:", and what marks frames.
+_TOKENS_BEFORE, _TOKENS_BEHIND = 16, 64
+_TEXT_TOKENS = {"qwen3_vl": 10, "internvl": 9}
+# What a GPU's driver, its libraries' workspaces and the exchanges take beside tensors: assumed, not measured.
+_GPU_OVERHEAD = 2**30
+_MOST_SEARCHED = 2**24
+# While a reduction chooses among embeddings there are up to so many copies of them.
+_COPIES_TO_CHOOSE = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a prompt takes on every process, in bytes, about, and whether that is there.
+
+    Attributes:
+        model: its name.
+        method, kv: the method that would run, and where it would place the KV.
+        num_tokens: the prompt's tokens, before any are left out.
+        num_visual_tokens: those of them that stand for the video.
+        num_left: how many tokens the last layer reads.
+        weights: of the model, on one process.
+        draft: of the draft model and its KV; 0 without one.
+        overhead: assumed for the device's own libraries.
+        hosts: what the prefill takes beside them, for a process of every host.
+        device_memory: what each process may take.
+        most: how many frames, or of a text how many tokens, would fit; None: more than were tried.
+    """
+
+    model: str
+    method: str
+    kv: str
+    num_tokens: int
+    num_visual_tokens: int
+    num_left: int
+    weights: int
+    draft: int
+    overhead: int
+    hosts: tuple[HostMemory, ...]
+    device_memory: int
+    most: int | None = None
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The most that a process of every host has in memory at once."""
+        return tuple(self.weights + self.draft + self.overhead + host.peak for host in self.hosts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process has room for what it needs."""
+        return max(self.needed) <= self.device_memory
+
+    def __str__(self) -> str:
+        busiest = self.needed.index(max(self.needed))
+        left = f"; about {self.num_left:,} are left" if self.num_left < self.num_tokens else ""
+        lines = {
+            "model": self.model,
+            "method": f"{self.method} on {len(self.hosts)} host{'s' * (len(self.hosts) > 1)}, KV {self.kv}",
+            "prompt": f"about {self.num_tokens:,} tokens, {self.num_visual_tokens:,} of them visual{left}",
+            f"memory on host {busiest}": "about",
+        }
+        sizes = {"weights": self.weights, "draft": self.draft, "device's libraries": self.overhead}
+        for stage, parts in self.hosts[busiest].stages.items():
+            sizes |= {stage: sum(parts.values()), **{f"  {name}": size for name, size in parts.items()}}
+        lines |= {f"  {name}": _readable(size) for name, size in sizes.items() if size}
+        lines["needed"] = f"  {_readable(max(self.needed))} of {_readable(self.device_memory).strip()}"
+        lines["fits"] = "yes" if self.fits else "no"
+        unit = "frames" if self.num_visual_tokens else "tokens"
+        lines[f"{unit} that fit"] = "all that were tried" if self.most is None else f"about {self.most:,}"
+        return "\n".join(f"{name:<22}{value}" for name, value in lines.items())
+
+
+def plan(
+    model: str | Path | PreTrainedConfig,
+    *,
+    frames: int | None = None,
+    resolution: str | tuple[int, int] = "720p",
+    tokens: int | None = None,
+    hosts: int = 1,
+    tensor_parallel: int = 1,
+    prefill: PrefillConfig | None = None,
+    speculate: SpeculativeConfig | None = None,
+    dtype: str | torch.dtype = "auto",
+    device_memory: int | None = None,
+) -> Plan:
+    """Estimate whether a prompt fits in memory, before any weights are loaded. Nothing is exchanged or computed.
+
+    Args:
+        model: ``"demo"``, a directory, or a hub id, whose video processor then says how large frames become; or a
+            config, for a text.
+        frames: how many frames are sampled from a video. Either this or ``tokens``.
+        resolution: of the video, as (height, width), "HxW", or a name such as "720p".
+        tokens: the tokens of a long text.
+        hosts: H.
+        tensor_parallel: T, the processes that share a host's model.
+        prefill: the method and its lengths, where the KV is placed, and what is left out.
+        speculate: its draft model, and how much of the prompt that keeps, are taken into account.
+        dtype: of weights and KV; ``"auto"``: the config's.
+        device_memory: bytes that each process may take. None: what is free on this process's device. On a CPU the
+            hosts are taken to share this machine's.
+
+    Raises:
+        ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
+            tokens are to be left out of a text, or behind more layers than there are.
+    """
+    prefill = prefill or PrefillConfig()
+    if (frames is None) == (tokens is None):
+        raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
+    if prefill.reduce is not None and frames is None:
+        raise ValueError(f"{prefill.reduce.method} leaves visual tokens out: it needs the frames of a video")
+    counts = {"frames": frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, not {count}")
+    name, config, processor = _describe(model, demo.model_path)
+    require_usable(prefill.reduce, config.model_type, None)
+    require_divisible(config, tensor_parallel)
+    device, itemsize = choose_device(), _itemsize(config, dtype)
+    num_layers = DecoderSizes.from_config(config).layers
+    if device_memory is None:
+        device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
+    height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
+    weights, draft_of = num_weights(config, tensor_parallel) * itemsize, _draft(speculate, dtype)
+    method = resolve_method(prefill, hosts)
+    of_model = {"itemsize": itemsize, "device": device, "tensor_parallel": tensor_parallel}
+
+    def of(count: int) -> Plan:
+        """Plan for so many frames, or tokens of a text."""
+        num_tokens, num_visual, start, stop = count, 0, 0, max(count - prefill.query_len, 0)
+        chunk = num_encoded = 0
+        if frames is not None:
+            video = video_size(config, count, height, width, processor)
+            num_visual, start = video.num_rows, _TOKENS_BEFORE
+            stop = start + num_visual + video.num_text_tokens
+            num_tokens = stop + _TOKENS_BEHIND
+            share = ceil(video.num_patches / (hosts if prefill.frame_parallel else 1))
+            held = FRAME_COPIES * 3 * height * width * count + PIXEL_COPIES * video.pixel_bytes
+            patch = held // video.num_patches
+            most = prefill.video.chunk_bytes or chunk_bytes_within(device_memory)
+            chunk = patch * min(share, max(1, most_in_a_chunk(share * patch, patch, most) // patch))
+            if reduces_first(prefill):
+                num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
+        left = [num_tokens - num_visual + kept for kept in visual_by_layer(prefill.reduce, num_layers, num_visual)]
+        stop -= num_tokens - left[0]
+        layout = method.plan(hosts, left[0], start, stop, prefill)
+        visual = range(start, stop) if num_visual else range(0)
+        options = of_model | {
+            "visual": visual,
+            "depth": sum(left) / left[0],
+            "num_encoded": num_encoded,
+            "chunk": chunk,
+        }
+        memory = [host_memory(config, layout, host, prefill.kv, **options) for host in range(hosts)]
+        return Plan(
+            model=name,
+            method=method.name,
+            kv=prefill.kv,
+            num_tokens=num_tokens,
+            num_visual_tokens=num_visual,
+            num_left=left[-1],
+            weights=weights,
+            draft=draft_of(num_tokens, num_visual),
+            overhead=_GPU_OVERHEAD if device.type == "cuda" else 0,
+            hosts=tuple(memory),
+            device_memory=device_memory,
+        )
+
+    def is_too_much(count: int) -> bool:
+        try:
+            return not of(count).fits
+        except LayoutError:  # too short for the lengths that were asked for
+            return False
+
+    planned, counts = of(frames or tokens), range(1, _MOST_SEARCHED)
+    most = bisect(counts, False, key=is_too_much)
+    return replace(planned, most=None if most == len(counts) else most)
+
+
+def visual_by_layer(reduce: ReduceConfig | None, num_layers: int, num_visual: int) -> list[int]:
+    """Return about how many visual tokens every layer reads.
+
+    Raises:
+        ValueError: the model has too few layers.
+    """
+    if reduce is None or reduce.leaves_all:
+        return [num_visual] * num_layers
+    require_layers(reduce, num_layers)
+    ends = LATE_REDUCERS[reduce.method].choose_layers(reduce, num_layers) if reduce.is_late else (0,)
+    done = [sum(layer >= end for end in ends) / len(ends) for layer in range(num_layers)]
+    return [max(1, round(num_visual * reduce.ratio**share)) for share in done]
+
+
+def parse_resolution(text: str) -> tuple[int, int]:
+    """Return (height, width) of "720x1280", or of "720p", whose sides are as 16 to 9.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
+    if not found:
+        raise ValueError(f"{text!r} is no resolution: write HxW, or such as 720p")
+    height, width = int(found[1]), found[2]
+    return height, 2 * round(height * 8 / 9) if width is None else int(width)
+
+
+class VideoSize(NamedTuple):
+    """The size of a video as a model reads it.
+
+    Attributes:
+        num_patches: its temporal patches, each made of a frame, or of several that the model merges.
+        num_rows: all visual tokens.
+        num_text_tokens: the tokens between its frames.
+        pixel_bytes: of the whole video, resized, in fp32.
+    """
+
+    num_patches: int
+    num_rows: int
+    num_text_tokens: int
+    pixel_bytes: int
+
+
+def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: int, processor: Any) -> VideoSize:
+    """Compute a video's size by the arithmetic of the model's own video processor, on tensors without storage.
+
+    Args:
+        config: the whole model's.
+        num_frames: how many frames are sampled.
+        height, width: of a frame, in pixels.
+        processor: transformers' for this model.
+
+    Raises:
+        ValueError: the model reads no video, or its processor is not there.
+    """
+    if processor is None:
+        raise ValueError(f"a {config.model_type} model's config alone reads no video: its processor is needed")
+    told = num_frames_told(config.model_type, num_frames, getattr(processor, "temporal_patch_size", 1))
+    frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
+    batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    pixels, vision = batch["pixel_values_videos"], config.vision_config
+    num_patches = pixels.shape[1]
+    if "video_grid_thw" in batch:
+        num_patches, *sides = batch["video_grid_thw"][0].tolist()
+        num_rows = num_patches * prod(sides) // vision.spatial_merge_size**2
+    elif config.model_type == "llava_onevision":  # a frame's side is halved, and a row ends the video
+        num_rows = num_patches * ceil(pixels.shape[-1] // vision.patch_size / 2) ** 2 + 1
+    else:
+        num_rows = num_patches * config.image_seq_length
+    num_text = (num_patches - 1) * _TEXT_TOKENS.get(config.model_type, 0)
+    return VideoSize(num_patches, num_rows, num_text, pixels.numel() * 4)
+
+
+def _draft(settings: SpeculativeConfig | None, dtype: str | torch.dtype) -> Callable[[int, int], int]:
+    """Return what says of a prompt's tokens, and of its visual ones, what a draft model takes beside them."""
+    if settings is None or not STRATEGIES[settings.strategy].needs_draft_model:
+        return lambda num_tokens, num_visual: 0
+    if settings.draft_model is None:
+        raise ValueError(f"{settings.strategy} needs a draft_model")
+    _, config, _ = _describe(settings.draft_model, demo.draft_path)
+    weights, row = num_weights(config), DecoderSizes.from_config(config).kv_token
+
+    def num_bytes(num_tokens: int, num_visual: int) -> int:
+        if prunes(settings) and settings.prune == "prompt":
+            kept = num_tokens - num_visual + round(num_visual * (settings.keep_ratio or 0))
+            num_tokens = min(num_tokens, settings.keep_tokens or kept)
+        return (weights + row * num_tokens) * _itemsize(config, dtype)
+
+    return num_bytes
+
+
+def _describe(
+    model: str | Path | PreTrainedConfig, demo_path: Callable[[], Path]
+) -> tuple[str, PreTrainedConfig, Any]:
+    """Return a model's name, its config, and its video processor where there is one to be read."""
+    if isinstance(model, PreTrainedConfig):
+        require_supported(model)
+        return model.name_or_path or model.model_type, model, None
+    path = demo_path() if str(model) == "demo" else model
+    config = read_config(path)
+    is_video = require_supported(config) in VIDEO_FAMILIES
+    return str(model), config, read_video_processor(path) if is_video else None
+
+
+def _itemsize(config: PreTrainedConfig, wanted: str | torch.dtype) -> int:
+    """Return the bytes of a number of the type in which a model's weights would be loaded.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if wanted not in DTYPE_NAMES and not isinstance(wanted, torch.dtype):
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {wanted!r}")
+    if wanted == "auto":
+        wanted = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or "float32"
+    return getattr(torch, str(wanted).removeprefix("torch.")).itemsize
+
+
+def _readable(size: int) -> str:
+    return f"{size / 1e9:10.2f} GB" if size >= 1e8 else f"{size / 1e6:10.2f} MB"
+
+
+__all__ = ["Plan", "plan"]

@@ -1,0 +1,143 @@
+"""What does not go together, and why: one table for the library, the command line and the server.
+
+Whoever knows what is asked for, a config, the options or a request, names its features to :func:`refuse`.
+A feature that no other excludes needs no name here.
+"""
+
+# What the page docs/choosing.md calls a feature.
+FEATURES = {
+    "anchor_query": "`--anchor-query`",
+    "no_anchor": "a method without an anchor",
+    "sparse": "`--sparse`",
+    "dense_method": "`zigzag_ring` or `ulysses`",
+    "other_sparse_method": "a method of other sparse attention",
+    "skip_margin": "`--sparse-skip-margin`",
+    "sparse_without_margin": "`xattention` or `flexprefill`",
+    "reduction": "`--reduce`",
+    "early_reduction": "`--reduce` before the language model",
+    "late_reduction": "`--reduce` between layers",
+    "reduce_layer": "`--reduce-layer`",
+    "kv_reuse": "`--reuse kv`",
+    "watching_draft": "a draft that goes by the target's prefill",
+    "handing_over": "`--kv-transfer`",
+    "context": "`--context`",
+    "source": "`--video`, `--image` or `--audio`",
+    "save_kept": "`--save-kept`",
+    "several_sources": "several videos, or images",
+    "draft_host": "`--draft-host`",
+    "one_model": "`std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
+    "self_drafting": "`std`, `std_apbv`, `streaming` or `layerskip`",
+    "tensor_parallel": "`--tensor-parallel`",
+    "learning_draft": "`tabed`",
+    "tree": "a draft tree",
+    "chain_only": "`tabed` or `ngram`",
+    "keep": "`--keep`",
+    "no_choice": "`text_only`, `std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
+    "keep_ratio": "`--keep-ratio`",
+    "keep_tokens": "`--keep-tokens`",
+    "fixed_share": "a strategy that keeps all tokens, or none",
+    "prune_kv": "`--prune kv`",
+    "drops_nothing": "a strategy that keeps all tokens or none, or `tabed`",
+    "passed_kv": "`std_apbv`",
+    "nothing_passed": "a prefill that passes nothing on",
+    "ranking": "`--keep` by the target's scores",
+    "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
+    "caption": "`--ensemble` with a C",
+    "no_captioner": "no `--captioner`",
+}
+# Why two features exclude each other, with what was given for a feature in braces.
+REFUSALS = {
+    ("anchor_query", "no_anchor"): (
+        "anchor_query puts the question into the anchor of apbv or apb: not {no_anchor}"
+    ),
+    ("anchor_query", "late_reduction"): (
+        "anchor_query copies the prompt's start into every anchor: not together with {late_reduction}, which "
+        "leaves tokens out between layers"
+    ),
+    ("sparse", "dense_method"): "sparse attention is for full, apbv, apb and star: {dense_method} has none",
+    ("sparse", "other_sparse_method"): "{other_sparse_method} cannot choose blocks as {sparse}",
+    ("skip_margin", "sparse_without_margin"): (
+        "values are skipped by spargeattn: {sparse_without_margin} has no skip margin"
+    ),
+    ("reduce_layer", "early_reduction"): (
+        "{early_reduction} leaves tokens out before the language model: it has no layer"
+    ),
+    ("kv_reuse", "reduction"): (
+        "{reduction} chooses visual tokens anew for every prompt: it works with reuse='exact' only"
+    ),
+    ("kv_reuse", "watching_draft"): (
+        "{watching_draft} watches the prefill of the whole prompt: it works with reuse='exact' only"
+    ),
+    ("handing_over", "reduction"): "{handing_over} hands whole prompts over, and {reduction} shortens them",
+    ("context", "source"): (
+        "a prompt is about a text, or about videos, images and audio, but {source} and {context} were given"
+    ),
+    ("save_kept", "several_sources"): "--save-kept draws the frames of one video: not of several, nor images",
+    ("save_kept", "draft_host"): "--save-kept shows what host 0's draft saw: not together with --draft-host",
+    ("draft_host", "one_model"): (
+        "{one_model} drafts without a second model: there is nothing for a draft host to do"
+    ),
+    ("draft_host", "tensor_parallel"): (
+        "a draft host is not supported with tensor parallelism: the first member of host 0 drafts"
+    ),
+    ("self_drafting", "tensor_parallel"): (
+        "{self_drafting}, with which the target drafts itself, is not supported with tensor parallelism: the "
+        "first member of host 0 drafts"
+    ),
+    ("draft_host", "learning_draft"): (
+        "{learning_draft} learns from every verification before it drafts on: not on a draft host"
+    ),
+    ("draft_host", "tree"): "a draft host drafts a chain of tokens: it cannot draft a tree",
+    ("tree", "chain_only"): "{chain_only} drafts a chain of tokens: it cannot draft a tree",
+    ("keep", "no_choice"): "{no_choice} does not choose among visual tokens: keep does not apply",
+    ("keep_ratio", "keep_tokens"): (
+        "keep_ratio and keep_tokens both say how many visual tokens a draft sees: give one of them"
+    ),
+    ("keep_tokens", "fixed_share"): (
+        "a draft by {fixed_share} always sees the same share of the prompt: keep_tokens does not apply"
+    ),
+    ("prune_kv", "drops_nothing"): (
+        "{drops_nothing} drops no KV of what its draft has read: prune='kv' does not apply"
+    ),
+    ("passed_kv", "nothing_passed"): (
+        "{passed_kv} drafts on KV that a prefill passes on between hosts; this one passes nothing on: it needs "
+        "method apbv or apb, 2 hosts at least, and a passing_len"
+    ),
+    ("self_drafting", "late_reduction"): (
+        "{self_drafting} drafts on the target's KV, which has other tokens in every layer where {late_reduction} "
+        "leaves some out between layers"
+    ),
+    ("ranking", "late_reduction"): (
+        "{ranking} goes by what the target's prefill sees in all layers, and {late_reduction} leaves tokens out "
+        "between layers: choose another, such as keep='even'"
+    ),
+    ("ranking_on_draft_host", "reduction"): (
+        "{ranking_on_draft_host} goes by what the target's prefill sees, and {reduction} leaves some of that out: "
+        "on a draft host choose another, such as keep='even'"
+    ),
+    ("caption", "no_captioner"): "the ensemble {caption} drafts from a caption: it needs a captioner",
+}
+
+
+def refuse(**asked: str | bool | None) -> None:
+    """Refuse features that do not go together.
+
+    Args:
+        asked: what is known to be asked for, by its feature's name: what a reason calls it, or true. False or
+            None: it is not.
+
+    Raises:
+        ValueError: two features exclude each other; the message says why.
+    """
+    for (feature, other), reason in REFUSALS.items():
+        if asked.get(feature) and asked.get(other):
+            raise ValueError(reason.format(**asked))
+
+
+def table() -> str:
+    """Lay the refusals out for the page docs/choosing.md."""
+    rows = [
+        f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**FEATURES)} |"
+        for (feature, other), reason in REFUSALS.items()
+    ]
+    return "\n".join(["| this | does not go with | because |", "|---|---|---|", *rows])

@@ -1,0 +1,220 @@
+"""The scheduler of a server: which requests wait and run, and how much KV they hold."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from .job import Finished, Job
+from .order import Order
+from .report import Reporter
+from .requests import ApiError
+
+_CLIENT_LEFT = 499  # as nginx has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many requests may be in a server.
+
+    Attributes:
+        max_queue: how many requests may be read or wait while others run.
+        max_kv_bytes: the most bytes of KV at once, wherever they lie: of answers that are decoded, of prompts that
+            are prefilled, and of such as wait to be fetched.
+        token_bytes: the KV of one token, in all layers.
+        spare_tokens: the most tokens that an answer's KV has room for beyond its own.
+        max_running: how many answers may run at once; None: as many as the KV allows.
+    """
+
+    max_queue: int
+    max_kv_bytes: int
+    token_bytes: int
+    spare_tokens: int = 0
+    max_running: int | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a prompt and its answer that can ever run."""
+        return self.max_kv_bytes // self.token_bytes - self.spare_tokens
+
+    def bytes_of(self, order: Order, num_tokens: int) -> int:
+        """Return the most bytes that the KV of a prompt of so many tokens and of its answer takes."""
+        answer = 0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens
+        return (num_tokens + answer) * self.token_bytes
+
+
+class Scheduler:
+    """Knows every request in the server, and schedules them; any thread may call it.
+
+    Requests run strictly in the order in which they became ready: where the first of them does not fit, those
+    behind it wait, too.
+
+    Attributes:
+        changed: notified of what may let a thread go on.
+        is_stopping: whether no further request is taken.
+    """
+
+    def __init__(self, reporter: Reporter, limits: Limits):
+        self._reporter, self.metrics, self.limits = reporter, reporter.metrics, limits
+        self.changed = threading.Condition()
+        self.is_stopping = False
+        self._admitted: set[Job] = set()  # not running yet
+        self._ready: deque[Job] = deque()
+        self._running: set[Job] = set()
+        self._offers: dict[str, tuple[int, float]] = {}  # by transfer: bytes of KV, and since when
+        self._ended_offers: set[str] = set()  # that ended before they were counted
+        self._awaits_offers = True
+
+    @property
+    def running(self) -> list[Job]:
+        """The requests that hold KV, or are about to."""
+        with self.changed:
+            return list(self._running)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether no further request is taken, none runs, and no KV waits that may still be fetched."""
+        with self.changed:
+            return self.is_stopping and not self._running and not (self._offers and self._awaits_offers)
+
+    def admit(self, job: Job) -> None:
+        """Give a new request a place in the queue.
+
+        Raises:
+            ApiError: with status 429: the queue is full.
+        """
+        with self.changed:
+            if len(self._admitted) >= self.limits.max_queue + (not self._running):
+                raise ApiError(429, "the queue is full; try again later", headers={"Retry-After": "1"})
+            self._admitted.add(job)
+            self._show()
+
+    def make_ready(self, job: Job) -> bool:
+        """Put a request that was read at the end of the queue; False if it is not wanted any more."""
+        with self.changed:
+            if job.is_cancelled or self.is_stopping:
+                return False
+            job.record.ready = time.monotonic()
+            job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
+            self._ready.append(job)
+            self.changed.notify_all()
+            return True
+
+    def take(self, seconds: float) -> Job | None:
+        """Wait for the first in the queue to fit, and let it run; None if that takes longer than ``seconds``.
+
+        Also None as soon as everything has stopped.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._first_fits() or self.has_stopped, seconds)
+            if not self._first_fits():
+                return None
+            job = self._ready.popleft()
+            self._admitted.discard(job)
+            self._running.add(job)
+            job.record.began = time.monotonic()
+            self._show()
+            return job
+
+    def bytes_wanted(self) -> int:
+        """Return how many bytes of KV have to be freed for the first in the queue."""
+        with self.changed:
+            return max(self._used() + self._ready[0].kv_bytes - self.limits.max_kv_bytes, 0) if self._ready else 0
+
+    def cancel(self, job: Job) -> None:
+        """Drop a request whose client has gone: at once from the queue, or else at its next token."""
+        with self.changed:
+            job.is_cancelled = True
+            is_ready = job in self._ready
+            if is_ready:
+                self._ready.remove(job)
+            self.changed.notify_all()
+        if is_ready:
+            self.end(job, None, "cancelled")
+
+    def release(self, job: Job) -> None:
+        """Count a request as running no more: its KV is gone."""
+        with self.changed:
+            self._running.discard(job)
+            self._show()
+            self.changed.notify_all()
+
+    def hold_offer(self, transfer: str, num_bytes: int) -> None:
+        """Count KV that waits to be fetched, until :meth:`end_offer`."""
+        with self.changed:
+            if transfer in self._ended_offers:
+                self._ended_offers.discard(transfer)
+            else:
+                self._offers[transfer] = num_bytes, time.monotonic()
+            self._show()
+
+    def end_offer(self, transfer: str, how: str, num_bytes: int) -> None:
+        """Count KV no more that is not offered any longer; see :class:`apbv.kv.offers.Offers`."""
+        now = time.monotonic()
+        with self.changed:
+            _, began = self._offers.pop(transfer, (0, None))
+            if began is None:
+                self._ended_offers.add(transfer)
+            self._show()
+            self.changed.notify_all()
+        self.metrics.observe_transfer(how, num_bytes, 0.0 if began is None else now - began)
+
+    def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> bool:
+        """Send a request's last event, count the request, and delete its files; a second call changes nothing.
+
+        Returns:
+            Whether the request had not ended.
+        """
+        with self.changed:
+            had_ended, job.has_ended = job.has_ended, True
+            self._admitted.discard(job)
+            self._show()
+        job.files.close()  # of a request that ended while it was read, those opened since, too
+        if had_ended:
+            return False
+        record = job.record
+        record.ended, record.outcome = time.monotonic(), outcome
+        record.status = 200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
+        self._reporter.tell(record)
+        if event is not None:
+            job.send(event)
+        return True
+
+    def stop(self) -> list[Job]:
+        """Refuse further requests, and return those that were waiting; what runs goes on."""
+        with self.changed:
+            self.is_stopping = True
+            waiting = list(self._ready)
+            self._ready.clear()
+            self.changed.notify_all()
+            return waiting
+
+    def give_up_offers(self) -> None:
+        """Let everything stop although KV waits to be fetched."""
+        with self.changed:
+            self._awaits_offers = False
+            self.changed.notify_all()
+
+    def close(self) -> list[Job]:
+        """Stop, and return all requests that are left, running ones included."""
+        with self.changed:
+            self.stop()
+            return [*self._admitted, *self._running]
+
+    def _first_fits(self) -> bool:
+        if not self._ready:
+            return False
+        first = self._ready[0]
+        is_bounded = self.limits.max_running is not None and not first.read.order.hands_over
+        if is_bounded and len(self._running) >= self.limits.max_running:
+            return False
+        return self._used() + first.kv_bytes <= self.limits.max_kv_bytes
+
+    def _used(self) -> int:
+        offered = sum(num_bytes for num_bytes, _ in self._offers.values())
+        return sum(job.kv_bytes for job in self._running) + offered
+
+    def _show(self) -> None:
+        self.metrics.set_load(waiting=len(self._admitted), running=len(self._running))
+        self.metrics.set_kv(self._used(), self.limits.max_kv_bytes)
+        self.metrics.set_offers(len(self._offers))

@@ -1,0 +1,207 @@
+"""The ways to answer: one token after the other, or with target and draft in turn on the same hosts.
+
+A way is chosen once, when the engine is built. For every request it reads the prompt, may look on at the prefill,
+and decodes the answer.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import SpeculativeConfig
+from ..decode.answer import generate_tokens
+from ..hosts import HostGroup, in_thread
+from ..input.rendering import RenderedPrompt
+from ..input.request import Request
+from ..model.attention import apbv_attention
+from ..model.parts import ModelParts
+from ..prefilling.prefiller import Prefiller, ReadRequest
+from ..prefilling.reduction.choosing import Reduction
+from ..prefilling.result import PrefillResult
+from ..prefilling.stages import Watcher
+from ..timeline import Span
+from .draft import Draft, DraftTask, kept_by_frame
+from .pace import Pace
+from .serial import generate_speculatively
+from .strategies import STRATEGIES, draft_tree, keep_policy, make_watcher
+
+# Returns on host 0 a caption of a prompt's video or images, for drafts that read one.
+Captioner = Callable[[RenderedPrompt], str]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The tokens and the figures of a decoded request.
+
+    Attributes:
+        tokens: the answer's tokens, the end token included.
+        figures: the field ``speculation`` of ``launch/infer.py --json``; on a draft host its own figures; None
+            without speculation.
+        kept: which of a video's tokens the draft saw, bool ``[T, h, w]``; None where that is not known.
+        spans: the timeline of this host's decoding.
+        draft_spans: the draft host's timeline, on host 0; None where there is no draft host.
+    """
+
+    tokens: list[int]
+    figures: dict[str, Any] | None = None
+    kept: Tensor | None = None
+    spans: tuple[Span, ...] = ()
+    draft_spans: list[Span] | None = None
+
+
+class Outcome(NamedTuple):
+    """A request as it was read, its prefill (None on a draft host), and its answer."""
+
+    read: ReadRequest
+    state: PrefillResult | None
+    answered: Answered
+
+
+class Autoregressive:
+    """Decodes one token after the other, without a draft.
+
+    Attributes:
+        hosts: the hosts that answer together: all but a draft host, or a draft host alone.
+        prefills: whether this host takes part in the prefill.
+    """
+
+    prefills = True
+
+    def __init__(self, parts: ModelParts, hosts: HostGroup):
+        self._parts, self.hosts = parts, hosts
+
+    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+        """Read a request, prefill it and decode the answer; collective."""
+        with closing(prefiller.read(request)) as read:
+            state = prefiller.run(read)
+            return Outcome(read, state, self.decode(read.request, state))
+
+    def decode(self, request: Request, state: PrefillResult) -> Answered:
+        """Decode the answer to a prompt that was prefilled or loaded."""
+        stage, timed = self.hosts.collective_stage("decode"), state.timer.stage("decode")
+        with stage, timed, apbv_attention(self._parts.language_model):
+            return Answered(generate_tokens(state.begin_answer(self._parts, request)))
+
+
+class TakingTurns:
+    """Answers speculatively, with target and draft in turn on the same hosts.
+
+    Args:
+        draft: the draft model; None for strategies without one.
+        tokenize: turns text into token ids, without special tokens.
+        captioner: see :class:`apbv.Engine`.
+    """
+
+    prefills = True
+
+    def __init__(
+        self,
+        target: ModelParts,
+        draft: ModelParts | None,
+        hosts: HostGroup,
+        config: SpeculativeConfig,
+        tokenize: Callable[[str], list[int]],
+        captioner: Captioner | None = None,
+    ):
+        self._target, self._draft, self.hosts, self._config = target, draft, hosts, config
+        self._tokenize, self._captioner = tokenize, captioner
+        vocab_size = min(parts.vocab_size for parts in (target, draft) if parts is not None)
+        self._tree = draft_tree(config, vocab_size)
+
+    def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
+        config = self._config
+        with closing(prefiller.read(request)) as read:
+            request, watcher = read.request, make_watcher(config, self._target)
+            needs_caption, caption = config.needs_caption and read.inputs.visual is not None, None
+            if needs_caption and self.hosts.is_leader:
+                captioning = in_thread(partial(self._run_captioner, read.rendered))
+            state = prefiller.run(read, watcher)
+            if needs_caption:
+                with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
+                    caption = _caption_of(captioning) if self.hosts.is_leader else None
+            with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
+                draft = self._build(read, state, watcher, caption)
+            with self.hosts.collective_stage("decode"), request.timer.stage("decode"), ExitStack() as stack:
+                for parts in (self._target, self._draft):
+                    if parts is not None:
+                        stack.enter_context(apbv_attention(parts.language_model))
+                tokens, stats = self._decode(draft, state, request)
+            figures = {
+                **asdict(config),
+                **stats.summary(len(tokens)),
+                "num_tree_nodes": self._tree and self._tree.num_drafted,
+                "num_visual_tokens_drafted_from": draft.num_visual,
+            }
+            kept = draft.kept
+            is_shorter = state.inputs.num_tokens < read.inputs.num_tokens
+            if STRATEGIES[config.strategy].runs_target and kept is not None and is_shorter:
+                kept = state.reduction.kept[kept]  # numbered among the tokens that are left of a reduced prompt
+            kept = kept_by_frame(self._target, read.inputs, kept)
+            return Outcome(read, state, Answered(tokens, figures, kept, tuple(stats.record.spans)))
+
+    def _build(
+        self, read: ReadRequest, state: PrefillResult, watcher: Watcher | None, caption: str | None
+    ) -> Draft:
+        """Build the draft. The target's own reads what the target has read, others the whole prompt."""
+        config, runs_target = self._config, STRATEGIES[self._config.strategy].runs_target
+        scores = watcher and watcher.result
+        if scores is not None and state.reduction is not None and not runs_target:
+            scores = partial(_over_whole_prompt, scores, state.reduction)
+        task = DraftTask(
+            target=self._target,
+            draft=self._draft,
+            inputs=state.inputs if runs_target else read.inputs,
+            state=state,
+            scores=scores,
+            hosts=self.hosts,
+            config=config,
+            keep=keep_policy(config),
+            sampling=read.request.sampling,
+            vocab_size=self._target.vocab_size,
+            drafts_tree=self._tree is not None,
+            tokenize=self._tokenize,
+            caption=caption,
+        )
+        return STRATEGIES[config.strategy].build(task)
+
+    def _decode(self, draft: Draft, state: PrefillResult, request: Request):
+        config = self._config
+        answer = state.begin_answer(self._target, request)
+        if draft.takes_target_kv and draft.drafter is not None:
+            draft.drafter.take_target_kv(answer.decoder.newest_kv)
+        depth = config.num_draft_tokens
+        if self._tree is not None and depth != "auto":
+            depth = self._tree.depth
+        pace = Pace(depth, config.keep_losing_draft)
+        return generate_speculatively(answer, draft.drafter, pace, self._tree)
+
+    def _run_captioner(self, rendered: RenderedPrompt) -> str:
+        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit."""
+        device = self.hosts.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._captioner(rendered)
+
+
+def _caption_of(captioning: Future) -> str:
+    try:
+        caption = captioning.result()
+    except Exception as error:
+        raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+    if not isinstance(caption, str) or not caption.strip():
+        raise ValueError(f"the captioner returned {caption!r} instead of a caption")
+    return caption.strip()
+
+
+def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:
+    """Return scores of all visual tokens, where the target read fewer of them; collective.
+
+    None that it has not seen scores higher than one that it has.
+    """
+    scores = scores_of_rest()
+    return reduction.spread(scores, missing=min(0.0, float(scores.min())))

@@ -1,0 +1,354 @@
+"""Counts the arithmetic of one prefill on every host, the KV that it keeps, and what it receives from others.
+
+Nothing runs. A multiply-add is 2 FLOPs; causal attention of l rows has exactly l (l + 1) / 2 (query, key) pairs.
+Left out are element-wise operations (norms, rotary positions, activations).
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+
+from apbv import PrefillConfig
+from apbv.layout import ContextLayout, intersect, split_evenly
+from apbv.model.parts import num_deepstack_layers
+from apbv.model.sizes import DecoderSizes
+from apbv.planning import visual_by_layer
+from apbv.prefilling import methods
+
+# "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is one block that
+# attends to itself.
+ATTENTION = ("anchor", "block_to_anchor", "block_to_passing", "block_to_earlier", "block_to_self", "query")
+# "query_pass": the projections and the MLP of a separate pass of the query.
+PARTS = ("vision", "projections", "mlp", *ATTENTION, "scoring", "query_pass", "lm_head")
+METHODS = ("full", "zigzag_ring", "ulysses", "star", "apb", "apbv")
+_GATED = ("qwen2_5_vl", "qwen2_5_omni_thinker")  # vision towers whose MLPs have a gate
+_SHARED_OUT = ("zigzag_ring", "ulysses")  # exact, and no token is replicated
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """The sizes of a vision tower.
+
+    The tower attends within one temporal patch ("frame") at a time, in every layer; for Qwen2.5-VL, where most
+    layers attend within smaller windows, this is an upper bound.
+
+    Attributes:
+        layers, hidden: depth and width.
+        weights: weights of all layers, which are a row's multiply-adds without attention.
+        patches_per_token: patches that become one token (the square of the spatial merge).
+        class_tokens: number of rows of a frame that are not patches.
+        outer_macs: a token's multiply-adds outside the layers (patch embedding, mergers or projector).
+        num_deepstack: number of further rows of the decoder's width that the decoder reads per token.
+    """
+
+    layers: int
+    hidden: int
+    weights: int
+    patches_per_token: float
+    class_tokens: int
+    outer_macs: float
+    num_deepstack: int
+
+    def frame_flops(self, tokens: int) -> float:
+        """Count the FLOPs of a frame that becomes so many tokens."""
+        rows = tokens * self.patches_per_token + self.class_tokens
+        attention_macs = 2 * self.layers * rows**2 * self.hidden
+        return 2 * (rows * self.weights + attention_macs + tokens * self.outer_macs)
+
+    @classmethod
+    def from_config(cls, config) -> "VisionShape":
+        """Read the sizes from a vision-language config; families differ in names and in what follows the tower.
+
+        Raises:
+            ValueError: the family is unknown.
+        """
+        vision, family, width = config.vision_config, config.model_type, config.get_text_config().hidden_size
+        layers, deepstack = vision.num_hidden_layers, num_deepstack_layers(config)
+        hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
+        mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
+        if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker"):
+            patches = vision.spatial_merge_size**2
+            outer = (1 + deepstack) * patches * hidden * (patches * hidden + width)
+        elif family == "internvl":
+            patches = int(1 / config.downsample_ratio) ** 2
+            outer = width * (patches * hidden + width)
+        elif family == "llava_onevision":  # all patches are projected, then a frame's side is halved
+            side = vision.image_size // vision.patch_size
+            patches = (side / -(-side // 2)) ** 2
+            outer = patches * width * (hidden + width)
+        else:
+            raise ValueError(f"the cost model does not know the vision tower of {family}")
+        sides = [vision.patch_size] * 2 if isinstance(vision.patch_size, int) else vision.patch_size
+        outer += patches * 3 * getattr(vision, "temporal_patch_size", 1) * prod(sides) * hidden
+        weights = layers * hidden * (4 * hidden + (3 if family in _GATED else 2) * mlp)
+        return cls(layers, hidden, weights, patches, int(family == "internvl"), outer, deepstack)
+
+
+@dataclass(frozen=True)
+class Shape(DecoderSizes):
+    """The sizes of a model's decoder and vision tower.
+
+    Attributes:
+        bytes_per_number: bytes of one weight, and of one number of the KV.
+        vision: its vision tower; None for a text model.
+    """
+
+    bytes_per_number: int = 2
+    vision: VisionShape | None = None
+
+    @classmethod
+    def from_config(cls, config, bytes_per_number: int = 2) -> "Shape":
+        """Read the sizes from a transformers config of Llama, Qwen2, Qwen3 or a vision-language model around one.
+
+        Raises:
+            ValueError: the decoder has experts, or the vision tower is of an unknown family.
+        """
+        text = config.get_text_config()
+        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+            raise ValueError(f"{text.model_type} has experts; the cost model knows dense decoders only")
+        vision = VisionShape.from_config(config) if hasattr(config, "vision_config") else None
+        return super().from_config(config, bytes_per_number=bytes_per_number, vision=vision)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Count the bytes of one token's K and V in all layers."""
+        return self.kv_token * self.bytes_per_number
+
+
+@dataclass(frozen=True)
+class Video:
+    """The video of a prompt.
+
+    Attributes:
+        tokens: the run of its placeholders; timestamps between them, as in Qwen3-VL, count as placeholders.
+        frames: number of temporal patches.
+        frame_tokens: tokens of a frame before a reduction leaves some out, of every frame equally many, as is
+            assumed; None: nothing is left out before the language model.
+    """
+
+    tokens: range
+    frames: int
+    frame_tokens: int | None = None
+
+    @property
+    def encoded_tokens(self) -> int:
+        """The tokens that the tower makes of a frame."""
+        return len(self.tokens) // self.frames if self.frame_tokens is None else self.frame_tokens
+
+    def pieces(self, num_hosts: int) -> list[tuple[int, range]]:
+        """Return for every host how many frames it encodes, and the tokens that these become."""
+        frames = range(self.frames)
+        shares = split_evenly(frames, num_hosts)
+        # Tokens beyond an equal number per frame (LLaVA-OneVision's newline) belong to the last frame.
+        count, per_frame = len(self.tokens), len(self.tokens) // self.frames
+        ends = [frame * (per_frame if self.frame_tokens is None else count / self.frames) for frame in frames]
+        edges = [self.tokens.start + int(end) for end in ends] + [self.tokens.stop]
+        return [(len(share), range(edges[share.start], edges[share.stop])) for share in shares]
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """The cost of a prefill on one host, over all layers.
+
+    Attributes:
+        flops: FLOPs by part (:data:`PARTS`).
+        received: bytes from other hosts, by what they are.
+        kv_bytes: bytes of the KV that this host keeps.
+    """
+
+    flops: Counter
+    received: Counter
+    kv_bytes: int
+
+    def __add__(self, other: "HostCost") -> "HostCost":
+        return HostCost(self.flops + other.flops, self.received + other.received, self.kv_bytes + other.kv_bytes)
+
+    @property
+    def total_flops(self) -> int:
+        """Count the FLOPs of all parts."""
+        return self.flops.total()
+
+
+def cost(
+    shape: Shape,
+    method: str,
+    layout: ContextLayout,
+    *,
+    video: Video | None = None,
+    density: float = 1.0,
+    is_last: bool = True,
+) -> list[HostCost]:
+    """Compute the cost of one prefill, host by host. Importance is ``peak``, and ``apbv`` fuses the query.
+
+    Args:
+        shape: the model's sizes.
+        method: a name in :data:`METHODS`; all are full attention on host 0 where the layout has no blocks.
+        layout: what the method's ``plan`` returned.
+        video: the prompt's video, if it has one.
+        density: the share of blocks' causal attention to themselves that is computed, as the figures of a prefill
+            with sparse attention give it; how these blocks are chosen is left out.
+        is_last: whether logits follow the last of these layers.
+
+    Raises:
+        ValueError: the method has no sparse attention.
+    """
+    if not 0 < density <= 1 or (density < 1 and method in _SHARED_OUT):
+        raise ValueError(f"{method} does not compute {density:g} of its attention")
+    if not layout.is_split:
+        method = "full"
+    separate = method in ("star", "apb")
+    costs = [_host_cost(shape, method, layout, host, separate, video, is_last) for host in range(layout.num_hosts)]
+    for host in costs:
+        host.flops["block_to_self"] = round(density * host.flops["block_to_self"])
+    return costs
+
+
+def cost_of_prompt(
+    shape: Shape,
+    hosts: int,
+    prompt: tuple[int, int, int, Video | None],
+    config: PrefillConfig,
+    density: float = 1.0,
+) -> tuple[ContextLayout, list[HostCost]]:
+    """Return the layout of a prefill's first layers, and its cost, of which each run of layers has its own layout.
+
+    Left out is what goes on between two runs: the attention by which tokens are chosen, and the hidden states that
+    are sent to hosts which compute their tokens next, as these depend on the choice.
+
+    Args:
+        prompt: n, where the context and the question start, and the video.
+        config: the method and the reduction.
+
+    Raises:
+        ValueError: visual tokens are to be left out of a text, or as :func:`cost`.
+    """
+    num_tokens, start, stop, video = prompt
+    if video is None and config.reduce is not None:
+        raise ValueError(f"{config.reduce.method} leaves visual tokens out: it needs the frames of a video")
+    num_visual = 0 if video is None else len(video.tokens)
+    runs = [(n, len(list(same))) for n, same in groupby(visual_by_layer(config.reduce, shape.layers, num_visual))]
+    plan, layouts, costs = methods.METHODS[config.method].plan, [], []
+    for number, (kept, num_layers) in enumerate(runs):
+        gone, layers = num_visual - kept, replace(shape, layers=num_layers)
+        layouts.append(plan(hosts, num_tokens - gone, start, stop - gone, config))
+        shown = video if number == 0 else None
+        if shown and gone:  # of every frame as many tokens are left, as is assumed
+            shown = replace(video, tokens=range(start, start + kept), frame_tokens=num_visual // video.frames)
+        is_last = number == len(runs) - 1
+        costs.append(cost(layers, config.method, layouts[-1], video=shown, density=density, is_last=is_last))
+    return layouts[0], [sum(others, first) for first, *others in zip(*costs, strict=True)]
+
+
+def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCost:
+    flops, layers = Counter(), shape.layers
+    rows = sum(map(len, layout.local_spans(host)))
+    for part, weights in shape.layer_weights.items():
+        flops[part] = 2 * layers * rows * weights
+        flops["query_pass"] += 2 * layers * len(layout.query) * weights * separate
+    for part, scores in _scores(shape, method, layout, host, separate).items():
+        # Attention multiplies by K and by V, the scoring by K only.
+        flops[part] = (2 if part == "scoring" else 4) * layers * shape.head_dim * scores
+    if is_last and layout.last_token_host in (None, host):
+        flops["lm_head"] = 2 * shape.hidden * shape.vocab
+    if video is not None:
+        frames, _ = video.pieces(layout.num_hosts)[host]
+        flops["vision"] = round(frames * shape.vision.frame_flops(video.encoded_tokens))
+    received = _received(shape, method, layout, host, video, is_last) if layout.num_hosts > 1 else Counter()
+    return HostCost(flops, received, shape.kv_bytes * sum(map(len, layout.cache_spans(host))))
+
+
+def _scores(shape, method, layout, host, separate) -> dict[str, int]:
+    """Count the (query head, query row, key) triples of one layer on one host, by part."""
+    if method == "full":
+        return {"block_to_self": shape.heads * sum(_causal(len(span)) for span in layout.local_spans(host))}
+    heads, blocks = shape.heads, layout.virtual_hosts(host)
+    if method == "ulysses":  # a share of the heads, over all tokens
+        heads, blocks = len(_query_heads(shape, layout)[host]), range(layout.num_hosts)
+    rows = {v: len(layout.blocks[v]) for v in blocks}
+    pairs = {"block_to_self": sum(map(_causal, rows.values()))}
+    if method in _SHARED_OUT:
+        pairs["block_to_earlier"] = sum(rows[v] * layout.blocks[v].start for v in blocks)
+    else:
+        anchor, query, last = layout.anchor_len, len(layout.query), len(layout.blocks) - 1
+        pairs["anchor"] = _causal(anchor)
+        # A copy in front of the prompt's first block would repeat what the block begins with.
+        pairs["block_to_anchor"] = anchor * sum(rows[v] for v in blocks if v or not layout.anchor_copy)
+        pairs["block_to_passing"] = sum(rows[v] * sum(map(layout.num_passed, range(v))) for v in blocks)
+        pairs["query"] = query * (len(layout.anchor_slice(host)) + sum(rows.values()))
+        pairs["query"] += _causal(query) if host == 0 else 0  # host 0 keeps the query's own KV
+        pairs["query"] += query * anchor + _causal(query) if separate else 0
+        # The last block passes nothing on, and one that passes on all of itself need not choose.
+        chosen = [rows[v] for v in blocks if v != last and 0 < layout.num_passed(v) < rows[v]]
+        pairs["scoring"] = query * sum(chosen)
+    return {part: heads * count for part, count in pairs.items()}
+
+
+def _received(shape, method, layout, host, video, is_last) -> Counter:
+    """Count the bytes that one of several hosts receives, by what they are."""
+    received, layers, size, others = Counter(), shape.layers, shape.bytes_per_number, layout.num_hosts - 1
+    here = sum(len(layout.blocks[v]) for v in layout.virtual_hosts(host))
+    if method == "zigzag_ring":
+        received["ring"] = shape.kv_bytes * (layout.num_tokens - here)
+    elif method == "ulysses":
+        heads, group = _query_heads(shape, layout)[host], shape.heads // shape.kv_heads
+        kv_heads = -(-heads.stop // group) - heads.start // group if len(heads) else 0
+        states = (len(heads) + 2 * kv_heads) * (layout.num_tokens - here)
+        outputs = (shape.heads - len(heads)) * here
+        received["all_to_all"] = layers * (states + outputs) * shape.head_dim * size
+    elif method != "full":
+        # All buffers are as long as the longest, and the last block sends an empty one.
+        received["passing"] = shape.kv_bytes * others * len(layout.virtual_hosts(host)) * layout.max_passed
+        row = shape.heads * (shape.head_dim * size + max(4, size))  # the output and its log-sum-exp
+        received["query_merge"] = layers * others * len(layout.query) * row
+    if is_last and layout.last_token_host not in (None, host):
+        received["logits"] = shape.vocab * size
+    if video is not None:
+        _, encoded = video.pieces(layout.num_hosts)[host]
+        needed = [intersect(span, video.tokens) for span in layout.local_spans(host)]
+        missing = sum(len(run) - len(intersect(run, encoded)) for run in needed)
+        received["embeddings"] = missing * (1 + shape.vision.num_deepstack) * shape.hidden * size
+    return received
+
+
+def _causal(rows: int) -> int:
+    return rows * (rows + 1) // 2
+
+
+def _query_heads(shape: Shape, layout: ContextLayout) -> list[range]:
+    return split_evenly(range(shape.heads), layout.num_hosts)
+
+
+def flop_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
+    """Divide the busiest hosts' FLOPs: the speed-up where every host brings its own cores."""
+    return max(c.total_flops for c in costs_full) / max(c.total_flops for c in costs_other)
+
+
+def work_ratio(costs_full: list[HostCost], costs_other: list[HostCost]) -> float:
+    """Divide all hosts' FLOPs: the speed-up where all hosts share the same cores."""
+    return sum(c.total_flops for c in costs_full) / sum(c.total_flops for c in costs_other)
+
+
+def explain(method: str, layout: ContextLayout, costs: list[HostCost], full: list[HostCost]) -> str:
+    """Format what the busiest host of a prefill does.
+
+    Args:
+        layout: of the first of its layers.
+        costs: what it costs every host.
+        full: what full attention on one host costs.
+    """
+    busiest = max(range(len(costs)), key=lambda host: costs[host].total_flops)
+    mine = costs[busiest]
+    parts = [(part, mine.flops[part]) for part in PARTS if mine.flops[part]]
+    received = ", ".join(f"{kind} {count / 1e6:.2f} MB" for kind, count in mine.received.items() if count)
+    lines = [
+        f"{method}, {layout.num_hosts} hosts, {layout.num_tokens} tokens: anchor {layout.anchor_len}, "
+        f"{len(layout.blocks)} blocks, passing {layout.passing_len}, query {len(layout.query)}",
+        f"  {f'on host {busiest}':<17}{'TFLOP':>12}{'share':>8}",
+        *(f"  {part:<17}{count / 1e12:>12.4f}{count / mine.total_flops:>8.1%}" for part, count in parts),
+        f"FLOPs of full over this: busiest host {flop_ratio(full, costs):.2f}, "
+        f"all hosts together {work_ratio(full, costs):.2f}",
+        f"KV: {', '.join(f'{host.kv_bytes / 1e6:.1f}' for host in costs)} MB per host",
+        f"received: {received or 'nothing'}",
+    ]
+    return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""This package counts what a prefill costs, and predicts its time; nothing runs."""

@@ -1,0 +1,554 @@
+"""The operators: attention over keys in several places, merging, sparse attention, and choosing keys and tokens.
+
+Each checks its operands, and calls the implementation that :mod:`apbv.kernels.backends` chooses. Shapes: B batch,
+Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D head dimension, R sequences, nq
+and nk blocks of queries and of keys, the last of which may be shorter. lse is the natural-log sum of exponentials
+of the scaled scores, -inf where nothing was visible.
+
+The APB-V paper (Section 3.3) says only that query-to-context attention scores choose the l_p KV pairs that are
+passed on. Cosine similarities of embeddings are accumulated in fp32; as in ``torch.nn.functional.normalize``, a
+vector is divided by its norm or 1e-12: zeros are similar to nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .backends import BackendError, choose, implementation, requested
+from .library_attention import choose_attention
+from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
+from .torch_attention import empty_output, result_without_keys
+from .torch_varlen_attention import usable as flash_obstacle
+
+REDUCTIONS = ("peak", "softmax", "dot")
+LARGEST_TRITON_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit the registers
+
+
+def segmented_attention(
+    q: Tensor,
+    segments: list[Segment],
+    scale: float,
+    causal_last: bool,
+    *,
+    rows_alone: int = 0,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attend over the concatenation of several key/value segments without concatenating them.
+
+    Every segment is fully visible to every query, except the last one where ``causal_last`` is set: there
+    query i of S sees the first T - S + i + 1 of its T keys (bottom-right causality, as in decoding).
+
+    Args:
+        q: ``[B, Hq, S, D]``.
+        segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``; a T_i may be 0.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        causal_last: whether the last segment is causal.
+        rows_alone: number of leading queries that see the last segment only: APB-V's anchor, which stands
+            before its block and sees no passing blocks.
+        out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
+            in place of a new tensor.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
+        lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: no segment was given, Hq is not a multiple of Hkv, or out does not fit q.
+        BackendError: the back end cannot be used here.
+    """
+    if not segments:
+        raise ValueError("segmented_attention needs at least one (k, v) segment")
+    _require_shapes(q=(q, "B Hq S D"), k=(segments[0][0], "B Hkv T D"), out=(out, "B Hq S D"))
+    _require_dtype(out, q)
+    if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
+        return result_without_keys(q, out)
+    if len(segments) == 1:
+        rows_alone = 0  # there is nothing else that the other rows could see
+    chosen = choose_attention(backend, q, segments)
+    options = {"rows_alone": rows_alone, "out": out}
+    if chosen == "triton":
+        # A layer hands its output on with the heads of a token side by side: no copy is needed then.
+        options["out"] = empty_output(q) if out is None else out
+    elif chosen != "reference":
+        options["merging"] = choose(backend, q)
+    return implementation("segmented_attention", chosen)(q, segments, scale, causal_last, **options)
+
+
+def verify_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    visible: Tensor | None = None,
+    kept: Tensor | None = None,
+    num_keys: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attend from a few new tokens to a long past that they share and to N masked keys behind it.
+
+    Args:
+        q: ``[B, Hq, S, D]``; fast for S of 1 to 16, correct for any.
+        k, v: ``[B, Hkv, T, D]``.
+        scale: factor of the scores.
+        visible: bool ``[S, N]``, 0 <= N <= T: which of the last N keys a query sees; in a tree itself and its
+            ancestors. None: the last S keys are the queries' own, and each sees those before it and itself.
+        kept: ``[B, Hkv, M]``, distinct integers: which of the first T - N keys a KV head sees. None: all.
+        num_keys: int32 ``[1]`` on q's device: only so many first rows of k and v count, at least N; what lies
+            behind them is not read. "The last" keys above are the last of those. So a CUDA graph, in which
+            shapes are fixed, serves all lengths up to T. None: all T rows. Only Triton reads it on the GPU;
+            ``torch`` waits for it.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        out ``[B, Hq, S, D]`` in q's dtype (zeros where nothing was visible) and
+        lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: Hq is not a multiple of Hkv, the mask covers more keys than there are, or num_keys is not
+            one int32.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv T D"), v=(v, "B Hkv T D"))
+    masked = q.shape[2] if visible is None else visible.shape[1]
+    if masked > k.shape[2]:
+        raise ValueError(f"the mask covers the last {masked} keys, but there are only {k.shape[2]}")
+    if num_keys is not None and (num_keys.dtype != torch.int32 or num_keys.shape != (1,)):
+        raise ValueError(f"num_keys must be one int32, not {num_keys.dtype} of shape {list(num_keys.shape)}")
+    num_seen = masked + (k.shape[2] - masked if kept is None else kept.shape[2])
+    if q.shape[2] == 0 or num_seen == 0:
+        return result_without_keys(q)
+    compute = implementation("verify_attention", choose(backend, q))
+    return compute(q, k, v, scale, visible=visible, kept=kept, num_keys=num_keys)
+
+
+def batch_decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: SequenceBuffers | BufferTable,
+    scale: float,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Append the newest key and value of each of R sequences to its own buffers, and attend to all rows there.
+
+    No other row is moved: sequences of any lengths share a call, wherever their buffers lie.
+
+    Args:
+        q: ``[1, Hq, R, D]``: the newest token of every sequence.
+        k, v: ``[1, Hkv, R, D]``, Hq a multiple of Hkv: written to row ``lengths[r]`` of sequence r's buffers.
+        buffers: where the sequences' rows lie. A table is for ``triton`` only, which then need not be told of
+            other buffers or lengths from call to call; of a sequence that is not there the result is 0.
+        scale: factor of the scores.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        ``[1, Hq, R, D]`` in q's dtype.
+
+    Raises:
+        ValueError: Hq is not a multiple of Hkv, a buffer is full, or another back end is given a table.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(q=(q, "B Hq R D"), k=(k, "B Hkv R D"), v=(v, "B Hkv R D"))
+    chosen = choose(backend, q)
+    if isinstance(buffers, SequenceBuffers):
+        buffers.require_room()
+    elif chosen != "triton":
+        raise ValueError(f"the {chosen} back end does not look up buffers in a table")
+    return implementation("batch_decode_attention", chosen)(q, k, v, buffers, scale)
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, *, backend: str = "auto"
+) -> Tensor:
+    """Attend within each sequence: every query sees all keys of its own sequence, and no others.
+
+    Args:
+        q: ``[T, Hq, D]``, neighbouring numbers along D.
+        k, v: ``[T, Hkv, D]``, Hq a multiple of Hkv.
+        sequences: where each begins and ends, the same for q, k and v; together they have T rows.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        backend: ``"reference"`` and ``"torch"`` are obeyed. Any other name is the same as ``"auto"``, which takes
+            an installed FlashAttention where it works, and torch elsewhere.
+
+    Returns:
+        ``[T, Hq, D]`` in q's dtype, contiguous.
+
+    Raises:
+        ValueError: Hq is not a multiple of Hkv.
+        BackendError: there is no such back end.
+    """
+    _require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
+    if not q.shape[0]:
+        return q.new_empty(q.shape)
+    wanted = requested(backend)
+    if wanted not in ("torch", "reference"):
+        wanted = "torch" if flash_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
+    return implementation("varlen_attention", wanted)(q, k, v, sequences, scale)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    *,
+    skip_margin: float | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attend causally from every token of a sequence to its own block, and to the blocks listed for that.
+
+    With a ``skip_margin`` λ, values of a listed block whose weights are negligible are not multiplied: the sparse
+    online softmax of SpargeAttn (Zhang et al., 2025, Section 3.4). A block of queries visits the blocks that it
+    lists in ascending order, and its own keys last. With m(r) the highest score that row r has met up to and with
+    a listed block, and s(r) its highest in this block, the block's values are skipped where s(r) - m(r) < -λ for
+    all rows. Their weights, each below exp(-λ) of its row's largest, still count in the softmax's denominator: the
+    lse does not depend on λ, and results of other keys can be merged.
+
+    The back end ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
+    of up to 128 queries in half precision with D up to 128. Elsewhere it is a part of one: then all that is
+    skipped by the rule above is skipped, and parts of other blocks are where the rule holds for them.
+
+    Args:
+        q: ``[B, Hq, S, D]``.
+        k, v: ``[B, Hkv, S, D]``, of the same tokens.
+        blocks: which blocks each query head computes.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        skip_margin: λ above 0, in units of scaled scores; None: no values are skipped.
+        out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
+            in place of a new tensor.
+        backend: see :mod:`apbv.kernels.backends`. ``torch`` waits for the lists on a GPU.
+
+    Returns:
+        out ``[B, Hq, S, D]`` in q's dtype and lse ``[B, Hq, S]`` in fp32 (fp64 for fp64 input), the natural-log
+        sum of exponentials of the scaled scores that were computed; :func:`apbv.kernels.merge_states` merges them
+        with those over other keys.
+
+    Raises:
+        ValueError: shapes do not fit together, the lists are of another number of blocks, or λ is not above 0.
+        BackendError: the back end cannot be used here.
+    """
+    numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
+    _require_shapes(
+        q=(q, "B Hq S D"),
+        k=(k, "B Hkv S D"),
+        v=(v, "B Hkv S D"),
+        out=(out, "B Hq S D"),
+        counts=(blocks.counts, "B Hq nq"),
+        indices=(blocks.indices, "B Hq nq nk"),
+        sizes=numbers,
+    )
+    _require_dtype(out, q)
+    if skip_margin is not None and not skip_margin > 0:
+        raise ValueError(f"the skip margin must be above 0, not {skip_margin!r}")
+    if q.shape[2] == 0:
+        return result_without_keys(q, out)
+    compute = implementation("block_sparse_attention", choose(backend, q))
+    out = empty_output(q) if out is None else out
+    return compute(q, k, v, blocks, scale, skip_margin=skip_margin, out=out)
+
+
+def antidiagonal_scores(
+    q: Tensor, k: Tensor, scale: float, stride: int, block: int, *, backend: str = "auto"
+) -> Tensor:
+    """Estimate the share of its attention that a block of queries pays to each block of keys, by antidiagonals.
+
+    This is the score of XAttention (Xu et al., 2025, Algorithm 1). ``stride`` neighbouring tokens are a group. A
+    group of queries scores a group of keys by the sum of q·k along the antidiagonal of their square of scores (the
+    last query with the first key, and so on), times scale / stride. A softmax over the groups up to its own makes
+    shares of a query group's scores, and the shares of a block's groups are summed. As in the released code,
+    tokens that the last group lacks count as zeros, and the group on the diagonal counts with all of its square.
+
+    Args:
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, Hkv, S, D]``, of the same tokens.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        stride: tokens of a group; a product with every key would be a stride of 1.
+        block: tokens of a block, a multiple of the stride.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        ``[B, Hq, n, n]`` in fp32 (fp64 for fp64 input, except from the reference): for every block of queries the
+        mean of its groups' shares, which add up to 1 over the blocks of keys; 0 behind the diagonal.
+
+    Raises:
+        ValueError: the stride does not divide the block, or shapes do not fit together.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
+    if stride < 1 or block < 1 or block % stride:
+        raise ValueError(f"a stride of {stride} does not divide a block of {block}")
+    chosen = choose(backend, q)
+    if not q.numel():
+        blocks = -(-q.shape[2] // block)
+        return q.new_zeros(*q.shape[:2], blocks, blocks, dtype=torch.promote_types(q.dtype, torch.float32))
+    return implementation("antidiagonal_scores", chosen)(q, k, scale, stride, block)
+
+
+def block_means(
+    states: Tensor, block: int, *, center: Tensor | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Compute the mean of each block's rows, and how similar they are to each other.
+
+    SpargeAttn (Zhang et al., 2025) lets a mean stand for its block where the block is similar to itself. The
+    similarity is the mean cosine of all pairs of rows, a row with itself included: the squared length of the mean
+    unit vector. A row of zeros is similar to nothing.
+
+    Args:
+        states: ``[B, H, S, D]``, queries or keys.
+        block: rows of a block.
+        center: ``[B, H, D]``, what is subtracted from every row first; None: nothing.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        means ``[B, H, n, D]``, of the rows without ``center``, and similarities ``[B, H, n]``, both in fp32 (fp64
+        for fp64 input, except from the reference).
+
+    Raises:
+        ValueError: the block is not positive, or ``center`` is of another shape.
+        BackendError: the back end cannot be used here.
+    """
+    if block < 1:
+        raise ValueError(f"a block must have at least one row, not {block}")
+    _require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
+    chosen = choose(backend, states)
+    if not states.numel():
+        wide = torch.promote_types(states.dtype, torch.float32)
+        means = states.new_zeros(*states.shape[:2], -(-states.shape[2] // block), states.shape[3], dtype=wide)
+        return means, means.sum(dim=-1)
+    return implementation("block_means", chosen)(states, block, center=center)
+
+
+def merge_states(
+    outs: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    *,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results of the same queries over disjoint sets of keys.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i): the online softmax by which APB-V
+    merges the hosts' query attention (Eq. 5).
+
+    Args:
+        outs: N partial results ``[B, H, S_i, D]``, in one tensor ``[N, B, H, S, D]`` or in several. One of fewer
+            than S queries is of the last S_i ones: the others saw none of its keys.
+        lses: ``[B, H, S_i]`` of each; +inf, which some libraries report for no visible key, counts as -inf.
+        out: ``[B, H, S, D]``, of any strides with neighbouring numbers along D and any dtype: filled and returned
+            in place of a new tensor. It may be the first of ``outs``.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        out ``[B, H, S, D]`` in the dtype of ``out``, by default fp32 (fp64 for fp64 input), and lse ``[B, H, S]``
+        in fp32 (fp64 for fp64 input). A query that saw nothing has zeros and an lse of -inf.
+
+    Raises:
+        ValueError: outs and lses do not have the same shapes, the head dimension aside, or out is too short.
+        BackendError: the back end cannot be used here.
+    """
+    if isinstance(outs, Tensor):
+        shapes = [(outs.shape, lses.shape)]
+    else:
+        shapes = [(partial.shape, lse.shape) for partial, lse in zip(outs, lses, strict=True)]
+    for partial, lse in shapes:
+        if partial[:-1] != lse:
+            raise ValueError(f"partial results of shape {list(partial)} do not have lses of shape {list(lse)}")
+        if out is not None and partial[-2] > out.shape[2]:
+            raise ValueError(f"partial results of {partial[-2]} queries do not fit into {out.shape[2]} rows")
+    return implementation("merge_states", choose(backend, lses[0]))(outs, lses, out=out)
+
+
+def kv_importance(
+    q_query: Tensor,
+    k: Tensor,
+    scale: float,
+    reduce: str = "peak",
+    *,
+    pool: int = 1,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Score each key, per KV head, by how much the question's tokens attend to it: higher is more important.
+
+    Args:
+        q_query: ``[B, Hq, n_q, D]``, the query block; n_q > 0.
+        k: ``[B, Hkv, T, D]``, the keys of one context block.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        reduce: ``"peak"``: attention probability over these T keys, highest over query tokens and the heads of a
+            group. ``"softmax"``: its mean. ``"dot"``: the mean of the scaled scores themselves, which is the score
+            of the mean query.
+        pool: width, odd, of a max-pooling over neighbouring keys; 1: none.
+        lse: ``[B, Hq, n_q]``, natural-log sum of exponentials of the scaled scores over exactly these T keys, as
+            attention over them returns it; saves a pass over the keys. None: computed here. Unused by ``"dot"``.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input, except from the reference.
+
+    Raises:
+        ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.
+        BackendError: the back end cannot be used here.
+    """
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
+    if pool < 1 or pool % 2 == 0:
+        raise ValueError(f"pool must be odd, so that a key stands in the middle of its neighbours, not {pool}")
+    _require_shapes(q_query=(q_query, "B Hq n_q D"), k=(k, "B Hkv T D"), lse=(lse, "B Hq n_q"))
+    if q_query.shape[2] == 0:
+        raise ValueError("a question of no tokens attends to nothing")
+    if k.shape[2] == 0:
+        return torch.empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    importance = implementation("kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
+    return importance if pool == 1 else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
+
+
+def select_topk(
+    scores: Tensor, k: Tensor, v: Tensor, count: int, out: Tensor | None = None, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Copy the rows of each KV head with the highest scores, in the order in which they stand.
+
+    Of equal scores the earlier row is taken. The result is deterministic, and no step waits for the device.
+
+    Args:
+        scores: ``[B, Hkv, T]``; NaN counts as -inf.
+        k, v: ``[B, Hkv, T, D]``.
+        count: rows per KV head, 0 <= count <= T.
+        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device: the rows of K and V are written straight
+            to the first ``count`` places of each head, and the rest is left alone. None: allocated, N = count.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        indices ``[B, Hkv, count]`` int64, ascending, and ``out``.
+
+    Raises:
+        ValueError: ``count`` lies outside 0 .. T, or shapes, dtypes or devices do not fit together.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(k=(k, "B Hkv T D"), v=(v, "B Hkv T D"), scores=(scores, "B Hkv T"))
+    if not 0 <= count <= k.shape[2]:
+        raise ValueError(f"count must lie in 0 .. {k.shape[2]}, the number of keys, not be {count}")
+    if out is None:
+        out = k.new_empty(2, *k.shape[:2], count, k.shape[3])
+    _require_shapes(k=(k, "B Hkv T D"), out=(out, "2 B Hkv N D"), sizes={"2": 2})
+    if out.shape[3] < count:
+        raise ValueError(f"out has {out.shape[3]} places for {count} rows")
+    _require_dtype(out, k)
+    if count == 0:
+        return torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), out
+    return implementation("select_topk", choose(backend, k))(scores, k, v, count, out)
+
+
+def temporal_change(
+    frames: Tensor, before: Tensor | None = None, after: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
+    """Compute HIPPO's s_temp (Eq. 4): 1 minus the mean cosine similarity with the same place in adjacent frames.
+
+    Args:
+        frames: ``[F, h * w, d]``.
+        before, after: ``[h * w, d]``, the neighbours of the first and the last one; None where the video ends.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        ``[F, h * w]`` in fp32; 0 for a video of a single frame, which changes nowhere.
+
+    Raises:
+        ValueError: a neighbour is of another shape or dtype than the frames.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(frames=(frames, "F h*w d"), before=(before, "h*w d"), after=(after, "h*w d"))
+    for frame in (before, after):
+        _require_dtype(frame, frames)
+    chosen = choose(backend, frames)
+    if not frames.numel():
+        return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
+    return implementation("temporal_change", chosen)(frames, before, after)
+
+
+def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, backend: str = "auto") -> Tensor:
+    """Compute HIPPO's s_spa (Eq. 6): the variance of a token's cosine similarities with all tokens of its crop.
+
+    Args:
+        frames: ``[F, h * w, d]``, row by row.
+        height, width: h and w in tokens.
+        crop: tokens per side, 5 in the paper for all models; crops do not overlap, and those at the edges are as
+            large as what is left.
+        backend: see :mod:`apbv.kernels.backends`; Triton's crops have up to 11 tokens per side.
+
+    Returns:
+        ``[F, h * w]`` in fp32.
+
+    Raises:
+        ValueError: a frame does not have h * w tokens, or crop is not positive.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(frames=(frames, "F h*w d"), sizes={"h*w": height * width})
+    if crop < 1:
+        raise ValueError(f"crop must be positive, not {crop}")
+    chosen = choose(backend, frames)
+    if not frames.numel():
+        return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
+    if chosen == "triton" and crop > LARGEST_TRITON_CROP:
+        if requested(backend) == "triton":
+            limit = LARGEST_TRITON_CROP
+            raise BackendError(f"the triton back end has crops of up to {limit} tokens per side, not {crop}")
+        chosen = "torch"
+    return implementation("spatial_variety", chosen)(frames, height, width, crop)
+
+
+def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> Tensor:
+    """Multiply each row's unit vector by one vector; a sum of unit vectors gives the sum of cosine similarities.
+
+    ParallelVLM's UV-Prune (Eq. 3) is the difference of two of these, in a late layer and in the first.
+
+    Args:
+        rows: ``[m, d]``.
+        direction: ``[d]``, of any length and float dtype.
+        backend: see :mod:`apbv.kernels.backends`.
+
+    Returns:
+        ``[m]`` in fp32.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+        BackendError: the back end cannot be used here.
+    """
+    _require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
+    chosen = choose(backend, rows)
+    if not rows.numel():
+        return rows.new_zeros(len(rows), dtype=torch.float32)
+    return implementation("similarity_to", chosen)(rows, direction)
+
+
+def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:
+    """Raise ValueError unless operands have their shapes, in which a letter stands for one size.
+
+    Args:
+        sizes: of letters that are known.
+        operands: of each the tensor, or None, and its letters, as in ``"B Hq S D"``.
+    """
+    known = dict(sizes or {})
+    for name, (tensor, shape) in operands.items():
+        letters = shape.split()
+        if tensor is None:
+            continue
+        fits = tensor.dim() == len(letters)
+        if not fits or any(known.setdefault(x, n) != n for x, n in zip(letters, tensor.shape, strict=True)):
+            wanted = ", ".join(f"{x} = {known[x]}" if x in known else x for x in letters)
+            raise ValueError(f"{name} must have the shape [{wanted}], not {list(tensor.shape)}")
+    if "Hkv" in known and "Hq" in known and known["Hq"] % known["Hkv"]:
+        raise ValueError(f"{known['Hq']} query heads are not a multiple of {known['Hkv']} key/value heads")
+
+
+def _require_dtype(tensor: Tensor | None, like: Tensor) -> None:
+    """Raise ValueError unless a tensor, if there is one, has another's dtype and device."""
+    if tensor is not None and (tensor.dtype, tensor.device) != (like.dtype, like.device):
+        given, wanted = (f"{states.dtype} on {states.device}" for states in (tensor, like))
+        raise ValueError(f"a tensor in {given} does not go with {wanted}")

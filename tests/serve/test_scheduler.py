@@ -1,0 +1,162 @@
+"""Who runs when: the queue's order, and the limits on KV, on answers and on the queue."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from apbv.config import SamplingParams
+from apbv.decode.batch import Batch
+from apbv.kv.cache import GROWTH_ROWS
+from apbv.serve.job import Job
+from apbv.serve.metrics import Metrics
+from apbv.serve.order import Order
+from apbv.serve.reading import ReadyRequest, RequestSettings
+from apbv.serve.report import Reporter
+from apbv.serve.requests import ApiError, CompletionRequest
+from apbv.serve.scheduler import Limits, Scheduler
+from apbv.serve.server import ServerSettings, _reader, limits_of
+
+from patience import HANGING
+from servers import metric_in
+
+
+def scheduler(max_tokens: int = 100, **limits) -> Scheduler:
+    given = {"max_queue": 1000, "max_kv_bytes": 8 * max_tokens, "token_bytes": 8, **limits}
+    return Scheduler(Reporter(Metrics("m")), Limits(**given))
+
+
+LOOP = asyncio.new_event_loop()
+
+
+def new_job() -> Job:
+    async def make() -> Job:
+        return Job()
+
+    return LOOP.run_until_complete(make())
+
+
+def ready(scheduler: Scheduler, prompt: int, answer: int = 1, hands_over: bool = False) -> Job:
+    job = new_job()
+    scheduler.admit(job)
+    order = Order({}, [], SamplingParams(max_new_tokens=answer), hands_over)
+    job.read = ReadyRequest(order, prompt, [], CompletionRequest(prompt="x"))
+    assert scheduler.make_ready(job)
+    return job
+
+
+def leave(scheduler: Scheduler, job: Job) -> None:
+    scheduler.end(job, None, "cancelled")
+    scheduler.release(job)
+
+
+def figure(scheduler: Scheduler, name: str) -> float:
+    return metric_in(scheduler.metrics.render().decode(), f"apbv:{name}")
+
+
+def test_nothing_overtakes_what_does_not_fit_yet():
+    books = scheduler(max_tokens=100)
+    first, large, small = (ready(books, prompt, answer) for prompt, answer in ((50, 20), (20, 20), (5, 5)))
+    assert books.take(0) is first
+    assert books.take(0) is None  # the small one would fit
+    assert books.bytes_wanted() == 8 * 10
+    leave(books, first)
+    assert first.record.status == 499
+    exact = ready(books, 45, 5)
+    assert [books.take(0) for _ in range(3)] == [large, small, exact], "up to the last byte"
+    assert figure(books, "kv_cache_bytes") == 8 * 100 and books.bytes_wanted() == 0
+
+
+def test_who_waits_for_room_goes_on_when_there_is_some():
+    """Because somebody leaves, or because KV that was held for another server has ended."""
+    books, taken = scheduler(max_tokens=100), []
+    first, second, third = (ready(books, 90) for _ in range(3))
+    assert books.take(0) is first
+
+    def expire() -> None:
+        books.hold_offer("a transfer", 8 * 90)
+        leave(books, second)
+        books.end_offer("a transfer", "expired", 8 * 90)
+
+    for end in (lambda: leave(books, first), expire):
+        thread = threading.Thread(target=lambda: taken.append(books.take(threading.TIMEOUT_MAX)), daemon=True)
+        thread.start()
+        end()
+        thread.join(HANGING)
+    assert taken == [second, third]
+
+
+def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
+    books = scheduler(max_tokens=100)
+    handed, next_one = ready(books, 80, 20, hands_over=True), ready(books, 20, 10)
+    assert books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80  # its answer is decoded elsewhere
+    books.hold_offer("a transfer", 8 * 80)
+    leave(books, handed)
+    assert books.take(0) is None and books.bytes_wanted() == 8 * 10
+    assert figure(books, "kv_offers_waiting") == 1
+    books.end_offer("a transfer", "expired", 8 * 80)
+    assert books.take(0) is next_one and figure(books, "kv_offers_waiting") == 0
+    books.end_offer("another", "fetched", 800)  # before it is counted
+    books.hold_offer("another", 800)
+    assert figure(books, "kv_offers_waiting") == 0 and figure(books, "kv_cache_bytes") == 8 * (20 + 10)
+
+
+def test_answers_and_the_queue_are_bounded_by_number_but_not_what_is_handed_over():
+    books = scheduler(max_running=1)
+    first, handed, second = ready(books, 5), ready(books, 5, hands_over=True), ready(books, 5)
+    assert [books.take(0) for _ in range(3)] == [first, handed, None]
+    leave(books, handed)
+    assert books.take(0) is None
+    leave(books, first)
+    assert books.take(0) is second
+    books = scheduler(max_queue=2)
+    for _ in range(3):  # nothing runs: one of them will at once
+        books.admit(new_job())
+    with pytest.raises(ApiError) as caught:
+        books.admit(new_job())
+    assert caught.value.status == 429
+
+
+def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_goes_on():
+    books = scheduler()
+    running, waiting = ready(books, 5), ready(books, 5)
+    assert books.take(0) is running
+    for transfer in ("a transfer", "another"):
+        books.hold_offer(transfer, 800)
+    assert books.stop() == [waiting] and not books.has_stopped
+    late = new_job()
+    books.admit(late)
+    assert not books.make_ready(late) and books.take(0) is None
+    leave(books, running)
+    books.end_offer("a transfer", "fetched", 800)
+    assert not books.has_stopped
+    books.give_up_offers()
+    assert books.has_stopped
+
+
+def test_what_counts_is_what_buffers_take(app):
+    engine = app.engine
+    limits = limits_of(engine, ServerSettings(model="demo"))
+    order = Order({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
+    state, taken = engine.prefill("x" * 40), []
+    batch = Batch(engine.parts)
+    member = batch.join(state, order.request(engine.hosts, [], lambda _: False))
+    while len(batch):
+        taken.append(sum(buffer.nbytes for pair in member.kv.buffers for buffer in pair))
+        batch.step()
+    assert (state.num_tokens + 300) * limits.token_bytes < max(taken) <= limits.bytes_of(order, state.num_tokens)
+    assert limits.bytes_of(order, limits.max_tokens - 300) <= limits.max_kv_bytes
+
+
+def test_the_least_that_a_server_may_hold(app):
+    """The KV of the longest prompt and answer; what could never run is refused by its length."""
+    requests = RequestSettings(max_model_len=100)
+    least = (100 + GROWTH_ROWS) * limits_of(app.engine, ServerSettings(model="demo")).token_bytes
+    given = ServerSettings(model="demo", max_kv_bytes=least, requests=requests)
+    limits = limits_of(app.engine, given)
+    assert limits.max_tokens == 100
+    with pytest.raises(ValueError, match=r"--max-kv-mib"):
+        limits_of(app.engine, replace(given, max_kv_bytes=least - 1))
+    longer = replace(given, requests=replace(requests, max_model_len=200))
+    assert _reader(app.engine, longer, limits, app.private_files).max_model_len == 100
