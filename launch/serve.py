@@ -57,6 +57,7 @@ _LIMITS = {
     "--max-body-mib": (float, 96.0, "a request's body"),
     "--max-model-len": (int, None, "tokens of prompt and answer (default: the model's)"),
     "--max-frames": (int, 2048, "frames of all videos of a request, with its images"),
+    "--max-packets": (int, 2**20, "packets of a video, which are about its frames"),
     "--max-media-mib": (float, 64.0, "a file sent or fetched"),
     "--max-decoded-mib": (float, 8192.0, "a request's decoded frames"),
     "--max-image-mib": (float, 512.0, "a request's decoded images"),

@@ -1,9 +1,9 @@
 """Files that prompts name: recognising one that was read before, and probing a video once, for all hosts."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..hosts import HostGroup
@@ -21,13 +21,11 @@ class FileIdentity:
         path: absolute, without links.
         size: bytes.
         mtime_ns: when it was last written, in nanoseconds.
-        given: the path as the caller has it.
     """
 
     path: str
     size: int
     mtime_ns: int
-    given: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, path: str | Path) -> "FileIdentity":
@@ -38,7 +36,7 @@ class FileIdentity:
         """
         resolved = Path(path).resolve()
         found = resolved.stat()
-        return cls(str(resolved), found.st_size, found.st_mtime_ns, str(path))
+        return cls(str(resolved), found.st_size, found.st_mtime_ns)
 
     def sha256(self) -> str:
         """Compute the SHA-256 of the file's content.
@@ -82,11 +80,23 @@ class KnownVideos:
     """
 
     def __init__(self, limit: int = 16):
-        self._find = lru_cache(limit)(lambda identity: probe(identity.given))
+        self._limit, self._lock = limit, threading.Lock()
+        self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
-    def probe(self, path: str | Path) -> VideoInfo:
-        """See :func:`apbv.input.video.probe`."""
-        return replace(self._find(_identify(path)), path=str(path))
+    def probe(self, path: str | Path, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
+        """See :func:`apbv.input.video.probe`; the same object again for a file that is known by this path."""
+        identity = _identify(path)
+        with self._lock:
+            info = self._found.pop(identity, None)
+        if info is None:
+            info = probe(path, check)
+        elif info.path != str(path):
+            info = replace(info, path=str(path))
+        with self._lock:
+            self._found[identity] = info
+            if len(self._found) > self._limit:
+                del self._found[next(iter(self._found))]
+        return info
 
 
 def probe_once(

@@ -3,6 +3,7 @@
 The library, the script and the server all read by this.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,10 +27,10 @@ from .visual import PromptError, VisualInput
 
 
 class PromptReader:
-    """Reads questions as one model's processor means them.
+    """Reads questions as one model's processor means them; any thread may call it.
 
     Args:
-        processor: the model's; for a text-only model its tokenizer. It is used by one thread at a time.
+        processor: the model's; for a text-only model its tokenizer. Nobody else tokenizes with it.
         num_frames: of each video, where a question does not say.
         config: where a text's query begins, and whether hosts share out frames and images.
         videos: remembers what was found in video files; None: nobody else shares it.
@@ -49,8 +50,14 @@ class PromptReader:
         self.parts, self.processor = parts, processor
         self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
         require_backend(self._config.video.backend)
+
+    def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return a text's tokens."""
+        with self._tokenizing:
+            return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def render(self, question: Question) -> RenderedPrompt:
         """Apply the chat template; see :func:`~apbv.input.rendering.render_prompt` for errors.
@@ -120,12 +127,14 @@ class PromptReader:
             return Skeleton(rendered, (), {"input_ids": torch.tensor([rendered.token_ids])})
         if not (rendered.pictures or rendered.sounds or videos):
             add, text = not rendered.has_template, rendered.text
-            batch = self.tokenizer(text, add_special_tokens=add, return_offsets_mapping=True, return_tensors="pt")
+            options = {"add_special_tokens": add, "return_offsets_mapping": True, "return_tensors": "pt"}
+            with self._tokenizing:
+                batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
         heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*heard, *sounds]))
-        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._needs_pixels)
+        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing, self._needs_pixels)
 
     def read(
         self,

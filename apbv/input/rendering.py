@@ -293,7 +293,7 @@ def _known(processor, template: str, options: Mapping[str, Any]) -> dict[str, An
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
         raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is no variable of a chat template")
-    unknown = {name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)}
+    unknown = variables - set(re.findall(r"\w+", template))
     return {name: value for name, value in options.items() if name not in unknown}
 
 

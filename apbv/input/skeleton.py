@@ -5,6 +5,7 @@ the prompt looks like.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ def lay_out(
     rendered: RenderedPrompt,
     videos: Sequence[SampledVideo],
     sounds: Sequence[Sound],
+    tokenizing: AbstractContextManager,
     needs_pixels: bool = False,
 ) -> Skeleton:
     """Lay out a prompt of videos, images and sounds.
@@ -85,6 +87,7 @@ def lay_out(
         rendered: the prompt's text, with a placeholder for each, and its images.
         videos: in prompt order.
         sounds: those that belong to no video, likewise.
+        tokenizing: entered while the processor is used.
         needs_pixels: whether the processor has to be given images, and not only their shapes.
 
     Raises:
@@ -104,7 +107,8 @@ def lay_out(
         images = [load(picture) for picture in pictures]
         # As transformers' own chats have them: all of a prompt's are one sample, not one each.
         calls.append({"images": [images] if parts.family == "llava_onevision" else images})
-    batches, found = process_apart(processor, rendered.text, calls)
+    with tokenizing:
+        batches, found = process_apart(processor, rendered.text, calls)
     of_videos, of_sounds = batches[: len(videos)], batches[len(videos) :][: len(sounds)]
     of_images = batches[len(videos) + len(sounds) :]
     image_tokens = sum(num_tokens for kind, num_tokens in found if kind == "image")

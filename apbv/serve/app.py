@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
+from .bodies import Bodies
 from .job import Event, Job, Piece
 from .replies import Replies
 from .requests import (
@@ -32,7 +33,6 @@ from .requests import (
 )
 from .worker import Worker
 
-_BODY_SECONDS = 60.0
 _PARSERS = 4  # bodies that are parsed at a time
 _TOKENIZERS = 4  # prompts that are tokenized at a time for requests that want nothing else
 _CLIENT_CLOSED_REQUEST = 499  # nobody sees it
@@ -84,11 +84,12 @@ class _Endpoints:
     """The requests' handlers."""
 
     def __init__(self, worker: Worker, model: str, max_model_len: int, max_body_bytes: int):
-        self._worker, self._model, self._max_body_bytes = worker, model, max_body_bytes
+        self._worker, self._model, self._bodies = worker, model, Bodies(max_body_bytes)
         self._max_model_len, self._started = max_model_len, int(time.time())
         self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
-        self._tokenizers = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer")
+        # Two, so that no short text waits for long ones.
+        self._light, self._heavy = (ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer") for _ in "12")
         # One for everybody in the queue: who waits for another server's files keeps nobody else waiting.
         self._readers = ThreadPoolExecutor(worker.max_admitted, thread_name_prefix="reader")
 
@@ -117,17 +118,16 @@ class _Endpoints:
     async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
         """Answer a request whose body is of some type."""
         job_id = f"{body.id_prefix}-{request.state.request_id}"
-        job = self._worker.admit(job_id, request.headers.get("traceparent"))
+        job = Job(job_id, request.headers.get("traceparent"))
         try:
             asked = await self._read(request, body)
-        except BaseException as error:
-            if isinstance(error, ApiError):
-                self._worker.end(job, error, "invalid")
-            else:
-                self._worker.end(job, None, "cancelled")
-            if isinstance(error, ClientDisconnect):
-                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except ApiError as error:
+            self._worker.end(job, error, "invalid")
             raise
+        except ClientDisconnect:
+            self._worker.end(job, None, "cancelled")
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        self._worker.admit(job)
         watch = asyncio.create_task(self._cancel_when_gone(request, job))
         events = self._events(job, watch)
         self._readers.submit(self._worker.submit, job, asked)
@@ -157,11 +157,12 @@ class _Endpoints:
             reply = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
             return {**reply, "token_strs": reader.token_strings(tokens)} if asked.return_token_strs else reply
 
-        return JSONResponse(await asyncio.get_running_loop().run_in_executor(self._tokenizers, tokenize))
+        threads = self._light if reader.is_light(asked) else self._heavy
+        return JSONResponse(await asyncio.get_running_loop().run_in_executor(threads, tokenize))
 
     async def detokenize(self, request: Request) -> Response:
         asked, loop = await self._read(request, DetokenizeRequest), asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._tokenizers, self._worker.reader.detokenize, asked.tokens)
+        text = await loop.run_in_executor(self._light, self._worker.reader.detokenize, asked.tokens)
         return JSONResponse({"prompt": text})
 
     def _describe(self) -> dict[str, Any]:
@@ -188,10 +189,7 @@ class _Endpoints:
 
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
         """Read and parse a body."""
-        try:
-            body = await asyncio.wait_for(_read_body(request, self._max_body_bytes), _BODY_SECONDS)
-        except asyncio.TimeoutError as error:
-            raise ApiError(408, f"the body took more than {_BODY_SECONDS:g} s") from error
+        body = await self._bodies.read(request)
         asked = await asyncio.get_running_loop().run_in_executor(self._parsers, kind.parse, body)
         self._require_model(asked.model)
         return asked
@@ -253,22 +251,6 @@ class _RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body, unless its header, or what has come so far, shows that it is too large."""
-    too_large = ApiError(
-        413, f"the body may have at most {max_bytes} bytes", code="body_too_large", headers={"Connection": "close"}
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
 
 
 async def _error(_: Request, error: Exception) -> JSONResponse:

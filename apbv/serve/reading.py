@@ -6,7 +6,6 @@ This runs on host 0, beside the engine's thread.
 import copy
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from ..config import SamplingParams, require_frame_rate
 from ..engine import Engine
 from ..input.reading import PromptReader
 from ..input.skeleton import Skeleton
+from ..input.visual import PromptError
 from ..model.parts import inspect_model
 from .media import FolderError, Media, MediaError, MediaSettings, PrivateFiles, open_media
 from .order import Order
@@ -40,6 +40,9 @@ _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
+# Characters of a text that is read beside others without their noticing; and of a text's beginning, for each token
+# that fits, by which it is judged whether to read the rest.
+_LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class RequestSettings:
         temperature, top_p, fps: the default of the request's field of that name.
         max_new_tokens, num_frames: likewise; None: the engine's default.
         max_frames: the most frames of all videos of a request, with its images.
+        max_packets: the most packets that a video may have, which is about as many as it has frames.
         max_decoded_bytes: the most bytes that the frames of one request may take as RGB, in their stored size.
         max_image_bytes: the most bytes that the images of one request may take likewise. Of an animation only the
             first frame is decoded.
@@ -67,6 +71,7 @@ class RequestSettings:
     num_frames: int | None = None
     fps: float | None = None
     max_frames: int = 2048
+    max_packets: int = 2**20
     max_decoded_bytes: int = 8 * 2**30
     max_image_bytes: int = 2**29
     media: MediaSettings = field(default_factory=MediaSettings)
@@ -108,17 +113,21 @@ class ReadyRequest:
 class Reader:
     """Reads requests; any thread may call it.
 
-    It has a processor of its own, as a tokenizer must not be used by two threads at once.
+    No file is read and no template is rendered under a lock. A tokenizer must not be used by two threads at once,
+    so there are two: whatever takes long, a short text does not wait for it.
     """
 
     def __init__(self, engine: Engine, settings: RequestSettings, private_files: PrivateFiles):
-        parts, processor = inspect_model(engine.model), copy.deepcopy(engine.processor)
+        self._parts, self._videos = inspect_model(engine.model), engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
-        self._prompts = PromptReader(parts, processor, self._num_frames, videos=engine.videos)
+        self._light, self._heavy = (
+            PromptReader(self._parts, copy.deepcopy(engine.processor), self._num_frames, videos=engine.videos)
+            for _ in range(2)
+        )
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
-        self._lock = threading.Lock()
-        self.max_model_len = settings.max_model_len or parts.max_position_embeddings
+        self.max_model_len = settings.max_model_len or self._parts.max_position_embeddings
+        self._max_chars = self.max_model_len * max(map(len, self._light.tokenizer.get_vocab()))
 
     def read(
         self, request: GenerationRequest, stack: ExitStack, is_wanted: Callable[[], bool] = lambda: True
@@ -132,28 +141,24 @@ class Reader:
             ApiError: with status 400 where something is not allowed, unreadable or too long, with 503 where the
                 request is not wanted any more, or the folder of media files cannot be read.
         """
-        settings, field = self._settings, request.prompt_field
+        settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
         media, asked = [], {}
         if isinstance(request, CompletionRequest):
             given = request.the_prompt
             is_text = isinstance(given, str)
-            asked["token_ids"] = self._text_to_tokens(given, request.add_special_tokens) if is_text else given
+            if is_text:
+                self._require_fits(prompts, given, field)
+            asked["token_ids"] = prompts.tokenize(given, request.add_special_tokens) if is_text else given
         else:
             media, asked = self._open_chat(request, stack, is_wanted)
         # Of an answer that another server gives, this one chooses the first token.
         least = min(request.min_tokens or 0, 1) if request.hands_over else request.min_tokens or 0
         limit = 1 if request.hands_over else request.token_limit
-        prompt = self._lay_out(asked, media, field)
+        prompt = self._lay_out(prompts, asked, media, field, is_wanted)
         num_tokens, wanted = prompt.batch["input_ids"].shape[1], max(limit or 1, least)
         room = self.max_model_len - num_tokens
         if room < wanted:
-            raise ApiError(
-                400,
-                f"the prompt has {num_tokens} tokens and the answer may take {wanted}, but the maximum context "
-                f"length is {self.max_model_len} tokens",
-                param=field,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(f"{num_tokens} tokens and the answer may take {wanted}", field)
         sampling = SamplingParams(
             max_new_tokens=min(limit or max(request.default_limit or self._max_new_tokens, least), room),
             temperature=settings.temperature if request.temperature is None else request.temperature,
@@ -167,32 +172,52 @@ class Reader:
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Return the tokens that the model would read; raises ApiError as :meth:`read`."""
+        prompts, is_wanted = self._prompts_for(request), lambda: True
         if request.prompt is not None:
-            return self._text_to_tokens(request.prompt, request.add_special_tokens is not False)
+            self._require_fits(prompts, request.prompt, "prompt")
+            return prompts.tokenize(request.prompt, request.add_special_tokens is not False)
         with ExitStack() as stack:
-            media, asked = self._open_chat(request, stack, lambda: True)
-            return _token_ids(self._lay_out(asked, media, "messages"))
+            media, asked = self._open_chat(request, stack, is_wanted)
+            return _token_ids(self._lay_out(prompts, asked, media, "messages", is_wanted))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return how the vocabulary spells tokens that it has."""
-        with self._lock:
-            return self._prompts.tokenizer.convert_ids_to_tokens(token_ids)
+        return self._light.tokenizer.convert_ids_to_tokens(token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included.
 
         Raises:
-            ApiError: with status 400 where the model has no such token.
+            ApiError: with status 400 where the model has no such token, or cannot take so many.
         """
-        vocab_size = self._prompts.parts.vocab_size
+        vocab_size = self._parts.vocab_size
+        if len(token_ids) > self.max_model_len:
+            raise ApiError(400, f"at most {self.max_model_len} tokens are allowed", param="tokens")
         if any(token >= vocab_size for token in token_ids):
             raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param="tokens")
-        with self._lock:
-            return self._prompts.tokenizer.decode(token_ids)
+        return self._light.tokenizer.decode(token_ids)
 
-    def _text_to_tokens(self, text: str, add_special_tokens: bool) -> list[int]:
-        with self._lock:
-            return self._prompts.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    def is_light(self, request: GenerationRequest | TokenizeRequest) -> bool:
+        """Return whether a request is a short text, which takes no time to read."""
+        num_chars, has_files = _weigh(request)
+        return num_chars <= _LIGHT_CHARS and not has_files
+
+    def _prompts_for(self, request: GenerationRequest | TokenizeRequest) -> PromptReader:
+        """Return what reads a request; ApiError if it is too long even of the vocabulary's longest tokens."""
+        num_chars, _ = _weigh(request)
+        if num_chars > self._max_chars:
+            raise self._too_long(f"{num_chars} characters", request.prompt_field)
+        return self._light if self.is_light(request) else self._heavy
+
+    def _too_long(self, what: str, field: str) -> ApiError:
+        message = f"the prompt has {what}, but the maximum context length is {self.max_model_len} tokens"
+        return ApiError(400, message, param=field, code="context_length_exceeded")
+
+    def _require_fits(self, prompts: PromptReader, text: str, field: str) -> None:
+        """Refuse a text whose beginning is too long already, before all of it is tokenized."""
+        head = text[: _CHARS_PER_TOKEN * self.max_model_len]
+        if len(head) < len(text) and (num_tokens := len(prompts.tokenize(head, False))) > self.max_model_len:
+            raise self._too_long(f"more than {num_tokens} tokens", field)
 
     def _open_chat(
         self, request: ChatRequest | TokenizeRequest, stack: ExitStack, is_wanted: Callable[[], bool]
@@ -206,8 +231,7 @@ class Reader:
                 raise ApiError(
                     400, f"at most {settings.max_frames} videos and images are allowed", param="messages"
                 )
-            if not is_wanted():
-                raise ApiError(503, "the server is stopping, or the client has gone")
+            _require_wanted(is_wanted)
             return stack.enter_context(open_media(url, settings.media, self._private_files, deadline))
 
         messages = [
@@ -228,28 +252,49 @@ class Reader:
             "audio_in_video": request.audio_in_video,
         }
 
-    def _lay_out(self, asked: dict[str, Any], media: list[Media], field: str) -> Skeleton:
+    def _lay_out(
+        self,
+        prompts: PromptReader,
+        asked: dict[str, Any],
+        media: list[Media],
+        field: str,
+        is_wanted: Callable[[], bool],
+    ) -> Skeleton:
         """Find the prompt's tokens, and what it shows.
 
         Raises:
             ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
         """
         try:
-            with self._lock:
-                return self._read(asked, media)
+            return self._read(prompts, asked, media, field, is_wanted)
         except ApiError:
             raise
         except Exception as error:  # chat templates and decoders raise nearly anything
             raise ApiError(400, client_message(error, media), param=field) from error
 
-    def _read(self, asked: dict[str, Any], media: list[Media]) -> Skeleton:
+    def _read(
+        self,
+        prompts: PromptReader,
+        asked: dict[str, Any],
+        media: list[Media],
+        field: str,
+        is_wanted: Callable[[], bool],
+    ) -> Skeleton:
+        deadline = time.monotonic() + self._settings.media.fetch_seconds
+
+        def check(num_packets: int) -> None:
+            if num_packets >= self._settings.max_packets or time.monotonic() > deadline:
+                raise PromptError(f"a video takes too long to look through: {num_packets} packets and more")
+            _require_wanted(is_wanted)
+
         messages = asked.get("messages", ())
         kinds = [part["type"] for message in messages for part in message["content"] if "file" in part]
         sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
         _require_small("images", sizes, self._settings.max_image_bytes)
         question = Order(asked, [], SamplingParams()).question([file.path for file in media])
-        rendered = self._prompts.render(question)
-        videos = self._prompts.sample([self._prompts.videos.probe(path) for path in rendered.videos], question)
+        rendered = prompts.render(question)
+        self._require_fits(prompts, rendered.text, field)
+        videos = prompts.sample([self._videos.probe(path, check) for path in rendered.videos], question)
         num_frames = len(sizes) + sum(len(video.frames) for video in videos)
         if num_frames > self._settings.max_frames:
             raise ApiError(
@@ -260,7 +305,26 @@ class Reader:
             )
         frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
         _require_small("frames", frames, self._settings.max_decoded_bytes)
-        return self._prompts.lay_out(rendered, videos)
+        _require_wanted(is_wanted)
+        return prompts.lay_out(rendered, videos)
+
+
+def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
+    """Count the characters of a request's texts, and say whether it names files."""
+    contents = [message.content for message in getattr(request, "messages", None) or ()]
+    prompt = getattr(request, "prompt", None)
+    contents += [prompt] if isinstance(prompt, str) else []
+    parts = [part for content in contents if not isinstance(content, str) for part in content]
+    texts = [content for content in contents if isinstance(content, str)]
+    texts += [part.text for part in parts if isinstance(part, TextPart)]
+    options = getattr(request, "chat_template_kwargs", None)
+    num_chars = sum(map(len, texts)) + (len(str(options)) if options else 0)
+    return num_chars, any(not isinstance(part, TextPart) for part in parts)
+
+
+def _require_wanted(is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise ApiError(503, "the server is stopping, or the client has gone")
 
 
 def _token_ids(prompt: Skeleton) -> list[int]:

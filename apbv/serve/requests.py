@@ -388,6 +388,11 @@ class TokenizeRequest(_ChatOptions):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
+    @property
+    def prompt_field(self) -> str:
+        """Where the prompt stands."""
+        return "messages" if self.prompt is None else "prompt"
+
     @model_validator(mode="after")
     def _check_prompt(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):

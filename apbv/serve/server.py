@@ -10,7 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..engine import Engine
 from ..hosts import HostGroup
@@ -31,6 +33,7 @@ from .worker import Worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_SECONDS = 5
+_HEADER_SECONDS = 10.0
 _FEWEST_TOKENS = 64  # of a prompt and its answer, where nobody says how long they may be
 _WARNING_SECONDS = 60.0  # anybody can cause uvicorn's warnings, as often as they like
 
@@ -207,6 +210,34 @@ def _lead(worker: Worker, sock: socket.socket, settings: ServerSettings, num_hos
         raise worker.failure
 
 
+class _Protocol(H11Protocol):
+    """HTTP with a bound on the time that a request's headers take, which uvicorn has none of."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_headers()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _await_headers(self) -> None:
+        """Close the connection if it goes on without a request's headers."""
+        is_waiting = self.conn.their_state is h11.IDLE
+        if is_waiting and self._timer is None:
+            self._timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+        elif not is_waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class _Server(uvicorn.Server):
     """Uvicorn, which still answers while the engine finishes, to say that it is stopping."""
 
@@ -214,7 +245,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

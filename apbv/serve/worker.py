@@ -37,10 +37,10 @@ _SILENCE_SECONDS = 10.0  # without a step: another host does not answer
 class Worker:
     """Has requests read, and all hosts carry them out together, in a thread.
 
-    Every exchange between hosts happens in this thread. It prefills prompts one after the other, in the order in
-    which their requests became ready, and meanwhile another thread decodes; where answers cannot be decoded in one
-    batch, it decodes each before it takes the next. The methods are called from the thread that speaks HTTP, or
-    from those that read requests.
+    Every exchange between hosts happens in this thread. It prefills prompts one after the other, as the scheduler
+    gives them out, and meanwhile another thread decodes; where answers cannot be decoded in one batch, it decodes
+    each before it takes the next. The methods are called from the thread that speaks HTTP, or from those that read
+    requests.
 
     Args:
         executor: carries orders out, together with the other hosts' executors.
@@ -90,13 +90,12 @@ class Worker:
             return "a host does not answer"
         return None
 
-    def admit(self, request_id: str | None = None, traceparent: str | None = None) -> Job:
-        """Give a new request a place in the queue; arguments as of :class:`.job.Job`.
+    def admit(self, job: Job) -> None:
+        """Give a new request a place in the queue.
 
         Raises:
             ApiError: with status 503 if no request can be answered, with 429 if the queue is full.
         """
-        job = Job(request_id, traceparent)
         try:
             if reason := self.reason_unavailable():
                 raise ApiError(503, reason)
@@ -105,7 +104,6 @@ class Worker:
             job.record.outcome = "rejected"
             self.metrics.observe_end(job.record)
             raise
-        return job
 
     def submit(self, job: Job, request: GenerationRequest) -> None:
         """Read a request and put it into the queue, which may take long; an error becomes its last event."""

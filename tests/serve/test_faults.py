@@ -17,6 +17,7 @@ from apbv.kv.facts import StorageError
 from apbv.kv.offers import Offers
 from apbv.serve.decoding import Decoding
 from apbv.serve.executor import WAIT, Executor, exchange_commands, why_one_at_a_time
+from apbv.serve.job import Job
 from apbv.serve.media import MediaSettings
 from apbv.serve.order import Order
 from apbv.serve.requests import ChatRequest
@@ -159,7 +160,8 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
     app = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})))
 
     async def stop_meanwhile():
-        job, request = app.worker.admit(), ChatRequest.parse(late(site, 3))
+        job, request = Job(), ChatRequest.parse(late(site, 3))
+        app.worker.admit(job)
         reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
         while not site.paths:
             await asyncio.sleep(0.01)

@@ -1,11 +1,13 @@
 """Requests that are wrong: the field is named, and no input is an error of the server."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from apbv.input.reading import PromptReader
 from apbv.serve.requests import ApiError, ChatRequest
 
 from servers import HAND_OVER, asking, part, post, text
@@ -136,3 +138,29 @@ def test_no_input_is_an_error_of_the_server(app, path):
     check()
     assert seen[200] and seen[400] > 0.3 * count, seen
     assert app.request("GET", "/health").status_code == 200
+
+
+def test_what_is_too_long_is_refused_before_it_is_rendered_or_tokenized(app, monkeypatch):
+    """By its characters if they are more than any tokens have, else by the tokens of its beginning."""
+    tokenized, tokenize = [], PromptReader.tokenize
+    monkeypatch.setattr(PromptReader, "tokenize", lambda reader, text, *more: (
+        tokenized.append(len(text)) or tokenize(reader, text, *more)
+    ))  # fmt: skip
+    monkeypatch.setattr(PromptReader, "lay_out", None)
+    words, letters = "the letters in order " * 30, "x" * 200_000
+    for path, fields in (
+        (CHAT, chat(text(letters))), (CHAT, chat(text("x"), chat_template_kwargs={"documents": [letters]})),
+        (CHAT, chat(text(words))), (RAW, {"prompt": letters}), (RAW, {"prompt": words}),
+        (TOKENIZE, {"prompt": letters}), (TOKENIZE, {"prompt": words}), (TOKENIZE, chat(text(words))),
+    ):  # fmt: skip
+        error = post(app, path, **fields).json()["error"]
+        assert error["code"] == "context_length_exceeded", error
+    assert tokenized == [48 * 8] * 4
+    assert post(app, DETOKENIZE, tokens=[5] * 49).json()["error"]["param"] == "tokens"
+
+
+def test_a_video_of_more_packets_than_allowed_is_refused_while_they_are_listed(app, monkeypatch):
+    monkeypatch.setattr(app.worker.reader, "_settings", replace(app.worker.reader._settings, max_packets=9))
+    monkeypatch.setattr(app.engine.videos, "_found", {})
+    error = post(app, CHAT, **chat(part("video", "clip.mp4"), text("x"))).json()["error"]
+    assert error["param"] == "messages" and "9 packets" in error["message"]

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,15 +58,24 @@ def figure(scheduler: Scheduler, name: str) -> float:
 
 def test_nothing_overtakes_what_does_not_fit_yet():
     books = scheduler(max_tokens=100)
-    first, large, small = (ready(books, prompt, answer) for prompt, answer in ((50, 20), (20, 20), (5, 5)))
+    first, large, small = (ready(books, prompt, answer) for prompt, answer in ((20, 50), (20, 20), (20, 5)))
     assert books.take(0) is first
     assert books.take(0) is None  # the small one would fit
     assert books.bytes_wanted() == 8 * 10
     leave(books, first)
     assert first.record.status == 499
-    exact = ready(books, 45, 5)
+    exact = ready(books, 20, 15)
     assert [books.take(0) for _ in range(3)] == [large, small, exact], "up to the last byte"
     assert figure(books, "kv_cache_bytes") == 8 * 100 and books.bytes_wanted() == 0
+
+
+def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
+    moments = iter([0.0, 9.0, 9.0, 9.99, *[10.0] * 4])
+    monkeypatch.setattr("apbv.serve.scheduler.time", SimpleNamespace(monotonic=lambda: next(moments)))
+    books, lengths = scheduler(max_tokens=10**6), {"long": 10_000, "early": 10, "mid": 500, "late": 11}
+    jobs = {name: ready(books, length) for name, length in lengths.items()}
+    taken = [books.take(0) for _ in jobs]
+    assert [name for job in taken for name in jobs if jobs[name] is job] == ["early", "mid", "long", "late"]
 
 
 def test_who_waits_for_room_goes_on_when_there_is_some():
@@ -89,8 +99,9 @@ def test_who_waits_for_room_goes_on_when_there_is_some():
 
 def test_kv_that_waits_to_be_fetched_counts_until_it_has_ended():
     books = scheduler(max_tokens=100)
-    handed, next_one = ready(books, 80, 20, hands_over=True), ready(books, 20, 10)
+    handed = ready(books, 80, 20, hands_over=True)
     assert books.take(0) is handed and figure(books, "kv_cache_bytes") == 8 * 80  # its answer is decoded elsewhere
+    next_one = ready(books, 20, 10)
     books.hold_offer("a transfer", 8 * 80)
     leave(books, handed)
     assert books.take(0) is None and books.bytes_wanted() == 8 * 10

@@ -1,7 +1,7 @@
 """Reading the packets of an open video file, and feeding them to its decoder."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import av
 import numpy as np
@@ -91,13 +91,16 @@ class VideoFile:
         """Return the frames per second by the container's account."""
         return float(self._stream.average_rate or self._stream.guessed_rate or 1)
 
-    def list_packets(self) -> Packets | None:
+    def list_packets(self, check: Callable[[int], None]) -> Packets | None:
         """List all packets; None where their times do not tell the frames' times.
+
+        Args:
+            check: called with the number of each before it is listed.
 
         Raises:
             VideoError: the file is cut short or has no frames.
         """
-        packets = self._read_packets()
+        packets = self._read_packets(check)
         if self.format_name == _MOV:
             end = max((entry.pos + entry.size for entry in self._stream.index_entries), default=0)
             if end > self._container.size:
@@ -106,10 +109,11 @@ class VideoFile:
             raise self.error("has no video frames")
         return packets if self._times_are_right(packets) else None
 
-    def _read_packets(self) -> Packets:
+    def _read_packets(self, check: Callable[[int], None]) -> Packets:
         vp8 = self._stream.codec_context.name == "vp8"
         rows = []
         for packet in self._container.demux(self._stream):
+            check(len(rows))
             size = packet.size
             if not size:
                 continue  # the end of the stream, or a repeated frame in avi

@@ -3,6 +3,7 @@
 import itertools
 import os
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 
 import av
@@ -13,11 +14,15 @@ from .file import MPEGTS, VideoFile
 from .info import Packets, VideoError, VideoInfo, is_nearly_sorted
 
 
-def probe(path: str | os.PathLike) -> VideoInfo:
+def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
     """List the frames of a file's first video stream.
 
     This reads all packets and decodes one frame, or a few where the stream does not start cleanly; it decodes all
     where packet times cannot be trusted (see :mod:`apbv.input.video`).
+
+    Args:
+        check: called with the number of each packet before it is listed, and of each frame that has to be decoded;
+            what it raises ends the probing.
 
     Raises:
         VideoError: the file is missing, no video, has no frames, is cut short (as far as the container tells), or
@@ -25,9 +30,9 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     """
     path = os.fsdecode(path)
     with VideoFile(path) as file:
-        packets = file.list_packets()
+        packets = file.list_packets(check)
         if packets is None:
-            times, first = _decode_times(file)
+            times, first = _decode_times(file, check)
             frame_packets = np.empty(0, np.int64)
         else:
             first, frame_packets = _find_frames(file, packets)
@@ -87,10 +92,11 @@ def _find_frames(file: VideoFile, packets: Packets) -> tuple[av.VideoFrame, np.n
     return first, np.concatenate([leading, regular])
 
 
-def _decode_times(file: VideoFile) -> tuple[np.ndarray, av.VideoFrame]:
+def _decode_times(file: VideoFile, check: Callable[[int], None]) -> tuple[np.ndarray, av.VideoFrame]:
     """Decode everything: times of all frames in seconds since the first, and the first frame."""
     first, pts = None, []
-    for frame in file.decode_all(threads=0):
+    for number, frame in enumerate(file.decode_all(threads=0)):
+        check(number)
         first = first or frame
         pts.append(frame.pts)
     if first is None:

@@ -1,0 +1,87 @@
+"""Reading requests' bodies, however slowly they come: nobody's keep others out."""
+
+import asyncio
+from collections import Counter
+
+from starlette.requests import Request
+
+from .requests import ApiError
+
+_BODY_SECONDS = 60.0
+_MOST_WHOLE = 4  # bodies of the largest size that may be half read at once
+_MOST = 256  # bodies that may be half read at once, of any size
+
+
+class _Body:
+    """A body that is being read."""
+
+    def __init__(self, request: Request):
+        self.client = request.client.host if request.client else ""
+        self.data, self.task = bytearray(), asyncio.current_task()
+
+
+class Bodies:
+    """Reads bodies, within a bound on those that are half read; used in the event loop's thread.
+
+    Who needs room gets it: of the client with the most, the body is dropped that was begun first. So slow ones
+    keep nobody out, and of clients with several addresses none gets more than its share.
+
+    Args:
+        max_bytes: the largest body that is read.
+    """
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._reading: dict[_Body, None] = {}  # in the order in which they were begun
+
+    async def read(self, request: Request) -> bytes:
+        """Read a whole body.
+
+        Raises:
+            ApiError: with status 413 where its header, or what has come, shows that it is too large; with 408
+                where it takes too long, also because others need its room.
+            ClientDisconnect: the client has gone.
+        """
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            raise self._too_large()
+        reading = asyncio.create_task(self._read(request))
+        try:
+            await asyncio.wait({reading}, timeout=_BODY_SECONDS)
+        finally:
+            reading.cancel()
+        try:
+            return await reading
+        except asyncio.CancelledError as error:
+            message = f"the body took too long (at most {_BODY_SECONDS:g} s, less while others need the room)"
+            raise ApiError(408, message, headers={"Connection": "close"}) from error
+
+    async def _read(self, request: Request) -> bytes:
+        body = _Body(request)
+        self._reading[body] = None
+        try:
+            self._make_room()
+            async for piece in request.stream():
+                body.data += piece
+                if len(body.data) > self._max_bytes:
+                    raise self._too_large()
+                self._make_room()
+            return bytes(body.data)
+        finally:
+            self._reading.pop(body, None)
+
+    def _make_room(self) -> None:
+        """Drop half-read bodies while there are too many, or too large ones."""
+        most, least = _MOST_WHOLE * self._max_bytes, _MOST_WHOLE * self._max_bytes // _MOST
+        while sum(len(body.data) + least for body in self._reading) > most:
+            held = Counter()
+            for body in self._reading:
+                held[body.client] += len(body.data) + least
+            (client, _), *_ = held.most_common(1)
+            dropped = next(body for body in self._reading if body.client == client)
+            del self._reading[dropped]
+            dropped.task.cancel()
+
+    def _too_large(self) -> ApiError:
+        message, headers = f"the body may have at most {self._max_bytes} bytes", {"Connection": "close"}
+        return ApiError(413, message, code="body_too_large", headers=headers)
