@@ -60,7 +60,7 @@ _LIMITS = {
     "--max-packets": (int, 2**20, "packets of a video, which are about its frames"),
     "--max-media-mib": (float, 64.0, "a file sent or fetched"),
     "--max-decoded-mib": (float, 8192.0, "a request's decoded frames"),
-    "--max-image-mib": (float, 512.0, "a request's decoded images"),
+    "--max-image-mib": (float, 3072.0, "memory to decode a request's images"),
     "--fetch-seconds": (float, 30.0, "to fetch a request's files"),
 }
 

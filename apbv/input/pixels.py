@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..allocator import return_freed_memory
 from ..config import VideoConfig
 from ..layout import intersect
 from ..stats import StageTimer
@@ -23,6 +24,8 @@ from .images import Picture
 from .placeholders import process
 from .video import VideoInfo, ahead, iter_frames, read_frames
 from .visual import PixelChunk, Pixels
+
+_LARGE_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,10 @@ class SourcePixels:
             with closing(reader.read([_shifted(chunk, run) for chunk in inside])) as read:
                 for chunk, what in zip(inside, read, strict=True):
                     values, ready = reader.prepare(what)
+                    del what
                     yield PixelChunk(values, chunk, reader.kind, ready)
+            if isinstance(reader, ImageReader) and reader.num_bytes > _LARGE_BYTES:
+                return_freed_memory()  # a peak that hardly any other request has
 
 
 class GivenPixels:
@@ -265,6 +271,11 @@ class ImageReader:
     processor: Any
     progress: Progress = field(default_factory=Progress)
     is_untiled: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What the images take as RGB."""
+        return sum(3 * picture.height * picture.width for picture in self.pictures)
 
     def read(self, chunks: Sequence[range]) -> Iterator[list[Any]]:
         """Decode images; see :meth:`SourcePixels.chunks`."""

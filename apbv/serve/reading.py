@@ -40,6 +40,8 @@ _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
 _START_OF_SCAN = b"\xff\xda"
+# Bytes that decoding an image allocates, in multiples of it as RGB: as stored, RGB, upright, an array, a tensor.
+_IMAGE_COPIES = 6
 # Characters of a text that is read beside others without their noticing; and of a text's beginning, for each token
 # that fits, by which it is judged whether to read the rest.
 _LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
@@ -56,8 +58,8 @@ class RequestSettings:
         max_frames: the most frames of all videos of a request, with its images.
         max_packets: the most packets that a video may have, which is about as many as it has frames.
         max_decoded_bytes: the most bytes that the frames of one request may take as RGB, in their stored size.
-        max_image_bytes: the most bytes that the images of one request may take likewise. Of an animation only the
-            first frame is decoded.
+        max_image_bytes: the most bytes that may be allocated to decode the images of one request. Of an animation
+            only the first frame is decoded.
         media: the limits on files.
 
     Raises:
@@ -73,7 +75,7 @@ class RequestSettings:
     max_frames: int = 2048
     max_packets: int = 2**20
     max_decoded_bytes: int = 8 * 2**30
-    max_image_bytes: int = 2**29
+    max_image_bytes: int = 3 * 2**30
     media: MediaSettings = field(default_factory=MediaSettings)
 
     def __post_init__(self):
@@ -290,7 +292,7 @@ class Reader:
         messages = asked.get("messages", ())
         kinds = [part["type"] for message in messages for part in message["content"] if "file" in part]
         sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
-        _require_small("images", sizes, self._settings.max_image_bytes)
+        _require_small("images", sizes, self._settings.max_image_bytes, _IMAGE_COPIES)
         question = Order(asked, [], SamplingParams()).question([file.path for file in media])
         rendered = prompts.render(question)
         self._require_fits(prompts, rendered.text, field)
@@ -361,12 +363,12 @@ def _file_of(part: ImagePart | VideoPart | AudioPart | InputAudioPart) -> tuple[
     return kind, getattr(part, part.type).url
 
 
-def _require_small(what: str, sizes: list[tuple[int, int]], most: int) -> None:
-    num_bytes = sum(height * width * 3 for height, width in sizes)
+def _require_small(what: str, sizes: list[tuple[int, int]], most: int, copies: int = 1) -> None:
+    num_bytes = sum(height * width * 3 * copies for height, width in sizes)
     if num_bytes > most:
         raise ApiError(
             400,
-            f"the {what} take {num_bytes} bytes as RGB, but at most {most} are allowed; ask for fewer {what}",
+            f"the {what} take {num_bytes} bytes to decode, but at most {most} are allowed; ask for fewer {what}",
             param="messages",
         )
 

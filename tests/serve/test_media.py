@@ -168,8 +168,8 @@ def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
     file = io.BytesIO()  # a GIF of a few bytes, whose one frame is much smaller than the canvas that is decoded
     Image.new("P", (1, 1)).save(file, "GIF")
     gif = file.getvalue()[:6] + struct.pack("<HH", 4000, 4000) + file.getvalue()[10:]
-    images, most = [encoded(gif)] * 3, 2 * 4000 * 4000 * 3
-    refusal = f"the images take {3 * most // 2} bytes as RGB, but at most {most} are allowed"
+    images, most = [encoded(gif)] * 3, 2 * 4000 * 4000 * 3 * 6
+    refusal = f"the images take {3 * most // 2} bytes to decode, but at most {most} are allowed"
     with pytest.raises(ApiError, match=refusal) as error:
         ordered(app, *images, max_image_bytes=most)
     assert error.value.status == 400
@@ -180,7 +180,7 @@ def test_images_and_frames_are_counted_together_before_any_is_decoded(app):
         assert ordered(app, *asked, num_frames=8, **limits).order.files == [None] * 3
     for refusal, limits in {
         "have 17 frames, but at most 16 are allowed": {"max_frames": 16},
-        f"the frames take {pixels} bytes as RGB": {"max_decoded_bytes": pixels - 1},
+        f"the frames take {pixels} bytes to decode": {"max_decoded_bytes": pixels - 1},
     }.items():
         with pytest.raises(ApiError, match=refusal):
             ordered(app, *asked, num_frames=8, **limits)
