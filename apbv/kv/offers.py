@@ -330,12 +330,15 @@ class Offers:
 
     # What others ask for.
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, trust: Callable[[], None]) -> None:
         try:
             request = read_message(connection, _REQUEST_SECONDS)
             action = self._actions.get(str(request.get("do")))
             if action is None:
                 raise StorageError(f"cannot do {request.get('do')!r:.40}")
+            with suppress(AlreadyFetched):  # for which each action has an answer of its own
+                self._find(request)
+            trust()
             action(connection, request)
         except StorageError as error:
             send_message(connection, {"error": str(error)})

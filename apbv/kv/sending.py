@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 _logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 64
+MAX_STRANGERS = 64  # connections that have shown no secret yet
 _BACKLOG = 128
 _ENDING_SECONDS = 5.0
 
@@ -138,22 +139,30 @@ def _with_adjoining_rows(states: Tensor) -> Tensor:
 class Listener:
     """Takes connections, and serves each in a thread of its own.
 
+    A connection is a stranger's until it is trusted. Where there are many of these, each newcomer ends another: of
+    the address with the most, the one that came first.
+
     Args:
         address: where to listen; port 0 takes any that is free.
-        serve: called with each connection, which is closed when it returns.
+        serve: called with each connection, which is closed when it returns, and with what trusts it.
         idle_seconds: for how long a connection may neither give nor take anything.
 
     Raises:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, address: Address, serve: Callable[[socket.socket], None], idle_seconds: float):
+    def __init__(
+        self,
+        address: Address,
+        serve: Callable[[socket.socket, Callable[[], None]], None],
+        idle_seconds: float,
+    ):
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
         self._serve, self._idle_seconds = serve, idle_seconds
         self._lock, self._is_closed = threading.Lock(), False
-        self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self._connections: dict[threading.Thread, socket.socket] = {}
+        self._strangers: dict[threading.Thread, str] = {}  # their addresses; who came first, first
         self._acceptor = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
         self._acceptor.start()
 
@@ -168,7 +177,6 @@ class Listener:
             self._is_closed = True
             connections = list(self._connections.items())
         sever(self._socket)
-        self._slots.release()
         for _, connection in connections:
             sever(connection)
         for thread in [self._acceptor, *(thread for thread, _ in connections)]:
@@ -177,23 +185,25 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
-            # Who finds no free slot waits in the kernel's queue, for as long as he likes.
-            self._slots.acquire()
             try:
-                connection, _ = self._socket.accept()
+                connection, (host, *_) = self._socket.accept()
             except OSError as error:
                 if self._is_closed:
                     return
                 _logger.warning("a connection for KV could not be taken: %s", error)
                 time.sleep(0.1)  # such as too many open files
-                self._slots.release()
                 continue
             thread = threading.Thread(target=self._run, args=(connection,), name="kv-sender", daemon=True)
             with self._lock:
                 if self._is_closed:
                     connection.close()
                     return
-                self._connections[thread] = connection
+                self._connections[thread], self._strangers[thread] = connection, host
+                if len(self._strangers) > MAX_STRANGERS:
+                    (most, _), *_ = Counter(self._strangers.values()).most_common(1)
+                    first = next(each for each, address in self._strangers.items() if address == most)
+                    del self._strangers[first]
+                    sever(self._connections[first])
             try:
                 thread.start()
             except RuntimeError as error:  # such as too many threads
@@ -206,7 +216,7 @@ class Listener:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.settimeout(self._idle_seconds)
-                self._serve(connection)
+                self._serve(connection, self._trust)
         except OSError as error:
             _logger.info("a connection for KV ended early: %s", error)
         except Exception:
@@ -214,7 +224,12 @@ class Listener:
         finally:
             self._forget(threading.current_thread())
 
+    def _trust(self) -> None:
+        """Let the connection that this thread serves stay, however many others come."""
+        with self._lock:
+            self._strangers.pop(threading.current_thread(), None)
+
     def _forget(self, thread: threading.Thread) -> None:
         with self._lock:
+            self._strangers.pop(thread, None)
             del self._connections[thread]
-        self._slots.release()

@@ -1,6 +1,7 @@
 """How offered KV ends, who may have it, and where it is given out."""
 
 import socket
+from contextlib import ExitStack
 
 import pytest
 
@@ -45,8 +46,6 @@ NONSENSE = {
     "something else to do": (message(do=["fetch"]), b"cannot do"),
     "no transfer": (message(do="drop", token="a"), b"must name its transfer"),
     "half a character": (message(do="drop", transfer="\ud800", token="a"), b"there is no KV"),
-    "no number of readers": (message(do="done", transfer="a", token="b", reader="c", num_readers=0), b"who reads"),
-    "another ending": (message(do="end", transfer="a", token="b", how=["closed"]), b"cannot end by"),
 }
 
 
@@ -61,6 +60,8 @@ def test_a_part_that_there_is_not_is_refused(offers):
     ticket = offer(offers, made_up())
     for part in ({"tokens": [5, 2]}, {"kv_heads": ["0", 1]}, {"layers": [0, 3]}, {"layers": None}):
         assert b"error" in ask_raw(offers, asking_for_all(ticket, **part)), part
+    assert b"who reads" in ask_raw(offers, asking_for_all(ticket, do="done", num_readers=0))
+    assert b"cannot end by" in ask_raw(offers, asking_for_all(ticket, do="end", how=["closed"]))
     with pytest.raises(ValueError, match="not within"):
         RemoteKV(ticket).layers(range(0, 13))
     with pytest.raises(ValueError, match="must be one of tcp, rdma, not 'pigeon'"):
@@ -73,6 +74,22 @@ def test_who_asks_for_nothing_holds_nobody_up(offers, monkeypatch):
     with socket.create_connection(offers.address, HANGING) as silent:
         assert len(fetch(ticket)) == 2
         assert silent.recv(1) == b""
+
+
+def test_silent_connections_give_way_to_who_comes_and_to_who_knows_the_secret(offers, monkeypatch):
+    """However many there are, and for however long they may stay."""
+    monkeypatch.setattr("apbv.kv.sending.MAX_STRANGERS", 4)
+    ticket, silent = offer(offers, made_up(num_layers=8, num_tokens=100_000)), []
+    with ExitStack() as stack:
+        reading = stack.enter_context(RemoteKV(ticket)).layers(range(100_000))
+        next(reading)
+        for _ in range(9):
+            silent.append(stack.enter_context(socket.create_connection(offers.address, HANGING)))
+        assert len(list(reading)) == 7 and len(fetch(ticket)) == 8
+        assert [each.recv(1) for each in silent[:5]] == [b""] * 5
+        silent[-1].settimeout(0.01)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
 
 
 # ---- how it ends ----
