@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .input.model_inputs import ModelInputs
     from .kv.facts import StorageError
     from .planning import Plan, plan
+    from .prefilling.cancelling import RequestCancelled
     from .prefilling.forward import prefill
     from .prefilling.load import load
     from .prefilling.memory import NotEnoughMemoryError
-    from .prefilling.prefiller import RequestCancelled
     from .prefilling.result import PrefillResult
 
 __all__ = [
@@ -58,7 +58,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": "engine",
     "GenerateResult": "generated",
-    "RequestCancelled": "prefilling.prefiller",
+    "RequestCancelled": "prefilling.cancelling",
     "HostError": "hosts",
     "HostGroup": "hosts",
     "ModelInputs": "input.model_inputs",

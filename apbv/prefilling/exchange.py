@@ -7,7 +7,7 @@ request.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from ..input.visual import VisualInput
 from ..layout import ContextLayout, intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
+from .cancelling import RequestCancelled
 from .encode import VisualRows, agree_on_chunks
 from .encode_audio import AudioTowerRows
 
@@ -95,12 +96,14 @@ def encode_and_exchange(
     hosts: HostGroup,
     timer: StageTimer,
     chunk_bytes: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> LocalVisual:
     """Encode this host's share, and send every host the rows of its local tokens, and no others; collective.
 
     Args:
         source: makes the visual rows of this host's share; those of sound come from the model's audio tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`, where the hosts have not agreed on chunks yet.
+        check: called before each chunk; what it raises ends the encoding on all hosts.
 
     Raises:
         ValueError: a frame cannot be read, or a tower makes another number of rows than the prompt has
@@ -111,12 +114,12 @@ def encode_and_exchange(
     audio, visual = inputs.audio, inputs.visual
     if audio is not None:
         shares = _Shares(audio, parts.is_audio(tokens), [audio.chunks(host) for host in range(hosts.size)])
-        (local.audio,) = _exchange(parts, AudioTowerRows(parts, audio, timer), shares, layout, hosts, timer)
+        (local.audio,) = _exchange(parts, AudioTowerRows(parts, audio, timer), shares, layout, hosts, timer, check)
     if visual is not None:
         num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
         chunks = [visual.chunks(host, num_bytes) for host in range(hosts.size)]
         shares = _Shares(visual, parts.is_visual(tokens), chunks, 1 + parts.num_deepstack_layers)
-        local.streams = _exchange(parts, source, shares, layout, hosts, timer)
+        local.streams = _exchange(parts, source, shares, layout, hosts, timer, check)
     return local
 
 
@@ -144,11 +147,14 @@ def _exchange(
     layout: ContextLayout,
     hosts: HostGroup,
     timer: StageTimer,
+    check: Callable[[], None],
 ) -> list[Tensor]:
     """Encode and exchange one kind of rows; return those of this host's tokens, stream by stream ``[rows, d]``."""
     rounds = _Rounds(parts, shares, layout, hosts)
     with hosts.collective_stage("encode"), closing(source.chunks(shares.chunks[hosts.rank])) as chunks:
-        error = rounds.run(chunks, timer)
+        error = rounds.run(chunks, timer, check)
+    if hosts.broadcast_ints([isinstance(error, RequestCancelled)], 1)[0]:
+        raise RequestCancelled
     with hosts.local_stage("encode"):
         if error is not None:
             raise error
@@ -191,7 +197,7 @@ class _Rounds:
         self._nothing = torch.empty(0, shares.num_streams * width, dtype=parts.dtype, device=parts.device)
         self.local = [self._nothing.new_empty(num_rows, width) for _ in range(shares.num_streams)]
 
-    def run(self, chunks: Iterator[Tensor], timer: StageTimer) -> Exception | None:
+    def run(self, chunks: Iterator[Tensor], timer: StageTimer, check: Callable[[], None]) -> Exception | None:
         """Encode and exchange everything, or as much as there is until a host fails; return this host's error."""
         under_way: deque[_Round] = deque()
         error, go_on = None, True
@@ -199,6 +205,7 @@ class _Rounds:
             outgoing = None
             if error is None:
                 try:
+                    check()
                     outgoing = self._outgoing(number, chunks)
                 except Exception as caught:
                     error = caught

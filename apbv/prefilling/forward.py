@@ -20,6 +20,7 @@ from ..model.row_chunks import rows_in_chunks
 from ..model.tensor_parallel import require_same_sharding
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
+from .cancelling import Cancelling, Stop
 from .encode import TowerRows, VisualRows
 from .exchange import LocalVisual, encode_and_exchange
 from .memory import HostMemory, Room, host_memory
@@ -42,6 +43,7 @@ def prefill(
     timer: StageTimer | None = None,
     watcher: Watcher | None = None,
     encoded: VisualRows | None = None,
+    stop: Stop | None = None,
 ) -> PrefillResult:
     """Prefill one prompt over all hosts; called on every host with the same prompt, model and config.
 
@@ -57,6 +59,8 @@ def prefill(
         timer: the request's stage times; a new one by default.
         watcher: looks on at the question's attention, or hidden states (see :mod:`apbv.speculate.watchers`).
         encoded: the source of this host's visual embeddings, where it is not the model's vision tower.
+        stop: asked on host 0 between chunks of the tower and between layers; true cancels the prefill. None on all
+            hosts, or on none.
 
     Returns:
         The logits of the last token on every host, and the KV as ``config.kv`` says.
@@ -65,6 +69,7 @@ def prefill(
         ValueError: the prompt, the model or a length cannot be handled; raised on every host.
         NotEnoughMemoryError: a host has certainly too little memory for the prompt, which every host raises before
             anything is computed; or this host ran out of it.
+        RequestCancelled: ``stop`` was true; the hosts can go on.
         HostError: another host failed.
     """
     hosts = hosts or HostGroup.from_env()
@@ -101,12 +106,15 @@ def prefill(
             room = _room_of(parts, model_inputs, method, hosts, config)
     layout = method.layout
 
+    cancelling = Cancelling(hosts, stop)
     chunk_bytes = config.video.chunk_bytes
     with room.explained("encoding"):
-        visual = encode_and_exchange(parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes)
+        visual = encode_and_exchange(
+            parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes, cancelling.here
+        )
     del encoded  # which has the rows of a reduced prompt
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, last_stage, shards = _forward(parts, model_inputs, visual, method, watcher, reducer)
+        logits, last_stage, shards = _forward(parts, model_inputs, visual, method, watcher, reducer, cancelling)
 
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
@@ -208,6 +216,7 @@ def _forward(
     method: PrefillMethod,
     watcher: Watcher | None,
     reducer: LateReducer | None,
+    cancelling: Cancelling,
 ) -> tuple[Tensor, Stage, ShardedCache]:
     """Run the language model on this host's tokens; return logits ``[1, V]``, the last stage, and the KV here."""
     hosts = method.hosts
@@ -222,8 +231,9 @@ def _forward(
     rows = embed(stage, parts, inputs, visual)
     with apbv_attention(parts.language_model), rows_in_chunks(parts):
         for layers in others:
-            stage, rows = run_and_reduce(stage, layers, rows, cache, reducer)
-        rows = run_stage(stage, parts, inputs, rows, cache, watcher)
+            stage, rows = run_and_reduce(stage, layers, rows, cache, reducer, cancelling)
+        rows = run_stage(stage, parts, inputs, rows, cache, cancelling, watcher)
+    cancelling.after_layers()
     source = stage.layout.last_token_host
     if source in (None, hosts.rank):
         hidden = rows.local if rows.query is None else rows.query

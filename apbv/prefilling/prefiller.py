@@ -13,16 +13,13 @@ from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..input.skeleton import SampledVideo
+from .cancelling import Cancelling, Stop, own_error
 from .encode import agree_on_chunks
 from .forward import prefill
 from .reduction.early import require_reducible
 from .result import PrefillResult
 from .reuse import Prefix, Reuse, prefill_question
 from .stages import Watcher
-
-
-class RequestCancelled(RuntimeError):
-    """``stop`` ended a request before its prefill; the next one can follow."""
 
 
 @dataclass(frozen=True)
@@ -150,15 +147,17 @@ class Prefiller:
         if self._reuse is not None:
             reused = "embeddings" if self._reuse.has_embeddings(inputs, hosts) else None
             encoded = self._reuse.embeddings(inputs, self._reader.parts, timer)
-        state = prefill(
-            self._reader.parts,
-            inputs,
-            hosts=hosts,
-            config=self._config,
-            timer=timer,
-            watcher=watcher,
-            encoded=encoded,
-        )
+        with own_error():
+            state = prefill(
+                self._reader.parts,
+                inputs,
+                hosts=hosts,
+                config=self._config,
+                timer=timer,
+                watcher=watcher,
+                encoded=encoded,
+                stop=self._stop_of(read.request),
+            )
         if self._reuse is not None:
             self._reuse.store_prefix(state)
         return replace(state, reused=reused)
@@ -173,9 +172,12 @@ class Prefiller:
         Raises:
             RequestCancelled: ``stop`` returned true; on every host.
         """
-        if request.stop is None:
-            return
-        with self._hosts.local_stage("asking whether to go on"):
-            is_over = self._hosts.is_leader and request.stop(())
-        if self._hosts.broadcast_ints([is_over], 1)[0]:
-            raise RequestCancelled("the request was cancelled before it was prefilled")
+        if request.stop is not None:
+            cancelling = Cancelling(self._hosts, self._stop_of(request))
+            with own_error():
+                cancelling.before_layer()
+                cancelling.after_layers()
+
+    @staticmethod
+    def _stop_of(request: Request) -> Stop | None:
+        return None if request.stop is None else lambda: request.stop(())

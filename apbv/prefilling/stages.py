@@ -20,6 +20,7 @@ from ..kv.cache import ShardedCache
 from ..layout import ContextLayout
 from ..model.attention import LayerAttention, NewTokenAttention
 from ..model.parts import ModelParts, some_layers
+from .cancelling import Cancelling
 from .exchange import LocalVisual, ReadOnce
 from .methods import PrefillMethod
 from .moving import move_rows
@@ -217,6 +218,7 @@ def run_stage(
     inputs: ModelInputs,
     rows: HiddenRows,
     cache: ShardedCache,
+    cancelling: Cancelling,
     watcher: Watcher | None = None,
 ) -> HiddenRows:
     """Run a stage's layers on this host's tokens, and keep their KV; return what comes out, and forget ``rows``.
@@ -224,12 +226,15 @@ def run_stage(
     Behind the model's last layer that is what its last norm makes of it.
 
     Args:
+        cancelling: may end the prefill before a layer.
         watcher: looks on; it has begun the stage.
     """
     method, layout, rank, layers = stage.method, stage.layout, stage.hosts.rank, stage.layers
     cache.add_layers(len(layers), layout, keep_query=not method.separate_query)
     spans = layout.local_spans(rank)
     if not spans:  # host 0 computes the stage alone
+        for _ in layers:
+            cancelling.before_layer()
         if watcher is not None:
             watcher.on_nothing()
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
@@ -246,7 +251,7 @@ def run_stage(
     else:
         positions = inputs.position_ids[..., stage.tokens[stage.local[rank]]]
     with _shown_to(watcher, stage, part, method, has_question=not method.separate_query) as attention:
-        options = {"cache": cache, "attention": attention, **extra}
+        options = {"cache": cache, "attention": cancelling.before_each(attention), **extra}
         del extra
         result.local = _run(part, [rows.take_local()], positions, options)
     if method.separate_query:  # only now can the question see all of the context

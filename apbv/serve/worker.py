@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..hosts import AgreedError, HostError
-from ..prefilling.prefiller import RequestCancelled
+from ..prefilling.cancelling import RequestCancelled
 from .decoding import Decoding, Prefilled
 from .executor import (
     ANSWER,

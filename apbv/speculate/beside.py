@@ -277,7 +277,8 @@ class BesideDraft:
                 watcher = make_watcher(self._config, self._target) if read.inputs.visual is not None else None
                 if watcher is not None:  # the draft can use its scores before the prefill ends
                     watcher.request_early(self._pair.offer_scores)
-                state = prefiller.run(read, watcher)
+                # Which cannot be cancelled: the draft host would be lost with it.
+                state = prefiller.run(replace(read, request=replace(read.request, stop=None)), watcher)
                 answered = self._decode(read.request, watcher, state)
             except BaseException:
                 self._pair.fail()

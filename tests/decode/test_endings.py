@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, RequestCancelled, SamplingParams, SpeculativeConfig, demo
+from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
+from apbv.config import VideoConfig
 from apbv.decode.answer import Answer
 from apbv.input.request import Question, Request
 from apbv.stats import StageTimer
@@ -81,24 +82,35 @@ def test_an_answer_ends_where_host_0_says(pool, way, hosts, kv):
         assert len(full) > 3 and reason == "stop"  # an end token
         for count, (tokens, reason, shown, asked) in zip((1, 3), answers, strict=True):
             assert (tokens, reason, shown) == (full[:count], "stop", full[:count])
-            before = [[], []]  # before the prompt is read, and after
-            assert asked == (before + [full[:length] for length in range(1, count + 1)] if rank == 0 else [])
+            decoding = [tokens for tokens in asked if tokens]  # before, it is asked without any
+            assert decoding == ([full[:length] for length in range(1, count + 1)] if rank == 0 else [])
 
 
-def ended_early_job(hosts: HostGroup) -> list[str]:
-    """What is said of requests that are cancelled before they begin, or whose caller fails when asked."""
-    engine, said = engine_of("plain", hosts), []
-    for said_first, error in (([True], RequestCancelled), ([False, True], RequestCancelled), ([], Exception)):
-        answers = iter(said_first)
-        with pytest.raises(error) as ended:
-            stop = (lambda tokens, answers=answers: next(answers)) if said_first else (lambda tokens: 1 / 0)
-            engine.generate(QUESTION, **VIDEO, max_new_tokens=3, stop=stop)
-        assert not hosts.is_broken
-        said.append(str(ended.value))
-    assert len(engine.generate(QUESTION, **VIDEO, max_new_tokens=3).token_ids) == 3
-    return said
+def ended_early_job(hosts: HostGroup, fails: bool) -> list[str]:
+    """What is raised where the caller cancels, or fails, when it is asked for the first, second, ... time."""
+    prefill, raised = PrefillConfig(video=VideoConfig(chunk_bytes=2**20)), []
+    engine = Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, dtype="float32")
+    while True:
+        number_asked = iter(range(100))
+
+        def stop(tokens, number_asked=number_asked):
+            is_now = not tokens and next(number_asked) == len(raised)
+            return 1 / 0 if is_now and fails else is_now
+
+        try:
+            answer = engine.generate(QUESTION, **VIDEO, max_new_tokens=3, stop=stop)
+            assert len(answer.token_ids) == 3
+            return raised
+        except Exception as error:
+            assert not hosts.is_broken
+            raised.append(type(error).__name__)
 
 
-def test_a_request_that_is_cancelled_or_whose_caller_fails_ends_on_every_host(pool):
-    for first, second, failed in pool.run(2, ended_early_job):
-        assert "cancelled before" in first and "cancelled before" in second and "division" in failed
+@pytest.mark.parametrize(("hosts", "fails"), [(1, False), (2, False), (2, True)])
+def test_a_request_ends_on_every_host_between_chunks_and_layers(pool, hosts, fails):
+    """As often as it is asked: before and after reading, before each of host 0's chunks and of four layers."""
+    raised, *others = pool.run(hosts, ended_early_job, fails)
+    chunks, cancelled = 8 // hosts, "RequestCancelled"
+    assert raised == ["ZeroDivisionError" if fails else cancelled] * (2 + chunks + 4)
+    for names in others:
+        assert names == [cancelled] * 2 + ["HostError" if fails else cancelled] * chunks + [cancelled] * 4

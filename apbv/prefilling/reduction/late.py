@@ -13,6 +13,7 @@ from ...input.model_inputs import ModelInputs
 from ...kv.cache import ShardedCache
 from ...layout import ContextLayout, single_host_layout
 from ...model.parts import ModelParts
+from ..cancelling import Cancelling
 from ..methods import PrefillMethod, method_alone
 from ..stages import HiddenRows, Stage, Watcher, next_rows, run_stage
 from .choosing import Reduction, count_of
@@ -119,7 +120,12 @@ class LateReducer(ABC):
 
 
 def run_and_reduce(
-    stage: Stage, layers: range, rows: HiddenRows, cache: ShardedCache, reducer: LateReducer
+    stage: Stage,
+    layers: range,
+    rows: HiddenRows,
+    cache: ShardedCache,
+    reducer: LateReducer,
+    cancelling: Cancelling,
 ) -> tuple[Stage, HiddenRows]:
     """Run a stage, and return the next one, with fewer visual tokens, and what goes into it here; collective.
 
@@ -130,7 +136,7 @@ def run_and_reduce(
     reducer.enter(stage, rows)
     watcher = reducer.watcher(stage)
     watcher.begin(stage)
-    rows = run_stage(stage, parts, inputs, rows, cache, watcher)
+    rows = run_stage(stage, parts, inputs, rows, cache, cancelling, watcher)
     choice = reducer.choose(stage, rows, watcher.result())
     visual, stays = stage.is_visual.nonzero().flatten(), ~stage.is_visual
     stays[visual[choice.left]] = True
