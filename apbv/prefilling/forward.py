@@ -233,7 +233,6 @@ def _forward(
         for layers in others:
             stage, rows = run_and_reduce(stage, layers, rows, cache, reducer, cancelling)
         rows = run_stage(stage, parts, inputs, rows, cache, cancelling, watcher)
-    cancelling.after_layers()
     source = stage.layout.last_token_host
     if source in (None, hosts.rank):
         hidden = rows.local if rows.query is None else rows.query

@@ -173,10 +173,8 @@ class Prefiller:
             RequestCancelled: ``stop`` returned true; on every host.
         """
         if request.stop is not None:
-            cancelling = Cancelling(self._hosts, self._stop_of(request))
             with own_error():
-                cancelling.before_layer()
-                cancelling.after_layers()
+                Cancelling(self._hosts, self._stop_of(request)).together()
 
     @staticmethod
     def _stop_of(request: Request) -> Stop | None:

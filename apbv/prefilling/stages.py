@@ -234,7 +234,7 @@ def run_stage(
     spans = layout.local_spans(rank)
     if not spans:  # host 0 computes the stage alone
         for _ in layers:
-            cancelling.before_layer()
+            cancelling.together()
         if watcher is not None:
             watcher.on_nothing()
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
