@@ -1,7 +1,7 @@
 """Defines Engine, which answers questions about files on all hosts together."""
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +16,12 @@ from .decode.batch import Batch
 from .generated import GenerateResult, ResultBuilder
 from .hosts import HostGroup
 from .input.reading import PromptReader
-from .input.request import Question, Request
+from .input.request import Callbacks, Question, Request
 from .input.video import require_backend
 from .model.attention import apbv_attention
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
 from .model.parts import ModelParts, require_supported
+from .prefilling.cancelling import RequestCancelled
 from .prefilling.prefiller import Prefiller
 from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
@@ -266,8 +267,8 @@ class Engine:
                 ``"decode_video"`` counts frames and images, ``"encode"`` temporal patches. Neither this nor
                 ``on_stage`` is always called in the caller's thread, but never while the other is.
             stop: called on host 0 after each token with all tokens so far; true ends the answer there. Also called
-                before and after the prompt is read, with no tokens; true then cancels the request. Give it on
-                every host, or on none.
+                while the prompt is read and prefilled, between chunks and layers, with no tokens; true then
+                cancels the request. Give it on every host, or on none.
             timeline: collect a timeline of every host.
 
         Returns:
@@ -276,6 +277,7 @@ class Engine:
         Raises:
             RequestCancelled: ``stop`` returned true before the first token.
             ValueError, HostError: as :meth:`prefill`.
+            Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
         """
         with self.hosts.local_stage("reading the settings"):
             sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
@@ -297,7 +299,8 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
-        read, state, answered = self._way.answer(request, self._prefiller)
+        with self._guarded(request) as guarded:
+            read, state, answered = self._way.answer(guarded, self._prefiller)
         if state is None:
             return self._results.drafted(read, answered)
         return self._results.answered(read.request, state, answered, timeline, read.videos)
@@ -326,8 +329,21 @@ class Engine:
             request = Request(Question(), state.timer, sampling=sampling, on_token=on_token, stop=stop)
             state.inputs.require_room(max_positions, max_new_tokens or 1)
             request = request.within(max_positions, state.inputs)
-        answered = Autoregressive(self.parts, self.hosts).decode(request, state)
+        with self._guarded(request) as guarded:
+            answered = Autoregressive(self.parts, self.hosts).decode(guarded, state)
         return self._results.answered(request, state, answered)
+
+    @contextmanager
+    def _guarded(self, request: Request) -> Iterator[Request]:
+        """Keep errors of the caller's functions out of exchanges, and raise them at the end; collective."""
+        callbacks = Callbacks(request)
+        try:
+            yield callbacks.request
+        except RequestCancelled:
+            raise callbacks.error or RequestCancelled from None
+        with self.hosts.local_stage("telling the caller"):
+            if callbacks.error is not None:
+                raise callbacks.error
 
     def prefill_request(self, request: Request) -> tuple[Request, PrefillResult]:
         """Prefill a request's prompt, for an answer that the caller decodes; no draft takes part.

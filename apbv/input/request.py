@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..config import SamplingParams
 from ..stats import StageTimer
@@ -23,6 +24,7 @@ class Request:
         on_token: called on every host with each token as soon as it is chosen.
         stop: asked on host 0 with the tokens so far; true ends the answer, or cancels the request while there is
             none. None on all hosts, or on none.
+        may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
         prompt: what this host's :class:`~apbv.input.reading.PromptReader` has read of the question already; None:
             nothing. Other hosts need not have it.
     """
@@ -34,10 +36,50 @@ class Request:
     num_wanted: int = 1
     on_token: Callable[[int], None] | None = None
     stop: Callable[[Sequence[int]], bool] | None = None
+    may_cancel: bool = True
     prompt: Skeleton | None = None
+
+    @property
+    def cancels(self) -> Callable[[], bool] | None:
+        """What says whether the request is cancelled, before its first token; None: nobody does."""
+        return (lambda: self.stop(())) if self.stop is not None and self.may_cancel else None
 
     def within(self, max_positions: int, inputs: ModelInputs) -> "Request":
         """The same request with an answer no longer than the positions that its prompt leaves."""
         most = min(self.sampling.max_new_tokens, max_positions - inputs.next_position)
         fewest = min(self.sampling.min_tokens, most)
         return replace(self, sampling=replace(self.sampling, max_new_tokens=most, min_tokens=fewest))
+
+
+class Callbacks:
+    """A request's callbacks, which do not raise: an error ends the answer, and is kept for when all hosts have it.
+
+    Attributes:
+        request: the request with these in place of the caller's.
+        error: the first that a callback raised on this host.
+    """
+
+    def __init__(self, request: Request):
+        self._on_token, self._stop = request.on_token, request.stop
+        self.request = replace(
+            request,
+            on_token=self._tell,
+            stop=self._ask,
+            may_cancel=request.stop is not None and request.may_cancel,
+        )
+        self.error: Exception | None = None
+
+    def _tell(self, token: int) -> None:
+        self._call(self._on_token, token)
+
+    def _ask(self, tokens: Sequence[int]) -> bool:
+        return bool(self._call(self._stop, tokens)) or self.error is not None
+
+    def _call(self, function: Callable | None, argument: Any) -> Any:
+        if function is None or self.error is not None:
+            return None
+        try:
+            return function(argument)
+        except Exception as error:
+            self.error = error
+            return None

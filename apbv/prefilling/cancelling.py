@@ -1,7 +1,6 @@
 """Lets a request be cancelled before its first token: between chunks of the tower, and between layers."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -63,14 +62,3 @@ class Cancelling:
             return attention(q, k, v, scale, layer)
 
         return asking
-
-
-@contextmanager
-def own_error() -> Iterator[None]:
-    """Raise what ``stop`` raised where it was asked, in place of what all hosts raised for it."""
-    try:
-        yield
-    except RequestCancelled as cancelled:
-        if cancelled.__cause__ is None:
-            raise
-        raise cancelled.__cause__ from None

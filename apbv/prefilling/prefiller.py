@@ -13,7 +13,7 @@ from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..input.skeleton import SampledVideo
-from .cancelling import Cancelling, Stop, own_error
+from .cancelling import Cancelling
 from .encode import agree_on_chunks
 from .forward import prefill
 from .reduction.early import require_reducible
@@ -94,7 +94,7 @@ class Prefiller:
             HostError: another host failed.
         """
         reader, timer, max_positions = self._reader, request.timer, self._reader.parts.max_position_embeddings
-        self._require_wanted(request)
+        Cancelling(self._hosts, request.cancels).together()
         with self._hosts.local_stage("reading the prompt"):
             if request.positions not in POSITION_RULES:
                 raise ValueError(
@@ -128,7 +128,7 @@ class Prefiller:
             chunk_bytes = self._config.video.chunk_bytes
             num_bytes = agree_on_chunks(self._hosts, reader.parts.device, chunk_bytes)
             inputs = inputs.with_pixels(kept or pixels, num_bytes)
-        self._require_wanted(request)
+        Cancelling(self._hosts, request.cancels).together()
         return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
 
     def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:
@@ -147,17 +147,16 @@ class Prefiller:
         if self._reuse is not None:
             reused = "embeddings" if self._reuse.has_embeddings(inputs, hosts) else None
             encoded = self._reuse.embeddings(inputs, self._reader.parts, timer)
-        with own_error():
-            state = prefill(
-                self._reader.parts,
-                inputs,
-                hosts=hosts,
-                config=self._config,
-                timer=timer,
-                watcher=watcher,
-                encoded=encoded,
-                stop=self._stop_of(read.request),
-            )
+        state = prefill(
+            self._reader.parts,
+            inputs,
+            hosts=hosts,
+            config=self._config,
+            timer=timer,
+            watcher=watcher,
+            encoded=encoded,
+            stop=read.request.cancels,
+        )
         if self._reuse is not None:
             self._reuse.store_prefix(state)
         return replace(state, reused=reused)
@@ -165,17 +164,3 @@ class Prefiller:
     def _is_known(self, inputs: ModelInputs, prefix: Prefix | None) -> bool:
         """Return whether the KV or the embeddings of the visual input are known; collective."""
         return prefix is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs, self._hosts))
-
-    def _require_wanted(self, request: Request) -> None:
-        """Ask ``stop`` on the leader whether the request is still wanted.
-
-        Raises:
-            RequestCancelled: ``stop`` returned true; on every host.
-        """
-        if request.stop is not None:
-            with own_error():
-                Cancelling(self._hosts, self._stop_of(request)).together()
-
-    @staticmethod
-    def _stop_of(request: Request) -> Stop | None:
-        return None if request.stop is None else lambda: request.stop(())

@@ -278,7 +278,7 @@ class BesideDraft:
                 if watcher is not None:  # the draft can use its scores before the prefill ends
                     watcher.request_early(self._pair.offer_scores)
                 # Which cannot be cancelled: the draft host would be lost with it.
-                state = prefiller.run(replace(read, request=replace(read.request, stop=None)), watcher)
+                state = prefiller.run(replace(read, request=replace(read.request, may_cancel=False)), watcher)
                 answered = self._decode(read.request, watcher, state)
             except BaseException:
                 self._pair.fail()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from apbv import Engine, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
+from apbv import Engine, HostError, HostGroup, PrefillConfig, SamplingParams, SpeculativeConfig, demo
 from apbv.config import VideoConfig
 from apbv.decode.answer import Answer
 from apbv.input.request import Question, Request
@@ -112,5 +112,26 @@ def test_a_request_ends_on_every_host_between_chunks_and_layers(pool, hosts, fai
     raised, *others = pool.run(hosts, ended_early_job, fails)
     chunks, cancelled = 8 // hosts, "RequestCancelled"
     assert raised == ["ZeroDivisionError" if fails else cancelled] * (2 + chunks + 4)
-    for names in others:
-        assert names == [cancelled] * 2 + ["HostError" if fails else cancelled] * chunks + [cancelled] * 4
+    assert all(names == [cancelled] * len(raised) for names in others)
+
+
+def fails_at_token_job(hosts: HostGroup, way: str, rank: int) -> tuple:
+    """What is raised where a callback fails on one host at its second token, and how many tokens it heard."""
+    engine, heard = engine_of(way, hosts), []
+
+    def on_token(token: int) -> None:
+        heard.append(token)
+        if len(heard) == 2 and hosts.rank == rank:
+            raise KeyError("of the caller")
+
+    with pytest.raises((KeyError, HostError), match="of the caller") as raised:
+        engine.generate(QUESTION, **VIDEO, on_token=on_token)
+    assert not hosts.is_broken and engine.generate(QUESTION, **VIDEO).token_ids
+    return raised.type.__name__, len(heard)
+
+
+@pytest.mark.parametrize(("way", "hosts", "rank"), [("plain", 2, 0), ("tree", 2, 1), ("thread", 1, 0)])
+def test_a_callback_that_fails_ends_its_answer_and_no_more(pool, way, hosts, rank):
+    found = pool.run(hosts, fails_at_token_job, way, rank)
+    assert [name for name, _ in found] == ["KeyError" if host == rank else "HostError" for host in range(hosts)]
+    assert found[rank][1] == 2
