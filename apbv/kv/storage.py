@@ -16,12 +16,12 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -34,6 +34,7 @@ from .facts import KVFacts, StorageError, cover_once, from_json, length, rows_of
 FORMAT, FORMAT_VERSION = "apbv-kv", 3
 MANIFEST_NAME = "manifest.json"
 _LOCK, _PROMPT, _SUBFOLDER = ".lock", "prompt.safetensors", "kv-"
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,11 @@ class Manifest(KVFacts):
             len(shard.files) != self.num_layers for shard in self.shards
         ):
             raise StorageError(f"the manifest for {path} does not name every token and every layer")
+        token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
+        for shard in self.shards:
+            num_bytes = sum(map(length, shard.tokens)) * length(shard.kv_heads) * token_bytes
+            if any(file.bytes < num_bytes for file in shard.files):  # nothing larger than a file is allocated
+                raise StorageError(f"the files for {path} are too small for the KV that they are to hold")
         if self.reduction is not None:
             kept, num_left = self.reduction.kept, self.visual and self.visual.num_tokens
             ascending = all(before < after for before, after in pairwise((-1, *kept, self.reduction.num_before)))
@@ -181,6 +187,13 @@ def parse_manifest(record: Any, path: Path) -> Manifest:
         raise StorageError(f"{name} is not a manifest of saved KV: {error}") from error
     manifest.require_complete(path)
     return manifest
+
+
+def _generation_in(path: str | Path) -> Any:
+    """Return the subfolder that a directory's manifest names; None where there is none to be read."""
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        return json.loads((Path(path) / MANIFEST_NAME).read_text(encoding="utf-8")).get("generation")
+    return None
 
 
 def digest_of(record: Any) -> str:
@@ -219,11 +232,32 @@ class SavedKV:
         for file in saved.manifest.files():
             try:
                 size = (saved._folder / file.name).stat().st_size
-            except OSError as error:
+            except (OSError, ValueError) as error:  # no such file, or no name of one
                 raise StorageError(f"saved KV in {path} is incomplete: {error}") from error
             if size != file.bytes:
                 raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
         return saved
+
+    @classmethod
+    def read_latest(cls, path: str | Path, read: Callable[["SavedKV"], Read]) -> Read:
+        """Open a directory and read from it, again where another save has replaced it meanwhile.
+
+        Raises:
+            StorageError: as :meth:`open`, or what was saved cannot be used, for whatever reason.
+        """
+        while True:
+            latest = _generation_in(path)
+            try:
+                saved = cls.open(path)
+                try:
+                    return read(saved)
+                except StorageError:
+                    raise
+                except Exception as error:  # what a hand has written may fail anywhere
+                    raise StorageError(f"the saved KV in {path} cannot be used: {error}") from error
+            except StorageError:
+                if _generation_in(path) == latest:
+                    raise
 
     def prompt(self) -> dict[str, Tensor]:
         """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,35 +47,38 @@ def load(
     with hosts.local_stage("loading the KV"), timer.stage("handoff"):
         if kv not in KV_PLACEMENTS:
             raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
-        saved = SavedKV.open(path)
-        manifest = saved.manifest
-        if model is not None:
-            _require_written_by(inspect_model(model), saved)
-        prompt = saved.prompt()
-        inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
-        layout = _layout(manifest, hosts.size)
-        if kv == "sharded":
-            shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
-            layouts = [layout] * manifest.num_layers
-            placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts)
-        else:
-            whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
-            placed = GatheredKV(whole, manifest.num_tokens, hosts)
+        parts = None if model is None else inspect_model(model)
+        read, manifest = SavedKV.read_latest(path, lambda saved: (_read(saved, parts, hosts, kv), saved.manifest))
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
     return PrefillResult(
-        logits=prompt["logits"].to(hosts.device),
-        layout=layout,
         method=manifest.method,
         exact=manifest.exact,
         density=manifest.density,
-        inputs=inputs,
         timer=timer,
-        kv=placed,
         model=lambda: ModelIdentity.of(manifest),
         video_sha256=manifest.visual and manifest.visual.sha256,
         reduction=_stored_reduction(manifest),
+        **read,
     )
+
+
+def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -> dict[str, Any]:
+    """Read the tensors of a prefill; return the fields of its result that have some."""
+    manifest = saved.manifest
+    if parts is not None:
+        _require_written_by(parts, saved)
+    prompt = saved.prompt()
+    layout = _layout(manifest, hosts.size)
+    if kv == "sharded":
+        shares = _read_layers(saved, layout.cache_spans(hosts.rank), hosts)
+        layouts = [layout] * manifest.num_layers
+        placed = ShardedKV(ShardedCache.of_shares(shares, layouts, hosts.rank), hosts)
+    else:
+        whole = DynamicCache(_read_layers(saved, None, hosts)) if hosts.rank == 0 else None
+        placed = GatheredKV(whole, manifest.num_tokens, hosts)
+    inputs = _stored_inputs(manifest, prompt["position_ids"], hosts)
+    return {"logits": prompt["logits"].to(hosts.device), "layout": layout, "inputs": inputs, "kv": placed}
 
 
 def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:

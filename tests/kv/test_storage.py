@@ -6,6 +6,10 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from unittest.mock import patch
 
@@ -148,6 +152,44 @@ def test_what_was_spoilt_is_refused(saved, spoil):
     how(saved)
     with pytest.raises(StorageError, match=message):
         apbv.load(saved, hosts=HostGroup.single("cpu"))
+
+
+def places_in(value, before: tuple = ()) -> Iterator[tuple]:
+    """Where values lie in JSON, of long lists the first two."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for name, each in inside:
+        yield (*before, name)
+        yield from places_in(each, (*before, name))
+
+
+def test_a_manifest_that_was_made_up_is_refused_in_words_or_loaded(saved):
+    """With the right digest; whatever a value is replaced by, and before anything is allocated for it."""
+    record = json.loads((saved / "manifest.json").read_text())
+    for where in set(places_in(record)) - {("sha256",)}:
+        for value in (None, -1, 2**31, 2**63, 2**200, 0.5, "x", "\ud800", [[1, 2]], {"a": 1}):
+
+            def change(record, where=where, value=value):
+                *path, name = where
+                reduce(getitem, path, record)[name] = value
+
+            (saved / "manifest.json").write_text(json.dumps(record))
+            sign(saved, change)
+            with suppress(StorageError):
+                apbv.load(saved, hosts=HostGroup.single("cpu"))
+
+
+def test_what_is_replaced_while_it_is_loaded_is_loaded_anew(tmp_path):
+    saved_state(1).save(tmp_path)
+    read, left = SavedKV.layer, [True]
+
+    def replaced(saved, *args):
+        if left:
+            left.pop()
+            saved_state(2).save(tmp_path)
+        return read(saved, *args)
+
+    with patch.object(SavedKV, "layer", replaced):
+        assert apbv.load(tmp_path, hosts=HostGroup.single("cpu")).num_tokens == 42
 
 
 def test_another_model_is_refused(saved):
