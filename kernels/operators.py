@@ -391,7 +391,8 @@ def kv_importance(
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input, except from the reference.
+        ``[B, Hkv, T]`` in fp32; in fp64 for fp64 input, except from the reference. Those of equal keys may differ
+        by a rounding, as matrix products do from column to column.
 
     Raises:
         ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.

@@ -71,6 +71,7 @@ class HostGroup(Statuses):
         owns_group: bool = False,
         heartbeat: Heartbeat | None = None,
         waits_for_work: bool = True,
+        numbers: Sequence[int] | None = None,
     ):
         """Wrap process groups that exist.
 
@@ -79,7 +80,9 @@ class HostGroup(Statuses):
             owns_group: whether :meth:`close` destroys all process groups.
             heartbeat: one that another group of this process has already; None: a new one.
             waits_for_work: see :meth:`subgroup`.
+            numbers: what messages call the hosts; None: by their ranks.
         """
+        self._numbers = numbers
         groups = groups or ProcessGroups()
         self._groups, self._owns_group = groups, owns_group
         self.rank, self.size = rank_and_size(groups.data)
@@ -238,6 +241,7 @@ class HostGroup(Statuses):
             timeout=timeout,
             heartbeat=heartbeat,
             waits_for_work=waits_for_work,
+            numbers=[member if self._numbers is None else self._numbers[member] for member in members],
         )
         hosts._connect()
         return hosts

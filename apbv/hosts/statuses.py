@@ -26,6 +26,7 @@ class Statuses:
     tensor_parallel_size: int
     device: torch.device
     bytes_received: int
+    _numbers: Sequence[int] | None = None
     _control: Collectives
     _watch: FailureWatch
 
@@ -47,6 +48,7 @@ class Statuses:
     def name_of(self, process: int) -> str:
         """Return what messages call one of the H * T processes."""
         host, member = divmod(process, self.tensor_parallel_size)
+        host = host if self._numbers is None else self._numbers[host]
         return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:

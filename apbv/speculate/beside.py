@@ -63,8 +63,8 @@ class Pair:
         # The target does not wait for a draft host that is busy: it can decode without it.
         patience = min(config.draft_timeout, hosts.timeout / 4)
         to_target = hosts.subgroup([0, last], patience, waits_for_work=False, has_data=False)
-        # The draft waits while the target prefills; it notices at once if a host of the target ends.
-        to_draft = hosts.subgroup([0, last], 10 * hosts.timeout, has_data=False)
+        # The draft waits while the target works, and a little longer, to hear of a target host that is silent.
+        to_draft = hosts.subgroup([0, last], 1.25 * hosts.timeout, has_data=False)
         link = None if to_target is None else Link(to_target, to_draft)
         members = HostGroup.single(hosts.device) if is_draft else targets
         return cls(members, is_draft, link)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apbv import HostGroup
+from apbv import Engine, HostError, HostGroup, SpeculativeConfig, demo
 from apbv.hosts import failure_watch, heartbeat
 from apbv.hosts.failure_watch import WORK_LIMIT, FailureWatch
 from apbv.hosts.heartbeat import Heartbeat, Patience
@@ -138,14 +138,14 @@ def test_groups_of_a_host_share_its_heart(pool):
 # ---- real clocks ----
 
 
-def run_pair(job, port: int, *args) -> tuple:
-    """Two hosts as torchrun starts them: their processes, and what each sends."""
-    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(2)), strict=True)
-    return [start(as_host, pipe, rank, port, job, *args) for rank, pipe in enumerate(theirs)], ours
+def run_pair(job, port: int, *args, size: int = 2) -> tuple:
+    """Hosts as torchrun starts them: their processes, and what each sends."""
+    ours, theirs = zip(*(mp.Pipe(duplex=False) for _ in range(size)), strict=True)
+    return [start(as_host, pipe, rank, size, port, job, *args) for rank, pipe in enumerate(theirs)], ours
 
 
-def as_host(pipe, rank: int, port: int, job, timeout: float, tensor_parallel: int = 1) -> None:
-    as_torchrun_starts(rank, 2, port)
+def as_host(pipe, rank: int, size: int, port: int, job, timeout: float, tensor_parallel: int = 1) -> None:
+    as_torchrun_starts(rank, size, port)
     pipe.send(job(HostGroup.from_env("cpu", timeout, tensor_parallel=tensor_parallel), rank))
 
 
@@ -183,6 +183,31 @@ def test_closing_and_exiting_do_not_wait_for_a_host_that_has_stopped(agent_store
         assert exit_statuses(processes[:1]) == [0]
     finally:
         processes[1].kill()
+
+
+def freezing_target_job(hosts: HostGroup, rank: int) -> tuple[str, float]:
+    """Host 0 of the target stops in its prefill; how long the others wait for it, and what they say."""
+    drafting = SpeculativeConfig(strategy="vanilla", draft_model="demo", draft_host=True)
+    engine = Engine.from_pretrained("demo", hosts=hosts, speculate=drafting, dtype="float32")
+
+    def freeze(stage: str) -> None:
+        if stage == "prefill" and rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    began = time.monotonic()
+    with pytest.raises(HostError) as ended:
+        engine.generate("describe the clip shot by shot", video=demo.video_path(), on_stage=freeze)
+    return str(ended.value), time.monotonic() - began
+
+
+def test_a_draft_host_waits_no_longer_than_a_target_host_for_one_that_has_stopped(agent_store):
+    processes, (_, *others) = run_pair(freezing_target_job, agent_store.port, TIMEOUT, size=3)
+    try:
+        (_, of_target), (text, of_draft) = (pipe.poll(HANGING) and pipe.recv() for pipe in others)
+        assert of_draft < 2 * of_target and text.startswith("host 2 waited")
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def leaving_draft_job(hosts: HostGroup, rank: int) -> bool:
