@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .generated import GenerateResult
     from .hosts import HostError, HostGroup
+    from .input.audio import AudioError
     from .input.model_inputs import ModelInputs
+    from .input.video import VideoError
+    from .input.visual import PromptError
     from .kv.facts import StorageError
     from .planning import Plan, plan
     from .prefilling.cancelling import RequestCancelled
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from .prefilling.result import PrefillResult
 
 __all__ = [
+    "AudioError",
     "DecodeConfig",
     "Engine",
     "GenerateResult",
@@ -40,6 +44,7 @@ __all__ = [
     "Plan",
     "PrefillConfig",
     "PrefillResult",
+    "PromptError",
     "ReduceConfig",
     "RequestCancelled",
     "ReuseConfig",
@@ -48,11 +53,12 @@ __all__ = [
     "SpeculativeConfig",
     "StorageError",
     "VideoConfig",
+    "VideoError",
     "load",
     "plan",
     "prefill",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # The submodules of what needs torch and transformers, which take seconds to import: on first use (PEP 562).
 _HOMES = {
@@ -61,7 +67,10 @@ _HOMES = {
     "RequestCancelled": "prefilling.cancelling",
     "HostError": "hosts",
     "HostGroup": "hosts",
+    "AudioError": "input.audio",
     "ModelInputs": "input.model_inputs",
+    "PromptError": "input.visual",
+    "VideoError": "input.video",
     "prefill": "prefilling.forward",
     "PrefillResult": "prefilling.result",
     "load": "prefilling.load",

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
+from .config.checks import require_callable, require_types
 from .decode.batch import Batch
 from .generated import GenerateResult, ResultBuilder
 from .hosts import HostGroup
@@ -80,6 +81,7 @@ class Engine:
         reuse: ReuseConfig | None = None,
         decode: DecodeConfig | None = None,
     ):
+        _require_types(hosts, prefill, speculate, reuse, decode)
         config = prefill or PrefillConfig()
         drafting = Drafting(speculate, hosts, captioner)
         models = drafting.inspect_models(model, draft, config, decode)
@@ -140,6 +142,9 @@ class Engine:
             ValueError: the model does not exist, or is not supported.
             HostError: another host failed to load it.
         """
+        _require_types(hosts, prefill, speculate, reuse, decode)
+        if not isinstance(name, str | Path):
+            raise ValueError(f"a model must be a name or a path, not {name!r:.80}")
         hosts, is_demo = hosts or HostGroup.from_env(), str(name) == "demo"
         config, path = prefill or PrefillConfig(), demo.model_path() if is_demo else name
         drafting = Drafting(speculate, hosts, captioner)
@@ -244,6 +249,7 @@ class Engine:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        sampling: SamplingParams | None = None,
         on_token: Callable[[int], None] | None = None,
         on_stage: Callable[[str], None] | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
@@ -260,6 +266,7 @@ class Engine:
             seed: the same seed draws the same tokens; where a draft's windows depend on time (a losing draft is
                 dropped, ``num_draft_tokens`` is ``"auto"``, or there is a draft host) it draws others of the same
                 distribution.
+            sampling: instead of these four.
             on_token: called on every host with each token as soon as it is decoded; on a draft host at the end.
             on_stage: called on every host as a stage begins, with its name in :data:`apbv.stats.STAGES`; a stage
                 may come again.
@@ -280,13 +287,17 @@ class Engine:
             Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
         """
         with self.hosts.local_stage("reading the settings"):
-            sampling = self._sampling(max_new_tokens, temperature, top_p, seed)
+            require_types(sampling=(sampling, SamplingParams))
+            require_callable(on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop)
+            given = self._sampling(max_new_tokens, temperature, top_p, seed)
+            if sampling is not None and given != self._sampling(None, 0.0, 1.0, 0):
+                raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
         sound = {"audio": audio, "audio_in_video": audio_in_video}
         question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(
             question,
             StageTimer(self.hosts, on_stage, on_progress),
-            sampling=sampling,
+            sampling=sampling or given,
             num_wanted=max_new_tokens or 1,
             on_token=on_token,
             stop=stop,
@@ -377,6 +388,17 @@ class Engine:
     def _sampling(self, max_new_tokens: int | None, temperature: float, top_p: float, seed: int) -> SamplingParams:
         limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         return SamplingParams(max_new_tokens=limit, temperature=temperature, top_p=top_p, seed=seed)
+
+
+def _require_types(hosts: Any, prefill: Any, speculate: Any, reuse: Any, decode: Any) -> None:
+    """Raise ValueError where a settings object is something else."""
+    require_types(
+        hosts=(hosts, HostGroup),
+        prefill=(prefill, PrefillConfig),
+        speculate=(speculate, SpeculativeConfig),
+        reuse=(reuse, ReuseConfig),
+        decode=(decode, DecodeConfig),
+    )
 
 
 def _decode_in_batch(parts: ModelParts, state: PrefillResult, request: Request) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from . import demo
 from .config import DTYPE_NAMES, PrefillConfig, ReduceConfig, SpeculativeConfig
+from .config.checks import is_int, require_types
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import LayoutError
@@ -104,7 +105,7 @@ class Plan:
 def plan(
     model: str | Path | PreTrainedConfig,
     *,
-    frames: int | None = None,
+    num_frames: int | None = None,
     resolution: str | tuple[int, int] = "720p",
     tokens: int | None = None,
     hosts: int = 1,
@@ -119,7 +120,7 @@ def plan(
     Args:
         model: ``"demo"``, a directory, or a hub id, whose video processor then says how large frames become; or a
             config, for a text.
-        frames: how many frames are sampled from a video. Either this or ``tokens``.
+        num_frames: how many frames are sampled from a video. Either this or ``tokens``.
         resolution: of the video, as (height, width), "HxW", or a name such as "720p".
         tokens: the tokens of a long text.
         hosts: H.
@@ -134,15 +135,16 @@ def plan(
         ValueError: the model is unknown or not supported; neither frames nor tokens were given, or both; or visual
             tokens are to be left out of a text, or behind more layers than there are.
     """
+    require_types(prefill=(prefill, PrefillConfig), speculate=(speculate, SpeculativeConfig))
     prefill = prefill or PrefillConfig()
-    if (frames is None) == (tokens is None):
+    if (num_frames is None) == (tokens is None):
         raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
-    if prefill.reduce is not None and frames is None:
+    if prefill.reduce is not None and num_frames is None:
         raise ValueError(f"{prefill.reduce.method} leaves visual tokens out: it needs the frames of a video")
-    counts = {"frames": frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
+    counts = {"num_frames": num_frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
     for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, not {count}")
+        if count is not None and not (is_int(count) and count >= 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
     name, config, processor = _describe(model, demo.model_path)
     require_usable(prefill.reduce, config.model_type, None)
     require_divisible(config, tensor_parallel)
@@ -159,7 +161,7 @@ def plan(
         """Plan for so many frames, or tokens of a text."""
         num_tokens, num_visual, start, stop = count, 0, 0, max(count - prefill.query_len, 0)
         chunk = num_encoded = 0
-        if frames is not None:
+        if num_frames is not None:
             video = video_size(config, count, height, width, processor)
             num_visual, start = video.num_rows, _TOKENS_BEFORE
             stop = start + num_visual + video.num_text_tokens
@@ -202,7 +204,7 @@ def plan(
         except LayoutError:  # too short for the lengths that were asked for
             return False
 
-    planned, counts = of(frames or tokens), range(1, _MOST_SEARCHED)
+    planned, counts = of(num_frames or tokens), range(1, _MOST_SEARCHED)
     most = bisect(counts, False, key=is_too_much)
     return replace(planned, most=None if most == len(counts) else most)
 

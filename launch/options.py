@@ -217,6 +217,7 @@ def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     prefill = parser.add_argument_group("prefill")
     prefill.add_argument(
         "--frames",
+        "--num-frames",
         type=positive(int),
         metavar="N",
         help="of each video (default: the model's, or 64)",
@@ -258,6 +259,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     )
     hosts.add_argument(
         "--tensor-parallel",
+        "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="T",

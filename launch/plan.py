@@ -15,7 +15,7 @@ from apbv.launch.options import PREFILL, REDUCE, OptionParser, add_settings, exi
 
 FIRST = ("model", "frames", "tokens", "hosts", "method", "device_memory")
 # Options that are arguments of apbv.plan, and those of the prefill's settings.
-_OF_PLAN = ("frames", "tokens", "resolution", "hosts", "tensor_parallel", "dtype")
+_OF_PLAN = ("tokens", "resolution", "hosts", "tensor_parallel", "dtype")
 _OF_PREFILL = ("method", "anchor_len", "passing_len", "kv")
 
 
@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
             prefill=options.prefill,
             speculate=draft and SpeculativeConfig(draft_model=draft, keep_ratio=options.keep_ratio),
             device_memory=options.device_memory and round(options.device_memory * 1e9),
+            num_frames=options.frames,
             **{name: getattr(options, name) for name in _OF_PLAN},
         )
     except ValueError as error:

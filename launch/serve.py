@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from apbv.serve.server import ServerSettings, TransferSettings
 
 _MIB = 2**20
+_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _LOOPBACK = "127.0.0.1"
 # What torchrun gives its processes after SIGTERM, and what of it is left for the last responses and to exit.
@@ -68,7 +70,8 @@ _LIMITS = {
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
     parser = OptionParser(prog, FIRST, description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help='"demo", a directory, or a hub id')
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="instead of --model")
+    parser.add_argument("--model", help='"demo", a directory, or a hub id')
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default=_LOOPBACK, help="the address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="default %(default)s; 0: any that is free")
@@ -87,7 +90,8 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     requests = parser.add_argument_group("requests: the most, and what they get that they do not ask for")
     for option, (kind, default, about) in _LIMITS.items():
         told = about if default is None else f"{about} (default {default:g})"
-        requests.add_argument(option, type=positive(kind), default=default, metavar="N", help=told)
+        names = (option, "--max-num-seqs") if option == "--max-running" else (option,)
+        requests.add_argument(*names, type=positive(kind), default=default, metavar="N", help=told)
     requests.add_argument("--media-dir", type=Path, metavar="DIR", help="of files for requests, on every host")
     requests.add_argument(
         "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; may be repeated"
@@ -106,6 +110,9 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     transfer.add_argument("--kv-seconds", type=positive(float, 86_400), help="to fetch KV in (default 120)")
     add_host_options(parser)
     options = parser.parse_args(arguments)
+    if (options.name is None) == (options.model is None):
+        parser.error("give a model: apbv serve MODEL, or --model MODEL")
+    options.model = options.model or options.name
     check(parser, options)
     try:
         _check(options)
@@ -118,8 +125,10 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse options of the server that make no sense, or do not go together.
 
     Raises:
-        ValueError: some do not.
+        ValueError: some do not, or what the server needs is not installed.
     """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ValueError(f'the server needs {", ".join(missing)}: pip install "apbv[serve]"')
     if not 0 <= options.grace <= 86_400:
         raise ValueError("--grace must lie in 0 .. 86400 seconds")
     if options.api_key == "":

@@ -55,7 +55,7 @@ def test_weights_are_those_of_the_model(family):
 def test_the_packaged_model_is_planned_as_it_is_prefilled():
     with av.open(demo.video_path()) as container:
         resolution = container.streams.video[0].height, container.streams.video[0].width
-    planned, engine = plan("demo", frames=8, resolution=resolution), Engine.from_pretrained("demo")
+    planned, engine = plan("demo", num_frames=8, resolution=resolution), Engine.from_pretrained("demo")
     state = engine.prefill("how many letters are shown", video=demo.video_path(), num_frames=8)
     assert planned.num_visual_tokens == state.inputs.num_visual_tokens
     assert abs(planned.num_tokens - state.num_tokens) < 100
@@ -80,7 +80,7 @@ def test_as_many_tokens_fit_as_it_says(hosts, kv):
 
 def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
     def draft(**settings) -> int:
-        return plan("demo", frames=64, speculate=SpeculativeConfig(**settings)).draft
+        return plan("demo", num_frames=64, speculate=SpeculativeConfig(**settings)).draft
 
     few, all_of_it = draft(draft_model="demo", keep_ratio=0.1), draft(draft_model="demo", strategy="vanilla")
     weights = sum(w.nbytes for w in Engine.from_pretrained(demo.draft_path()).model.parameters())
@@ -92,11 +92,12 @@ def test_a_draft_takes_its_weights_and_the_kv_of_what_it_sees():
     ("settings", "message"),
     [
         ({}, "frames of a video or the tokens"),
-        ({"frames": 3, "tokens": 3}, "give one of them"),
-        ({"tokens": 5, "hosts": 0}, "hosts must be at least 1"),
+        ({"num_frames": 3, "tokens": 3}, "give one of them"),
+        ({"tokens": 5, "hosts": 0}, "hosts must be a whole number of at least 1"),
+        ({"num_frames": "8"}, "not '8'"),
         ({"tokens": 5, "tensor_parallel": 3}, "cannot share evenly"),
-        ({"frames": 5}, "alone reads no video"),
-        ({"frames": 5, "resolution": "large"}, "is no resolution"),
+        ({"num_frames": 5}, "alone reads no video"),
+        ({"num_frames": 5, "resolution": "large"}, "is no resolution"),
         ({"tokens": 5, "dtype": "int8"}, "dtype must be one of"),
         ({"tokens": 500, "hosts": 2, "prefill": PrefillConfig(anchor_len=400)}, "leaves no context"),
     ],

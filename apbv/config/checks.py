@@ -20,7 +20,7 @@ class Checked:
             value, may_be = getattr(self, each.name), each.metadata.get("may_be")
             may_be_none = may_be is None or (value is None and each.default is None)
             if not (may_be_none or may_be(value)):
-                raise ValueError(f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r}")
+                raise ValueError(f"{self._prefix}{each.name} must {each.metadata['says']}, not {value!r:.200}")
 
 
 def setting(
@@ -62,6 +62,25 @@ def integer(low: int, high: int, default: int | None, **about):
 def number(says: str, may_be: Callable[[float], bool], default: float | None, **about):
     """Make a field with a number."""
     return setting(default, says, lambda value: is_number(value) and may_be(value), float, **about)
+
+
+def instance_of(*kinds: type, says: str | None = None, default: Any = None):
+    """Make a field with an object of one of these classes."""
+    return setting(default, says or f"be a {kinds[0].__name__}", lambda value: isinstance(value, kinds))
+
+
+def require_types(**given: tuple[Any, type]) -> None:
+    """Raise ValueError unless arguments, by name, are of these classes, or None."""
+    for name, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, not {value!r:.80}")
+
+
+def require_callable(**given: Any) -> None:
+    """Raise ValueError unless arguments, by name, can be called, or are None."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name} must be a function, not {value!r:.80}")
 
 
 def is_int(value) -> bool:

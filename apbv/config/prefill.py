@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..refusals import refuse
-from .checks import Checked, integer, is_number, number, one_of
+from .checks import Checked, instance_of, integer, is_number, number, one_of
 from .names import (
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
@@ -217,9 +217,9 @@ class PrefillConfig(Checked):
     on_single_host: bool = False
     kv: str = one_of(KV_PLACEMENTS, "gathered")
     backend: str = one_of(BACKEND_NAMES, "auto")
-    video: VideoConfig = VideoConfig()
-    sparse: SparseConfig | None = None
-    reduce: ReduceConfig | None = None
+    video: VideoConfig = instance_of(VideoConfig, default=VideoConfig())
+    sparse: SparseConfig | None = instance_of(SparseConfig)
+    reduce: ReduceConfig | None = instance_of(ReduceConfig)
 
     def __post_init__(self):
         super().__post_init__()

@@ -20,6 +20,7 @@ from .examination import Check, CheckFailed, CheckSkipped, Finding
 _PACKAGES = ("apbv", "torch", "transformers", "triton", "safetensors", "numpy")
 _ATTENTION = ("flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "flashinfer-python")
 _VIDEO = ("av", "torchcodec", "torchvision")
+_SERVING = ("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl")
 # What changes how any of them works; the values of others are nobody's business.
 _SETTINGS = re.compile(r"APBV_|CUDA_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS$|TRITON_|PYTORCH_|NVIDIA_TF32")
 _GIBIBYTE = 2**30
@@ -32,6 +33,7 @@ def checks(hosts: HostGroup) -> Iterable[Check]:
     yield Check("versions", lambda _: _versions(_PACKAGES), must_agree=True)
     yield Check("attention", lambda _: _versions(_ATTENTION), is_per_host=True)
     yield Check("video", lambda _: _versions(_VIDEO), is_per_host=True)
+    yield Check("serving", lambda _: _versions(_SERVING), is_per_host=True)
     yield Check("settings", lambda _: settings(), is_per_host=True)
     yield Check("processor", lambda _: processor(), is_per_host=True)
     yield Check("CUDA", lambda _: cuda(), is_per_host=True)

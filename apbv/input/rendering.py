@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-from torch import Tensor
-
+from .. import demo
+from ..config import FRAME_RATE
+from ..config.checks import Checked, instance_of, integer, number
 from ..model.parts import ModelParts
 from ..refusals import refuse
 from .images import Picture
@@ -26,12 +26,12 @@ _PROBE = "probe"
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(Checked):
     """What is asked, about videos, images and sounds, or about a text.
 
     Attributes:
         prompt: the question.
-        video: a video file, or several, which come in this order.
+        video: a video file, or several, which come in this order; ``"demo"``: the packaged clip.
         images: behind the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
@@ -44,29 +44,33 @@ class Question:
         audio: behind the images: an audio file, or several; of a video its sound.
         audio_in_video: whether the videos' own sound is heard among their frames; None: where the model hears and
             they have any.
+
+    Raises:
+        ValueError: a value is of another type, or out of range.
     """
 
-    prompt: str | None = None
+    prompt: str | None = instance_of(str, says="be a text")
     video: str | Path | Sequence[str | Path] | None = None
     images: Any | Sequence[Any] | None = None
-    context: str | None = None
-    messages: Sequence[dict] | None = None
-    num_frames: int | None = None
-    fps: float | None = None
+    context: str | None = instance_of(str, says="be a text")
+    messages: Sequence[dict] | None = instance_of(list, tuple, says="be a list of messages")
+    num_frames: int | None = integer(1, 2**31 - 1, None)
+    fps: float | None = number(*FRAME_RATE, None)
     token_ids: Sequence[int] | None = None
     template: Mapping[str, Any] | None = None
     audio: str | Path | Sequence[str | Path] | None = None
-    audio_in_video: bool | None = None
+    audio_in_video: bool | None = instance_of(bool)
 
     @property
     def videos(self) -> Sequence[str | Path]:
         """The video files."""
-        return _listed(self.video)
+        packaged = None if Path("demo").exists() else "demo"
+        return [demo.video_path() if video == packaged else video for video in _listed(self.video)]
 
     @property
     def pictures(self) -> Sequence[Any]:
         """The images."""
-        return [self.images] if isinstance(self.images, Image.Image | Tensor) else _listed(self.images)
+        return _listed(self.images)
 
     @property
     def sounds(self) -> Sequence[str | Path]:
@@ -297,7 +301,5 @@ def _known(processor, template: str, options: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in options.items() if name not in unknown}
 
 
-def _listed(files: str | Path | Sequence[str | Path] | None) -> Sequence[str | Path]:
-    if files is None:
-        return ()
-    return [files] if isinstance(files, str | Path) else files
+def _listed(files: Any) -> Sequence[Any]:
+    return () if files is None else files if isinstance(files, list | tuple) else [files]

@@ -1,6 +1,7 @@
 """Holds the command-line options that several benchmarks share."""
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from apbv.demo import clips
@@ -16,7 +17,14 @@ def add_json_option(parser: argparse._ActionsContainer) -> None:
 
 def add_plot_option(parser: argparse._ActionsContainer) -> None:
     """Add ``--plot PNG``."""
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="needs matplotlib")
+    parser.add_argument("--plot", type=_plot_path, metavar="PNG", help="draw the figures; needs matplotlib")
+
+
+def _plot_path(text: str) -> Path:
+    """Read where to draw to, before anything is measured that could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
+    return Path(text)
 
 
 def add_table_option(parser: argparse._ActionsContainer) -> None:

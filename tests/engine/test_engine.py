@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from apbv import Engine, HostError, HostGroup, PrefillConfig
-from apbv.input.video import VideoError
-from apbv.input.visual import PromptError
+from apbv import Engine, HostError, HostGroup, PrefillConfig, PromptError, SamplingParams, VideoError
 from apbv.layout import LayoutError
 from apbv.model.parts import UnsupportedModelError, inspect_model
 from apbv.stats import STAGES
@@ -112,7 +110,13 @@ REFUSED = [
     ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens"),
     ({"prompt": "a", "video": "CLIP", "num_frames": 0}, "0"),
     ({"prompt": "a", "video": "CLIP", "fps": float("nan")}, "nan"),
+    ({"prompt": "a", "sampling": SamplingParams(), "seed": 3}, "instead of"),
 ]
+OF_WRONG_TYPES = {
+    "prompt": 3, "context": b"x", "messages": "x", "num_frames": "8",
+    "fps": "2", "audio_in_video": "no", "max_new_tokens": "3", "temperature": "x", "sampling": {}, "stop": "x",
+    "on_token": 3, "on_stage": 3,
+}  # fmt: skip
 
 
 def test_a_bad_request_is_refused(checkpoints, clip):
@@ -122,6 +126,12 @@ def test_a_bad_request_is_refused(checkpoints, clip):
         request = {name: str(clip) if value == "CLIP" else value for name, value in request.items()}
         with pytest.raises(ValueError, match=message):
             video_engine.generate(**request)
+    for name, value in OF_WRONG_TYPES.items():
+        with pytest.raises(ValueError, match=f"^{name} must .*, not "):
+            video_engine.generate(**{"prompt": "a", "video": str(clip), name: value})
+    for settings in ("hosts", "prefill", "speculate", "reuse", "decode"):
+        with pytest.raises(ValueError, match=f"^{settings} must be a .*, not 'x'"):
+            Engine.from_pretrained(paths[0], **{settings: "x"})
     for source in ({"video": clip}, {"images": [families.synthetic_image()]}):
         with pytest.raises(PromptError, match="llama models read text only"):
             engine.generate("What?", **source)

@@ -28,7 +28,7 @@ def test_about_as_many_tokens_are_left_and_as_much_kv(pool, tmp_path, name, meth
     config = PrefillConfig(method=method, kv="sharded", on_single_host=True, reduce=reduce)
     path = families.save_checkpoint("qwen2_5_vl", tmp_path, layers=LAYERS)
     memory = 10**7  # the less it is, the sooner it is found how many frames would fit
-    planned = plan(path, frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
+    planned = plan(path, num_frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
     results = pool.run(num_hosts, kept_job, config)
     assert planned.num_left == pytest.approx(results[0][0], rel=0.3)
     held = sum(kv for _, kv in results)
@@ -78,7 +78,7 @@ def test_the_command_plans_reductions(capsys):
 
 def test_what_cannot_be_reduced_is_not_planned():
     for settings, reduce, message in (
-        ({"frames": 64}, {"method": "fastv", "layer": 99}, "the model has 4, and at least one must follow"),
+        ({"num_frames": 64}, {"method": "fastv", "layer": 99}, "the model has 4, and at least one must follow"),
         ({"tokens": 500}, {"method": "dycoke"}, "it needs the frames of a video"),
     ):
         with pytest.raises(ValueError, match=message):

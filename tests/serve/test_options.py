@@ -28,11 +28,22 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, capsys):
         assert message in capsys.readouterr().err, options
 
 
+def test_a_server_without_what_it_needs_or_without_a_model_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("apbv.launch.serve._NEEDED", ("uvicorn", "no_such_package"))
+    for arguments, message in (
+        (["demo"], 'needs no_such_package: pip install "apbv[serve]"'),
+        ([], "give a model"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments(arguments)
+        assert message in capsys.readouterr().err
+
+
 def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
-    given = f"""--served-model-name m --max-queue 3 --max-running 2 --max-kv-mib 0.5 --max-body-mib 2 --grace 7
+    given = f"""--served-model-name m --max-queue 3 --max-num-seqs 2 --max-kv-mib 0.5 --max-body-mib 2 --grace 7
         --otlp-traces-endpoint http://c/v1 --max-model-len 99 --max-frames 11 --max-new-tokens 12 --temperature 0.5
         --top-p 0.9 --frames 8 --fps 2 --media-dir {tmp_path} --allow-media-host Media.Example --max-media-mib 3
-        --max-decoded-mib 4 --max-image-mib 5 --fetch-seconds 6"""
+        --max-decoded-mib 4 --max-image-mib 5 --max-packets 9 --fetch-seconds 6"""
     monkeypatch.setenv("APBV_API_KEY", "from the environment")
     settings = settings_of(parse_arguments(["--model", "demo", *given.split()]))
     requests, media = settings.requests, settings.requests.media
@@ -42,8 +53,9 @@ def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
     assert (requests.max_model_len, requests.max_frames, requests.max_new_tokens) == (99, 11, 12)
     assert (requests.temperature, requests.top_p, requests.num_frames, requests.fps) == (0.5, 0.9, 8, 2)
     assert (requests.max_decoded_bytes, requests.max_image_bytes) == (4 * 2**20, 5 * 2**20)
+    assert requests.max_packets == 9
     assert (media.folder, media.hosts, media.max_bytes) == (tmp_path, {"media.example"}, 3 * 2**20)
-    assert media.fetch_seconds == 6 and settings_of(parse_arguments(["--model", "demo"])).model == "demo"
+    assert media.fetch_seconds == 6 and settings_of(parse_arguments(["demo"])).model == "demo"
 
 
 def test_where_consumers_find_a_process(monkeypatch):

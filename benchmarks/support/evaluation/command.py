@@ -24,6 +24,7 @@ from apbv.launch.options import (
 )
 from apbv.stats import append_json_lines, provenance
 
+from ..arguments import add_plot_option
 from .answers import choose_option
 from .prompting import LETTERED, OPEN, fill, request_of, require_template, shows_options
 from .results import ResultsFile, Run, digest_of, read_runs
@@ -105,7 +106,7 @@ class Benchmark:
             "--allow-missing", action="store_true", help="questions whose files are missing just fail"
         )
         run.add_argument("--json", type=Path, metavar="FILE", help="append the score as one JSON line")
-        run.add_argument("--plot", type=Path, metavar="PNG", help="draw the score; needs matplotlib")
+        add_plot_option(run)
         run.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only score files of results")
         add_prefill_options(parser)
         add_draft_options(parser)
