@@ -14,6 +14,7 @@ from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_callable, require_types
 from .decode.batch import Batch
+from .demo import clips
 from .generated import GenerateResult, ResultBuilder
 from .hosts import HostGroup
 from .input.reading import PromptReader
@@ -23,7 +24,7 @@ from .model.attention import apbv_attention
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
 from .model.parts import ModelParts, require_supported
 from .prefilling.cancelling import RequestCancelled
-from .prefilling.prefiller import Prefiller
+from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
 from .prefilling.result import PrefillResult
@@ -31,6 +32,7 @@ from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .stats import StageTimer
+from .warn import warn_caller
 
 # Of a question that nobody asked.
 _WARM_UP_FRAMES, _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 60, 8
@@ -181,7 +183,7 @@ class Engine:
         if self.prefill_config.anchor_len:  # one for long prompts would leave nothing of this one to be split
             engine._prefiller = self._prefiller.with_config(replace(self.prefill_config, anchor_len=None))
         sampling = engine._sampling(_WARM_UP_TOKENS, temperature=0.0, top_p=1.0, seed=0)
-        request = Request(Question("What happens?", **about), StageTimer(self.hosts), sampling=sampling)
+        request = Request(Question(demo.DEMO_QUESTION, **about), StageTimer(self.hosts), sampling=sampling)
         if not in_batch:
             engine.answer(request)
             return
@@ -312,6 +314,7 @@ class Engine:
         """
         with self._guarded(request) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
+        self._note_what_the_demo_cannot(read)
         if state is None:
             return self._results.drafted(read, answered)
         return self._results.answered(read.request, state, answered, timeline, read.videos)
@@ -368,7 +371,21 @@ class Engine:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
         with closing(self._prefiller.read(request)) as read:
+            self._note_what_the_demo_cannot(read)
             return read.request, self._prefiller.run(read)
+
+    def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:
+        """Warn on the leader where the demo model is asked what it cannot know, and answers all the same."""
+        if self.name != "demo" or not self.hosts.is_leader:
+            return
+        known = read.rendered.text and any(question in read.rendered.text for question in clips.known_questions())
+        sizes = [(video.info.height, video.info.width) for video in read.videos]
+        if not known or not all(clips.is_frame_size(*size) for size in sizes):
+            examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
+            warn_caller(
+                f"the demo model understands questions such as {examples}, about clips like the packaged one, and "
+                "makes up an answer to all others"
+            )
 
     def handing_over(self) -> "Engine":
         """Return an engine with the same model that leaves a prompt's KV on the hosts that computed it.

@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from apbv import GenerateResult, HostGroup, demo
-from apbv.demo.clips import is_question
+from apbv import GenerateResult, HostGroup
 from apbv.input.audio import AudioError, has_audio
 from apbv.input.video import read_frames, sample_uniform
 from apbv.input.video.file import VideoFile
@@ -44,11 +43,6 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         context = read_sources(options)
         if hosts.is_leader:
             require_writable_outputs(options)
-            if options.model == "demo" and not is_question(options.prompt):
-                known = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
-                print(
-                    f"note: the demo model understands questions such as {known}, and no others", file=sys.stderr
-                )
     progress = ProgressLine(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
         progress.say("loading the model")

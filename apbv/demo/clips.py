@@ -192,10 +192,16 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
     ]
 
 
-def is_question(text: str) -> bool:
-    """Tell whether a text is one of the questions that can be asked about clips."""
+def known_questions() -> list[str]:
+    """Return all questions that can be asked about clips."""
     retrieval = [RETRIEVAL_QUESTION.format(colour=colour) for colour in COLOURS]
-    return text.strip() in (*retrieval, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
+    return [*retrieval, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION]
+
+
+def is_frame_size(height: int, width: int) -> bool:
+    """Tell whether frames may be those of a clip, which are squares of whole tokens."""
+    least, most = GRIDS
+    return height == width and width % TOKEN_SIZE == 0 and least <= width // TOKEN_SIZE <= most
 
 
 def render(clip: ClipSpec) -> np.ndarray:
