@@ -1,7 +1,11 @@
-"""Warnings that point at the line of the caller's code that led to them."""
+"""Warnings that point at the line of the caller's code that led to them, and errors that end a script."""
 
+import json
+import os
 import sys
+import time
 import warnings
+from contextlib import suppress
 
 # A decorator or a context manager adds a frame of its own module to the stack.
 _PASSED_THROUGH = ("torch.utils._contextlib", "contextlib")
@@ -17,3 +21,17 @@ def warn_caller(message: str) -> None:
 
 def _is_ours(module: str) -> bool:
     return module.split(".")[0] == "apbv" or module in _PASSED_THROUGH
+
+
+def report_error(text: str) -> None:
+    """Say on stderr why this process ends; under torchrun once per machine, and by its last lines, too."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            about = {
+                "message": text,
+                "extraInfo": {"timestamp": str(int(time.time()))},
+            }  # as torchrun's record has it
+            json.dump({"message": about}, file)
+    if path is None or os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"{text}\n")  # one write: hosts share the terminal

@@ -30,6 +30,7 @@ from apbv.config import (
     SpeculativeConfig,
     VideoConfig,
 )
+from apbv.warn import report_error
 
 if TYPE_CHECKING:
     from apbv import Engine, HostGroup
@@ -153,7 +154,8 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with status 2."""
         which = "help" if self._first is None else "help-all"
-        self.exit(2, f"error: {message} (--{which} lists the options)\n")
+        report_error(f"error: {message} (--{which} lists the options)")
+        self.exit(2)
 
 
 class _ShortHelp(argparse.Action):

@@ -5,7 +5,6 @@ How hosts wait for each other, and how a failure of one reaches the others: see 
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..warn import warn_caller
+from ..warn import report_error, warn_caller
 from .collectives import Collectives
 from .devices import choose_device, device_identity, sharing
 from .exchange import Exchange, HostError, in_thread
@@ -431,7 +430,7 @@ def run_on_hosts(
         body(hosts)
     except (ValueError, HostError) as error:
         host = "" if hosts is None else f" ({hosts.name})"
-        sys.stderr.write(f"error{host}: {error}\n")  # one write: hosts share the terminal
+        report_error(f"error{host}: {error}")
         if hosts is not None:
             hosts.let_others_report()
         return 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,11 @@ def read_config(path: str | Path) -> PreTrainedConfig:
     Raises:
         ValueError: there is no such model.
     """
-    is_path = isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") > 1
-    if is_path and not Path(path).is_dir():  # the hub would say that this is no name that it could have
-        raise ValueError(f"cannot load the model {path}: there is no such directory")
+    # Of no model that is supported does the hub have such a name, and to ask it may take half a minute.
+    is_no_id = isinstance(path, Path) or path.startswith(("/", ".", "~")) or path.count("/") != 1
+    if is_no_id and not Path(path).is_dir():
+        meant = " (did you mean demo?)" if get_close_matches(str(path), ["demo"]) else ""
+        raise ValueError(f"cannot load the model {path}: there is no such directory{meant}")
     with _described_errors(path):
         config = AutoConfig.from_pretrained(path)
     if config.model_type != "qwen2_5_omni":

@@ -144,6 +144,8 @@ def test_models_that_are_missing_or_unsupported_are_refused():
     for name in ("/no/such/model", "./model", "~/model", "a/b/model", Path("model")):
         with pytest.raises(ValueError, match=f"^cannot load the model {name}: there is no such directory$"):
             Engine.from_pretrained(name, hosts=HostGroup.single("cpu"))
+    with pytest.raises(ValueError, match=r"dmeo: there is no such directory \(did you mean demo\?\)"):
+        Engine.from_pretrained("dmeo", hosts=HostGroup.single("cpu"))
     config = families.build_config("qwen2")
     config.use_sliding_window, config.sliding_window = True, 16
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
