@@ -24,6 +24,7 @@ from .model.attention import apbv_attention
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
 from .model.parts import ModelParts, require_supported
 from .prefilling.cancelling import RequestCancelled
+from .prefilling.methods import resolve_method
 from .prefilling.prefiller import Prefiller, ReadRequest
 from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
@@ -92,6 +93,8 @@ class Engine:
             kv_reuse=reuse is not None and reuse.mode == "kv",
             watching_draft=drafting.watches_prefill(models) and speculate.strategy,
         )
+        if resolve_method(config, hosts.size).name != config.method != PrefillConfig.method:
+            warn_caller(f"on one host {config.method} is the same as full: that runs")
         self.model, self.draft_model, self.processor = model, draft, processor
         self.prefill_config, self.speculative_config = config, speculate
         self.parts = models.reading

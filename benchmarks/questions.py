@@ -48,7 +48,7 @@ def _sample(row: Row, number: int, folder: Path) -> Sample:
         raise row.error(f"unknown fields {', '.join(unknown)}; known are {', '.join(sorted(FIELDS))}")
     choices = row.options("options")
     if len(choices) == 1 or len(choices) > len(LETTERS) or len(set(choices)) < len(choices):
-        raise row.error(f"needs 2 to {len(LETTERS)} different options, got {len(choices)}")
+        raise row.error(f"needs 2 to {len(LETTERS)} options, no two of them the same, got {choices!r:.200}")
     answer = None
     if "answer" in row:
         answer = row.option(choices, row.values["answer"]) if choices else row.text("answer")

@@ -32,7 +32,7 @@ def process(processor, text: str, **inputs) -> Mapping[str, Any]:
 
 
 def process_apart(
-    processor, text: str, sources: Sequence[Mapping[str, Any]]
+    processor, text: str, sources: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> tuple[list[Mapping[str, Any]], list[tuple[str, int]]]:
     """Call a transformers processor on one text and on its sources, one after the other.
 
@@ -43,6 +43,7 @@ def process_apart(
         text: likewise.
         sources: the processor's arguments for each source: a video, which may have its sound with it, all images,
             which may be a list in a list, or a sound.
+        names: what errors call them.
 
     Returns:
         What it returns for each source, with the whole prompt's tokens in the last; and for each image, video and
@@ -50,7 +51,7 @@ def process_apart(
         kind stand for it; those of a video's sound, which lie between, do not count.
 
     Raises:
-        PromptError: the text has other placeholders than there are sources.
+        PromptError: the text has other placeholders than there are sources, or the processor refuses one.
     """
     replacements: dict[str, list[str]] = {f"{kind}_replacements": [] for kind in ("images", "videos", "audio")}
     found: list[tuple[str, int]] = []
@@ -83,7 +84,12 @@ def process_apart(
         token = getattr(processor, f"{kind.removesuffix('s')}_token")
         replace = whole if number == len(sources) - 1 else collected
         count = sum(len(each) if isinstance(each, list) else 1 for each in source[kind])
-        batches.append(_tokenized(processor, token * count, replace, source))
+        try:
+            batches.append(_tokenized(processor, token * count, replace, source))
+        except PromptError:
+            raise
+        except ValueError as error:
+            raise PromptError(f"{names[number]}: {error}") from error
     return batches, found
 
 

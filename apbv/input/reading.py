@@ -50,6 +50,8 @@ class PromptReader:
         self.parts, self.processor = parts, processor
         self.videos = videos or KnownVideos()
         self.tokenizer = getattr(processor, "tokenizer", processor)
+        # transformers warns of too long texts before they are refused here.
+        self.tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         self._tokenizing = threading.Lock()  # which two threads must not do at once
         self._num_frames, self._config = num_frames, config or PrefillConfig()
         require_backend(self._config.video.backend)

@@ -7,6 +7,7 @@ the prompt looks like.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,13 +103,17 @@ def lay_out(
         )
     calls = [_video_arguments(parts, processor, video) for video in videos]
     calls += [_audio_arguments(processor, sound) for sound in sounds]
+    names = [video.info.path for video in videos] + [sound.source.file.path for sound in sounds]
+    names += [
+        ", ".join(str(picture.image) for picture in pictures if isinstance(picture.image, Path)) or "an image"
+    ]
     if pictures:
         load = Picture.load if needs_pixels else Picture.without_pixels
         images = [load(picture) for picture in pictures]
         # As transformers' own chats have them: all of a prompt's are one sample, not one each.
         calls.append({"images": [images] if parts.family == "llava_onevision" else images})
     with tokenizing:
-        batches, found = process_apart(processor, rendered.text, calls)
+        batches, found = process_apart(processor, rendered.text, calls, names)
     of_videos, of_sounds = batches[: len(videos)], batches[len(videos) :][: len(sounds)]
     of_images = batches[len(videos) + len(sounds) :]
     image_tokens = sum(num_tokens for kind, num_tokens in found if kind == "image")

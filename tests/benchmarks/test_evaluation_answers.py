@@ -79,6 +79,8 @@ def test_the_official_rules(text, vnbench, videomme, longvideobench):
     [
         ("X J P", "X J P", True),
         (" x  j p.", "X J P", True),
+        ("x,j,p", "X J P", True),
+        ("1,000", "1 000", False),
         ("16", "6", False),
         ("-6", "6", False),
         ("(−6)", "-6", True),

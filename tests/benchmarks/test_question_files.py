@@ -47,7 +47,7 @@ def test_answers_may_be_letters_texts_and_numbers(tmp_path, options, answers, sh
         ('{"question": "q", "answer": "a"', "questions.jsonl:1: Expecting"),
         ('{"answer": "a"}', "needs the text 'question'"),
         ('{"question": "q", "option": ["a", "b"]}', "unknown fields option"),
-        ('{"question": "q", "options": ["a", "a"], "answer": 0}', "needs 2 to 26 different options"),
+        ('{"question": "q", "options": ["a", "a"], "answer": 0}', "needs 2 to 26 options"),
         ('{"question": "q", "options": ["B", "A"], "answer": "A"}', "the answer 'A' could be several"),
         ('{"question": "q", "options": [1, 2, 3], "answer": 2}', "of one option and the text of another"),
         ("", "there are no questions"),

@@ -14,6 +14,8 @@ _VERBS = "is|was|are|would|should|must|seems|looks|has|does|can"
 _BEHIND_LETTERS = f"{_VERBS}|and|or|as|because|since|but|for|with|which|that|though"
 # Where a letter ends: no letter or digit follows, but for those of writing without spaces.
 _END = r"(?![^\W\u3040-\u30ff\u3400-\u9fff])"
+# Commas end words, but for those within numbers.
+_BETWEEN_WORDS = r"\s+|(?<!\d)[,;]|[,;](?!\d)"
 _TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.IGNORECASE | re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*(.*?)\s*\}")
 # Official scripts take these out before they look for a letter; Video-MME's list of them lacks two commas, so that
@@ -110,7 +112,7 @@ def _first_letter(text: str, number: int) -> int | None:
 
 def normalised(text: str) -> str:
     """Return a text in lower case, without punctuation at words' edges but a minus, and with single spaces."""
-    words = (_bare(word) for word in _folded(text).split())
+    words = (_bare(word) for word in re.split(_BETWEEN_WORDS, _folded(text)))
     return " ".join(word for word in words if word)
 
 
