@@ -315,6 +315,8 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
+        if self.speculative_config is not None:
+            refuse(penalties=request.sampling.penalises, draft=self.speculative_config.strategy)
         with self._guarded(request) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)

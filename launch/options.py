@@ -116,6 +116,9 @@ SAMPLING = _of(
     SamplingParams,
     ("--temperature", "temperature", "0 is greedy"),
     ("--top-p", "top_p", "draw from the likeliest tokens that have this share"),
+    ("--top-k", "top_k", "draw from the so many likeliest tokens, 0: from all"),
+    ("--min-p", "min_p", "draw from tokens at least this times as likely as the likeliest"),
+    ("--repetition-penalty", "repetition_penalty", "make tokens that were there before less likely"),
     ("--seed", "seed", "the same seed draws the same tokens"),
 )
 _SETTINGS = (*PREFILL, *GRAPHS, *VIDEO, *THREADS, *REDUCE, *SPARSE, *DRAFT, *ANSWER_LENGTH, *SAMPLING)

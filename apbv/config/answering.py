@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import inf
 
-from .checks import Checked, integer, number, one_of, setting
+from .checks import Checked, instance_of, integer, number, one_of, setting
 from .names import CUDA_GRAPH_MODES, REUSE_MODES
 
 
@@ -29,10 +29,20 @@ class DecodeConfig(Checked):
 class SamplingParams(Checked):
     """How next tokens are chosen.
 
+    To the logits the bias is added, and then penalties are applied; what temperature makes of them is cut by
+    ``min_p``, ``top_k`` and ``top_p``, in this order.
+
     Attributes:
         max_new_tokens: the largest number of generated tokens; at least 1.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this (nucleus sampling).
+        top_k: keep the so many most probable tokens, and such as are as probable as the last of them; 0: all.
+        min_p: keep tokens at least this times as probable as the most probable one.
+        repetition_penalty: logits of tokens that the prompt or the answer has are divided by it where they are
+            positive, and else multiplied (Keskar et al., 2019).
+        presence_penalty: what is subtracted from the logit of every token that the answer has (OpenAI's).
+        frequency_penalty: the same, times how often the answer has it.
+        logit_bias: (token, what is added to its logit) pairs.
         seed: with the same seed, prompt and model, the same tokens are drawn.
         ignore_eos: end tokens are tokens like others, and do not end the answer.
         min_tokens: before so many tokens no end token is chosen; at most ``max_new_tokens``.
@@ -45,6 +55,14 @@ class SamplingParams(Checked):
     # Below the lower bound, which is of no practical use, logits over temperature overflow.
     temperature: float = number("be 0 (greedy) or at least 1e-6", lambda t: t == 0 or 1e-6 <= t < inf, 0.0)
     top_p: float = number("lie in (0, 1]", lambda share: 0 < share <= 1, 1.0)
+    top_k: int = integer(0, 2**20, 0)
+    min_p: float = number("lie in 0 .. 1", lambda share: 0 <= share <= 1, 0.0)
+    repetition_penalty: float = number("lie in (0, 10]", lambda factor: 0 < factor <= 10, 1.0)
+    presence_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
+    frequency_penalty: float = number("lie in -2 .. 2", lambda penalty: -2 <= penalty <= 2, 0.0)
+    logit_bias: tuple[tuple[int, float], ...] = instance_of(
+        tuple, says="be a tuple of (token, number)", default=()
+    )
     seed: int = integer(0, 2**64 - 1, 0)
     ignore_eos: bool = setting(False, "be True or False", lambda value: isinstance(value, bool))
     min_tokens: int = integer(0, 2**20, 0)
@@ -55,6 +73,16 @@ class SamplingParams(Checked):
             raise ValueError(
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
             )
+
+    @property
+    def cuts(self) -> tuple[float, float, int, float]:
+        """How a distribution is made of logits: temperature, top_p, top_k and min_p; greedy, all are alike."""
+        return (self.temperature, self.top_p, self.top_k, self.min_p) if self.temperature else (0.0, 1.0, 0, 0.0)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on the tokens before."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
 
 @dataclass(frozen=True, kw_only=True)

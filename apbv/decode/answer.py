@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..config import SamplingParams
 from ..hosts import AgreedError, HostGroup
 from .runner import Decoder
-from .sampling import Choice, NotFiniteError, choose_each, forbid
+from .sampling import Choice, NotFiniteError, biased, choose_each, forbid, penalised
 
 NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
 
@@ -29,6 +30,7 @@ class Answer:
         on_token: called on every host with each token as soon as it is chosen.
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
+        prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
         ready: what a GPU comes to behind the prefill; None: whatever the current stream has to do comes before.
         tokens: the answer so far.
     """
@@ -41,6 +43,7 @@ class Answer:
     on_token: Callable[[int], None] | None = None
     on_first_token: Callable[[], None] | None = None
     stop: Callable[[Sequence[int]], bool] | None = None
+    prompt_ids: Tensor | None = None
     ready: torch.cuda.Event | None = None
     tokens: list[int] = field(default_factory=list)
 
@@ -99,10 +102,27 @@ class Answer:
         return choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
 
     def allowed(self, logits: Tensor, indices: Sequence[int]) -> Tensor:
-        """Return logits ``[S, V]`` for these indices in the sequence, with no end token before ``min_tokens``."""
+        """Return logits ``[S, V]`` for these indices in the sequence, as ``sampling`` changes them.
+
+        With penalties S is 1, and the index that of the next token.
+        """
+        if self.sampling.logit_bias:
+            logits = biased(logits, self.sampling.logit_bias)
+        if self.sampling.penalises:
+            logits = penalised(logits[0], self.sampling, self._prompt_there, self.tokens)[None]
         first = self.prompt_len + self.sampling.min_tokens
         rows = [row for row, index in enumerate(indices) if index < first]
         return forbid(logits, rows, self.eos_token_ids) if rows and self.eos_token_ids else logits
+
+    def changes_logits_at(self, index: int) -> bool:
+        """Return whether :meth:`allowed` changes the logits for this index in the sequence."""
+        sampling, is_early = self.sampling, index < self.prompt_len + self.sampling.min_tokens
+        return bool(sampling.logit_bias) or sampling.penalises or (is_early and bool(self.eos_token_ids))
+
+    @cached_property
+    def _prompt_there(self) -> Tensor:
+        """The different tokens of the prompt, where the logits lie."""
+        return self.prompt_ids.unique().to(self.logits.device)
 
     def agree(self, arriving: Callable[[], list[int]] | None) -> tuple[int, bool]:
         """Return the token that arrives from host 0's device as :meth:`choose` does; collective.
@@ -150,7 +170,7 @@ def generate_tokens(answer: Answer) -> list[int]:
     """
     token, has_ended = answer.choose(answer.logits)
     answer.add([token])
-    if answer.decoder.runs_ahead:
+    if answer.decoder.runs_ahead and not answer.sampling.penalises:
         return answer.tokens if has_ended else _generate_ahead(answer)
     while not has_ended:
         rows = answer.decoder.advance([token])

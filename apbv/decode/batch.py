@@ -17,7 +17,7 @@ from ..model.parts import ModelParts
 from ..transfer import to_device
 from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
-from .sampling import Choice, choose_each, forbid
+from .sampling import Choice, choose_each
 
 # Their frequencies depend on how long a sequence is, and one set of them is kept for all.
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -173,7 +173,8 @@ class Batch:
         members, choice = self._given
         arriving = choice.fetch_rows()
         # Where this raises, the tokens that arrive are fetched again.
-        self._given = self._give(self._given) if self._runs_ahead else None
+        penalised = any(member.answer.sampling.penalises for member in self._members if not member.has_ended)
+        self._given = self._give(self._given) if self._runs_ahead and not penalised else None
         return members, arriving
 
     def _give(self, before: Given | None = None) -> Given | None:
@@ -209,10 +210,11 @@ class Batch:
     def _choose(self, members: Sequence[Member], logits: Tensor) -> Choice:
         """Choose the next token of each member by its row of logits ``[R, V]``."""
         answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
-        rows = [row for row, count in enumerate(counts) if count < answers[row].sampling.min_tokens]
-        if rows and self._parts.eos_token_ids:
-            logits = forbid(logits, rows, self._parts.eos_token_ids)
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
+        changed = [row for row, answer in enumerate(answers) if answer.changes_logits_at(places[row])]
+        if changed:
+            rows = [answers[row].allowed(logits[row : row + 1], [places[row]]) for row in changed]
+            logits = logits.index_copy(0, to_device(changed, logits.device, torch.int64), torch.cat(rows))
         return choose_each(logits, [answer.sampling for answer in answers], places)
 
     def _wait_for(self, answer: Answer) -> None:

@@ -96,20 +96,28 @@ def uniform(seed: int, position: int, purpose: int) -> float:
     return float(np.random.Generator(bits).random())
 
 
-def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return the distribution that tokens are sampled from: softmax at a temperature, cut by top-p.
+def probabilities(logits: Tensor, temperature: float, top_p: float, top_k: int = 0, min_p: float = 0.0) -> Tensor:
+    """Return the distribution that tokens are sampled from: softmax at a temperature, cut by the three others.
 
     Args:
         logits: ``[..., V]``.
         temperature: > 0.
         top_p: only the smallest set of most probable tokens whose probabilities sum to at least top_p remains; of
             equally probable ones the first.
+        top_k: only the so many most probable ones remain, and such as equal the last of them; 0: all.
+        min_p: only those of at least this times the highest probability remain.
 
     Returns:
         ``[..., V]`` in fp64 on the logits' device, summing to 1; a row is NaN whose logits are NaN, +inf, or all
         -inf.
     """
     p = torch.softmax(logits.detach().double() / temperature, dim=-1)
+    if min_p > 0.0:
+        p = p.where(p >= min_p * p.amax(dim=-1, keepdim=True), p.new_zeros(()))
+    if 0 < top_k < p.shape[-1]:
+        p = p.where(p >= p.topk(top_k, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True), p.new_zeros(()))
+    if min_p > 0.0 or top_k:
+        p = p / p.sum(dim=-1, keepdim=True)
     if top_p < 1.0:
         p = _most_probable_set(p, top_p)
         p = p / p.sum(dim=-1, keepdim=True)
@@ -184,7 +192,7 @@ def choose_tokens(
     """
     if config.temperature == 0:
         return most_probable(logits), None
-    p = probabilities(logits, config.temperature, config.top_p)
+    p = probabilities(logits, *config.cuts)
     return draw(p, [uniform(config.seed, position, purpose) for position in positions]), p
 
 
@@ -195,17 +203,16 @@ def choose_each(logits: Tensor, configs: Sequence[SamplingParams], positions: Se
         configs: one for each row.
         positions: each token's index in its own sequence.
     """
-    alike: dict[tuple[float, float], list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for row, config in enumerate(configs):
-        kind = (config.temperature, config.top_p) if config.temperature else (0.0, 1.0)
-        alike.setdefault(kind, []).append(row)
+        alike.setdefault(config.cuts, []).append(row)
     choices = []
-    for (temperature, top_p), rows in alike.items():
+    for cuts, rows in alike.items():
         chosen_from = logits if len(alike) == 1 else logits[to_device(rows, logits.device)]
-        if temperature == 0:
+        if cuts[0] == 0:
             choices.append(most_probable(chosen_from))
             continue
-        p = probabilities(chosen_from, temperature, top_p)
+        p = probabilities(chosen_from, *cuts)
         numbers = [uniform(configs[row].seed, positions[row], PURPOSE_NEXT_TOKEN) for row in rows]
         choices.append(draw(p, numbers))
     if len(choices) == 1:
@@ -223,6 +230,31 @@ def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor
     rows = to_device(rows, logits.device)[:, None]
     columns = to_device([token for token in tokens if token < logits.shape[1]], logits.device)
     return logits.index_put((rows, columns), logits.new_full((), -torch.inf))
+
+
+def penalised(logits: Tensor, config: SamplingParams, prompt: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return logits ``[V]`` with the penalties of what was there before; ``logits`` stays as it is.
+
+    Args:
+        prompt: the token ids of the prompt, on the logits' device.
+        tokens: the answer so far.
+    """
+    answer = to_device(tokens, logits.device, torch.int64)
+    if config.repetition_penalty != 1:
+        seen = torch.cat([prompt, answer]).unique()
+        values = logits[seen]
+        factor = config.repetition_penalty
+        logits = logits.index_put((seen,), torch.where(values > 0, values / factor, values * factor))
+    there, counts = answer.unique(return_counts=True)
+    less = config.presence_penalty + config.frequency_penalty * counts
+    return logits.index_put((there,), logits[there] - less.to(logits.dtype))
+
+
+def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
+    """Return logits ``[R, V]`` with a bias added to those of some tokens."""
+    columns, values = zip(*bias, strict=True)
+    values = to_device(values, logits.device, logits.dtype).expand(len(logits), -1)
+    return logits.index_add(1, to_device(columns, logits.device, torch.int64), values)
 
 
 def sample(logits: Tensor, config: SamplingParams, position: int) -> int:

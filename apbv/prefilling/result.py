@@ -185,6 +185,7 @@ class PrefillResult:
             on_token=request.on_token,
             on_first_token=self.timer.mark_first_token,
             stop=request.stop,
+            prompt_ids=self.inputs.input_ids[0],
             ready=self.timer.prefilled_on_gpu,
         )
 

@@ -9,7 +9,7 @@ from threading import Event
 
 from ..decode.answer import NO_TOKEN, finish_reason
 from ..decode.batch import why_not_together
-from ..decode.sampling import NotFiniteError, forbid, sample
+from ..decode.sampling import NotFiniteError, sample
 from ..engine import Engine
 from ..generated import GenerateResult
 from ..hosts import AgreedError, HostError, HostGroup
@@ -135,9 +135,8 @@ class Executor:
         with hosts.local_stage("choosing the first token"):
             if hosts.is_leader:
                 hosts.settle()
-                logits, eos = state.logits, self.engine.parts.eos_token_ids
-                if sampling.min_tokens and eos:
-                    logits = forbid(logits, [0], eos)
+                answer = state.begin_answer(self.engine.parts, request)
+                logits = answer.allowed(state.logits, [state.num_tokens])
                 with suppress(NotFiniteError):
                     token = sample(logits[0], sampling, state.num_tokens)
         (token,) = hosts.broadcast_ints([token], 1)

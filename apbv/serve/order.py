@@ -37,7 +37,9 @@ class Order:
     def from_json(cls, data: bytes) -> "Order":
         """Decode what :meth:`to_json` encoded."""
         record = json.loads(data)
-        return cls(**{**record, "sampling": SamplingParams(**record["sampling"])})
+        sampling = record["sampling"]
+        sampling["logit_bias"] = tuple((token, value) for token, value in sampling["logit_bias"])
+        return cls(**{**record, "sampling": SamplingParams(**sampling)})
 
     def question(self, files: Sequence[Any]) -> Question:
         """Return the question as the engine takes it.

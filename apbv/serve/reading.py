@@ -165,12 +165,25 @@ class Reader:
             max_new_tokens=min(limit or max(request.default_limit or self._max_new_tokens, least), room),
             temperature=settings.temperature if request.temperature is None else request.temperature,
             top_p=settings.top_p if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
+            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            logit_bias=self._bias_of(request),
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             ignore_eos=bool(request.ignore_eos),
             min_tokens=least,
         )
         order = Order(asked, [file.relative for file in media], sampling, request.hands_over)
         return ReadyRequest(order, num_tokens, media, request, prompt)
+
+    def _bias_of(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
+        """Return a request's logit bias; ApiError where the model has no such token."""
+        bias, vocab_size = request.logit_bias or {}, self._parts.vocab_size
+        if any(token >= vocab_size for token in bias):
+            raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param="logit_bias")
+        return tuple(bias.items())
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Return the tokens that the model would read; raises ApiError as :meth:`read`."""

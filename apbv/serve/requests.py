@@ -1,8 +1,10 @@
 """The bodies of requests, and errors: OpenAI's objects, with some of vLLM's fields, as far as they are served.
 
-A field that is not served is refused by name wherever ignoring it would change the answer.
+A known field that is not served is refused by name wherever ignoring it would change the answer; one that nobody
+knows is ignored, with a warning in the log.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from itertools import groupby
@@ -25,9 +27,8 @@ _WITHOUT_EFFECT = _names(
 )
 # By value, the other fields for which it is as good as none; so are null and an empty list or object.
 _NEUTRAL = (
-    (0, "frequency_penalty min_p presence_penalty top_k top_logprobs"),
-    (1, "best_of length_penalty repetition_penalty"),
-    (-1, "top_k"),
+    (0, "top_logprobs"),
+    (1, "best_of length_penalty"),
     ("", "suffix"),
     ("none", "function_call tool_choice"),
     ("auto", "tool_choice"),
@@ -44,11 +45,17 @@ _NEUTRAL = (
         "include_reasoning separate_reasoning skip_special_tokens spaces_between_special_tokens stream_reasoning",
     ),
 )
+# Further fields that change an answer, and are not served.
+_REFUSED = _names(
+    "allowed_token_ids audio bad_words chat_template documents functions guided_choice guided_decoding_backend "
+    "guided_grammar guided_json guided_regex logits_processors media_io_kwargs mm_processor_kwargs "
+    "prompt_embeds prompt_logprobs reasoning_effort structural_tag structured_outputs thinking "
+    "thinking_token_budget tool_call_id tool_calls tools truncate_prompt_tokens"
+).union(*(_names(names) for _, names in _NEUTRAL))
 # Fields that say how an answer's tokens are chosen: where another server decodes, they are for that one.
 _OF_THE_DECODER = _names(
-    "allowed_token_ids bad_words frequency_penalty include_reasoning include_stop_str_in_output logit_bias "
-    "logprobs min_p presence_penalty repetition_penalty response_format return_tokens_as_token_ids "
-    "skip_special_tokens spaces_between_special_tokens structured_outputs top_k top_logprobs"
+    "allowed_token_ids bad_words include_reasoning include_stop_str_in_output logprobs response_format "
+    "return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens structured_outputs top_logprobs"
 )
 # Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
 _NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)str$")
@@ -57,8 +64,12 @@ _MAX_TOKENS = 2**20
 
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
+_LogitBias = Annotated[dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 _Body = TypeVar("_Body", bound="_Strict")
 FinishReason = Literal["stop", "length"]
+
+_logger = logging.getLogger("apbv.serve.fields")
 
 
 class ApiError(Exception):
@@ -104,8 +115,10 @@ class _Strict(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
         for name, value in (self.model_extra or {}).items():
-            if not _is_neutral(name, value) and not self._may_ignore(name):
+            if name in _REFUSED and not _is_neutral(name, value) and not self._may_ignore(name):
                 raise _refused(name, f"{name} is not supported by this server")
+            if name not in _REFUSED | _WITHOUT_EFFECT:
+                _logger.warning("a field of a request is not known, and ignored: %.100r", name)
         return self
 
     def _may_ignore(self, name: str) -> bool:
@@ -239,6 +252,12 @@ class GenerationRequest(_Strict):
     ignore_eos: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: _LogitBias | None = None
     n: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None

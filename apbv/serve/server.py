@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_RESPONSES_SECONDS = 5
 _HEADER_SECONDS = 10.0
 _FEWEST_TOKENS = 64  # of a prompt and its answer, where nobody says how long they may be
-_WARNING_SECONDS = 60.0  # anybody can cause uvicorn's warnings, as often as they like
+_WARNING_SECONDS = 60.0  # anybody can cause these warnings, as often as they like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,8 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_LAST_RESPONSES_SECONDS,
             )
         )
-        logging.getLogger("uvicorn.error").addFilter(OncePerPeriod(_WARNING_SECONDS))
+        for name in ("uvicorn.error", "apbv.serve.fields"):
+            logging.getLogger(name).addFilter(OncePerPeriod(_WARNING_SECONDS))
         self._worker, self._settings = worker, settings
         host, port = sock.getsockname()[:2]
         one_at_a_time = worker.why_one_at_a_time

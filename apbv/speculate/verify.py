@@ -48,7 +48,7 @@ def verify_window(proposal: Proposal, logits: Tensor, index: int, config: Sampli
     """
     if config.temperature == 0:
         return verify_greedy(proposal.tokens, logits)
-    p = probabilities(logits, config.temperature, config.top_p)
+    p = probabilities(logits, *config.cuts)
     places = range(index, index + len(p))
     return verify_sampled(
         proposal.tokens,

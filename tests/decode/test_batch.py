@@ -23,7 +23,9 @@ from recorded import recorded_on_a_cpu
 STEPS = 10
 GREEDY = SamplingParams(max_new_tokens=STEPS)
 SAMPLED = [SamplingParams(max_new_tokens=STEPS, temperature=1.5, top_p=0.9, seed=seed) for seed in (5, 6)]
-SAMPLED += [SamplingParams(max_new_tokens=STEPS, temperature=0.7, seed=7)]
+SAMPLED += [SamplingParams(max_new_tokens=STEPS, temperature=0.7, seed=7, top_k=9, min_p=0.01)]
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": -0.2}
+SAMPLED += [SamplingParams(max_new_tokens=STEPS, logit_bias=((3, 0.5), (5, -9.0)), min_tokens=2, **PENALTIES)]
 
 
 def prompt(family: str, number: int) -> tuple[dict, int | None]:

@@ -7,10 +7,20 @@ import re
 import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from apbv import SamplingParams
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig, demo
 from apbv.decode import sampling
-from apbv.decode.sampling import PURPOSE_NEXT_TOKEN, NotFiniteError, choose_each, probabilities, sample, uniform
+from apbv.decode.sampling import (
+    PURPOSE_NEXT_TOKEN,
+    NotFiniteError,
+    biased,
+    choose_each,
+    penalised,
+    probabilities,
+    sample,
+    uniform,
+)
 
 
 def random_logits(seed, size, spread=2.0):
@@ -21,6 +31,11 @@ REFUSED = {
     "max_new_tokens": ([0, 2**20 + 1, 1.5, None], "must be an integer in 1 .. 2^20"),
     "temperature": ([-0.1, math.inf, math.nan], "must be 0 (greedy) or at least 1e-6"),
     "top_p": ([0.0, -0.5, 1.0001, math.nan], "must lie in (0, 1]"),
+    "top_k": ([-1, 1.5], "must be an integer in 0 .. 2^20"),
+    "min_p": ([-0.1, 1.1, math.nan], "must lie in 0 .. 1"),
+    "repetition_penalty": ([0.0, 11], "must lie in (0, 10]"),
+    "presence_penalty": ([-2.1], "must lie in -2 .. 2"),
+    "logit_bias": ([[(1, 2.0)]], "must be a tuple"),
     "seed": ([-1, 2**64], "must be an integer in 0 .. 2^64-1"),
     "min_tokens": ([-1, 129, 1.5], "must "),
     "ignore_eos": ([1], "must "),
@@ -83,6 +98,49 @@ def test_top_p_of_a_long_vocabulary_is_that_of_sorting_it(spread, top_p):
         wanted = float(whole[5000] * (lead - 1.5 if spread else lead + 1e-3))
         found, expected = probabilities(logits, 1.0, wanted), by_sorting_all(whole[None], wanted)[0]
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "min_p", "top_p"), [(5, 0.0, 1.0), (0, 0.2, 1.0), (7, 0.05, 0.8), (10**4, 0.0, 0.5)]
+)
+def test_what_is_cut_is_what_transformers_cuts(top_k, min_p, top_p):
+    """In vLLM's order: min-p, top-k, top-p, of the distribution at the temperature."""
+    logits = random_logits(2, (4, 300), spread=3.0)
+    expected = logits / 0.7
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(None, expected)
+    if top_k:
+        expected = TopKLogitsWarper(top_k)(None, expected)
+    expected = by_sorting_all(torch.softmax(expected, dim=-1), top_p if top_p < 1 else 2)
+    torch.testing.assert_close(probabilities(logits, 0.7, top_p, top_k, min_p), expected, rtol=1e-12, atol=0)
+    assert probabilities(torch.zeros(9), 1.0, 1.0, top_k=3).count_nonzero() == 9, "of equals all stay"
+
+
+def test_penalties_and_biases_are_those_of_transformers_and_of_openai():
+    logits, prompt, tokens = random_logits(3, 50, spread=4.0), torch.tensor([4, 7, 7, 9]), [7, 3, 3, 11]
+    settings = SamplingParams(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=-0.25)
+    seen = torch.cat([prompt, torch.tensor(tokens)])[None]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(seen, logits[None].clone())[0]
+    for token in set(tokens):
+        expected[token] -= 0.5 - 0.25 * tokens.count(token)
+    torch.testing.assert_close(penalised(logits, settings, prompt, tokens), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(penalised(logits, SamplingParams(presence_penalty=1.0), prompt, []), logits)
+    assert biased(torch.zeros(2, 3), ((2, 1.5), (0, -9.0))).tolist() == [[-9.0, 0.0, 1.5]] * 2
+
+
+def test_a_whole_answer_with_a_penalty_is_that_of_transformers():
+    """Prompt included; and with a draft it is refused before anything is done."""
+    hosts, question, video = HostGroup.single("cpu"), "describe the clip shot by shot", demo.video_path()
+    engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32")
+    state = engine.prefill(question, video=video)
+    settings = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 6.0}
+    expected = engine.model.generate(**state.generate_inputs(), **settings)[0, state.num_tokens :].tolist()
+    penalty = SamplingParams(max_new_tokens=16, repetition_penalty=6.0)
+    assert engine.generate(question, video=video, sampling=penalty).token_ids == expected
+    assert engine.generate(question, video=video, max_new_tokens=16).token_ids != expected
+    drafting = Engine.from_pretrained("demo", hosts=hosts, speculate=SpeculativeConfig(strategy="ngram"))
+    with pytest.raises(ValueError, match="which a draft by ngram has only guessed"):
+        drafting.generate(question, video=video, sampling=penalty)
 
 
 # ---- tokens ----

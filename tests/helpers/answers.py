@@ -10,7 +10,8 @@ from apbv.model.parts import ModelParts, inspect_model
 
 def answer_by(decoder, state: PrefillResult, sampling: SamplingParams, end=(), on_token=None) -> Answer:
     """An answer that this decoder continues; it ends with the tokens of ``end``."""
-    return Answer(decoder, state.logits[0], state.num_tokens, sampling, end, on_token)
+    prompt = state.inputs.input_ids[0]
+    return Answer(decoder, state.logits[0], state.num_tokens, sampling, end, on_token, prompt_ids=prompt)
 
 
 def decoder_behind(state: PrefillResult, model: PreTrainedModel | ModelParts) -> Decoder:

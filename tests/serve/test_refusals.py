@@ -47,6 +47,9 @@ REFUSED = {
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
         ({"prompt": "x", "logprobs": 0}, "logprobs"),
+        ({"prompt": "x", "top_k": -2}, "top_k"),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias", "go from 0 to"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "x", "stop_token_ids": [1], "min_tokens": 1}, "stop_token_ids"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -70,6 +73,11 @@ def test_what_is_wrong_is_named(app, media, path):
         assert error["type"] == "invalid_request_error" and error["message"]
         assert all(message in error["message"] for message in messages), error
         assert str(media) not in error["message"] and "apbv-" not in error["message"]
+
+
+def test_a_field_that_nobody_knows_is_ignored_with_a_warning(app, caplog):
+    assert post(app, CHAT, **chat(text("x"), no_such_field={"a": 1})).status_code == 200
+    assert "not known, and ignored: 'no_such_field'" in caplog.text
 
 
 def test_what_is_no_request(app):
