@@ -14,7 +14,6 @@ from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_callable, require_types
 from .decode.batch import Batch
-from .demo import clips
 from .generated import GenerateResult, ResultBuilder
 from .hosts import HostGroup
 from .input.reading import PromptReader
@@ -383,9 +382,8 @@ class Engine:
         """Warn on the leader where the demo model is asked what it cannot know, and answers all the same."""
         if self.name != "demo" or not self.hosts.is_leader:
             return
-        known = read.rendered.text and any(question in read.rendered.text for question in clips.known_questions())
         sizes = [(video.info.height, video.info.width) for video in read.videos]
-        if not known or not all(clips.is_frame_size(*size) for size in sizes):
+        if not demo.understands(read.rendered.text, sizes):
             examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
             warn_caller(
                 f"the demo model understands questions such as {examples}, about clips like the packaged one, and "

@@ -23,11 +23,11 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 
 from apbv import Engine, HostGroup, PrefillConfig
-from apbv.demo import clips
 from apbv.hosts import run_on_hosts
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.methods.importance import IMPORTANCE
 
+from support import clips
 from support.arguments import add_clip_options, add_json_option, add_table_option
 from support.exams.candidate import score_on
 from support.exams.exam import EXACT_TASKS, Exam, clips_folder

@@ -18,9 +18,10 @@ import torch
 from transformers import PreTrainedModel
 
 from apbv import PrefillConfig
-from apbv.demo import clips, draft_path, model_path
+from apbv.demo import draft_path, model_path
 from apbv.stats import append_json_lines
 
+from support import clips
 from support.arguments import add_json_option
 from support.exams.candidate import Candidate, load_demo
 from support.exams.exam import Exam, clips_folder

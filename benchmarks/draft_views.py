@@ -26,9 +26,9 @@ from tqdm import tqdm
 
 from apbv import PrefillConfig, SpeculativeConfig
 from apbv.config import KEEP_POLICIES
-from apbv.demo import clips
 from apbv.speculate.builders import draft_by_model
 
+from support import clips
 from support.arguments import add_exam_options, add_json_option, add_plot_option, add_table_option
 from support.exams.exam import EXACT_TASKS, Exam, clips_folder
 from support.exams.pair import DemoPair, predict_along

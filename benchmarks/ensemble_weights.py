@@ -22,7 +22,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from apbv import SamplingParams, SpeculativeConfig
-from apbv.demo import clips
 from apbv.input.request import Question, Request
 from apbv.model.attention import apbv_attention
 from apbv.prefilling.encode import encode_visual
@@ -30,6 +29,7 @@ from apbv.speculate.ensemble import GRID_STEPS, EnsembleDrafter, GridWeights, re
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 
+from support import clips
 from support.arguments import add_exam_options, add_json_option, add_plot_option
 from support.exams.exam import Exam, clips_folder
 from support.exams.pair import DemoPair

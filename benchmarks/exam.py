@@ -24,10 +24,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from apbv import Engine, HostGroup, PrefillConfig
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES
-from apbv.demo import clips, model_path
+from apbv.demo import model_path
 from apbv.hosts import run_on_hosts
 from apbv.stats import append_json_lines
 
+from support import clips
 from support.arguments import add_folder_option, add_json_option, add_table_option, length_or_default
 from support.exams.candidate import score_on
 from support.exams.exam import Exam, clips_folder

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from apbv import PrefillConfig, prefill
 from apbv.config import IMPORTANCE_NAMES
-from apbv.demo import clips
 from apbv.speculate.watchers import PassedOn
 
+from support import clips
 from support.arguments import add_exam_options, add_json_option
 from support.exams.candidate import Candidate, load_demo
 from support.exams.exam import Exam, clips_folder

@@ -31,7 +31,6 @@ from tqdm import tqdm
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
 from apbv.allocator import keep_freed_memory
 from apbv.config import KEEP_POLICIES, KV_PLACEMENTS, PRUNINGS
-from apbv.demo import clips
 from apbv.hosts import run_on_hosts
 from apbv.input.rendering import RenderedPrompt
 from apbv.input.video import probe
@@ -39,6 +38,7 @@ from apbv.prefilling.methods import METHODS
 from apbv.speculate import STRATEGIES, prunes
 from apbv.speculate.strategies import draft_tree
 
+from support import clips
 from support.arguments import add_clip_options, add_json_option, add_plot_option
 from support.exams.exam import Exam, clips_folder
 from support.records import write_by_host_0

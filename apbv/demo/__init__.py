@@ -1,22 +1,25 @@
 """A small trained video-language model, its draft, and a clip to ask them about.
 
 Both are ordinary Hugging Face checkpoints of `Qwen2_5_VLForConditionalGeneration`, with 3.1 M and 0.8 M
-parameters, trained on synthetic clips (`apbv.demo.clips`): they read letters in coloured borders and name scenes.
-Pass `model_path()` and `draft_path()` to any `from_pretrained`.
+parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they read letters in coloured borders
+and name scenes. Pass `model_path()` and `draft_path()` to any `from_pretrained`.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 
-EXAMPLE_QUESTIONS = (
-    "which letter has the border: red",
-    "name the letters in order",
-    "how many letters are shown",
-    "describe the clip shot by shot",
-)
-DEMO_QUESTION = EXAMPLE_QUESTIONS[0]
-DEMO_CLIP = (10, 64, "test")  # arguments of apbv.demo.clips.make_clip that specify the packaged clip
+TOKEN_SIZE = 28  # height and width in pixels of a visual token
+GRIDS = (2, 6)  # tokens per side of a frame: frames of 56 x 56 and of 168 x 168 pixels
+BORDERS = ("red", "green", "blue", "yellow", "purple", "cyan")
+RETRIEVAL_QUESTION = "which letter has the border: {colour}"
+ORDERING_QUESTION = "name the letters in order"
+COUNTING_QUESTION = "how many letters are shown"
+DESCRIBE_QUESTION = "describe the clip shot by shot"
+DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
+EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
+DEMO_LETTERS = "X J P H E L"  # of the packaged clip, in order
 
 
 def model_path() -> Path:
@@ -32,3 +35,10 @@ def draft_path() -> Path:
 def video_path() -> Path:
     """Return the path of the packaged clip: H.264, 56 x 56 pixels, 4 frames per second, 32 seconds."""
     return _FOLDER / "clip.mp4"
+
+
+def understands(prompt: str, sizes: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether the demo model was trained to answer a prompt about frames of these heights and widths."""
+    known = [RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS] + [*EXAMPLE_QUESTIONS]
+    sides = range(GRIDS[0] * TOKEN_SIZE, GRIDS[1] * TOKEN_SIZE + 1, TOKEN_SIZE)
+    return any(each in prompt for each in known) and all(h == w and w in sides for h, w in sizes)

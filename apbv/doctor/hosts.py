@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .. import demo
 from ..config import PrefillConfig, SpeculativeConfig
-from ..demo.clips import ORDERING_QUESTION, make_clip, questions
 from ..engine import Engine
 from ..hosts import HostError, HostGroup
 from .examination import Check, CheckFailed, CheckSkipped, Finding
@@ -191,9 +190,7 @@ def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: st
         CheckFailed: the answer is wrong.
     """
     engine = Engine.from_pretrained("demo", prefill=config, speculate=speculate, hosts=hosts, dtype=dtype)
-    answer = engine.generate(ORDERING_QUESTION, video=demo.video_path())
-    asked = questions(make_clip(*demo.DEMO_CLIP))
-    right = next(known for _, question, known in asked if question == ORDERING_QUESTION)
+    answer, right = engine.generate(demo.ORDERING_QUESTION, video=demo.video_path()), demo.DEMO_LETTERS
     if answer.text != right:
         raise CheckFailed(f"answered {answer.text!r} in place of {right!r}")
     figures = {name: answer.stats[name] for name in ("ttft_ms", "total_ms", "stages_ms", "speculation")}

@@ -4,7 +4,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from apbv.demo import clips
+from . import clips
 
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # by device
 DTYPES = ("float32", "bfloat16", "float16")

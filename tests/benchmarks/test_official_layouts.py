@@ -11,10 +11,10 @@ import pytest
 import videomme
 import vnbench
 
-from apbv.demo import clips
 from apbv.input.video import probe, read_frames, sample_uniform
 
 from asked import OPEN, SRT, answered, clip_of, summary_of, wrong_answers
+from support import clips
 
 # ---- VNBench ----
 

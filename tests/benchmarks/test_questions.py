@@ -1,4 +1,4 @@
-"""A user's questions, asked as a user asks them: clips and a file from apbv.demo.render, and the demo model."""
+"""A user's questions, asked as a user asks them: clips and a file of benchmarks/render.py, the demo model."""
 
 import json
 import shutil
@@ -7,14 +7,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 import questions
+import render
 from PIL import Image
 
 from apbv import Engine
-from apbv.demo import render
-from apbv.demo.clips import read_mp4
 
 from documents import commands_in, marked, output_of, read_command
 from scripts import BENCHMARKS, ROOT, run_benchmark, run_hosts
+from support.clips import read_mp4
 from support.evaluation.results import read_runs
 
 FILE = "questions.jsonl"

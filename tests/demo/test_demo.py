@@ -14,8 +14,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLForCond
 from transformers.video_utils import VideoMetadata, load_video
 
 from apbv import Engine, HostGroup, PrefillConfig, demo
-from apbv.demo import clips
 
+from support import clips
 from support.demo_training import data, vision
 from support.demo_training import trainer as training
 from support.exams.candidate import Candidate, score
@@ -41,7 +41,7 @@ def clip_job(hosts: HostGroup, asked: list[str]) -> list[str]:
 
 def test_the_packaged_clip_is_answered_right_with_real_compression(pool):
     """Blocks of about 50 tokens that pass on 16 each, per layer and KV head."""
-    clip = clips.make_clip(*demo.DEMO_CLIP)
+    clip = clips.make_clip(*clips.DEMO_CLIP)
     answers = {question: answer for task, question, answer in clips.questions(clip) if task == "retrieval"}
     asked = [demo.DEMO_QUESTION, *list(answers)[-2:]]
     assert pool.run(2, clip_job, asked)[0] == [answers[question] for question in asked]
@@ -75,7 +75,7 @@ def inputs_of(processor, question: str, answer: str, frames, metadata):
 
 
 def test_the_packaged_clip_is_answered_right_with_plain_transformers(target, processor):
-    clip = clips.make_clip(*demo.DEMO_CLIP)
+    clip = clips.make_clip(*clips.DEMO_CLIP)
     frames, metadata = load_video(str(demo.video_path()), backend="pyav")
     answers = {question: answer for _, question, answer in clips.questions(clip)}
     for question in demo.EXAMPLE_QUESTIONS[:2]:

@@ -6,7 +6,8 @@ import runpy
 import numpy as np
 import pytest
 
-from apbv.demo import clips
+from scripts import BENCHMARKS
+from support import clips
 
 
 def test_splits_share_no_scene_no_needle_and_no_placement():
@@ -83,7 +84,7 @@ def test_answers_follow_from_the_clip():
 def test_the_render_command_writes_what_it_says(tmp_path, capsys, monkeypatch):
     options = "--out", str(tmp_path / "clip.mp4"), "--seed", "7", "--shots", "10", "--grid", "6"
     monkeypatch.setattr("sys.argv", ["render", *options])
-    runpy.run_module("apbv.demo.render", run_name="__main__")
+    runpy.run_path(str(BENCHMARKS / "render.py"), run_name="__main__")
     clip = clips.make_clip(7, 10, "test", 6)
     decoded, frames = clips.read_mp4(tmp_path / "clip.mp4"), clips.render(clip)
     assert decoded.shape == frames.shape and np.abs(decoded.astype(int) - frames).mean() < 8

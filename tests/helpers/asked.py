@@ -6,9 +6,8 @@ from types import ModuleType
 
 import jsonschema
 
-from apbv.demo import clips
-
 from scripts import BENCHMARKS
+from support import clips
 from support.evaluation.results import read_runs
 
 # The demo model knows its questions, and no letters.

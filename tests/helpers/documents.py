@@ -27,10 +27,8 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from apbv import demo
-from apbv.demo.clips import make_clip, questions
-
 from scripts import ROOT
+from support.clips import DEMO_CLIP, make_clip, questions
 
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -276,4 +274,4 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 def answer_to(question: str) -> str:
     """The right answer to a question about the packaged clip."""
-    return next(answer for _, asked, answer in questions(make_clip(*demo.DEMO_CLIP)) if asked == question)
+    return next(answer for _, asked, answer in questions(make_clip(*DEMO_CLIP)) if asked == question)

@@ -15,7 +15,7 @@ from transformers import (
     Qwen2_5_VLProcessor,
 )
 
-from apbv.demo import clips
+from .. import clips
 
 PATCH_SIZE = clips.TOKEN_SIZE // 2  # pixels; the merger joins 2 x 2 patches to one token
 

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from apbv.demo import clips
-
+from .. import clips
 from .architecture import PATCH_SIZE
 from .processor import build_processor
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-from apbv.demo import clips
+from .. import clips
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

@@ -32,8 +32,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from apbv.demo import clips
-
+from .. import clips
 from .architecture import build_model, save_checkpoint
 from .curves import plot_curves
 from .data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, Batch, BatchMaker

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SamplingParams, prefill
-from apbv.demo import clips
 from apbv.input.pixels import KeptPixels
 from apbv.input.reading import PromptReader
 from apbv.input.request import Question, Request
@@ -26,6 +25,7 @@ from apbv.prefilling.reuse import StoredRows
 from apbv.speculate import Autoregressive
 from apbv.stats import StageTimer
 
+from .. import clips
 from ..on_hosts import run_on
 from .exam import Exam
 

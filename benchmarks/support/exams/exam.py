@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apbv import HostGroup
-from apbv.demo import clips
+
+from .. import clips
 
 RETRIEVALS_PER_CLIP = 2
 # Answers to them are right or wrong as a whole; of a description the right tokens count.
@@ -20,7 +21,7 @@ class Exam:
         grid: visual tokens per side of a frame.
         num_shots: length of the clips.
         num_clips: number of clips; their seeds are 0 to num_clips - 1.
-        tasks: names of :data:`apbv.demo.clips.TASKS`.
+        tasks: names of :data:`support.clips.TASKS`.
         split: the split from which the clips come.
     """
 

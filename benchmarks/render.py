@@ -1,10 +1,10 @@
 """Write a clip of the demo's kind, and print what can be asked about it; or clips with a file of questions.
 
-python -m apbv.demo.render --seed 7
-torchrun --nproc-per-node 2 launch/infer.py --model demo --video clip-7.mp4 --prompt "name the letters in order"
+    python benchmarks/render.py --seed 7
+    torchrun --nproc-per-node 2 launch/infer.py --model demo --video clip-7.mp4 --prompt "name the letters in order"
 
-python -m apbv.demo.render --questions 20
-python benchmarks/questions.py --questions clips/questions.jsonl --model demo
+    python benchmarks/render.py --questions 20
+    python benchmarks/questions.py --questions clips/questions.jsonl --model demo
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
-from apbv.demo import clips
+from support import clips
 
 
 def asked_about(clip: clips.ClipSpec, seed: int) -> list[tuple[str, str, str]]:

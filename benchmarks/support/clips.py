@@ -20,22 +20,25 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-TOKEN_SIZE = 28  # height and width in pixels of a visual token
-GRIDS = (2, 6)  # tokens per side of a frame: frames of 56 x 56 and of 168 x 168 pixels
+from apbv.demo import (
+    BORDERS,
+    COUNTING_QUESTION,
+    DESCRIBE_QUESTION,
+    GRIDS,  # noqa: F401  (a setting of clips like those below)
+    ORDERING_QUESTION,
+    RETRIEVAL_QUESTION,
+    TOKEN_SIZE,
+)
+
 FRAMES_PER_SHOT = 2
 FPS = 4  # video frames per second, so two shots per second
 MIN_LETTERS, MAX_LETTERS = 3, 6
+DEMO_CLIP = (10, 64, "test")  # arguments of make_clip that specify the packaged clip
 LONGEST_SCENE = 8  # shots
 
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")
-COLOURS = {
-    "red": (215, 35, 35),
-    "green": (30, 165, 50),
-    "blue": (40, 65, 225),
-    "yellow": (230, 215, 40),
-    "purple": (170, 45, 190),
-    "cyan": (35, 205, 215),
-}
+_PAINTS = (215, 35, 35), (30, 165, 50), (40, 65, 225), (230, 215, 40), (170, 45, 190), (35, 205, 215)
+COLOURS = dict(zip(BORDERS, _PAINTS, strict=True))
 SCENES = (
     "grey noise",
     "smooth gradient",
@@ -49,11 +52,6 @@ NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")
 MOST_DESCRIBED = 128  # shots; of a longer clip only so many are described
-
-RETRIEVAL_QUESTION = "which letter has the border: {colour}"
-ORDERING_QUESTION = "name the letters in order"
-COUNTING_QUESTION = "how many letters are shown"
-DESCRIBE_QUESTION = "describe the clip shot by shot"
 
 
 @dataclass(frozen=True)
@@ -190,18 +188,6 @@ def questions(clip: ClipSpec) -> list[tuple[str, str, str]]:
         ("counting", COUNTING_QUESTION, str(len(clip.needles))),
         ("describe", DESCRIBE_QUESTION, ", ".join(shot.description for shot in clip.shots) + ", end"),
     ]
-
-
-def known_questions() -> list[str]:
-    """Return all questions that can be asked about clips."""
-    retrieval = [RETRIEVAL_QUESTION.format(colour=colour) for colour in COLOURS]
-    return [*retrieval, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION]
-
-
-def is_frame_size(height: int, width: int) -> bool:
-    """Tell whether frames may be those of a clip, which are squares of whole tokens."""
-    least, most = GRIDS
-    return height == width and width % TOKEN_SIZE == 0 and least <= width // TOKEN_SIZE <= most
 
 
 def render(clip: ClipSpec) -> np.ndarray:
