@@ -1,10 +1,12 @@
 """Write a clip of the demo's kind, and print what can be asked about it; or clips with a file of questions.
 
     python benchmarks/render.py --seed 7
-    torchrun --nproc-per-node 2 launch/infer.py --model demo --video clip-7.mp4 --prompt "name the letters in order"
+    python launch/infer.py --model demo --video clip-7.mp4 --prompt "name the letters in order"
 
     python benchmarks/render.py --questions 20
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
+
+The same seed always draws the same clip.
 """
 
 import argparse
