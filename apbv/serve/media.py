@@ -141,6 +141,8 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
     root = _resolved(folder)
+    if path.endswith("/"):
+        raise MediaError(f"{path!r:.200} is no file")
     try:
         found = (root / path).resolve()
         inside = found.is_relative_to(root)
@@ -262,7 +264,9 @@ def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> b
                 ) from error
             if isinstance(error, MediaError):
                 raise
-            raise MediaError(f"cannot fetch from {host}: {type(error).__name__}: {error}") from error
+            # What a server that does not speak HTTP has said is nobody's business.
+            said = "" if isinstance(error, http.client.HTTPException) else f": {error}"
+            raise MediaError(f"cannot fetch from {host}: {type(error).__name__}{said}") from error
     raise MediaError(f"{host} redirects more than {_MAX_REDIRECTS} times")
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import socket
 import struct
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +59,7 @@ def test_files_of_the_folder_and_no_others(folder):
     for url in (*outside, "file:///etc/passwd", "file:%2e%2e/secret", ".."):
         with pytest.raises(MediaError, match="is not in the folder"):
             read(url, media)
-    unreadable = ("", ".", "sub", "pipe", "nowhere", "loop", "a\0b", "x" * 5000, "file:%ff", "\ud800")
+    unreadable = ("", ".", "file/", "sub", "pipe", "nowhere", "loop", "a\0b", "x" * 5000, "file:%ff", "\ud800")
     for url in (*unreadable, "file://host/file", "ftp://a/b"):
         for settings in (media, MediaSettings()):
             with pytest.raises(MediaError):
@@ -149,6 +150,15 @@ def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypa
     with pytest.raises(ApiError, match="fetching took more than"):
         ordered(app, *[part("image", f"{site.url}/file")] * 6, media=media)
     assert len(site.paths) == 3
+
+
+def test_what_another_protocol_says_is_not_passed_on():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-a-secret\r\n"), daemon=True).start()
+        with pytest.raises(MediaError, match="BadStatusLine") as error:
+            fetch(f"http://127.0.0.1:{port}/x", MediaSettings(hosts=frozenset({"127.0.0.1"})))
+    assert "secret" not in str(error.value)
 
 
 # ---- images, and frames ----
