@@ -1,6 +1,11 @@
 """What benchmarks are made of: their tables, plots and presets, and that what is wrong gets no figures."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import decoding
 import layer_traffic
@@ -11,7 +16,8 @@ from ensemble_weights import hits
 from apbv import HostGroup, PrefillConfig
 from apbv.speculate.strategies import require_consistent
 
-from scripts import assert_one_line_error
+from patience import HANGING, wait_for
+from scripts import BENCHMARKS, assert_one_line_error
 from support.decoding import batches
 from support.prefills.presets import PRESETS as PREFILL_PRESETS
 from support.simulated import Link
@@ -107,3 +113,28 @@ def test_presets_cover_the_papers_sweeps():
         config = dict(DRAFT_PRESETS[name](0.3))["T"]
         assert (config.strategy, config.ensemble) == ("tabed", "T")
     assert dict(DRAFT_PRESETS["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
+
+
+@pytest.mark.thorough
+def test_sigterm_ends_the_processes_that_a_benchmark_has_started(tmp_path):
+    """Else they would go on for minutes. Each says which it is as soon as it runs."""
+    code = f"""
+import os, pathlib, sys, time
+from support.videos import worker
+
+def wait(rank):
+    pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+    time.sleep({HANGING})
+
+if __name__ == "__main__":
+    worker.in_processes_of_their_own(2, wait)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    with subprocess.Popen([sys.executable, script], env=environment) as process:
+        wait_for(lambda: len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANGING) == 128 + signal.SIGTERM
+    children = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
+    wait_for(lambda: not any(Path("/proc", child).exists() for child in children))

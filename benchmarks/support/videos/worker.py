@@ -40,6 +40,7 @@ from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefiller import Prefiller
 from apbv.stats import StageTimer, peak_memory_bytes, reset_peak_memory, synchronize
 
+from ..processes import end_children_with_this
 from ..workloads import build_model, qwen_vl_config
 from .clips import READERS
 
@@ -137,6 +138,7 @@ def in_processes_of_their_own(count: int, function: Callable[..., Result], *args
     Raises:
         ValueError: a process was killed.
     """
+    end_children_with_this()
     context = get_context("forkserver")
     context.set_forkserver_preload(["apbv.engine"])
     with ProcessPoolExecutor(count, context) as pool:
