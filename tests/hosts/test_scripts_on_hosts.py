@@ -55,12 +55,13 @@ def test_a_file_that_one_host_lacks_is_told_by_all_in_one_line(tmp_path):
 
 
 @pytest.mark.thorough
-def test_torchrun_lets_every_host_say_why(tmp_path):
-    """torchrun stops the others once one process has failed: by then each has printed its line."""
+def test_under_torchrun_an_error_is_said_once_and_by_its_last_lines(tmp_path):
+    """It stops the others once one process has failed: by then each has said why, and the first has printed it."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(INFER)]
     command = [*run, "--model", str(tmp_path / "nothing"), "--prompt", "Why?"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=limit(600.0), cwd=tmp_path)
     assert result.returncode != 0 and "[rank" not in result.stderr, "no traceback of ours"
-    lines = sorted(line for line in result.stderr.splitlines() if line.startswith("error"))
-    told = f"cannot load the model {tmp_path / 'nothing'}: "
-    assert [line.partition(told)[0] for line in lines] == ["error (host 0): ", "error (host 1): "]
+    told, lines = f"cannot load the model {tmp_path / 'nothing'}: ", result.stderr.splitlines()
+    assert [line for line in lines if line.startswith("error")] == [lines[0]] and told in lines[0]
+    by_torchrun = [line.partition("traceback : ")[2].partition(told)[0] for line in lines[1:] if told in line]
+    assert sorted(by_torchrun) == ["error (host 0): ", "error (host 1): "] and told in "".join(lines[-3:])
