@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +47,7 @@ _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _LOOPBACK = "127.0.0.1"
-# What torchrun gives its processes after SIGTERM, and what of it is left for the last responses and to exit.
+# What torchrun gives its processes after SIGTERM by default, and what of that is left to respond and to exit.
 _SHUTDOWN_SECONDS, _EXIT_SECONDS = 30.0, 10.0
 FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
 # Options with a number above 0: its kind and default, and what is limited.
@@ -234,50 +233,17 @@ def _is_loopback(host: str) -> bool:
 
 
 def warn_of_early_kill(grace: float) -> None:
-    """Warn on stderr, once per machine, if torchrun would kill its processes before their work is done.
+    """Warn on stderr, once per machine, where torchrun by default kills its processes before their work is done.
 
     Args:
         grace: seconds that the work may take after SIGTERM.
     """
-    seconds = seconds_until_killed()
-    if seconds is not None and seconds < grace + _EXIT_SECONDS and os.environ.get("LOCAL_RANK") == "0":
+    needed = math.ceil(grace + _EXIT_SECONDS)
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0" and needed > _SHUTDOWN_SECONDS:
         sys.stderr.write(
-            f"warning: torchrun kills its processes {seconds:g} s after SIGTERM, but --grace is {grace:g} s: give "
-            f"torchrun --shutdown-timeout {math.ceil(grace + _EXIT_SECONDS)} (newer than torch 2.11), or send "
-            "SIGTERM to host 0's process\n"
+            f"warning: for --grace {grace:g} torchrun needs --shutdown-timeout {needed} or more (newer than torch "
+            "2.11), or send SIGTERM to host 0's process\n"
         )
-
-
-def seconds_until_killed() -> float | None:
-    """Return the seconds after which torchrun kills the processes that it has asked to end.
-
-    None where this process was not started by torchrun, or where its command line cannot be read (from /proc).
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    try:
-        command = os.fsdecode(Path("/proc", str(os.getppid()), "cmdline").read_bytes()).split("\0")
-    except OSError:
-        return None
-    if not any(Path(word).name in ("torchrun", "torch.distributed.run") for word in command):
-        return None
-    return shutdown_timeout(command, os.environ)
-
-
-def shutdown_timeout(command: Sequence[str], environment: Mapping[str, str]) -> float | None:
-    """Return a torchrun's shutdown timeout in seconds, by its command line and environment.
-
-    None where the command line cannot be understood.
-    """
-    default = _SHUTDOWN_SECONDS
-    for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):  # the latter goes before
-        default = environment.get(name, default)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=float, default=default)
-    try:
-        return parser.parse_known_args(command)[0].shutdown_timeout
-    except argparse.ArgumentError:
-        return None
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:

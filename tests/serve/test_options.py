@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from apbv.launch.serve import parse_arguments, settings_of, shutdown_timeout, transfer_settings
+from apbv.launch.serve import parse_arguments, settings_of, transfer_settings, warn_of_early_kill
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
@@ -72,10 +72,10 @@ def test_where_consumers_find_a_process(monkeypatch):
         assert (found.port, found.seconds, found.directory) == (0, 120.0, None)
 
 
-def test_torchruns_shutdown_timeout_is_known():
-    pet, elastic = "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    rows = [("", {}, 30), ("--shutdown-timeout 90", {pet: "1"}, 90), ("--shutdown_timeout=90", {}, 90)]
-    rows += [("", {elastic: "45", pet: "50"}, 50), ("", {pet: "soon"}, None)]
-    for options, environment, seconds in rows:
-        command = f"python /usr/bin/torchrun --nproc-per-node 2 {options} launch/serve.py --grace 9".split()
-        assert shutdown_timeout(command, environment) == seconds
+def test_a_grace_beyond_torchruns_is_warned_of_once_per_machine(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for rank, grace in (("0", 20.0), ("1", 120.0), ("0", 120.0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        warn_of_early_kill(grace)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--grace 120" in line and "--shutdown-timeout 130" in line
