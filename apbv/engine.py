@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, Sp
 from .config.checks import require_callable, require_types
 from .decode.batch import Batch
 from .generated import GenerateResult, ResultBuilder
+from .grammar import Grammars
 from .hosts import HostGroup
 from .input.reading import PromptReader
 from .input.request import Callbacks, Question, Request
@@ -118,6 +120,11 @@ class Engine:
         drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
         settings = f"method={self.prefill_config.method!r}, kv={self.prefill_config.kv!r}{drafting}"
         return f"Engine({self.name!r}, {self.parts.family}, {settings}, {self.hosts})"
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What makes grammars of JSON schemas for this model; ValueError without llguidance."""
+        return Grammars(self.tokenizer, self.parts.vocab_size, self.parts.eos_token_ids)
 
     @classmethod
     def from_pretrained(
@@ -314,9 +321,7 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
-        if self.speculative_config is not None:
-            refuse(penalties=request.sampling.penalises, draft=self.speculative_config.strategy)
-        with self._guarded(request) as guarded:
+        with self._guarded(self._with_grammar(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
         if state is None:
@@ -374,9 +379,17 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        with closing(self._prefiller.read(request)) as read:
+        with closing(self._prefiller.read(self._with_grammar(request))) as read:
             self._note_what_the_demo_cannot(read)
             return read.request, self._prefiller.run(read)
+
+    def _with_grammar(self, request: Request) -> Request:
+        """Return a request with the grammar of its JSON schema, if it has one; ValueError on all hosts if not."""
+        if request.sampling.json_schema is None:
+            return request
+        with self.hosts.local_stage("reading the JSON schema"):
+            grammar = self.grammars.begin(request.sampling.json_schema) if self.hosts.is_leader else None
+        return replace(request, grammar=grammar)
 
     def _note_what_the_demo_cannot(self, read: ReadRequest) -> None:
         """Warn on the leader where the demo model is asked what it cannot know, and answers all the same."""

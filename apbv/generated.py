@@ -1,5 +1,6 @@
 """The result of a request: an answer and its figures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from .hosts import HostGroup
 from .input.request import Request
 from .input.skeleton import SampledVideo
 from .input.video import VideoInfo
+from .logprobs import TokenLogprobs
 from .model.parts import ModelParts
 from .prefilling.prefiller import ReadRequest
 from .prefilling.result import PrefillResult
@@ -32,6 +34,7 @@ class GenerateResult:
         videos: the videos that were asked about, as they were probed, with the numbers of their sampled frames.
         kept: which tokens of a prompt's only video the draft saw, bool ``[T, h, w]`` with T frames as the model
             merges them; None where that is not known.
+        logprobs: of each token, where ``sampling.logprobs`` asks for them; on host 0.
         timeline: if asked for, spans by host name, for :func:`apbv.timeline.write_timeline`; only host 0 has those
             of a draft host.
     """
@@ -43,6 +46,7 @@ class GenerateResult:
     videos: tuple[SampledVideo, ...] = ()
     kept: torch.Tensor | None = None
     timeline: dict[str, list[Span]] | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
 
     @property
     def video(self) -> VideoInfo | None:
@@ -86,7 +90,8 @@ class ResultBuilder:
         text = self._text(answered)
         record = self._record(request, state, answered, text)
         reason = self._finish_reason(request, answered)
-        return GenerateResult(text, answered.tokens, record, reason, videos, answered.kept, spans)
+        told = request.logprobs
+        return GenerateResult(text, answered.tokens, record, reason, videos, answered.kept, spans, told)
 
     def drafted(self, read: ReadRequest, answered: Answered) -> GenerateResult:
         """Return the result of a request for which this host drafted; the figures are the draft host's own."""

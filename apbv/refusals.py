@@ -43,8 +43,6 @@ FEATURES = {
     "ranking": "`--keep` by the target's scores",
     "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
     "caption": "`--ensemble` with a C",
-    "penalties": "penalties of tokens that were there before",
-    "draft": "`--speculate`",
     "no_captioner": "no `--captioner`",
 }
 # Why two features exclude each other, with what was given for a feature in braces.
@@ -116,9 +114,6 @@ REFUSALS = {
     ("ranking_on_draft_host", "reduction"): (
         "{ranking_on_draft_host} goes by what the target's prefill sees, and {reduction} leaves some of that out: "
         "on a draft host choose another, such as keep='even'"
-    ),
-    ("penalties", "draft"): (
-        "penalties make each token depend on those before it, which a draft by {draft} has only guessed"
     ),
     ("caption", "no_captioner"): "the ensemble {caption} drafts from a caption: it needs a captioner",
 }

@@ -43,6 +43,9 @@ class SamplingParams(Checked):
         presence_penalty: what is subtracted from the logit of every token that the answer has (OpenAI's).
         frequency_penalty: the same, times how often the answer has it.
         logit_bias: (token, what is added to its logit) pairs.
+        logprobs: how many of the most probable tokens are told of with every token of the answer, and their
+            logarithmic probabilities in the model, before any of these settings; None: not even the token's own.
+        json_schema: a JSON schema that the answer follows (needs the extra ``apbv[json]``).
         seed: with the same seed, prompt and model, the same tokens are drawn.
         ignore_eos: end tokens are tokens like others, and do not end the answer.
         min_tokens: before so many tokens no end token is chosen; at most ``max_new_tokens``.
@@ -63,6 +66,8 @@ class SamplingParams(Checked):
     logit_bias: tuple[tuple[int, float], ...] = instance_of(
         tuple, says="be a tuple of (token, number)", default=()
     )
+    logprobs: int | None = integer(0, 20, None)
+    json_schema: str | None = instance_of(str, says="be a text")
     seed: int = integer(0, 2**64 - 1, 0)
     ignore_eos: bool = setting(False, "be True or False", lambda value: isinstance(value, bool))
     min_tokens: int = integer(0, 2**20, 0)
@@ -73,6 +78,8 @@ class SamplingParams(Checked):
             raise ValueError(
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
             )
+        if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
+            raise ValueError("an answer by a JSON schema ends where that ends: no min_tokens, and no ignore_eos")
 
     @property
     def cuts(self) -> tuple[float, float, int, float]:
@@ -81,8 +88,13 @@ class SamplingParams(Checked):
 
     @property
     def penalises(self) -> bool:
-        """Whether a token's logit depends on the tokens before."""
+        """Whether a token's logit is penalised for the tokens before."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether no token can be chosen before all those before it are known on the host."""
+        return self.penalises or self.json_schema is not None
 
 
 @dataclass(frozen=True, kw_only=True)

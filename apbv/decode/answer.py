@@ -1,5 +1,6 @@
 """An answer that is being decoded, and autoregressive decoding."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingParams
+from ..grammar import Grammar
 from ..hosts import AgreedError, HostGroup
+from ..logprobs import TokenLogprobs, log_probabilities
+from ..transfer import fetch, to_device
 from .runner import Decoder
 from .sampling import Choice, NotFiniteError, biased, choose_each, forbid, penalised
 
@@ -31,8 +35,10 @@ class Answer:
         on_first_token: called on every host before the first of these calls.
         stop: called on host 0 with all new tokens so far; true ends the answer there.
         prompt_ids: the prompt's token ids, for penalties; int64 ``[n]``.
+        grammar: what ``sampling.json_schema`` allows, on host 0.
         ready: what a GPU comes to behind the prefill; None: whatever the current stream has to do comes before.
         tokens: the answer so far.
+        logprobs: of each token, on host 0, where ``sampling`` asks for them; complete when ``stop`` is called.
     """
 
     decoder: Decoder
@@ -44,8 +50,11 @@ class Answer:
     on_first_token: Callable[[], None] | None = None
     stop: Callable[[Sequence[int]], bool] | None = None
     prompt_ids: Tensor | None = None
+    grammar: Grammar | None = None
     ready: torch.cuda.Event | None = None
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _arriving: deque[Callable[[], list]] = field(default_factory=deque, init=False)
 
     @property
     def hosts(self) -> HostGroup:
@@ -64,12 +73,15 @@ class Answer:
 
     def cut(self, new: Sequence[int]) -> tuple[list[int], bool]:
         """Return the new tokens (at least one) up to the answer's end, and whether it ends there; on host 0."""
+        if self.sampling.logprobs is not None:
+            self.logprobs += map(TokenLogprobs.unpack, self._arriving.popleft()())
         for count, token in enumerate(new, start=1):
             if (
                 (token in self.eos_token_ids and not self.sampling.ignore_eos)
                 or count >= self.num_left
                 or (self.stop is not None and self.stop([*self.tokens, *new[:count]]))
             ):
+                del self.logprobs[len(self.tokens) + count :]
                 return list(new[:count]), True
         return list(new), False
 
@@ -79,6 +91,8 @@ class Answer:
             self.on_first_token()
         for token in new:
             self.tokens.append(token)
+            if self.grammar is not None:
+                self.grammar.take(token)
             if self.on_token is not None:
                 self.on_token(token)
 
@@ -99,17 +113,31 @@ class Answer:
 
     def pick(self, logits: Tensor, index: int) -> Choice:
         """Choose the token of this index in the sequence from logits ``[V]``, on the device."""
-        return choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
+        choice = choose_each(self.allowed(logits[None], [index]), [self.sampling], [index])
+        self.tell_of(logits[None], choice.tokens)
+        return choice
+
+    def tell_of(self, logits: Tensor, tokens: Tensor | Sequence[int]) -> None:
+        """Take in what the model thought of S tokens, of which :meth:`cut` is going to be told; on host 0.
+
+        Args:
+            logits: ``[S, V]``, as the model gave them.
+        """
+        if self.sampling.logprobs is not None:
+            there = to_device(tokens, logits.device, torch.int64)
+            self._arriving.append(fetch(log_probabilities(logits, there, self.sampling.logprobs)))
 
     def allowed(self, logits: Tensor, indices: Sequence[int]) -> Tensor:
         """Return logits ``[S, V]`` for these indices in the sequence, as ``sampling`` changes them.
 
-        With penalties S is 1, and the index that of the next token.
+        Where that looks back at the tokens before, S is 1, and the index that of the next token.
         """
         if self.sampling.logit_bias:
             logits = biased(logits, self.sampling.logit_bias)
         if self.sampling.penalises:
             logits = penalised(logits[0], self.sampling, self._prompt_there, self.tokens)[None]
+        if self.grammar is not None:
+            logits = self.grammar.masked(logits)
         first = self.prompt_len + self.sampling.min_tokens
         rows = [row for row, index in enumerate(indices) if index < first]
         return forbid(logits, rows, self.eos_token_ids) if rows and self.eos_token_ids else logits
@@ -117,7 +145,7 @@ class Answer:
     def changes_logits_at(self, index: int) -> bool:
         """Return whether :meth:`allowed` changes the logits for this index in the sequence."""
         sampling, is_early = self.sampling, index < self.prompt_len + self.sampling.min_tokens
-        return bool(sampling.logit_bias) or sampling.penalises or (is_early and bool(self.eos_token_ids))
+        return bool(sampling.logit_bias) or sampling.looks_back or (is_early and bool(self.eos_token_ids))
 
     @cached_property
     def _prompt_there(self) -> Tensor:
@@ -170,7 +198,7 @@ def generate_tokens(answer: Answer) -> list[int]:
     """
     token, has_ended = answer.choose(answer.logits)
     answer.add([token])
-    if answer.decoder.runs_ahead and not answer.sampling.penalises:
+    if answer.decoder.runs_ahead and not answer.sampling.looks_back:
         return answer.tokens if has_ended else _generate_ahead(answer)
     while not has_ended:
         rows = answer.decoder.advance([token])

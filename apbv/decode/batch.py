@@ -173,8 +173,8 @@ class Batch:
         members, choice = self._given
         arriving = choice.fetch_rows()
         # Where this raises, the tokens that arrive are fetched again.
-        penalised = any(member.answer.sampling.penalises for member in self._members if not member.has_ended)
-        self._given = self._give(self._given) if self._runs_ahead and not penalised else None
+        looks_back = any(member.answer.sampling.looks_back for member in self._members if not member.has_ended)
+        self._given = self._give(self._given) if self._runs_ahead and not looks_back else None
         return members, arriving
 
     def _give(self, before: Given | None = None) -> Given | None:
@@ -211,11 +211,15 @@ class Batch:
         """Choose the next token of each member by its row of logits ``[R, V]``."""
         answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
+        given = logits
         changed = [row for row, answer in enumerate(answers) if answer.changes_logits_at(places[row])]
         if changed:
             rows = [answers[row].allowed(logits[row : row + 1], [places[row]]) for row in changed]
             logits = logits.index_copy(0, to_device(changed, logits.device, torch.int64), torch.cat(rows))
-        return choose_each(logits, [answer.sampling for answer in answers], places)
+        choice = choose_each(logits, [answer.sampling for answer in answers], places)
+        for row, answer in enumerate(answers):
+            answer.tell_of(given[row : row + 1], choice.tokens[row : row + 1])
+        return choice
 
     def _wait_for(self, answer: Answer) -> None:
         """Let this batch's stream come behind a prefill, and the KV's memory last as long as it uses that."""

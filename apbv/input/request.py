@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import SamplingParams
+from ..grammar import Grammar
+from ..logprobs import TokenLogprobs
 from ..stats import StageTimer
 from .model_inputs import ModelInputs
 from .rendering import Question
@@ -25,6 +27,8 @@ class Request:
         stop: asked on host 0 with the tokens so far; true ends the answer, or cancels the request while there is
             none. None on all hosts, or on none.
         may_cancel: whether ``stop`` is asked before the first token, too; the same on all hosts.
+        logprobs: of the answer's tokens, where ``sampling`` asks for them; filled on host 0.
+        grammar: what ``sampling.json_schema`` allows, before the first token; on host 0.
         prompt: what this host's :class:`~apbv.input.reading.PromptReader` has read of the question already; None:
             nothing. Other hosts need not have it.
     """
@@ -37,6 +41,8 @@ class Request:
     on_token: Callable[[int], None] | None = None
     stop: Callable[[Sequence[int]], bool] | None = None
     may_cancel: bool = True
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    grammar: Grammar | None = None
     prompt: Skeleton | None = None
 
     @property

@@ -186,6 +186,8 @@ class PrefillResult:
             on_first_token=self.timer.mark_first_token,
             stop=request.stop,
             prompt_ids=self.inputs.input_ids[0],
+            logprobs=request.logprobs,
+            grammar=request.grammar and request.grammar.copy(),
             ready=self.timer.prefilled_on_gpu,
         )
 

@@ -4,7 +4,7 @@ import copy
 import threading
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,17 +16,17 @@ from ..prefilling.result import PrefillResult
 from .job import Job
 from .requests import ApiError
 from .scheduler import Scheduler
-from .telling import Telling, text_of
+from .telling import Telling
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A job whose prompt is prefilled, with its KV on this host."""
+    """A job whose prompt is prefilled, with its KV on this host, and what tells of each of its answers."""
 
     job: Job
     request: Request
     state: PrefillResult
-    telling: Telling
+    tellings: list[Telling]
 
 
 class Decoding:
@@ -43,9 +43,9 @@ class Decoding:
     def __init__(self, engine: Engine, scheduler: Scheduler):
         self._parts, self._scheduler = engine.parts, scheduler
         # A tokenizer must not be used by two threads at once.
-        self.decode = text_of(copy.deepcopy(engine.tokenizer))
+        self.decode = copy.deepcopy(engine.tokenizer).decode
         self._arrivals: deque[Prefilled] = deque()
-        self._members: dict[Member, Prefilled] = {}
+        self._members: dict[Member, tuple[Job, Telling]] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
         self._attention = ExitStack()
@@ -96,11 +96,14 @@ class Decoding:
         return True
 
     def _join(self, batch: Batch, arrival: Prefilled) -> None:
-        """Let an answer join, or fail by itself where it cannot, as where its KV finds no memory to grow."""
+        """Add a job's answers to the batch; the job fails by itself where its KV finds no memory to grow."""
+        job, state = arrival.job, arrival.state
         try:
-            self._members[batch.join(arrival.state, arrival.request)] = arrival
+            for telling in arrival.tellings:
+                self._members[batch.join(state, telling.asked(arrival.request))] = job, telling
+                state = replace(state, kv=state.kv.behind(state.layout))  # of which the next one makes a copy
         except Exception as error:
-            self._fail(arrival.job, _in_words(error))
+            self._fail(job, _in_words(error))
 
     def _step(self, batch: Batch) -> str | None:
         """Decode the next token of every answer, and end those of which it was the last.
@@ -108,9 +111,10 @@ class Decoding:
         Returns:
             Why no answer got a token; None where all did, but for those that failed by themselves.
         """
-        for member in [member for member, each in self._members.items() if each.job.is_cancelled]:
-            batch.leave(member)
-            self._end(member)
+        for member, (job, _) in list(self._members.items()):
+            if job.is_cancelled:
+                batch.leave(member)
+                self._end(member)
         if self._members:
             try:
                 batch.step()
@@ -121,26 +125,27 @@ class Decoding:
         return None
 
     def _end(self, member: Member) -> None:
-        """End a member's request, and count its KV as gone."""
-        prefilled = self._members.pop(member)
-        job, failure = prefilled.job, None if member.error is None else str(member.error)
+        """End a member's answer, and with the last of a request's count its KV as gone."""
+        (job, telling), failure = self._members.pop(member), None if member.error is None else str(member.error)
         if failure is None:
             try:
-                prefilled.telling.finish(member.tokens, member.finish_reason)
+                telling.finish(member.tokens, member.finish_reason)
             except Exception as error:
                 failure = _in_words(error)
-        del prefilled
-        if failure is None:
-            self._scheduler.release(job)
-        else:
+        if failure is not None:
             self._fail(job, failure)
+        elif all(job is not other for other, _ in self._members.values()):
+            self._scheduler.release(job)
 
     def _fail(self, job: Job, failure: str) -> None:
+        """Let a request fail; what other answers it has leave the batch with the next step."""
         self._scheduler.end(job, ApiError(500, failure), "failed")
-        self._scheduler.release(job)
+        job.is_cancelled = True
+        if all(job is not other for other, _ in self._members.values()):
+            self._scheduler.release(job)
 
     def _fail_all(self, failure: str) -> None:
-        jobs = [prefilled.job for prefilled in self._members.values()]
+        jobs = {job for job, _ in self._members.values()}
         self._members.clear()
         for job in jobs:
             self._fail(job, failure)

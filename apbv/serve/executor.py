@@ -1,6 +1,6 @@
 """Carries out orders: what every host does for a request, led by host 0."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +27,12 @@ from .requests import FinishReason
 # another server answers; leave.
 WAIT, ANSWER, PREFILL, HAND_OVER, LEAVE = range(5)
 
-Stop = Callable[[Sequence[int]], bool]
+Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
+
+
+def _as_it_is(request: Request) -> Request:
+    return request
 
 
 def why_one_at_a_time(engine: Engine) -> str | None:
@@ -70,27 +74,27 @@ class Executor:
     offers: Offers | None = None
 
     def answer(
-        self, order: Order, open_files: OpenFiles, stop: Stop, prompt: Skeleton | None = None
+        self, order: Order, open_files: OpenFiles, asked: Asked = _as_it_is, prompt: Skeleton | None = None
     ) -> GenerateResult:
         """Answer an order on all hosts.
 
         Args:
             open_files: gives this host's paths of the order's files, which last as long as the stack.
-            stop: see :meth:`apbv.Engine.generate`.
+            asked: what host 0 makes of the request, to be told of its answer.
             prompt: what this host has read of the question already.
         """
         with ExitStack() as stack:
-            return self.engine.answer(self._request(order, open_files, stop, stack, prompt))
+            return self.engine.answer(self._request(order, open_files, asked, stack, prompt))
 
     def prefill(
-        self, order: Order, open_files: OpenFiles, stop: Stop, prompt: Skeleton | None = None
+        self, order: Order, open_files: OpenFiles, asked: Asked = _as_it_is, prompt: Skeleton | None = None
     ) -> tuple[Request, PrefillResult]:
         """Prefill an order, with arguments as of :meth:`answer`; host 0 has all KV."""
         with ExitStack() as stack:
-            return self.engine.prefill_request(self._request(order, open_files, stop, stack, prompt))
+            return self.engine.prefill_request(self._request(order, open_files, asked, stack, prompt))
 
     def hand_over(
-        self, order: Order, open_files: OpenFiles, stop: Stop, prompt: Skeleton | None = None
+        self, order: Order, open_files: OpenFiles, asked: Asked = _as_it_is, prompt: Skeleton | None = None
     ) -> HandedOver | None:
         """Prefill an order, with arguments as of :meth:`answer`, and offer the KV on the hosts that computed it.
 
@@ -101,7 +105,7 @@ class Executor:
             RuntimeError: a host has no room for the KV, which is no fault of the request.
         """
         with ExitStack() as stack:
-            request = self._request(order, open_files, stop, stack, prompt)
+            request = self._request(order, open_files, asked, stack, prompt)
             if not self.engine.prefills:
                 return None
             request, state = self._handing_over.prefill_request(request)
@@ -145,11 +149,11 @@ class Executor:
         return token
 
     def _request(
-        self, order: Order, open_files: OpenFiles, stop: Stop, stack: ExitStack, prompt: Skeleton | None
+        self, order: Order, open_files: OpenFiles, asked: Asked, stack: ExitStack, prompt: Skeleton | None
     ) -> Request:
         with self.hosts.local_stage("opening the files"):
             paths = open_files(stack)
-        return order.request(self.engine.hosts, paths, stop, prompt)
+        return asked(order.request(self.engine.hosts, paths, prompt))
 
     @property
     def is_usable(self) -> bool:
@@ -197,7 +201,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             ]
 
         try:
-            carry_out[command](order, open_files, stop=lambda _: False)
+            carry_out[command](order, open_files)
         except Exception:  # it is for host 0 to report
             if not executor.is_usable:
                 raise

@@ -74,24 +74,33 @@ class Finished:
     """The last event of a request that was answered.
 
     Attributes:
-        reason: why the answer ended.
-        num_tokens: how many tokens it has.
-        rest: the tokens since the last piece, which have no text.
+        num_tokens: how many tokens all its answers have.
         kv_transfer_params: what another server needs to fetch the prompt's KV; None where it was not handed over.
     """
 
-    reason: FinishReason
     num_tokens: int
-    rest: list[int]
     kv_transfer_params: dict[str, Any] | None = None
+
+
+TokenLogprob = tuple[str, float, list[tuple[str, float]]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of an answer's text that has become certain, and the tokens since the piece before."""
+    """A stretch of an answer's text that has become certain, and the tokens since the piece before.
+
+    Attributes:
+        choice: which of the request's answers it is of.
+        reason: why the answer ends here; None: it goes on.
+        logprobs: of each of the tokens its text, its logarithmic probability, and the most probable texts in its
+            place with theirs; empty where nobody asked.
+    """
 
     text: str
     token_ids: list[int]
+    choice: int = 0
+    reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 Event = Piece | Finished | ApiError
@@ -116,7 +125,8 @@ class Job:
         has_ended: whether its last event was sent.
         files: closes its files.
         read: what is to be done; None until it is ready.
-        kv_bytes: what its KV takes at most, of prompt and answer on all hosts.
+        kv_bytes: what its KV takes at most, of prompt and answers on all hosts.
+        num_finished: how many of its answers have ended.
     """
 
     def __init__(self, request_id: str | None = None, traceparent: str | None = None):
@@ -127,7 +137,7 @@ class Job:
         self.is_streamed = self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
-        self.kv_bytes = 0
+        self.kv_bytes = self.num_finished = 0
 
     def send(self, event: Event) -> None:
         """Send an event; any thread may call this."""

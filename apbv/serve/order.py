@@ -1,7 +1,7 @@
 """Orders: requests as host 0 gives them to the other hosts."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ class Order:
         files: paths in the allowed folder, or None for files whose bytes are sent.
         sampling: how the answer's tokens are chosen.
         hands_over: whether another server continues from the prompt's KV.
+        num_answers: how many answers are drawn, with seeds one after the other.
     """
 
     asked: dict[str, Any]
     files: list[str | None]
     sampling: SamplingParams
     hands_over: bool = False
+    num_answers: int = 1
 
     def to_json(self) -> bytes:
         """Encode the order for other hosts."""
@@ -63,7 +65,6 @@ class Order:
         self,
         hosts: HostGroup,
         files: Sequence[Any],
-        stop: Callable[[Sequence[int]], bool],
         prompt: Skeleton | None = None,
     ) -> Request:
         """Return the request as the engine takes it.
@@ -71,7 +72,6 @@ class Order:
         Args:
             hosts: the hosts that answer it.
             files: as of :meth:`question`.
-            stop: as of :meth:`apbv.Engine.generate`.
             prompt: what this host has read of the question already.
         """
         return Request(
@@ -80,6 +80,6 @@ class Order:
             positions="vllm" if self.hands_over else "transformers",
             sampling=self.sampling,
             num_wanted=self.sampling.max_new_tokens,
-            stop=stop,
+            stop=lambda _: False,
             prompt=prompt,
         )

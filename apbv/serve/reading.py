@@ -120,6 +120,7 @@ class Reader:
     """
 
     def __init__(self, engine: Engine, settings: RequestSettings, private_files: PrivateFiles):
+        self._engine = engine
         self._parts, self._videos = inspect_model(engine.model), engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
         self._light, self._heavy = (
@@ -145,6 +146,11 @@ class Reader:
         """
         settings, field, prompts = self._settings, request.prompt_field, self._prompts_for(request)
         media, asked = [], {}
+        if request.json_schema is not None:
+            try:
+                self._engine.grammars.begin(request.json_schema)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="response_format") from error
         if isinstance(request, CompletionRequest):
             given = request.the_prompt
             is_text = isinstance(given, str)
@@ -171,11 +177,13 @@ class Reader:
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             logit_bias=self._bias_of(request),
+            logprobs=request.num_logprobs,
+            json_schema=request.json_schema,
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             ignore_eos=bool(request.ignore_eos),
             min_tokens=least,
         )
-        order = Order(asked, [file.relative for file in media], sampling, request.hands_over)
+        order = Order(asked, [file.relative for file in media], sampling, request.hands_over, request.num_answers)
         return ReadyRequest(order, num_tokens, media, request, prompt)
 
     def _bias_of(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
@@ -332,8 +340,8 @@ def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
     texts += [part.text for part in parts if isinstance(part, TextPart)]
-    options = getattr(request, "chat_template_kwargs", None)
-    num_chars = sum(map(len, texts)) + (len(str(options)) if options else 0)
+    options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format")]
+    num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)
     return num_chars, any(not isinstance(part, TextPart) for part in parts)
 
 

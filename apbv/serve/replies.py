@@ -1,49 +1,54 @@
 """Replies to the requests of both endpoints: at once, or as a stream of server-sent events."""
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 
 from .job import Event, Finished, Job, Piece
-from .requests import ApiError, ChatRequest, FinishReason, GenerationRequest, StreamOptions
+from .requests import ApiError, ChatRequest, GenerationRequest, StreamOptions
 
 
 class Replies:
-    """The replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer parameters."""
+    """Builds the replies to one request: OpenAI's objects, with vLLM's token ids and KV transfer parameters."""
 
     def __init__(self, job: Job, request: GenerationRequest, model: str):
         self._job, self._is_chat = job, isinstance(request, ChatRequest)
-        self._with_token_ids = bool(request.return_token_ids)
+        self._with_token_ids, self._with_logprobs = (
+            bool(request.return_token_ids),
+            request.num_logprobs is not None,
+        )
         self._head = {"id": job.record.id, "created": job.created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
         self._usage_in_all = self._with_usage and bool(options.continuous_usage_stats)
         self._num_told = 0
+        self._num_chars = Counter()  # of each answer's tokens so far
 
     async def whole(self, first: Event, events: AsyncIterator[Event]) -> dict[str, Any]:
-        """Wait for the last of a job's events, and return the reply; raises ApiError where that is an error."""
-        texts, token_ids, event = [], [], first
+        """Wait for a job's last event, and return the reply; raises ApiError where that is an error."""
+        pieces, event = {choice: [] for choice in range(self._job.read.order.num_answers)}, first
         while isinstance(event, Piece):
-            texts.append(event.text)
-            token_ids += event.token_ids
+            pieces[event.choice].append(event)
             event = await anext(events)
         if isinstance(event, ApiError):
             raise event
-        text, prompt_token_ids = "".join(texts), self._job.read.prompt_token_ids
-        body = {"text": text}
-        if self._is_chat:
-            body = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = self._choice(body, [*token_ids, *event.rest], event.reason)
+        prompt = self._prompt_token_ids()
+        choices = []
+        for each in map(_joined, pieces.values()):
+            body = {"text": each.text}
+            if self._is_chat:
+                body = {"message": {"role": "assistant", "content": each.text, "refusal": None}}
+            choices.append(self._choice(body, each) | ({} if self._is_chat else prompt))
         reply = {
             **self._head,
             "object": "chat.completion" if self._is_chat else "text_completion",
-            "choices": [choice],
+            "choices": choices,
             "usage": self._usage(event.num_tokens),
+            **(prompt if self._is_chat else {}),
         }
-        if prompt_token_ids is not None:
-            (reply if self._is_chat else choice)["prompt_token_ids"] = prompt_token_ids
         if event.kv_transfer_params is not None:
             reply["kv_transfer_params"] = event.kv_transfer_params
         return reply
@@ -51,51 +56,69 @@ class Replies:
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first of them can only be told in another."""
         try:
-            if opening := self._opening():
-                yield self._sse(opening, [])
+            for choice in range(self._job.read.order.num_answers):
+                if opening := self._opening(choice):
+                    yield self._sse(opening)
             event = first
             while isinstance(event, Piece):
-                yield self._sse(self._chunk(event.text, event.token_ids), event.token_ids)
+                self._num_told += len(event.token_ids)
+                yield self._sse(self._chunk(event))
                 event = await anext(events)
-            if isinstance(event, Finished):
-                yield self._sse(self._chunk("", event.rest, event.reason), event.rest)
-                if self._with_usage:
-                    usage = self._usage(event.num_tokens)
-                    yield _event({**self._chunk("", []), "choices": [], "usage": usage})
-            else:
+            if not isinstance(event, Finished):
                 yield _event(event.body)
+            elif self._with_usage:
+                yield _event({**self._chunk(), "usage": self._usage(event.num_tokens)})
             yield "data: [DONE]\n\n"
         except StopAsyncIteration as gone:  # nobody listens
             raise ClientDisconnect from gone
         finally:
             await events.aclose()
 
-    def _opening(self) -> dict[str, Any] | None:
-        """Return the event before all text; None: there is none."""
-        prompt_token_ids = self._job.read.prompt_token_ids
-        given = {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+    def _opening(self, choice: int) -> dict[str, Any] | None:
+        """Return the event before an answer's text; None: there is none."""
+        prompt = self._prompt_token_ids()
+        head = {"index": choice, "logprobs": None, "finish_reason": None}
         if self._is_chat:
-            chunk = self._chunk("", [])
-            chunk["choices"][0]["delta"] = {"role": "assistant", "content": ""}
-            chunk["choices"][0].pop("token_ids", None)
-            return {**chunk, **given}
-        if not given:
-            return None
-        chunk = self._chunk("", [])
-        chunk["choices"][0] |= given
-        return chunk
+            role = {"role": "assistant", "content": ""}
+            return {**self._chunk(), "choices": [{**head, "delta": role}], **prompt}
+        return {**self._chunk(), "choices": [{**head, "text": "", **prompt}]} if prompt else None
 
-    def _chunk(self, text: str, token_ids: list[int], reason: FinishReason | None = None) -> dict[str, Any]:
-        """Return an event with some text, and at the end with the reason why there is no more."""
-        body = {"text": text}
+    def _chunk(self, piece: Piece | None = None) -> dict[str, Any]:
+        """Return an event with a piece of an answer, or with none."""
+        kind, choices = "chat.completion.chunk" if self._is_chat else "text_completion", []
+        if piece is not None:
+            body = {"text": piece.text}
+            if self._is_chat:
+                body = {"delta": {"content": piece.text} if piece.text or not piece.reason else {}}
+            choices.append(self._choice(body, piece))
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece) if self._with_logprobs else None
+        choice = {"index": piece.choice, **body, "logprobs": logprobs, "finish_reason": piece.reason}
+        return {**choice, "token_ids": piece.token_ids} if self._with_token_ids else choice
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._is_chat:
-            body = {"delta": {} if reason else {"content": text}}
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [self._choice(body, token_ids, reason)]}
+            described = [
+                {**_token(text, value), "top_logprobs": [_token(*other) for other in top]}
+                for text, value, top in piece.logprobs
+            ]
+            return {"content": described, "refusal": None}
+        offsets = []
+        for text, _, _ in piece.logprobs:
+            offsets.append(self._num_chars[piece.choice])
+            self._num_chars[piece.choice] += len(text)
+        return {
+            "text_offset": offsets,
+            "tokens": [text for text, _, _ in piece.logprobs],
+            "token_logprobs": [value for _, value, _ in piece.logprobs],
+            "top_logprobs": [{text: value, **dict(top)} for text, value, top in piece.logprobs],
+        }
 
-    def _choice(self, body: dict[str, Any], token_ids: list[int], reason: FinishReason | None) -> dict[str, Any]:
-        choice = {"index": 0, **body, "logprobs": None, "finish_reason": reason}
-        return {**choice, "token_ids": token_ids} if self._with_token_ids else choice
+    def _prompt_token_ids(self) -> dict[str, Any]:
+        prompt = self._job.read.prompt_token_ids
+        return {} if prompt is None else {"prompt_token_ids": prompt}
 
     def _usage(self, num_tokens: int) -> dict[str, int]:
         prompt = self._job.read.num_tokens
@@ -105,15 +128,29 @@ class Replies:
             "total_tokens": prompt + num_tokens,
         }
 
-    def _sse(self, chunk: dict[str, Any], token_ids: list[int]) -> str:
-        """Format a chunk, with the tokens in it, as an event.
+    def _sse(self, chunk: dict[str, Any]) -> str:
+        """Format a chunk as an event.
 
         It has ``usage`` only where that was asked for; null in all but the last chunk, unless for all.
         """
-        self._num_told += len(token_ids)
         if self._with_usage:
             chunk["usage"] = self._usage(self._num_told) if self._usage_in_all else None
         return _event(chunk)
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    """Join all pieces of one answer."""
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.token_ids],
+        pieces[-1].choice,
+        pieces[-1].reason,
+        [told for piece in pieces for told in piece.logprobs],
+    )
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ A known field that is not served is refused by name wherever ignoring it would c
 knows is ignored, with a warning in the log.
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping
@@ -27,17 +28,15 @@ _WITHOUT_EFFECT = _names(
 )
 # By value, the other fields for which it is as good as none; so are null and an empty list or object.
 _NEUTRAL = (
-    (0, "top_logprobs"),
     (1, "best_of length_penalty"),
     ("", "suffix"),
     ("none", "function_call tool_choice"),
     ("auto", "tool_choice"),
     (["text"], "modalities"),
-    ({"type": "text"}, "response_format"),
     (
         False,
         # no_stop_trim and others of SGLang's names come from vllm-router.
-        "add_special_tokens echo include_stop_str_in_output logprobs no_stop_trim return_hidden_states "
+        "add_special_tokens echo include_stop_str_in_output no_stop_trim return_hidden_states "
         "return_tokens_as_token_ids use_beam_search",
     ),
     (
@@ -54,18 +53,20 @@ _REFUSED = _names(
 ).union(*(_names(names) for _, names in _NEUTRAL))
 # Fields that say how an answer's tokens are chosen: where another server decodes, they are for that one.
 _OF_THE_DECODER = _names(
-    "allowed_token_ids bad_words include_reasoning include_stop_str_in_output logprobs response_format "
-    "return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens structured_outputs top_logprobs"
+    "allowed_token_ids bad_words include_reasoning include_stop_str_in_output return_tokens_as_token_ids "
+    "skip_special_tokens spaces_between_special_tokens structured_outputs"
 )
 # Steps of pydantic's path to an error that are no fields: "str", "constrained-str", "list[...]".
-_NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)str$")
+_NAMES_AN_ALTERNATIVE = re.compile(r"\[|(^|-)(str|int)$")
 _MAX_STOP_LENGTH = 1000  # characters; what may become a stop string is looked at again with every token
 _MAX_TOKENS = 2**20
+_ANY_OBJECT = '{"type": "object"}'  # the schema of OpenAI's json_object
 
 _Count = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(fail_fast=True)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**63, strict=False)]  # as a key of JSON it is a text
 _LogitBias = Annotated[dict[_TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+_NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 _Body = TypeVar("_Body", bound="_Strict")
 FinishReason = Literal["stop", "length"]
 
@@ -151,7 +152,7 @@ class _Strict(BaseModel):
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether a field's value is as good as none. 0 is not False: to completions, logprobs 0 means some."""
+    """Return whether a field's value is as good as none; 0 is not False."""
     same = (neutral for neutral, names in _NEUTRAL if name in _names(names) and value == neutral)
     are_alike = (isinstance(each, bool) == isinstance(value, bool) for each in same)
     return value is None or value in ([], {}) or any(are_alike)
@@ -258,7 +259,8 @@ class GenerationRequest(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: _LogitBias | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    response_format: dict[str, Any] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: _TokenIds | None = None
@@ -271,10 +273,9 @@ class GenerationRequest(_Strict):
     def _check(self) -> "GenerationRequest":
         if self.temperature is not None and 0 < self.temperature < 1e-6:
             raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
-        if self.n not in (None, 1):
-            raise _refused("n", "n must be 1: this server gives one answer per request")
         if not self.hands_over:
             self._check_stop()
+            self._check_format()
         if self.stream_options is not None and not self.stream:
             raise _refused("stream_options", "stream_options needs stream")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -295,6 +296,18 @@ class GenerationRequest(_Strict):
             raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
         if self.stop_token_ids and self.min_tokens:
             raise _refused("stop_token_ids", "stop_token_ids are not supported together with min_tokens")
+
+    def _check_format(self) -> None:
+        asked = self.response_format or {}
+        if asked.get("type", "text") not in ("text", "json_object", "json_schema"):
+            raise _refused("response_format", "response_format: type must be text, json_object or json_schema")
+        if asked.get("type") == "json_schema":
+            described = asked.get("json_schema")
+            if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+                raise _refused("response_format", "response_format: json_schema.schema must be a JSON schema")
+        if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
+            message = "an answer by a JSON schema ends where that ends: no min_tokens, and no ignore_eos"
+            raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
         params = self.kv_transfer_params or {}
@@ -318,6 +331,19 @@ class GenerationRequest(_Strict):
     def hands_over(self) -> bool:
         """Whether another server continues from the prompt's KV."""
         return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers this server is to give."""
+        return 1 if self.hands_over else self.n or 1
+
+    @property
+    def json_schema(self) -> str | None:
+        """The JSON schema that the answer is to follow."""
+        asked = {} if self.hands_over else self.response_format or {}
+        if asked.get("type") == "json_schema":
+            return json.dumps(asked["json_schema"]["schema"])
+        return _ANY_OBJECT if asked.get("type") == "json_object" else None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -364,6 +390,19 @@ class ChatRequest(_ChatOptions, GenerationRequest):
     prompt_field, id_prefix = "messages", "chatcmpl"
 
     messages: _Messages
+    logprobs: bool | None = None
+    top_logprobs: _NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs and not self.hands_over:
+            raise _refused("top_logprobs", "top_logprobs needs logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are told of with every token; None: not even its own."""
+        return self.top_logprobs or 0 if self.logprobs and not self.hands_over else None
 
 
 class CompletionRequest(GenerationRequest):
@@ -379,6 +418,12 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[_TokenIds], Field(fail_fast=True)]
     )
     add_special_tokens: bool = True
+    logprobs: _NumLogprobs | Literal[False] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As of a chat."""
+        return None if self.logprobs is False or self.hands_over else self.logprobs
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":

@@ -25,6 +25,7 @@ class Limits:
         token_bytes: the KV of one token, in all layers.
         spare_tokens: the most tokens that an answer's KV has room for beyond its own.
         max_running: how many answers may run at once; None: as many as the KV allows.
+        max_answers: how many answers a request may ask for; None: as many as may run at once.
     """
 
     max_queue: int
@@ -32,6 +33,7 @@ class Limits:
     token_bytes: int
     spare_tokens: int = 0
     max_running: int | None = None
+    max_answers: int | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -39,9 +41,22 @@ class Limits:
         return self.max_kv_bytes // self.token_bytes - self.spare_tokens
 
     def bytes_of(self, order: Order, num_tokens: int) -> int:
-        """Return the most bytes that the KV of a prompt of so many tokens and of its answer takes."""
-        answer = 0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens
-        return (num_tokens + answer) * self.token_bytes
+        """Return the most bytes that the KV of a prompt of so many tokens and of its answers takes.
+
+        Raises:
+            ApiError: with status 400 where there can never be so many answers at once.
+        """
+        answer, count = (
+            0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens,
+            order.num_answers,
+        )
+        num_bytes = count * (num_tokens + answer) * self.token_bytes
+        most = min(each for each in (count, self.max_answers, self.max_running) if each is not None)
+        if count > 1 and num_bytes > self.max_kv_bytes:
+            most = min(most, self.max_kv_bytes * count // num_bytes)
+        if count > most:
+            raise ApiError(400, f"n is {count}, but this server gives such a request at most {most}", param="n")
+        return num_bytes
 
 
 class Scheduler:
@@ -91,12 +106,16 @@ class Scheduler:
             self._show()
 
     def make_ready(self, job: Job) -> bool:
-        """Put a request that was read at the end of the queue; False if it is not wanted any more."""
+        """Put a request that was read into the queue; False if it is not wanted any more.
+
+        Raises:
+            ApiError: as of :meth:`Limits.bytes_of`.
+        """
         with self.changed:
             if job.is_cancelled or self.is_stopping:
                 return False
-            job.record.ready = time.monotonic()
             job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
+            job.record.ready = time.monotonic()
             bisect.insort(self._ready, job, key=_due)
             self.changed.notify_all()
             return True
@@ -207,7 +226,8 @@ class Scheduler:
             return False
         first = self._ready[0]
         is_bounded = self.limits.max_running is not None and not first.read.order.hands_over
-        if is_bounded and len(self._running) >= self.limits.max_running:
+        num_running = sum(job.read.order.num_answers for job in self._running)
+        if is_bounded and num_running + first.read.order.num_answers > self.limits.max_running:
             return False
         return self._used() + first.kv_bytes <= self.limits.max_kv_bytes
 

@@ -21,7 +21,7 @@ from ..kv.offers import Offers
 from ..model.sizes import DecoderSizes
 from ..stats import free_memory_bytes
 from .app import build_app
-from .executor import Executor, follow
+from .executor import Executor, follow, why_one_at_a_time
 from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
@@ -163,6 +163,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         token_bytes=token_bytes,
         spare_tokens=GROWTH_ROWS,
         max_running=settings.max_running,
+        max_answers=1 if why_one_at_a_time(engine) else None,
     )
 
 

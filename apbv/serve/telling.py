@@ -1,26 +1,45 @@
-"""Telling a request's client what becomes of its answer, token by token."""
+"""Telling a request's client what becomes of an answer, token by token."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
+from ..input.request import Request
+from ..logprobs import TokenLogprobs
 from .job import Finished, Job, Piece
 from .requests import FinishReason
 from .scheduler import Scheduler
+
+
+class Decode(Protocol):
+    """Token ids to text; one thread at a time may call it."""
+
+    def __call__(self, tokens: Sequence[int], skip_special_tokens: bool) -> str: ...
 
 
 class Telling:
     """Sends the text of one answer to its client as it grows, and at last how it ended.
 
     Args:
-        decode: token ids to text, as of :func:`text_of`; called in the thread that calls this.
+        decode: called in the thread that calls this.
+        choice: which of the request's answers it is.
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, decode: Callable[[Sequence[int]], str]):
-        self._job, self._scheduler = job, scheduler
-        self._text, self._told = job.read.answer_text(decode), 0
+    def __init__(self, job: Job, scheduler: Scheduler, decode: Decode, choice: int = 0):
+        self._job, self._scheduler, self._decode, self._choice = job, scheduler, decode, choice
+        self._text, self._told = job.read.answer_text(partial(decode, skip_special_tokens=True)), 0
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_noted, self._last_at = 0, 0.0
         # Nobody needs the text of an unfinished answer that is not streamed, unless something in it may end it.
         self._reads_along = job.is_streamed or self._text.may_stop
+
+    def asked(self, request: Request) -> Request:
+        """Return a request for this answer alone."""
+        sampling = request.sampling
+        own = replace(sampling, seed=(sampling.seed + self._choice) % 2**64)
+        return replace(request, sampling=own, stop=self.stop, logprobs=self._logprobs)
 
     def stop(self, tokens: Sequence[int]) -> bool:
         """Take in all tokens so far; returns whether the answer is to end here."""
@@ -32,7 +51,7 @@ class Telling:
         return job.is_cancelled or self._text.stopped
 
     def finish(self, tokens: Sequence[int], reason: FinishReason, kv_params: dict[str, Any] | None = None) -> bool:
-        """End the request with its answer; False if it had ended, or its client had gone.
+        """End the answer, and with the last of its answers the request; False if that had ended already.
 
         Args:
             tokens: all tokens.
@@ -44,33 +63,39 @@ class Telling:
             self._scheduler.end(job, None, "cancelled")
             return False
         self._note(len(tokens))
-        self._tell(self._text.finish(tokens), tokens)
+        text = self._text.finish(tokens)
         reason = "stop" if self._text.stopped else reason
-        last = Finished(reason, len(tokens), list(tokens[self._told :]), kv_params)
-        return self._scheduler.end(job, last, reason)
+        self._send(text, tokens, reason)
+        job.num_finished += 1
+        if job.num_finished < job.read.order.num_answers:
+            return True
+        return self._scheduler.end(job, Finished(job.record.completion_tokens, kv_params), reason)
 
     def _tell(self, text: str, tokens: Sequence[int]) -> None:
         """Send some text and the tokens that have come; a stream hears of tokens that have no text, too."""
         if text or (self._job.is_streamed and len(tokens) > self._told):
-            self._job.send(Piece(text, list(tokens[self._told :])))
-            self._told = len(tokens)
+            self._send(text, tokens)
+
+    def _send(self, text: str, tokens: Sequence[int], reason: FinishReason | None = None) -> None:
+        new = slice(self._told, len(tokens))
+        logprobs = [
+            (self._spelt(token), told.logprob, [(self._spelt(other), value) for other, value in told.top])
+            for token, told in zip(tokens[new], self._logprobs[new], strict=False)
+        ]
+        self._job.send(Piece(text, list(tokens[new]), self._choice, reason, logprobs))
+        self._told = len(tokens)
+
+    def _spelt(self, token: int) -> str:
+        return self._decode([token], skip_special_tokens=False)
 
     def _note(self, num_tokens: int) -> None:
         """Note when the tokens came that are new."""
         record, now = self._job.record, time.monotonic()
-        if num_tokens == record.completion_tokens:
+        if num_tokens == self._num_noted:
             return
-        if record.first_token is None:
+        if self._num_noted:
+            self._scheduler.metrics.observe_token_gap(now - self._last_at)
+        elif record.first_token is None:
             record.first_token, record.prompt_tokens = now, self._job.read.num_tokens
-        else:
-            self._scheduler.metrics.observe_token_gap(now - record.last_token)
-        record.last_token, record.completion_tokens = now, num_tokens
-
-
-def text_of(tokenizer) -> Callable[[Sequence[int]], str]:
-    """Return a function from token ids to text without special tokens; one thread at a time may call it."""
-
-    def decode(tokens: Sequence[int]) -> str:
-        return tokenizer.decode(tokens, skip_special_tokens=True)
-
-    return decode
+        record.completion_tokens += num_tokens - self._num_noted
+        self._num_noted, self._last_at, record.last_token = num_tokens, now, now

@@ -26,7 +26,7 @@ from .job import Finished, Job
 from .reading import Reader, client_message
 from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
-from .telling import Telling, text_of
+from .telling import Telling
 
 # Seconds without a request after which host 0 tells the others that there is none. This is less than what hosts
 # wait for at a time, so that a wait between two requests is a single one.
@@ -60,7 +60,7 @@ class Worker:
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
         self.max_model_len = reader.max_model_len
         self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine, scheduler)
-        self._decode = text_of(executor.engine.tokenizer)
+        self._decode = executor.engine.tokenizer.decode
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._last_step_at, self._is_busy = time.monotonic(), False
         self.failure: BaseException | None = None
@@ -123,12 +123,14 @@ class Worker:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
             }
+            is_ready = self._scheduler.make_ready(job)
         except ApiError as error:
             if is_wanted():
                 return self.end(job, error, "invalid" if error.status < 500 else "failed")
+            is_ready = False
         except Exception as error:
             return self.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
-        if job.read is None or not self._scheduler.make_ready(job):
+        if not is_ready:
             outcome = "cancelled" if job.is_cancelled else "rejected"
             self.end(job, ApiError(503, "the server is stopping"), outcome)
 
@@ -230,19 +232,20 @@ class Worker:
         for data in sent:
             hosts.broadcast_bytes(data)
         decode = self._decoding.decode if command == PREFILL else self._decode
-        telling = Telling(job, self._scheduler, decode)
+        tellings = [Telling(job, self._scheduler, decode, choice) for choice in range(order.num_answers)]
+        asked = tellings[0].asked
 
         def open_files(_: ExitStack) -> list[Path]:
             return [file.path for file in media]
 
         if command == PREFILL:
-            return Prefilled(job, *executor.prefill(order, open_files, telling.stop, job.read.prompt), telling)
+            return Prefilled(job, *executor.prefill(order, open_files, asked, job.read.prompt), tellings)
         if command == HAND_OVER:
-            self._hand_over(job, executor.hand_over(order, open_files, telling.stop, job.read.prompt), telling)
+            self._hand_over(job, executor.hand_over(order, open_files, asked, job.read.prompt), tellings[0])
             return None
-        result = executor.answer(order, open_files, telling.stop, job.read.prompt)
+        result = executor.answer(order, open_files, asked, job.read.prompt)
         job.record.speculation = result.stats["speculation"]
-        telling.finish(result.token_ids, result.finish_reason)
+        tellings[0].finish(result.token_ids, result.finish_reason)
         return None
 
     def _hand_over(self, job: Job, handed: HandedOver, telling: Telling) -> None:

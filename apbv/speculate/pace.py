@@ -122,7 +122,9 @@ class Pace:
         return self._num_rounds >= 2 * 4**count or (count < _FEWEST_PLAIN_PASSES and self._seems_losing())
 
 
+# Why an answer is decoded without its draft.
 LOSING = "with it the answer takes longer than without"
+LOOKS_BACK = "with penalties or a JSON schema no token can be judged before all those before it are known"
 
 
 @dataclass

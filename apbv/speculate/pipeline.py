@@ -23,7 +23,7 @@ from ..warn import warn_caller
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link
-from .pace import LOSING, Pace, SpeculationStats
+from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .verify import verify_window
 
 
@@ -95,15 +95,18 @@ class _Target:
         """
         tokens = self._answer.tokens
         new, code = self._verify(rows)
+        self._answer.tell_of(rows[: len(new)], new)
         new, has_ended = self._answer.cut(new)
         has_rest = code == GO_ON
         seconds = self._stats.seconds_of_round()
         if tokens and not self._is_alone:  # at first the target waits for the draft's prefill
             self._pace.learn(len(self._pending.tokens), 0, len(new), *seconds)
-        is_losing = self.link is not None and not self._is_alone and self._pace.is_losing()
+        why_alone = None
+        if self.link is not None and not self._is_alone:
+            why_alone = LOOKS_BACK if self._answer.sampling.looks_back else self._pace.is_losing() and LOSING
         if has_ended:
             code = DONE
-        elif is_losing:
+        elif why_alone:
             code = ALONE
         self._with_link(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
         self._pending = Proposal([])
@@ -112,7 +115,7 @@ class _Target:
         elif has_rest:
             self._skip(first=False)
         if code == ALONE:
-            self._stats.switch_off(LOSING, len(tokens) + len(new))
+            self._stats.switch_off(why_alone, len(tokens) + len(new))
         return new, self._pending.tokens, has_ended
 
     def _verify(self, rows: Tensor) -> tuple[list[int], int]:

@@ -8,7 +8,7 @@ from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
 from ..timeline import Recorder
 from .drafters import Drafter, Learner, Proposal, pack_tokens, unpack_tokens
-from .pace import LOSING, Pace, SpeculationStats
+from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree
 from .verify import verify_window
 
@@ -40,7 +40,9 @@ def generate_speculatively(
     stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
     whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
-    new, is_drafting = [token], True
+    new, is_drafting = [token], not answer.sampling.looks_back
+    if not is_drafting:
+        stats.switch_off(LOOKS_BACK, 0)
     while True:
         answer.add(new)
         if has_ended:
@@ -79,16 +81,18 @@ def generate_speculatively(
 def _encode_verdict(answer: Answer, shape: Tree, proposal: Proposal, rows: Tensor, is_chain: bool) -> list[int]:
     """Encode for all hosts the token after the accepted path, the number of new tokens, the end, and the path."""
     index, drafted = answer.next_index, [answer.tokens[-1], *proposal.tokens]
-    rows = answer.allowed(rows, [index + depth for depth in shape.depths])
+    allowed = answer.allowed(rows, [index + depth for depth in shape.depths])
     try:
         if is_chain:
-            verdict = verify_window(proposal, rows, index, answer.sampling)
+            verdict = verify_window(proposal, allowed, index, answer.sampling)
             path, token = range(verdict.num_accepted + 1), verdict.next_token
         else:
-            path, token = verify_tree(shape, drafted, rows, index, answer.sampling)
+            path, token = verify_tree(shape, drafted, allowed, index, answer.sampling)
     except NotFiniteError:
         return [NO_TOKEN, 1, True, *pack_tokens([0], shape.depth + 1)]
-    new, has_ended = answer.cut([*(drafted[node] for node in path[1:]), token])
+    new = [*(drafted[node] for node in path[1:]), token]
+    answer.tell_of(rows[list(path)], new)
+    new, has_ended = answer.cut(new)
     return [token, len(new), has_ended, *pack_tokens(path, shape.depth + 1)]
 
 

@@ -188,17 +188,17 @@ class InProcess:
 
     Args:
         hands_over: whether KV is held for other servers, which have an hour to fetch it.
-        model, max_model_len: what answers, and how much it may read and write.
+        model, max_model_len, max_running: what answers, how much it may read and write, and how many at once.
     """
 
-    def __init__(self, media, max_queue=4, hands_over=False, model="demo", max_model_len=48):
+    def __init__(self, media, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None):
         self.loop = asyncio.new_event_loop()
         hosts = HostGroup.single("cpu")
         self.engine = engine = Engine.from_pretrained(model, hosts=hosts, dtype="float32")
         self.private_files, frames = PrivateFiles(), {"num_frames": 8, "max_frames": 16}
         settings = RequestSettings(max_model_len=max_model_len, max_new_tokens=1, media=media, **frames)
         reader = Reader(engine, settings, self.private_files)
-        limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10)
+        limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
         scheduler = Scheduler(Reporter(Metrics("demo")), limits)
         patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": scheduler.end_offer}
         self.offers = Offers(hosts, **patient) if hands_over else None
@@ -224,6 +224,13 @@ class InProcess:
 def post(app: InProcess, path: str, headers: dict | None = None, **body) -> httpx.Response:
     """Post a JSON object."""
     return app.request("POST", path, content=json.dumps(body).encode(), headers=headers)
+
+
+def chunks(reply: httpx.Response) -> list[dict]:
+    """The events of a stream."""
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert reply.status_code == 200 and lines.pop() == "[DONE]", reply.text
+    return [json.loads(line) for line in lines]
 
 
 def asking(**fields) -> bytes:

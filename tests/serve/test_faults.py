@@ -120,7 +120,7 @@ def hand_over_job(hosts: HostGroup) -> list[tuple[type, str, bool]]:
             with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, ValueError)) as caught:
                 if hosts.rank == where:
                     patch.setattr(name, fails)
-                carried_out.hand_over(order, lambda _: [demo.video_path()], lambda _: False)
+                carried_out.hand_over(order, lambda _: [demo.video_path()])
             in_step = carried_out.is_usable and exchange_commands(hosts, WAIT, False) == (WAIT, False)
             told.append((type(caught.value), str(caught.value), in_step))
     return told

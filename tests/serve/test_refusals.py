@@ -26,7 +26,8 @@ def image(**fields) -> dict:
 REFUSED = {
     CHAT: [
         (chat(model="gpt"), "model"),
-        (chat(n=2), "n"),
+        (chat(n=129), "n"),
+        (chat(top_logprobs=1), "top_logprobs"),
         (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
         (chat(fps=1e308), "fps"),
         (chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
@@ -46,7 +47,7 @@ REFUSED = {
         ({"prompt": ["a", "b"]}, "prompt", "one prompt per request, not 2"),
         ({"prompt": [1, 10**6]}, "prompt"),
         ({"prompt": [1, 6]}, "prompt"),  # a placeholder of the video
-        ({"prompt": "x", "logprobs": 0}, "logprobs"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "top_k": -2}, "top_k"),
         ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias", "go from 0 to"),

@@ -12,7 +12,7 @@ from apbv.kv.ticket import Ticket
 from apbv.serve.requests import ChatRequest, CompletionRequest
 from apbv.stats import StageTimer
 
-from servers import HAND_OVER, part, post, text
+from servers import HAND_OVER, chunks, part, post, text
 
 PROMPT = "name the letters in order"
 CHAT = [{"role": "user", "content": "x"}]
@@ -23,12 +23,6 @@ def complete(app, prompt=PROMPT, **fields) -> dict:
     reply = post(app, "/v1/completions", prompt=prompt, **fields)
     assert reply.status_code == 200, reply.text
     return reply.json()
-
-
-def chunks(reply) -> list[dict]:
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-    assert reply.status_code == 200 and lines.pop() == "[DONE]", reply.text
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")

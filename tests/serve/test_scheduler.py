@@ -152,7 +152,7 @@ def test_what_counts_is_what_buffers_take(app):
     order = Order({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
     state, taken = engine.prefill("x" * 40), []
     batch = Batch(engine.parts)
-    member = batch.join(state, order.request(engine.hosts, [], lambda _: False))
+    member = batch.join(state, order.request(engine.hosts, []))
     while len(batch):
         taken.append(sum(buffer.nbytes for pair in member.kv.buffers for buffer in pair))
         batch.step()

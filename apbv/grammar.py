@@ -1,0 +1,82 @@
+"""Answers that follow a JSON schema: which tokens may come next. llguidance, an extra, says so."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .transfer import to_device
+
+# JSON as models write it on one line; where blanks are free, a weak model writes nothing else.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_SCHEMA_CHARS = 2**16  # one of this length takes half a second to compile
+
+
+class Grammar:
+    """Follows one answer, and says after every token which may come next.
+
+    Args:
+        matcher: llguidance's ``LLMatcher``.
+    """
+
+    def __init__(self, matcher):
+        self._matcher = matcher
+
+    def copy(self) -> "Grammar":
+        """Return one that goes on from here by itself."""
+        return Grammar(self._matcher.deep_copy())
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return logits ``[1, V]`` for the next token, -inf for those that may not come.
+
+        Raises:
+            RuntimeError: the schema takes too long to follow.
+        """
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise RuntimeError(f"the JSON schema cannot be followed: {self._matcher.get_error():.200}")
+        may_come = torch.from_numpy(np.unpackbits(mask, count=logits.shape[1], bitorder="little"))
+        return logits.masked_fill(to_device(may_come == 0, logits.device), -torch.inf)
+
+    def take(self, token: int) -> None:
+        """Go on by a token that might come."""
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Makes grammars for answers of one model.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        vocab_size: how many logits the model has.
+        eos_token_ids: the tokens that may come where an answer is complete.
+
+    Raises:
+        ValueError: llguidance is not installed, or does not know this kind of tokenizer.
+    """
+
+    def __init__(self, tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]):
+        try:
+            from llguidance import hf
+        except ImportError as error:
+            raise ValueError("JSON schemas need llguidance: pip install 'apbv[json]'") from error
+        self._tokenizer = hf.from_tokenizer(tokenizer, vocab_size, list(eos_token_ids) or None)
+
+    def begin(self, json_schema: str) -> Grammar:
+        """Compile a schema for an answer that has no tokens yet.
+
+        Raises:
+            ValueError: it is no JSON schema, too long, or says what is not supported.
+        """
+        from llguidance import LLMatcher
+
+        if len(json_schema) > _MAX_SCHEMA_CHARS:
+            raise ValueError(f"a JSON schema may have at most {_MAX_SCHEMA_CHARS} characters")
+        try:
+            matcher = LLMatcher(
+                self._tokenizer, LLMatcher.grammar_from_json_schema(json_schema, defaults=_SPACING)
+            )
+        except ValueError as error:
+            raise ValueError(f"this is no JSON schema: {error}") from error
+        if matcher.is_error():
+            raise ValueError(f"this JSON schema is not supported: {matcher.get_error():.200}")
+        return Grammar(matcher)

@@ -1,0 +1,138 @@
+"""Answers that are more than a text: several to a prompt, with log probabilities, and by a JSON schema."""
+
+import json
+from contextlib import closing
+from typing import Literal
+
+import jsonschema
+import openai
+import pytest
+import torch
+from pydantic import BaseModel, Field
+
+from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
+from apbv.serve.media import MediaSettings
+
+from servers import InProcess, chunks, post
+
+CHAT, RAW, PROMPT = "/v1/chat/completions", "/v1/completions", "name the letters in order"
+SCHEMA = {
+    "type": "object",
+    "properties": {"letter": {"enum": ["X", "J"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["letter", "count"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEMA}}
+DRAFTS = [None, SpeculativeConfig(strategy="ngram"), SpeculativeConfig(strategy="vanilla", num_draft_tokens=3)]
+
+
+@pytest.fixture(scope="module", params=DRAFTS, ids=lambda draft: draft.strategy if draft else "alone")
+def engine(request) -> Engine:
+    hosts = HostGroup.single("cpu")
+    return Engine.from_pretrained("demo", hosts=hosts, dtype="float32", speculate=request.param)
+
+
+@pytest.fixture(scope="module")
+def app():
+    with closing(InProcess(MediaSettings(), max_model_len=400, max_running=3)) as app:
+        yield app
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_log_probabilities_are_those_of_the_models_logits(engine, temperature):
+    """Drafted or not, before temperature and bias; and only of the tokens that the answer has."""
+    sampling = SamplingParams(
+        max_new_tokens=9, temperature=temperature, seed=3, ignore_eos=True, logprobs=2, logit_bias=((40, 5.0),)
+    )
+    told = engine.generate(PROMPT, sampling=sampling)
+    prompt = engine.prefill(PROMPT).inputs.input_ids[0].tolist()
+    with torch.no_grad():
+        logits = engine.model(input_ids=torch.tensor([prompt + told.token_ids])).logits[0].double()
+    expected = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
+    assert len(told.logprobs) == len(told.token_ids) == 9
+    for row, token, given in zip(expected, told.token_ids, told.logprobs, strict=True):
+        assert given.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        best = row.topk(2)
+        assert [value for _, value in given.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert row[[token for token, _ in given.top]].tolist() == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_by_a_schema_is_json_that_fits_it(engine, temperature):
+    """With a draft, which is switched off, the same."""
+    settings = {"max_new_tokens": 40, "temperature": temperature, "seed": 5, "json_schema": json.dumps(SCHEMA)}
+    told = engine.generate(PROMPT, sampling=SamplingParams(**settings))
+    jsonschema.validate(json.loads(told.text), SCHEMA)
+    assert told.finish_reason == "stop"
+    alone = Engine(engine.model, engine.processor, hosts=HostGroup.single("cpu"))
+    assert alone.generate(PROMPT, sampling=SamplingParams(**settings)).token_ids == told.token_ids
+    if told.stats["speculation"] is not None:
+        assert "JSON schema" in told.stats["speculation"]["switched_off"]
+    assert engine.generate(PROMPT, max_new_tokens=9).text != told.text
+
+
+def test_several_answers_are_those_of_the_next_seeds(app):
+    fields = {"prompt": PROMPT, "max_tokens": 6, "temperature": 1.8, "ignore_eos": True, "return_token_ids": True}
+    fields |= {"stop": ["qq"], "logprobs": 1}
+    together = post(app, RAW, **fields, n=3, seed=7).json()
+    for index, choice in enumerate(together["choices"]):
+        (alone,) = post(app, RAW, **fields, seed=7 + index).json()["choices"]
+        for each in (choice, alone):  # rounding differs with the number of rows
+            each["logprobs"].pop("token_logprobs"), each["logprobs"].pop("top_logprobs")
+        assert choice == {**alone, "index": index}
+    assert together["usage"]["completion_tokens"] == 18
+    assert together["usage"]["prompt_tokens"] == len(together["choices"][0]["prompt_token_ids"])
+    streamed = chunks(post(app, RAW, **fields, n=3, seed=7, stream=True, stream_options={"include_usage": True}))
+    assert streamed[-1]["usage"] == together["usage"]
+    for index, choice in enumerate(together["choices"]):
+        own = [chunk["choices"][0] for chunk in streamed[:-1] if chunk["choices"][0]["index"] == index]
+        assert "".join(each["text"] for each in own) == choice["text"] and own[-1]["finish_reason"] == "length"
+        logprobs = [each["logprobs"] for each in own if each["logprobs"]]
+        for name in ("tokens", "text_offset"):
+            assert [one for each in logprobs for one in each[name]] == choice["logprobs"][name]
+
+
+def test_a_chat_tells_the_log_probabilities_of_each_token(app):
+    fields = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, "ignore_eos": True}
+    (choice,) = post(app, CHAT, **fields, logprobs=True, top_logprobs=2).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 4
+    for token in content:
+        assert bytes(token["bytes"]).decode() == token["token"]
+        values = [other["logprob"] for other in token["top_logprobs"]]
+        assert len(values) == 2 and values[0] == token["logprob"] > values[1]
+    (choice,) = post(app, CHAT, **fields, logprobs=True).json()["choices"]
+    assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[]] * 4
+
+
+class Told(BaseModel):
+    letters: list[Literal["X", "J"]] = Field(max_length=2)
+    count: int = Field(ge=0, le=9)
+
+
+def test_openais_client_parses_an_answer(app):
+    """Each of several answers is JSON, too."""
+    client = openai.AsyncOpenAI(base_url="http://server/v1", api_key="-", http_client=app.client)
+    asked = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300}
+    told = app.loop.run_until_complete(client.chat.completions.parse(**asked, response_format=Told))
+    assert isinstance(told.choices[0].message.parsed, Told)
+    reply = post(app, RAW, prompt=PROMPT, response_format=FORMAT, n=2, max_tokens=40, temperature=1.0).json()
+    for choice in reply["choices"]:
+        jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+
+
+def test_what_no_answer_can_follow_is_refused(app):
+    with pytest.raises(ValueError, match="at most 65536 characters"):
+        app.engine.generate("x", sampling=SamplingParams(json_schema=json.dumps({"enum": ["x" * 70_000]})))
+    schemas = [{"type": 7}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}]
+    formats = [{**FORMAT, "json_schema": {"name": "x", "schema": schema}} for schema in schemas]
+    for form in (*formats, {"type": "json_schema"}, {"type": "grammar"}):
+        error = post(app, RAW, prompt="x", response_format=form).json()["error"]
+        assert error["param"] == "response_format", form
+    for fields in ({"min_tokens": 1}, {"ignore_eos": True}):
+        assert post(app, RAW, prompt="x", response_format=FORMAT, **fields).status_code == 400
+
+
+def test_no_more_answers_are_asked_for_than_may_run(app):
+    error = post(app, RAW, prompt="x", n=4).json()["error"]
+    assert error["param"] == "n" and "at most 3" in error["message"]
