@@ -22,8 +22,6 @@ FEATURES = {
     "handing_over": "`--kv-transfer`",
     "context": "`--context`",
     "source": "`--video`, `--image` or `--audio`",
-    "save_kept": "`--save-kept`",
-    "several_sources": "several videos, or images",
     "draft_host": "`--draft-host`",
     "one_model": "`std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
     "self_drafting": "`std`, `std_apbv`, `streaming` or `layerskip`",
@@ -72,8 +70,6 @@ REFUSALS = {
     ("context", "source"): (
         "a prompt is about a text, or about videos, images and audio, but {source} and {context} were given"
     ),
-    ("save_kept", "several_sources"): "--save-kept draws the frames of one video: not of several, nor images",
-    ("save_kept", "draft_host"): "--save-kept shows what host 0's draft saw: not together with --draft-host",
     ("draft_host", "one_model"): (
         "{one_model} drafts without a second model: there is nothing for a draft host to do"
     ),

@@ -15,16 +15,13 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup
 from apbv.input.audio import AudioError, has_audio
-from apbv.input.video import read_frames, sample_uniform
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
 from apbv.launch.progress import ProgressLine
 from apbv.speculate import STRATEGIES
-from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
 
-MAX_FRAMES_DRAWN = 36
 _SHOWN_OVERLAP_MS = 0.1
 
 
@@ -78,8 +75,6 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
             print(table(answer, options, hosts.size), file=sys.stderr, flush=True)
             if options.json:
                 append_json_lines(options.json, [answer.stats])
-            if options.save_kept:
-                save_kept(answer, options)
             if options.timeline:
                 write_timeline(options.timeline, answer.timeline)
 
@@ -141,7 +136,7 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a file cannot be written.
     """
-    for name in ("json", "timeline", "save_kept"):
+    for name in ("json", "timeline"):
         wanted = getattr(options, name)
         if wanted is None:
             continue
@@ -152,24 +147,6 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
             raise ValueError(f"{option} {path}: there is no directory {path.parent}")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"{option} {path} cannot be written")
-    if options.save_kept and Path(options.save_kept).suffix.lower() not in Image.registered_extensions():
-        raise ValueError(f"--save-kept {options.save_kept}: no picture format has this ending; .png has one")
-
-
-def save_kept(answer: GenerateResult, options: argparse.Namespace) -> None:
-    """Draw some frames, evenly chosen, with the visual tokens that the draft saw.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    rows = sample_uniform(len(answer.kept), MAX_FRAMES_DRAWN)
-    num_merged = -(-len(answer.frames) // len(answer.kept))  # frames of one temporal patch
-    numbers = [answer.frames[row * num_merged] for row in rows]
-    picture = draw_kept(read_frames(answer.video, numbers), answer.kept[rows].numpy(), numbers)
-    try:
-        picture.save(options.save_kept)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot write the picture {options.save_kept}: {error}") from error
 
 
 def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -> str:
@@ -226,9 +203,8 @@ def _speculation(
         who = options.draft_model or "the packaged draft"
     else:
         who = "the target itself" if strategy.runs_target else "no model"
-    place = (
-        "on the draft host" if on_draft_host else "in a thread of host 0" if options.draft_host else "on host 0"
-    )
+    beside = "in a thread of host 0" if options.draft_host else "on host 0"
+    place = "on the draft host" if on_draft_host else beside
     rows = [("drafting", f"{figures['strategy']}, by {who} {place}")]
     if figures.get("lost_draft"):
         rows.append(("", f"went on alone: {figures['lost_draft']}"))

@@ -51,8 +51,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     decode = parser.add_argument_group("decode")
     add_settings(decode, ANSWER_LENGTH)
     add_settings(decode, SAMPLING, with_defaults=True)
-    draft = add_draft_options(parser)
-    draft.add_argument("--save-kept", metavar="PNG", help="a picture of the visual tokens that the draft saw")
+    add_draft_options(parser)
 
     parser.add_argument("--json", metavar="FILE", help="append the figures as one JSON line")
     parser.add_argument("--timeline", metavar="FILE", help="what happened when, for ui.perfetto.dev")
@@ -66,18 +65,12 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         options.video = [str(demo.video_path()) if path == "demo" else path for path in options.video]
     if options.prompt is None:
         parser.error("--prompt is required")
-    for name in ("frames", "fps", "video_backend", "video_chunk_mib", "save_kept", "audio_in_video"):
+    for name in ("frames", "fps", "video_backend", "video_chunk_mib", "audio_in_video"):
         if getattr(options, name) is not None and options.video is None:
             parser.error(f"--{name.replace('_', '-')} needs a --video")
     shown = next((f"--{name}" for name in ("video", "image", "audio") if getattr(options, name)), None)
     try:
-        refuse(
-            context=options.context and "--context",
-            source=shown,
-            save_kept=options.save_kept,
-            several_sources=options.image or len(options.video or ()) > 1,
-            draft_host=options.draft_host,
-        )
+        refuse(context=options.context and "--context", source=shown)
     except ValueError as error:
         parser.error(str(error))
     check(parser, options)

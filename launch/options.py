@@ -299,8 +299,8 @@ def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options for a draft that were given, most by the names of :class:`SpeculativeConfig`."""
-    others = {name: getattr(options, name, None) for name in ("captioner", "save_kept")}
-    return given(options, SpeculativeConfig) | {name: value for name, value in others.items() if value is not None}
+    captioner = getattr(options, "captioner", None)
+    return given(options, SpeculativeConfig) | ({} if captioner is None else {"captioner": captioner})
 
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:

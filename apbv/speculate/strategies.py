@@ -55,11 +55,6 @@ class Strategy:
     num_tree_nodes: int | None = None
     reads_text_only: bool = False
 
-    @property
-    def shows_kept(self) -> bool:
-        """Whether the draft sees the same visual tokens in all layers and heads, which can be shown."""
-        return self.needs_draft_model or self.build is builders.draft_on_latest_kv
-
 
 def keep_policy(config: SpeculativeConfig) -> str | None:
     """Return the policy that chooses the visual tokens which the draft sees."""
@@ -170,8 +165,8 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     """Refuse settings that a user gave and that would have no effect.
 
     Args:
-        given: the names of the given settings, also of those with the default value; ``"captioner"``, and
-            ``"save_kept"`` for a picture of the kept tokens, can be among them.
+        given: the names of the given settings, also of those with the default value; ``"captioner"`` can be among
+            them.
 
     Raises:
         ValueError: the strategy, or its choice of visual tokens, ignores one of them.
@@ -185,7 +180,6 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
         ("prune", is_pruned and not strategy.needs_verdicts, "drops nothing that its draft has read"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
         ("captioner", config.needs_caption, "drafts from no caption"),
-        ("save_kept", strategy.shows_kept, "does not choose the same visual tokens in all layers and heads"),
     ):
         if setting in given and not applies:
             raise ValueError(f"{name} {reason}: {setting} does not apply")

@@ -75,9 +75,7 @@ def test_torchruns_single_thread_becomes_a_share_of_the_cores(monkeypatch):
 REFUSED = {
     "--video missing.mp4": "missing.mp4",
     "--image text.png": "cannot read the image text.png: ",
-    "--save-kept kept.xyz --speculate streaming": "no picture format has this ending",
     "--speculate vanilla --draft-model ./no": "cannot load the model ./no: there is no such directory",
-    "--speculate std --save-kept kept.png": "save_kept does not apply",
 }
 
 
@@ -94,7 +92,6 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(infer, weightless
 
 WITHOUT_EFFECT = {
     "--frames 8": "--frames needs a --video",
-    "--speculate specvlm --save-kept a.png --video a --video b": "--save-kept draws the frames of one video",
     "--sparse-threshold 0.5": "--sparse-threshold needs --sparse, or a sparse --method",
     "--method xattention --sparse-similarity 0": "--sparse-similarity needs --sparse or --method spargeattn",
     "--method ulysses --sparse xattention": "sparse attention is for full, apbv, apb and star",

@@ -35,7 +35,7 @@ from .scoring import Score, markdown, plot, score, summary
 from support.simulated import share_weights, simulate
 
 # Options of an engine on which no answer depends.
-_WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "save_kept", "cuda_graphs", "backend"}
+_WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "cuda_graphs", "backend"}
 _MOST_NAMED = 5
 
 
