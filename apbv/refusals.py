@@ -23,6 +23,7 @@ FEATURES = {
     "context": "`--context`",
     "source": "`--video`, `--image` or `--audio`",
     "draft_host": "`--draft-host`",
+    "one_host": "one host",
     "one_model": "`std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
     "self_drafting": "`std`, `std_apbv`, `streaming` or `layerskip`",
     "tensor_parallel": "`--tensor-parallel`",
@@ -111,6 +112,7 @@ REFUSALS = {
         "{ranking_on_draft_host} goes by what the target's prefill sees, and {reduction} leaves some of that out: "
         "on a draft host choose another, such as keep='even'"
     ),
+    ("draft_host", "one_host"): "a draft host drafts for others: it needs at least two hosts",
     ("caption", "no_captioner"): "the ensemble {caption} drafts from a caption: it needs a captioner",
 }
 

@@ -203,8 +203,7 @@ def _speculation(
         who = options.draft_model or "the packaged draft"
     else:
         who = "the target itself" if strategy.runs_target else "no model"
-    beside = "in a thread of host 0" if options.draft_host else "on host 0"
-    place = "on the draft host" if on_draft_host else beside
+    place = "on the draft host" if on_draft_host else "on host 0"
     rows = [("drafting", f"{figures['strategy']}, by {who} {place}")]
     if figures.get("lost_draft"):
         rows.append(("", f"went on alone: {figures['lost_draft']}"))

@@ -100,7 +100,7 @@ SPARSE = _of(
 DRAFT = _of(
     SpeculativeConfig,
     ("--draft-model", "draft_model", "a directory or a hub id (demo: the packaged one)", {"metavar": "PATH"}),
-    ("--draft-host", "draft_host", "the last host (of one: a thread) drafts while the others verify"),
+    ("--draft-host", "draft_host", "the last host drafts while the others verify"),
     ("--num-draft-tokens", "num_draft_tokens", "tokens drafted per round", {"metavar": "N|auto"}),
     ("--keep-losing-draft", "keep_losing_draft", "draft on even where an answer takes longer with the draft"),
     ("--num-tree-nodes", "num_tree_nodes", "draft a tree of N tokens instead of a chain (sd_tree: 25)"),

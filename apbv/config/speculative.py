@@ -72,8 +72,7 @@ class SpeculativeConfig(Checked):
             alone; C needs a captioner.
         num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round instead of a chain of
             γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and a chain for the others.
-        draft_host: the last host of the group drafts while the others, which run the target, verify; on a single
-            host a thread drafts, on a CUDA stream of its own.
+        draft_host: the last of at least two hosts drafts while the others, which run the target, verify.
         draft_timeout: seconds after which the target's hosts go on without a draft host that does not answer, even
             if it is still computing; at most a quarter of the hosts' own timeout.
 

@@ -1,28 +1,22 @@
-"""Answering with target and draft side by side, on different hosts or in two threads of one."""
+"""Answering with target and draft side by side, on different hosts."""
 
-import queue
-import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 
-import torch
 from torch import Tensor
 
-from ..config import DecodeConfig, SamplingParams, SpeculativeConfig
+from ..config import SpeculativeConfig
 from ..hosts import HostError, HostGroup
-from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
-from ..prefilling.prefiller import Prefiller
+from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.result import PrefillResult
 from ..prefilling.stages import Watcher
-from ..stats import StageTimer
 from ..warn import warn_caller
 from .draft import Draft, DraftTask, kept_by_frame
-from .link import DRAFT, FAILED, GO_ON, TARGET, Link, LocalChannel, ReceivedScores
+from .link import FAILED, GO_ON, Link, ReceivedScores
 from .pace import Pace
 from .pipeline import DraftReport, draft_beside, generate_beside_draft
 from .strategies import STRATEGIES, keep_policy, make_watcher
@@ -140,139 +134,23 @@ class Pair:
                 warn_caller("going on without the draft host after a request that failed")
 
 
-def draft_request(
-    pair: Pair,
-    draft: ModelParts,
-    inputs: ModelInputs,
-    config: SpeculativeConfig,
-    sampling: SamplingParams,
-    timer: StageTimer,
-) -> tuple[list[int], DraftReport, Draft]:
-    """Draft for a request that both sides have begun; on the draft host.
-
-    The draft reads the prompt and drafts while the target prefills, unless it needs the target's scores first.
-
-    Returns:
-        The new tokens, the report, and the draft that drafted last.
-    """
-    num_visual = int(draft.is_visual(inputs.input_ids[0]).sum())
-    is_scored = num_visual and make_watcher(config, draft) is not None
-    awaited = ReceivedScores(pair.link, num_visual) if is_scored else None
-    task = DraftTask(
-        target=draft,
-        draft=draft,
-        inputs=inputs,
-        state=None,
-        scores=awaited and awaited.result,
-        hosts=pair.hosts,
-        config=config,
-        keep=keep_policy(config),
-        sampling=sampling,
-        vocab_size=pair.link.shared_vocab,
-        leave_last=True,
-        awaited=awaited,
-    )
-    try:
-        try:
-            with timer.stage("draft"):
-                made = STRATEGIES[config.strategy].build(task)
-        except HostError:  # the target failed, and need not be told
-            raise
-        except Exception:
-            pair.link.send_failure(first=True)
-            raise
-        with timer.stage("decode"), apbv_attention(draft.language_model):
-            last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
-            return draft_beside(pair.link, made, last, timer.spans, stops_with_target=is_auto)
-    except Exception:
-        pair.link = None
-        raise
-
-
-class DraftThread:
-    """Runs the draft beside the target in the same process.
-
-    On a GPU they share the device, each with a CUDA stream of its own; on a CPU they share its cores and Python's
-    lock. Measure whether that is faster than taking turns (benchmarks/speculative.py).
-
-    Attributes:
-        pair: the target's end.
-    """
-
-    def __init__(self, draft: ModelParts, hosts: HostGroup, config: SpeculativeConfig):
-        # Its steps are not recorded while the other thread has kernels of its own to launch and to record.
-        self._draft = replace(draft, decode=DecodeConfig(cuda_graphs="off"))
-        self._hosts, self._config = hosts, config
-        self._thread: threading.Thread | None = None
-        self._stream = torch.cuda.Stream(hosts.device) if hosts.device.type == "cuda" else None
-        self.pair, self._pair = self._ends()
-
-    def _ends(self) -> tuple[Pair, Pair]:
-        """Return new ends of a pair, the target's and the draft's."""
-        config, hosts = self._config, self._hosts
-        to_target, to_draft = queue.Queue(), queue.Queue()
-
-        def link(rank: int) -> Link:
-            # The draft waits while the target prefills, however long that takes.
-            patience = threading.TIMEOUT_MAX
-            return Link(
-                LocalChannel(rank, to_target, config.draft_timeout), LocalChannel(rank, to_draft, patience)
-            )
-
-        return Pair(hosts, is_draft=False, link=link(TARGET)), Pair(hosts, is_draft=True, link=link(DRAFT))
-
-    def start(self, inputs: ModelInputs, sampling: SamplingParams) -> None:
-        """Start to draft for a request that the target is about to begin."""
-        if self.pair.link is None:  # an earlier request failed, and its thread knows
-            self.pair, self._pair = self._ends()
-        self._thread = threading.Thread(target=self._run, args=(self._pair, inputs, sampling), daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait until the thread has ended, unless the target has given it up."""
-        if self._thread is not None and self.pair.link is not None:
-            self._thread.join()
-        self._thread = None
-
-    def _run(self, pair: Pair, inputs: ModelInputs, sampling: SamplingParams) -> None:
-        config = self._config
-        try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                with pair.beginning(config, self._draft.vocab_size, sampling.temperature > 0):
-                    pass
-                draft_request(pair, self._draft, inputs, config, sampling, StageTimer(self._hosts))
-        except HostError:  # the target has given up on it, or on the request
-            pass
-        except Exception as error:  # the target has been told that there will be no draft
-            warnings.warn(f"the draft failed: {type(error).__name__}: {error}", stacklevel=2)
-
-
 class BesideDraft:
-    """Answers on the target's hosts, while the draft runs on another host or in another thread.
+    """Answers on the target's hosts, while the draft runs on another host.
 
     Args:
         pair: the target's end of the pair.
-        thread: the draft in another thread of this host; None where the draft has a host of its own.
     """
 
     prefills = True
 
-    def __init__(
-        self, target: ModelParts, config: SpeculativeConfig, pair: Pair, thread: DraftThread | None = None
-    ):
-        self._target, self._config, self._pair, self._thread = target, config, pair, thread
+    def __init__(self, target: ModelParts, config: SpeculativeConfig, pair: Pair):
+        self._target, self._config, self._pair = target, config, pair
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
-        agreed = self._config, self._target.vocab_size, request.sampling.temperature > 0
-        with self._pair.beginning(*agreed) if self._thread is None else nullcontext():
+        with self._pair.beginning(self._config, self._target.vocab_size, request.sampling.temperature > 0):
             read = prefiller.read(request)
         with closing(read):
-            if self._thread is not None:
-                self._thread.start(read.inputs, read.request.sampling)
-                self._pair = self._thread.pair
-                with self._pair.beginning(*agreed):
-                    pass
             try:
                 watcher = make_watcher(self._config, self._target) if read.inputs.visual is not None else None
                 if watcher is not None:  # the draft can use its scores before the prefill ends
@@ -283,8 +161,6 @@ class BesideDraft:
             except BaseException:
                 self._pair.fail()
                 raise
-            if self._thread is not None:
-                self._thread.finish()
             return Outcome(read, state, answered)
 
     def _decode(self, request: Request, watcher: Watcher | None, state: PrefillResult) -> Answered:
@@ -315,25 +191,69 @@ class DraftHost:
     prefills = False
 
     def __init__(self, draft: ModelParts, config: SpeculativeConfig, pair: Pair):
-        self._draft, self._config, self._pair = draft, config, pair
+        self._model, self._config, self._pair = draft, config, pair
         self.hosts = pair.hosts
 
     def answer(self, request: Request, prefiller: Prefiller) -> Outcome:
         request = replace(request, stop=None)  # this host is told where the answer ends
-        with self._pair.beginning(self._config, self._draft.vocab_size, request.sampling.temperature > 0):
+        with self._pair.beginning(self._config, self._model.vocab_size, request.sampling.temperature > 0):
             read = prefiller.read(request)
         request = read.request
         # Should the target go on alone, this host waits for it after the request.
         with closing(read), self.hosts.working("draft"):
-            tokens, report, draft = draft_request(
-                self._pair, self._draft, read.inputs, self._config, request.sampling, request.timer
-            )
+            try:
+                tokens, report, draft = self._draft_for(read)
+            except Exception:
+                self._pair.link = None
+                raise
         request.timer.mark_first_token()
         for token in tokens:
             if request.on_token is not None:
                 request.on_token(token)
-        kept = kept_by_frame(self._draft, read.inputs, draft.kept)
+        kept = kept_by_frame(self._model, read.inputs, draft.kept)
         return Outcome(read, None, Answered(tokens, {"role": "draft", "num_drafted": report.num_drafted}, kept))
+
+    def _draft_for(self, read: ReadRequest) -> tuple[list[int], DraftReport, Draft]:
+        """Read the prompt and draft while the target prefills, unless the target's scores are needed first.
+
+        Returns:
+            The new tokens, the report, and the draft that drafted last.
+        """
+        parts, link, config, inputs, timer = (
+            self._model,
+            self._pair.link,
+            self._config,
+            read.inputs,
+            read.request.timer,
+        )
+        num_visual = int(parts.is_visual(inputs.input_ids[0]).sum())
+        is_scored = num_visual and make_watcher(config, parts) is not None
+        awaited = ReceivedScores(link, num_visual) if is_scored else None
+        task = DraftTask(
+            target=parts,
+            draft=parts,
+            inputs=inputs,
+            state=None,
+            scores=awaited and awaited.result,
+            hosts=self.hosts,
+            config=config,
+            keep=keep_policy(config),
+            sampling=read.request.sampling,
+            vocab_size=link.shared_vocab,
+            leave_last=True,
+            awaited=awaited,
+        )
+        try:
+            with timer.stage("draft"):
+                made = STRATEGIES[config.strategy].build(task)
+        except HostError:  # the target failed, and need not be told
+            raise
+        except Exception:
+            link.send_failure(first=True)
+            raise
+        with timer.stage("decode"), apbv_attention(parts.language_model):
+            last, is_auto = int(inputs.input_ids[0, -1]), config.num_draft_tokens == "auto"
+            return draft_beside(link, made, last, timer.spans, stops_with_target=is_auto)
 
 
 def beside_draft(
@@ -345,8 +265,5 @@ def beside_draft(
         target: the target; None on the draft host.
         draft: the draft model, on the host that drafts; else None.
     """
-    if hosts.size == 1:
-        thread = DraftThread(draft, hosts, config)
-        return BesideDraft(target, config, thread.pair, thread)
     pair = Pair.of(hosts, config)
     return DraftHost(draft, config, pair) if pair.is_draft else BesideDraft(target, config, pair)

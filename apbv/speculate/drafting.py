@@ -14,7 +14,6 @@ from ..model.loading import load_model, read_config
 from ..model.parts import ModelParts, inspect_model, require_supported
 from .beside import BesideDraft, DraftHost, beside_draft
 from .strategies import (
-    drafts_elsewhere,
     make_watcher,
     reads,
     require_consistent,
@@ -54,11 +53,12 @@ class Drafting:
 
     def __init__(self, config: SpeculativeConfig | None, hosts: HostGroup, captioner: Captioner | None):
         self._config, self._hosts, self._captioner = config, hosts, captioner
+        self._has_draft_host = config is not None and config.draft_host
 
     @property
     def drafts_only(self) -> bool:
         """Whether this is the draft host, which does not run the target."""
-        return drafts_elsewhere(self._config, self._hosts) and self._hosts.rank == self._hosts.size - 1
+        return self._has_draft_host and self._hosts.rank == self._hosts.size - 1
 
     def find_model(self, prefill: PrefillConfig, is_demo: bool) -> str | Path | None:
         """Find the draft model before anything is loaded; return None for strategies without one.
@@ -93,7 +93,7 @@ class Drafting:
         if path is None:
             return None
         with self._hosts.local_stage(f"loading the draft model {self._config.draft_model or path}"):
-            if drafts_elsewhere(self._config, self._hosts) and not self.drafts_only:
+            if self._has_draft_host and not self.drafts_only:
                 return None
             draft, reader = load_model(path, dtype, self._hosts)
             if strategy_of(self._config).reads_text_only:
@@ -125,7 +125,7 @@ class Drafting:
             *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
         )
         needs_draft = config is not None and strategy_of(config).needs_draft_model
-        if needs_draft and not drafts_elsewhere(config, self._hosts):
+        if needs_draft and not self._has_draft_host:
             require_fitting_draft(config, models.reading, models.draft)
         return models
 
@@ -159,6 +159,6 @@ class Drafting:
 
     def agree(self, number: int) -> int:
         """Return host 0's number, where the draft host may have another one; collective."""
-        if not drafts_elsewhere(self._config, self._hosts):
+        if not self._has_draft_host:
             return number
         return self._hosts.broadcast_ints([number], 1)[0]

@@ -6,7 +6,6 @@ no other communication.
 """
 
 import json
-import queue
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,47 +25,6 @@ _BROKEN, _GAVE_UP, _NOTHING = -1, -2, -3  # sent by the draft in place of tokens
 
 class DraftGaveUp(Exception):
     """The draft sends no more windows for this request; it still receives verdicts."""
-
-
-class LocalChannel:
-    """One end of a one-way channel between two threads, used by :class:`Link` like a group.
-
-    Args:
-        rank: the rank of this end.
-        messages: the queue that both ends share.
-        timeout: seconds to wait for a message.
-    """
-
-    def __init__(self, rank: int, messages: queue.Queue, timeout: float):
-        self.rank, self.bytes_received = rank, 0
-        self._messages, self._timeout = messages, timeout
-        self._received: dict[int, Tensor] = {}
-        self._num_requested = self._num_received = 0
-
-    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
-        """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message sent."""
-        if self.rank == source:
-            self._messages.put(tensor.clone())
-            return Exchange(lambda: tensor)
-        number, self._num_requested = self._num_requested, self._num_requested + 1
-
-        def finish() -> Tensor:
-            if not self._fetch(number, self._timeout):
-                raise HostError(f"the other thread did not answer within {self._timeout:g} s")
-            self.bytes_received += tensor.nbytes
-            return self._received.pop(number)
-
-        return Exchange(finish, lambda: self._fetch(number, 0.0))
-
-    def _fetch(self, number: int, timeout: float) -> bool:
-        """Return whether this message has arrived, or arrives in time."""
-        while self._num_received <= number:
-            try:
-                self._received[self._num_received] = self._messages.get(timeout > 0, timeout or None)
-            except queue.Empty:
-                return False
-            self._num_received += 1
-        return True
 
 
 class Link:

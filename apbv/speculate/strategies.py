@@ -121,11 +121,6 @@ def strategy_of(config: SpeculativeConfig) -> Strategy:
     return STRATEGIES[config.strategy]
 
 
-def drafts_elsewhere(config: SpeculativeConfig | None, hosts: HostGroup) -> bool:
-    """Return whether a draft host drafts."""
-    return config is not None and config.draft_host and hosts.size > 1
-
-
 def require_consistent(
     config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
 ) -> None:
@@ -140,6 +135,7 @@ def require_consistent(
     refuse(
         **prefill.features,
         draft_host=config.draft_host,
+        one_host=hosts.size == 1,
         one_model=not strategy.needs_draft_model and name,
         self_drafting=strategy.runs_target and name,
         tensor_parallel=hosts.tensor_parallel_size > 1,
@@ -188,15 +184,15 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
 def require_fitting_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
     """Refuse a draft that is missing, or reads other prompts than the target.
 
-    A strategy that drafts from a prompt's text, tokenized for the target, also takes a text-only model, but not on
-    a draft host, which has to read the request itself.
+    A strategy that drafts from a prompt's text, tokenized for the target, also takes a text-only model. A draft
+    host, which has to read the request itself, is checked by :meth:`.drafting.Drafting.way_to_answer`.
 
     Raises:
         ValueError: the draft is missing, or reads other prompts.
     """
     if draft is None:
         raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
-    takes_text = strategy_of(config).reads_text_only and not draft.is_video_model and not config.draft_host
+    takes_text = strategy_of(config).reads_text_only and not draft.is_video_model
     if reads(target) != reads(draft) and not takes_text:
         raise ValueError(f"the draft does not read the target's prompts: {reads(draft)}, not {reads(target)}")
 

@@ -47,7 +47,7 @@ def first_token_job(hosts: HostGroup, clip: str, config: dict, speculate: dict |
 
 VANILLA = {"strategy": "vanilla"}
 BESIDE = {**VANILLA, "draft_host": True}
-CASES = [(2, {"kv": "sharded"}, VANILLA, None), (1, {}, BESIDE, None), (3, {}, BESIDE, None), (2, {}, None, "kv")]
+CASES = [(2, {"kv": "sharded"}, VANILLA, None), (3, {}, BESIDE, None), (2, {}, None, "kv")]
 
 
 @pytest.mark.parametrize(("hosts", "config", "speculate", "reuse"), CASES, ids=str)

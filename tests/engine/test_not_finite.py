@@ -51,11 +51,17 @@ def draft_job(hosts: HostGroup, ways: list, request: dict, value: float, after: 
     return found
 
 
-# On a thread, or on a host of its own; it is asked again for the next request.
-DRAFTS = [(1, [*WAYS, *BESIDE], torch.nan, 0), pytest.param(3, BESIDE, -torch.inf, 7, marks=pytest.mark.thorough)]
+# In turn, or on a host of its own; it is asked again for the next request.
+DRAFTS = [
+    (1, WAYS, torch.nan, 0),
+    (2, BESIDE, torch.nan, 0),
+    pytest.param(3, BESIDE, -torch.inf, 7, marks=pytest.mark.thorough),
+]
 
 
-@pytest.mark.parametrize(("num_hosts", "ways", "value", "after"), DRAFTS, ids=["one host", "beside two"])
+@pytest.mark.parametrize(
+    ("num_hosts", "ways", "value", "after"), DRAFTS, ids=["one host", "beside one", "beside two"]
+)
 def test_a_draft_without_finite_logits_is_dropped(pool, clip, num_hosts, ways, value, after):
     request = {"video": str(clip), **REQUEST, **SAMPLED}
     plain = engine_of(HostGroup.single(), None).generate(QUESTION, **request).token_ids
@@ -88,7 +94,7 @@ def target_job(hosts: HostGroup, kv: str, ways: list, request: dict, after: int)
 
 TURNS = [None, {"strategy": "sd_tree"}, {"strategy": "ngram"}]
 TARGETS = [(2, "gathered", TURNS[:1], 0), (2, "sharded", TURNS, 2)]
-TARGETS += [(1, "gathered", BESIDE[:1], 2), (3, "gathered", BESIDE[:1], 2)]
+TARGETS += [(2, "gathered", BESIDE[:1], 2), (3, "gathered", BESIDE[:1], 2)]
 
 
 @pytest.mark.parametrize(("num_hosts", "kv", "ways", "after"), TARGETS)

@@ -36,7 +36,7 @@ QUICK = [
     (2, reducing("qwen3_vl", "fastv", {"ratio": 0.3, "layer": 1})),
     (3, Case("qwen2_vl", prefill={"method": "apb", "kv": "sharded", **SHORT})),
     (1, drafting("tabed", family="llava_onevision")),
-    (1, drafting("hippo", family="qwen2_vl", prune="kv", draft_host=True)),
+    (2, drafting("hippo", family="qwen2_vl", prune="kv", draft_host=True)),
 ]
 THOROUGH = [
     (1, Case("qwen3_vl", reuse="kv", request=SAMPLED)),

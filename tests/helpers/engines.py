@@ -34,7 +34,7 @@ def build_engine(
     **prefill,
 ) -> Engine:
     """An engine in fp64 that has the target and the draft on the hosts that need them."""
-    is_beside = speculate is not None and speculate.draft_host and hosts.size > 1
+    is_beside = speculate is not None and speculate.draft_host
     is_draft = is_beside and hosts.rank == hosts.size - 1
     needs_draft = speculate and STRATEGIES[speculate.strategy].needs_draft_model and (is_draft or not is_beside)
     model = None if is_draft else families.build_model(family, dtype=torch.float64)

@@ -129,7 +129,7 @@ def test_the_table_says_what_there_is_with_a_line_for_each_video(infer, tmp_path
 
 
 DRAFTED = [("std --keep-ratio 0.9", "std, by the target itself on host 0")]
-DRAFTED += [("vanilla --draft-host", "vanilla, by the packaged draft in a thread of host 0")]
+DRAFTED += [("vanilla", "vanilla, by the packaged draft on host 0")]
 
 
 @pytest.mark.parametrize(("options", "drafting"), DRAFTED)

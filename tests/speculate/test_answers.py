@@ -175,7 +175,7 @@ def test_a_captioner_that_fails_is_one_clear_error_everywhere(pool, clip):
 # ---- what cannot work ----
 
 REFUSED = [
-    ({"strategy": "text_only", "draft_host": True}, "qwen2", "the draft does not read the target's"),
+    ({"draft_host": True}, "qwen2_5_vl", "it needs at least two hosts"),
     ({"strategy": "std_apbv"}, None, "this one passes nothing"),
     ({"strategy": "std", "keep": "random"}, None, "keep does not apply"),
     ({"hippo_terms": ("time", "weight")}, None, "hippo_terms must be some of"),

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from apbv import HostGroup, SpeculativeConfig
+from apbv import HostError, HostGroup, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
+from apbv.hosts import Exchange
 from apbv.speculate import pipeline
 from apbv.speculate.beside import Pair
 from apbv.speculate.draft import Draft
-from apbv.speculate.link import DONE, GO_ON, Link, LocalChannel
+from apbv.speculate.link import DONE, GO_ON, Link
 from apbv.speculate.pace import Pace
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
 from apbv.speculate.tree import Tree
@@ -143,6 +145,41 @@ def test_the_target_goes_on_without_a_draft_that_fails(pool, fail_after):
     (_, stats, _, warned), (_, alone, _, silent) = answers
     assert "the draft host failed" in stats.lost_draft and len(warned) == 1
     assert alone.lost_draft is None and not silent and alone.num_drafted == 0
+
+
+class LocalChannel:
+    """One end of a one-way channel between two threads, which a link uses like a group of two hosts."""
+
+    def __init__(self, rank: int, messages: queue.Queue, timeout: float):
+        self.rank, self.bytes_received = rank, 0
+        self._messages, self._timeout = messages, timeout
+        self._received: dict[int, Tensor] = {}
+        self._num_requested = self._num_received = 0
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        """Send or receive as :class:`HostGroup` does: the nth message requested is the nth message sent."""
+        if self.rank == source:
+            self._messages.put(tensor.clone())
+            return Exchange(lambda: tensor)
+        number, self._num_requested = self._num_requested, self._num_requested + 1
+
+        def finish() -> Tensor:
+            if not self._fetch(number, self._timeout):
+                raise HostError(f"the other thread did not answer within {self._timeout:g} s")
+            self.bytes_received += tensor.nbytes
+            return self._received.pop(number)
+
+        return Exchange(finish, lambda: self._fetch(number, 0.0))
+
+    def _fetch(self, number: int, timeout: float) -> bool:
+        """Return whether this message has arrived, or arrives in time."""
+        while self._num_received <= number:
+            try:
+                self._received[self._num_received] = self._messages.get(timeout > 0, timeout or None)
+            except queue.Empty:
+                return False
+            self._num_received += 1
+        return True
 
 
 def links(window: int, drawn: bool = False) -> list[Link]:
