@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
 from .config.checks import require_callable, require_types
+from .decode.answer import finish_reason
 from .decode.batch import Batch
-from .generated import GenerateResult, ResultBuilder
+from .generated import GenerateResult, figures_of, timeline_of
 from .grammar import Grammars
 from .hosts import HostGroup
 from .input.reading import PromptReader
 from .input.request import Callbacks, Question, Request
+from .input.skeleton import SampledVideo
 from .input.video import require_backend
 from .model.attention import apbv_attention
 from .model.loading import default_max_new_tokens, default_num_frames, load_model, read_config
@@ -33,6 +35,7 @@ from .prefilling.result import PrefillResult
 from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
+from .speculate.ways import Answered
 from .stats import StageTimer
 from .warn import warn_caller
 
@@ -114,7 +117,6 @@ class Engine:
             reads_all_frames=draft is not None,
             require_readable=drafting.require_readable,
         )
-        self._results = ResultBuilder(self.name, self.parts, self.tokenizer, self.hosts, config.kv)
 
     def __repr__(self) -> str:
         drafting = "" if self.speculative_config is None else f", speculate={self.speculative_config.strategy!r}"
@@ -324,9 +326,28 @@ class Engine:
         with self._guarded(self._with_grammar(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
+        return self._result(read.request, state, answered, timeline, read.videos)
+
+    def _result(
+        self,
+        request: Request,
+        state: PrefillResult | None,
+        answered: Answered,
+        timeline: bool = False,
+        videos: tuple[SampledVideo, ...] = (),
+    ) -> GenerateResult:
+        """Return the result of a request; on a draft host, which has prefilled nothing, with its own figures."""
+        tokens, spans = answered.tokens, None
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        reason = finish_reason(tokens, request.sampling, self.parts.eos_token_ids)
         if state is None:
-            return self._results.drafted(read, answered)
-        return self._results.answered(read.request, state, answered, timeline, read.videos)
+            timed = request.timer.summary(len(tokens))
+            figures = {"token_ids": tokens, "text": text, **answered.figures, **timed}
+        else:
+            spans = timeline_of(state, answered) if timeline else None
+            figures = {"model": self.name, "kv": self.prefill_config.kv}
+            figures |= figures_of(self.parts, request, state, answered, text)
+        return GenerateResult(text, tokens, figures, reason, videos, answered.kept, spans, request.logprobs)
 
     def decode(
         self,
@@ -354,7 +375,7 @@ class Engine:
             request = request.within(max_positions, state.inputs)
         with self._guarded(request) as guarded:
             answered = Autoregressive(self.parts, self.hosts).decode(guarded, state)
-        return self._results.answered(request, state, answered)
+        return self._result(request, state, answered)
 
     @contextmanager
     def _guarded(self, request: Request) -> Iterator[Request]:

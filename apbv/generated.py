@@ -6,17 +6,14 @@ from typing import Any
 
 import torch
 
-from .decode.answer import finish_reason
-from .hosts import HostGroup
 from .input.request import Request
 from .input.skeleton import SampledVideo
 from .input.video import VideoInfo
 from .logprobs import TokenLogprobs
 from .model.parts import ModelParts
-from .prefilling.prefiller import ReadRequest
 from .prefilling.result import PrefillResult
 from .speculate.ways import Answered
-from .stats import StageTimer, gather_spans, provenance
+from .stats import gather_spans, provenance
 from .timeline import Span
 
 _SHOWN_CHARACTERS = 60
@@ -64,78 +61,40 @@ class GenerateResult:
         return f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, {taken})"
 
 
-class ResultBuilder:
-    """Turns the tokens of one engine's requests into results; every method is collective.
+def figures_of(
+    parts: ModelParts, request: Request, state: PrefillResult, answered: Answered, text: str
+) -> dict[str, Any]:
+    """Return the figures of a request that was prefilled and decoded here; collective."""
+    figures, sampling, hosts = state.timer.summary(len(answered.tokens)), request.sampling, state.kv.hosts
+    return {
+        "method": state.method,
+        "hosts": hosts.size,
+        "tensor_parallel_size": hosts.tensor_parallel_size,
+        "num_input_tokens": state.num_tokens,
+        "num_video_tokens": state.inputs.num_visual_tokens,
+        "num_audio_tokens": int(parts.is_audio(state.inputs.input_ids).sum()),
+        "anchor_len": state.layout.anchor_len,
+        "passing_len": state.layout.passing_len,
+        "reused": state.reused,
+        "reduction": None if state.reduction is None else state.reduction.figures,
+        "attention_density": state.density,
+        "token_ids": answered.tokens,
+        "text": text,
+        **figures,
+        "samples": {"ttft_ms": [figures["ttft_ms"]]},
+        "speculation": answered.figures,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "device": str(hosts.device),
+        "dtype": str(parts.dtype).removeprefix("torch."),
+        **provenance(),
+    }
 
-    Args:
-        name: the model's name in the figures.
-        parts: the model that reads the prompts.
-        placement: where prefilled KV goes, as in :class:`apbv.PrefillConfig`.
-    """
 
-    def __init__(self, name: str, parts: ModelParts, tokenizer, hosts: HostGroup, placement: str):
-        self._name, self._parts, self._tokenizer = name, parts, tokenizer
-        self._hosts, self._placement = hosts, placement
-
-    def answered(
-        self,
-        request: Request,
-        state: PrefillResult,
-        answered: Answered,
-        timeline: bool = False,
-        videos: tuple[SampledVideo, ...] = (),
-    ) -> GenerateResult:
-        """Return the result of a request that was prefilled and decoded here."""
-        spans = self._timeline(state.timer, answered) if timeline else None
-        text = self._text(answered)
-        record = self._record(request, state, answered, text)
-        reason = self._finish_reason(request, answered)
-        told = request.logprobs
-        return GenerateResult(text, answered.tokens, record, reason, videos, answered.kept, spans, told)
-
-    def drafted(self, read: ReadRequest, answered: Answered) -> GenerateResult:
-        """Return the result of a request for which this host drafted; the figures are the draft host's own."""
-        text, tokens = self._text(answered), answered.tokens
-        record = {"token_ids": tokens, "text": text, **answered.figures, **read.request.timer.summary(len(tokens))}
-        reason = self._finish_reason(read.request, answered)
-        return GenerateResult(text, tokens, record, reason, read.videos, answered.kept)
-
-    def _text(self, answered: Answered) -> str:
-        return self._tokenizer.decode(answered.tokens, skip_special_tokens=True)
-
-    def _finish_reason(self, request: Request, answered: Answered) -> str:
-        return finish_reason(answered.tokens, request.sampling, self._parts.eos_token_ids)
-
-    def _timeline(self, timer: StageTimer, answered: Answered) -> dict[str, list[Span]]:
-        spans_of_hosts = gather_spans([*timer.spans, *answered.spans], self._hosts)
-        hosts = {self._hosts.name_of(place): spans for place, spans in enumerate(spans_of_hosts)}
-        return hosts if answered.draft_spans is None else {**hosts, "draft host": answered.draft_spans}
-
-    def _record(self, request: Request, state: PrefillResult, answered: Answered, text: str) -> dict[str, Any]:
-        figures, sampling = state.timer.summary(len(answered.tokens)), request.sampling
-        return {
-            "method": state.method,
-            "hosts": self._hosts.size,
-            "tensor_parallel_size": self._hosts.tensor_parallel_size,
-            "model": self._name,
-            "num_input_tokens": state.num_tokens,
-            "num_video_tokens": state.inputs.num_visual_tokens,
-            "num_audio_tokens": int(self._parts.is_audio(state.inputs.input_ids).sum()),
-            "anchor_len": state.layout.anchor_len,
-            "passing_len": state.layout.passing_len,
-            "kv": self._placement,
-            "reused": state.reused,
-            "reduction": None if state.reduction is None else state.reduction.figures,
-            "attention_density": state.density,
-            "token_ids": answered.tokens,
-            "text": text,
-            **figures,
-            "samples": {"ttft_ms": [figures["ttft_ms"]]},
-            "speculation": answered.figures,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-            "device": str(self._hosts.device),
-            "dtype": str(self._parts.dtype).removeprefix("torch."),
-            **provenance(),
-        }
+def timeline_of(state: PrefillResult, answered: Answered) -> dict[str, list[Span]]:
+    """Return the spans of every host by its name; collective."""
+    hosts = state.kv.hosts
+    spans_of_hosts = gather_spans([*state.timer.spans, *answered.spans], hosts)
+    found = {hosts.name_of(place): spans for place, spans in enumerate(spans_of_hosts)}
+    return found if answered.draft_spans is None else {**found, "draft host": answered.draft_spans}

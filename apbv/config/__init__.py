@@ -27,35 +27,3 @@ from .names import (
 )
 from .prefill import FRAME_RATE, PrefillConfig, ReduceConfig, SparseConfig, VideoConfig, require_frame_rate
 from .speculative import SpeculativeConfig, longest_window
-
-__all__ = [
-    "BACKEND_NAMES",
-    "CUDA_GRAPH_MODES",
-    "DEFAULT_QUERY_LEN",
-    "DTYPE_NAMES",
-    "EARLY_REDUCER_NAMES",
-    "FRAME_RATE",
-    "HIPPO_TERMS",
-    "IMPORTANCE_NAMES",
-    "KEEP_POLICIES",
-    "KV_PLACEMENTS",
-    "LATE_REDUCER_NAMES",
-    "MAX_FPS",
-    "METHOD_NAMES",
-    "PRUNINGS",
-    "REDUCER_NAMES",
-    "REUSE_MODES",
-    "SPARSE_NAMES",
-    "STRATEGY_NAMES",
-    "VIDEO_BACKEND_NAMES",
-    "DecodeConfig",
-    "PrefillConfig",
-    "ReduceConfig",
-    "ReuseConfig",
-    "SamplingParams",
-    "SparseConfig",
-    "SpeculativeConfig",
-    "VideoConfig",
-    "longest_window",
-    "require_frame_rate",
-]

@@ -219,13 +219,8 @@ class DraftHost:
         Returns:
             The new tokens, the report, and the draft that drafted last.
         """
-        parts, link, config, inputs, timer = (
-            self._model,
-            self._pair.link,
-            self._config,
-            read.inputs,
-            read.request.timer,
-        )
+        parts, link, config = self._model, self._pair.link, self._config
+        inputs, timer = read.inputs, read.request.timer
         num_visual = int(parts.is_visual(inputs.input_ids[0]).sum())
         is_scored = num_visual and make_watcher(config, parts) is not None
         awaited = ReceivedScores(link, num_visual) if is_scored else None
