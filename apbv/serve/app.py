@@ -167,19 +167,8 @@ class _Endpoints:
 
     def _describe(self) -> dict[str, Any]:
         """Describe the model, as OpenAI and vLLM do."""
-        model, created = self._model, self._started
-        allowed = {"create_engine": False, "sampling": True, "logprobs": False, "search_indices": False}
-        permission = {
-            "id": f"modelperm-{uuid.uuid4().hex}",
-            "object": "model_permission",
-            "created": created,
-            **{f"allow_{name}": value for name, value in {**allowed, "view": True, "fine_tuning": False}.items()},
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        described = {"id": model, "object": "model", "created": created, "owned_by": "apbv", "root": model}
-        return {**described, "parent": None, "max_model_len": self._max_model_len, "permission": [permission]}
+        described = {"id": self._model, "object": "model", "created": self._started, "owned_by": "apbv"}
+        return {**described, "root": self._model, "parent": None, "max_model_len": self._max_model_len}
 
     def _require_model(self, name: str | None) -> None:
         """Raise ApiError unless a request names the served model, or none."""

@@ -31,10 +31,6 @@ Asked = Callable[[Request], Request]
 OpenFiles = Callable[[ExitStack], list[Path]]
 
 
-def _as_it_is(request: Request) -> Request:
-    return request
-
-
 def why_one_at_a_time(engine: Engine) -> str | None:
     """Say why an engine's answers cannot be decoded in one batch on host 0; None where they can."""
     if engine.speculative_config is not None:
@@ -73,39 +69,36 @@ class Executor:
     hosts: HostGroup
     offers: Offers | None = None
 
-    def answer(
-        self, order: Order, open_files: OpenFiles, asked: Asked = _as_it_is, prompt: Skeleton | None = None
-    ) -> GenerateResult:
-        """Answer an order on all hosts.
+    def carry_out(
+        self,
+        command: int,
+        order: Order,
+        open_files: OpenFiles,
+        asked: Asked = lambda request: request,
+        prompt: Skeleton | None = None,
+    ) -> "GenerateResult | tuple[Request, PrefillResult] | HandedOver | None":
+        """Answer an order, prefill it with all KV on host 0, or offer its KV on the hosts that computed it.
 
         Args:
+            command: ANSWER, PREFILL or HAND_OVER.
             open_files: gives this host's paths of the order's files, which last as long as the stack.
             asked: what host 0 makes of the request, to be told of its answer.
             prompt: what this host has read of the question already.
-        """
-        with ExitStack() as stack:
-            return self.engine.answer(self._request(order, open_files, asked, stack, prompt))
-
-    def prefill(
-        self, order: Order, open_files: OpenFiles, asked: Asked = _as_it_is, prompt: Skeleton | None = None
-    ) -> tuple[Request, PrefillResult]:
-        """Prefill an order, with arguments as of :meth:`answer`; host 0 has all KV."""
-        with ExitStack() as stack:
-            return self.engine.prefill_request(self._request(order, open_files, asked, stack, prompt))
-
-    def hand_over(
-        self, order: Order, open_files: OpenFiles, asked: Asked = _as_it_is, prompt: Skeleton | None = None
-    ) -> HandedOver | None:
-        """Prefill an order, with arguments as of :meth:`answer`, and offer the KV on the hosts that computed it.
 
         Returns:
-            What was handed over, on host 0; None elsewhere.
+            The answer; or the request and its prefill; or what was handed over, on host 0.
 
         Raises:
             RuntimeError: a host has no room for the KV, which is no fault of the request.
         """
         with ExitStack() as stack:
-            request = self._request(order, open_files, asked, stack, prompt)
+            with self.hosts.local_stage("opening the files"):
+                paths = open_files(stack)
+            request = asked(order.request(self.engine.hosts, paths, prompt))
+            if command == ANSWER:
+                return self.engine.answer(request)
+            if command == PREFILL:
+                return self.engine.prefill_request(request)
             if not self.engine.prefills:
                 return None
             request, state = self._handing_over.prefill_request(request)
@@ -148,13 +141,6 @@ class Executor:
             raise AgreedError("the model gave NaN or infinite logits behind the prompt")
         return token
 
-    def _request(
-        self, order: Order, open_files: OpenFiles, asked: Asked, stack: ExitStack, prompt: Skeleton | None
-    ) -> Request:
-        with self.hosts.local_stage("opening the files"):
-            paths = open_files(stack)
-        return asked(order.request(self.engine.hosts, paths, prompt))
-
     @property
     def is_usable(self) -> bool:
         """Whether the hosts can go on after a request that failed."""
@@ -182,7 +168,6 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
         HostError: another host ended, or failed in an exchange.
     """
     hosts = executor.hosts
-    carry_out = {ANSWER: executor.answer, PREFILL: executor.prefill, HAND_OVER: executor.hand_over}
     while True:
         command, _ = exchange_commands(hosts, WAIT, wants_to_stop.is_set())
         if command == LEAVE:
@@ -201,7 +186,7 @@ def follow(executor: Executor, folder: Path | None, private_files: PrivateFiles,
             ]
 
         try:
-            carry_out[command](order, open_files)
+            executor.carry_out(command, order, open_files)
         except Exception:  # it is for host 0 to report
             if not executor.is_usable:
                 raise

@@ -100,19 +100,10 @@ class Metrics:
             for value in values:
                 counter.labels(model, value)
 
-    def set_load(self, waiting: int, running: int) -> None:
-        """Say how many requests wait and run now."""
-        self._gauges["num_requests_waiting"].set(waiting)
-        self._gauges["num_requests_running"].set(running)
-
-    def set_kv(self, used_bytes: int, limit_bytes: int) -> None:
-        """Say how many bytes of KV are held now, and how many may be; a limit of 0 bytes is no limit."""
-        self._gauges["kv_cache_bytes"].set(used_bytes)
-        self._gauges["kv_cache_usage_perc"].set(used_bytes / limit_bytes if limit_bytes else 0)
-
-    def set_offers(self, waiting: int) -> None:
-        """Say how many prompts' KV waits now to be fetched by a decoder."""
-        self._gauges["kv_offers_waiting"].set(waiting)
+    def set(self, **gauges: float) -> None:
+        """Set gauges, by their names without the prefix."""
+        for name, value in gauges.items():
+            self._gauges[name].set(value)
 
     def observe_token_gap(self, seconds: float) -> None:
         """Count that an answer got its next token after so many seconds."""

@@ -288,21 +288,6 @@ class Reader:
         Raises:
             ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
         """
-        try:
-            return self._read(prompts, asked, media, field, is_wanted)
-        except ApiError:
-            raise
-        except Exception as error:  # chat templates and decoders raise nearly anything
-            raise ApiError(400, client_message(error, media), param=field) from error
-
-    def _read(
-        self,
-        prompts: PromptReader,
-        asked: dict[str, Any],
-        media: list[Media],
-        field: str,
-        is_wanted: Callable[[], bool],
-    ) -> Skeleton:
         deadline = time.monotonic() + self._settings.media.fetch_seconds
 
         def check(num_packets: int) -> None:
@@ -310,26 +295,31 @@ class Reader:
                 raise PromptError(f"a video takes too long to look through: {num_packets} packets and more")
             _require_wanted(is_wanted)
 
-        messages = asked.get("messages", ())
-        kinds = [part["type"] for message in messages for part in message["content"] if "file" in part]
-        sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
-        _require_small("images", sizes, self._settings.max_image_bytes, _IMAGE_COPIES)
-        question = Order(asked, [], SamplingParams()).question([file.path for file in media])
-        rendered = prompts.render(question)
-        self._require_fits(prompts, rendered.text, field)
-        videos = prompts.sample([self._videos.probe(path, check) for path in rendered.videos], question)
-        num_frames = len(sizes) + sum(len(video.frames) for video in videos)
-        if num_frames > self._settings.max_frames:
-            raise ApiError(
-                400,
-                f"the videos and images have {num_frames} frames, but at most {self._settings.max_frames} are "
-                "allowed; ask for fewer with num_frames, which counts for each video",
-                param="messages",
-            )
-        frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
-        _require_small("frames", frames, self._settings.max_decoded_bytes)
-        _require_wanted(is_wanted)
-        return prompts.lay_out(rendered, videos)
+        try:
+            messages = asked.get("messages", ())
+            kinds = [part["type"] for message in messages for part in message["content"] if "file" in part]
+            sizes = [_image_size(file) for file, kind in zip(media, kinds, strict=True) if kind == "image"]
+            _require_small("images", sizes, self._settings.max_image_bytes, _IMAGE_COPIES)
+            question = Order(asked, [], SamplingParams()).question([file.path for file in media])
+            rendered = prompts.render(question)
+            self._require_fits(prompts, rendered.text, field)
+            videos = prompts.sample([self._videos.probe(path, check) for path in rendered.videos], question)
+            num_frames = len(sizes) + sum(len(video.frames) for video in videos)
+            if num_frames > self._settings.max_frames:
+                raise ApiError(
+                    400,
+                    f"the videos and images have {num_frames} frames, but at most {self._settings.max_frames} are "
+                    "allowed; ask for fewer with num_frames, which counts for each video",
+                    param="messages",
+                )
+            frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]
+            _require_small("frames", frames, self._settings.max_decoded_bytes)
+            _require_wanted(is_wanted)
+            return prompts.lay_out(rendered, videos)
+        except ApiError:
+            raise
+        except Exception as error:  # chat templates and decoders raise nearly anything
+            raise ApiError(400, client_message(error, media), param=field) from error
 
 
 def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:

@@ -236,9 +236,14 @@ class Scheduler:
         return sum(job.kv_bytes for job in self._running) + offered
 
     def _show(self) -> None:
-        self.metrics.set_load(waiting=len(self._admitted), running=len(self._running))
-        self.metrics.set_kv(self._used(), self.limits.max_kv_bytes)
-        self.metrics.set_offers(len(self._offers))
+        used, most = self._used(), self.limits.max_kv_bytes
+        self.metrics.set(
+            num_requests_waiting=len(self._admitted),
+            num_requests_running=len(self._running),
+            kv_cache_bytes=used,
+            kv_cache_usage_perc=used / most if most else 0,
+            kv_offers_waiting=len(self._offers),
+        )
 
 
 def _due(job: Job) -> float:

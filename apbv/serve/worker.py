@@ -233,19 +233,18 @@ class Worker:
             hosts.broadcast_bytes(data)
         decode = self._decoding.decode if command == PREFILL else self._decode
         tellings = [Telling(job, self._scheduler, decode, choice) for choice in range(order.num_answers)]
-        asked = tellings[0].asked
 
         def open_files(_: ExitStack) -> list[Path]:
             return [file.path for file in media]
 
+        done = executor.carry_out(command, order, open_files, tellings[0].asked, job.read.prompt)
         if command == PREFILL:
-            return Prefilled(job, *executor.prefill(order, open_files, asked, job.read.prompt), tellings)
+            return Prefilled(job, *done, tellings)
         if command == HAND_OVER:
-            self._hand_over(job, executor.hand_over(order, open_files, asked, job.read.prompt), tellings[0])
-            return None
-        result = executor.answer(order, open_files, asked, job.read.prompt)
-        job.record.speculation = result.stats["speculation"]
-        tellings[0].finish(result.token_ids, result.finish_reason)
+            self._hand_over(job, done, tellings[0])
+        else:
+            job.record.speculation = done.stats["speculation"]
+            tellings[0].finish(done.token_ids, done.finish_reason)
         return None
 
     def _hand_over(self, job: Job, handed: HandedOver, telling: Telling) -> None:

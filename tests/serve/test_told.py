@@ -78,12 +78,8 @@ def test_what_was_said_last_and_what_has_not_happened_yet(metrics):
     assert 'model_name="a \\"model\\"\\nof mine"' in metrics.render().decode()
     for reason in FINISHED.values():
         assert value(metrics, "request_success_total", finished_reason=reason) == 0
-    metrics.set_load(1, 4)
-    metrics.set_offers(2)
-    for limit, usage in ((400, 0.75), (0, 0)):
-        metrics.set_kv(300, limit)
-        assert value(metrics, "kv_cache_usage_perc") == usage and value(metrics, "kv_cache_bytes") == 300
     names = {"num_requests_waiting": 1, "num_requests_running": 4, "kv_offers_waiting": 2}
+    metrics.set(**names)
     assert {name: value(metrics, name) for name in names} == names
     for seconds in (0.03, 0.03, 0.4):
         metrics.observe_token_gap(seconds)
