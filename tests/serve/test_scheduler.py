@@ -67,6 +67,7 @@ def test_nothing_overtakes_what_does_not_fit_yet():
     exact = ready(books, 20, 15)
     assert [books.take(0) for _ in range(3)] == [large, small, exact], "up to the last byte"
     assert figure(books, "kv_cache_bytes") == 8 * 100 and books.bytes_wanted() == 0
+    assert figure(books, "kv_cache_usage_perc") == 1
 
 
 def test_short_prompts_go_first_but_a_long_one_does_not_starve(monkeypatch):
