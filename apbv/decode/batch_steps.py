@@ -132,7 +132,7 @@ class BatchRunner:
 
 
 class _Step:
-    """A _Step is a pass over R answers at most, of so many rows at most; its inputs stay where they are.
+    """One pass over R answers at most, of so many rows at most; its inputs stay where they are.
 
     Args:
         layers_differ: whether layers of an answer's KV may have different numbers of rows.

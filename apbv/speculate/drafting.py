@@ -43,7 +43,7 @@ class Models(NamedTuple):
 
 
 class Drafting:
-    """A Drafting sets one engine up as its speculative configuration says.
+    """Sets one engine up as its speculative configuration says.
 
     Args:
         config: the speculative configuration; None for decoding without a draft.

@@ -223,7 +223,7 @@ def stack_left_padded(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 class EnsembleDrafter(ModelDrafter):
-    """An EnsembleDrafter drafts from the mixture of one model's distributions in several contexts.
+    """Drafts from the mixture of one model's distributions in several contexts.
 
     Each context's distribution is at the sampling temperature (1 where decoding is greedy), and top-p cuts the
     mixture. Weights are equal in the first block, and stay as they are within one.

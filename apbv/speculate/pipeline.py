@@ -76,7 +76,7 @@ class PipelineStats(SpeculationStats):
 
 
 class _Target:
-    """A _Target is host 0's side of a request: the unverified tokens, and the link to the draft."""
+    """Host 0's side of a request: the unverified tokens, and the link to the draft."""
 
     def __init__(self, answer: Answer, link: Link | None, stats: PipelineStats, pace: Pace):
         self._answer, self.link, self._stats, self._pace = answer, link, stats, pace

@@ -99,7 +99,7 @@ class Fetch:
 
 
 class PagedWriter:
-    """A PagedWriter writes the layers of one request into its blocks, in order."""
+    """Writes the layers of one request into its blocks, in order."""
 
     def __init__(self, load: Load, layers: list[torch.nn.Module], block_size: int):
         self._layers = iter(layers)
