@@ -11,14 +11,14 @@ solved small problems correctly on the device.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .backends import BackendError, capability, num_processors, requested, why_not_triton
+from .backends import BackendError, capability, mistake_of, num_processors, requested, why_not_triton
 from .runs import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
@@ -235,18 +235,12 @@ def probe(
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
         k, v = (buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers)
-        try:
-            out, lse = attend(q, k, v, scale, causal)
-            if out.shape != q.shape or lse.shape != q.shape[:3] or lse.dtype != torch.float32:
-                return f"it returned {tuple(out.shape)} and {tuple(lse.shape)} in {lse.dtype} for {tuple(q.shape)}"
-            exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
-            off, lse_off = (float((x.double() - y).abs().max()) for x, y in zip((out, lse), exact, strict=True))
-        except Exception as error:  # an installation that does not fit the machine may raise anything
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+        exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
+        call = partial(attend, q, k, v, scale, causal)
         # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
-        if not (off <= 4 * torch.finfo(dtype).eps and lse_off <= 1e-3):
+        if mistake := mistake_of(call, exact, (4 * torch.finfo(dtype).eps, 1e-3)):
             what = f"{'causal ' if causal else ''}attention of {queries} queries over {keys} keys"
-            return f"its {what} is off by {off:.2g}, and the lse by {lse_off:.2g}"
+            return f"its {what} is wrong: {mistake}"
     return None
 
 
@@ -306,18 +300,6 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out.transpose(1, 2), lse
 
 
-def _attend_flashinfer(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend with FlashInfer, one sequence at a time; its lse is a logarithm to base 2."""
-    single_prefill = import_module("flashinfer").single_prefill_with_kv_cache
-    outs, lses = [], []
-    for sequence in zip(q, k, v, strict=True):
-        rows = (x.transpose(0, 1) for x in sequence)  # [S, H, D]
-        out, lse = single_prefill(*rows, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True)
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs).transpose(1, 2), torch.stack(lses).transpose(1, 2) * math.log(2)
-
-
 def _attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -340,6 +322,5 @@ def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ATTEND: dict[str, Attend] = {
     "cudnn": _attend_cudnn,
     "flash_attn": _attend_flash_attn,
-    "flashinfer": _attend_flashinfer,
     "torch": _attend_torch_flash,
 }

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backends import BackendError, choose, implementation, requested
+from .backends import choose, implementation, requested
 from .library_attention import choose_attention
 from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
 from .torch_attention import empty_output, result_without_keys
 from .torch_varlen_attention import usable as flash_obstacle
 
 REDUCTIONS = ("peak", "softmax", "dot")
-LARGEST_TRITON_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit the registers
+LARGEST_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit a GPU's registers
 
 
 def segmented_attention(
@@ -481,26 +481,21 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
         height, width: h and w in tokens.
         crop: tokens per side, 5 in the paper for all models; crops do not overlap, and those at the edges are as
             large as what is left.
-        backend: see :mod:`apbv.kernels.backends`; Triton's crops have up to 11 tokens per side.
+        backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
         ``[F, h * w]`` in fp32.
 
     Raises:
-        ValueError: a frame does not have h * w tokens, or crop is not positive.
+        ValueError: a frame does not have h * w tokens, or crop is not in 1 .. 11.
         BackendError: the back end cannot be used here.
     """
     _require_shapes(frames=(frames, "F h*w d"), sizes={"h*w": height * width})
-    if crop < 1:
-        raise ValueError(f"crop must be positive, not {crop}")
+    if not 1 <= crop <= LARGEST_CROP:
+        raise ValueError(f"crop must lie in 1 .. {LARGEST_CROP}, not be {crop}")
     chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    if chosen == "triton" and crop > LARGEST_TRITON_CROP:
-        if requested(backend) == "triton":
-            limit = LARGEST_TRITON_CROP
-            raise BackendError(f"the triton back end has crops of up to {limit} tokens per side, not {crop}")
-        chosen = "torch"
     return implementation("spatial_variety", chosen)(frames, height, width, crop)
 
 

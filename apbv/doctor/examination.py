@@ -89,7 +89,7 @@ class Result:
 
 
 def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
-    """Run a check on this host, in a thread that is given up after ``limit`` seconds; raise nothing that it does."""
+    """Run a check on this host, in a thread that is given up after ``limit`` seconds; raise nothing of its own."""
     began, is_stuck = time.monotonic(), False
     thread = in_thread(partial(_examine, check, hosts))
     try:
