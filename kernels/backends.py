@@ -14,22 +14,6 @@ ENVIRONMENT_VARIABLE = "APBV_BACKEND"
 LIBRARIES = ("cudnn", "flash_attn")
 BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
 
-_FAMILIES = {
-    "segmented_attention": "attention",
-    "verify_attention": "attention",
-    "batch_decode_attention": "batch_attention",
-    "varlen_attention": "varlen_attention",
-    "block_sparse_attention": "block_sparse",
-    "antidiagonal_scores": "block_scores",
-    "block_means": "block_scores",
-    "merge_states": "merging",
-    "kv_importance": "importance",
-    "select_topk": "importance",
-    "temporal_change": "visual_scores",
-    "spatial_variety": "visual_scores",
-    "similarity_to": "visual_scores",
-}
-
 
 class BackendError(ValueError):
     """The requested back end cannot compute this; the message says why."""
@@ -67,7 +51,8 @@ def choose(backend: str, tensor: Tensor) -> str:
     obstacle = why_not_triton(tensor.device, tensor.dtype)
     if wanted == "triton" and obstacle:
         raise BackendError(f"the triton back end cannot be used: {obstacle}")
-    return "triton" if wanted == "triton" or (tensor.is_cuda and not obstacle) else "torch"
+    is_possible = tensor.numel() and not obstacle  # nothing can be launched for no numbers
+    return "triton" if is_possible and (wanted == "triton" or tensor.is_cuda) else "torch"
 
 
 def implementation(operator: str, backend: str) -> Callable:
@@ -76,14 +61,15 @@ def implementation(operator: str, backend: str) -> Callable:
     Modules are imported here and not at the top of a file, because triton need not be installed.
 
     Args:
-        operator: a public function of :mod:`apbv.kernels`, by name.
+        operator: a public function of :mod:`apbv.kernels`, by its family and its name.
         backend: what :func:`choose` or :func:`apbv.kernels.library_attention.choose_attention` returned.
     """
     if backend in LIBRARIES:
         # A library attends over one segment; torch code splits the problem and merges the results.
         return partial(implementation(operator, "torch"), library=backend)
-    module = "reference" if backend == "reference" else f"{backend}_{_FAMILIES[operator]}"
-    function = getattr(import_module(f".{module}", __package__), operator)
+    family, name = operator.split(".")
+    module = "reference" if backend == "reference" else f"{backend}_{family}"
+    function = getattr(import_module(f".{module}", __package__), name)
     return partial(_on_its_device, function) if backend == "triton" else function
 
 
@@ -151,7 +137,7 @@ def failed_launch(device: torch.device) -> str | None:
     partials = torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0]
     # Two partial results of equal weight must give their mean, and the lse of both.
     exact = 2 * ones[0], (1 + math.log(2)) * ones[0, ..., 0]
-    mistake = mistake_of(lambda: implementation("merge_states", "triton")(*partials), exact, (1e-5, 1e-5))
+    mistake = mistake_of(lambda: implementation("merging.merge_states", "triton")(*partials), exact, (1e-5, 1e-5))
     return mistake and f"its first kernel failed: {mistake}"
 
 

@@ -75,7 +75,7 @@ def segmented_attention(
         options["out"] = empty_output(q) if out is None else out
     elif chosen != "reference":
         options["merging"] = choose(backend, q)
-    return implementation("segmented_attention", chosen)(q, segments, scale, causal_last, **options)
+    return implementation("attention.segmented_attention", chosen)(q, segments, scale, causal_last, **options)
 
 
 def verify_attention(
@@ -122,7 +122,7 @@ def verify_attention(
     num_seen = masked + (k.shape[2] - masked if kept is None else kept.shape[2])
     if q.shape[2] == 0 or num_seen == 0:
         return result_without_keys(q)
-    compute = implementation("verify_attention", choose(backend, q))
+    compute = implementation("attention.verify_attention", choose(backend, q))
     return compute(q, k, v, scale, visible=visible, kept=kept, num_keys=num_keys)
 
 
@@ -160,7 +160,7 @@ def batch_decode_attention(
         buffers.require_room()
     elif chosen != "triton":
         raise ValueError(f"the {chosen} back end does not look up buffers in a table")
-    return implementation("batch_decode_attention", chosen)(q, k, v, buffers, scale)
+    return implementation("batch_attention.batch_decode_attention", chosen)(q, k, v, buffers, scale)
 
 
 def varlen_attention(
@@ -189,7 +189,7 @@ def varlen_attention(
     wanted = requested(backend)
     if wanted not in ("torch", "reference"):
         wanted = "torch" if flash_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
-    return implementation("varlen_attention", wanted)(q, k, v, sequences, scale)
+    return implementation("varlen_attention.varlen_attention", wanted)(q, k, v, sequences, scale)
 
 
 def block_sparse_attention(
@@ -250,7 +250,7 @@ def block_sparse_attention(
         raise ValueError(f"the skip margin must be above 0, not {skip_margin!r}")
     if q.shape[2] == 0:
         return result_without_keys(q, out)
-    compute = implementation("block_sparse_attention", choose(backend, q))
+    compute = implementation("block_sparse.block_sparse_attention", choose(backend, q))
     out = empty_output(q) if out is None else out
     return compute(q, k, v, blocks, scale, skip_margin=skip_margin, out=out)
 
@@ -285,11 +285,7 @@ def antidiagonal_scores(
     _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    chosen = choose(backend, q)
-    if not q.numel():
-        blocks = -(-q.shape[2] // block)
-        return q.new_zeros(*q.shape[:2], blocks, blocks, dtype=torch.promote_types(q.dtype, torch.float32))
-    return implementation("antidiagonal_scores", chosen)(q, k, scale, stride, block)
+    return implementation("block_scores.antidiagonal_scores", choose(backend, q))(q, k, scale, stride, block)
 
 
 def block_means(
@@ -318,12 +314,7 @@ def block_means(
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
     _require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    chosen = choose(backend, states)
-    if not states.numel():
-        wide = torch.promote_types(states.dtype, torch.float32)
-        means = states.new_zeros(*states.shape[:2], -(-states.shape[2] // block), states.shape[3], dtype=wide)
-        return means, means.sum(dim=-1)
-    return implementation("block_means", chosen)(states, block, center=center)
+    return implementation("block_scores.block_means", choose(backend, states))(states, block, center=center)
 
 
 def merge_states(
@@ -363,7 +354,7 @@ def merge_states(
             raise ValueError(f"partial results of shape {list(partial)} do not have lses of shape {list(lse)}")
         if out is not None and partial[-2] > out.shape[2]:
             raise ValueError(f"partial results of {partial[-2]} queries do not fit into {out.shape[2]} rows")
-    return implementation("merge_states", choose(backend, lses[0]))(outs, lses, out=out)
+    return implementation("merging.merge_states", choose(backend, lses[0]))(outs, lses, out=out)
 
 
 def kv_importance(
@@ -407,7 +398,7 @@ def kv_importance(
         raise ValueError("a question of no tokens attends to nothing")
     if k.shape[2] == 0:
         return torch.empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    importance = implementation("kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
+    importance = implementation("importance.kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
     return importance if pool == 1 else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
 
 
@@ -444,7 +435,7 @@ def select_topk(
     _require_dtype(out, k)
     if count == 0:
         return torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), out
-    return implementation("select_topk", choose(backend, k))(scores, k, v, count, out)
+    return implementation("importance.select_topk", choose(backend, k))(scores, k, v, count, out)
 
 
 def temporal_change(
@@ -467,10 +458,9 @@ def temporal_change(
     _require_shapes(frames=(frames, "F h*w d"), before=(before, "h*w d"), after=(after, "h*w d"))
     for frame in (before, after):
         _require_dtype(frame, frames)
-    chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("temporal_change", chosen)(frames, before, after)
+    return implementation("visual_scores.temporal_change", choose(backend, frames))(frames, before, after)
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, backend: str = "auto") -> Tensor:
@@ -493,10 +483,9 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
     _require_shapes(frames=(frames, "F h*w d"), sizes={"h*w": height * width})
     if not 1 <= crop <= LARGEST_CROP:
         raise ValueError(f"crop must lie in 1 .. {LARGEST_CROP}, not be {crop}")
-    chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("spatial_variety", chosen)(frames, height, width, crop)
+    return implementation("visual_scores.spatial_variety", choose(backend, frames))(frames, height, width, crop)
 
 
 def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> Tensor:
@@ -517,10 +506,7 @@ def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> 
         BackendError: the back end cannot be used here.
     """
     _require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
-    chosen = choose(backend, rows)
-    if not rows.numel():
-        return rows.new_zeros(len(rows), dtype=torch.float32)
-    return implementation("similarity_to", chosen)(rows, direction)
+    return implementation("visual_scores.similarity_to", choose(backend, rows))(rows, direction)
 
 
 def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:

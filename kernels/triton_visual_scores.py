@@ -20,24 +20,13 @@ def temporal_change(frames: Tensor, before: Tensor | None, after: Tensor | None)
     pairs = min(16, triton.next_power_of_2(num_frames + 1))  # of neighbours, the ends included
     runs = triton.cdiv(num_frames, pairs - 1)
     _temporal_change_kernel[(places * runs,)](
-        frames,
-        frames if before is None else before,
-        frames if after is None else after,
-        change,
-        num_frames,
-        places,
-        runs,
-        dim,
-        *frames.stride()[:2],
-        0 if before is None else before.stride(0),
+        frames, frames if before is None else before, frames if after is None else after, change, num_frames,
+        places, runs, dim, *frames.stride()[:2], 0 if before is None else before.stride(0),
         0 if after is None else after.stride(0),
-        HAS_BEFORE=before is not None,
-        HAS_AFTER=after is not None,
-        ALIGNED=_alignment(*(part for part in (frames, before, after) if part is not None)),
-        BP=pairs,
-        BD=_columns(pairs, dim, frames.element_size()),
-        num_warps=4,
-    )
+        HAS_BEFORE=before is not None, HAS_AFTER=after is not None,
+        ALIGNED=_alignment(*(part for part in (frames, before, after) if part is not None)), BP=pairs,
+        BD=_columns(pairs, dim, frames.element_size()), num_warps=4,
+    )  # fmt: skip
     return change
 
 
@@ -48,20 +37,9 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int) -> Tenso
     tokens = max(16, triton.next_power_of_2(crop**2))
     crops_down, crops_across = triton.cdiv(height, crop), triton.cdiv(width, crop)
     _spatial_variety_kernel[(len(frames) * crops_down * crops_across,)](
-        frames,
-        variety,
-        height,
-        width,
-        crops_down,
-        crops_across,
-        frames.shape[2],
-        *frames.stride()[:2],
-        CROP=crop,
-        BT=tokens,
-        BD=128 // frames.element_size(),
-        num_warps=4 if tokens <= 64 else 8,
-        num_stages=4,
-    )
+        frames, variety, height, width, crops_down, crops_across, frames.shape[2], *frames.stride()[:2],
+        CROP=crop, BT=tokens, BD=128 // frames.element_size(), num_warps=4 if tokens <= 64 else 8, num_stages=4,
+    )  # fmt: skip
     return variety
 
 
@@ -71,15 +49,9 @@ def similarity_to(rows: Tensor, direction: Tensor) -> Tensor:
     similar = rows.new_empty(len(rows), dtype=torch.float32)
     rows_per_block = 4
     _similarity_kernel[(triton.cdiv(len(rows), rows_per_block),)](
-        rows,
-        direction,
-        similar,
-        *rows.shape,
-        rows.stride(0),
-        BM=rows_per_block,
-        BD=_columns(rows_per_block, rows.shape[1], rows.element_size()),
-        num_warps=4,
-    )
+        rows, direction, similar, *rows.shape, rows.stride(0),
+        BM=rows_per_block, BD=_columns(rows_per_block, rows.shape[1], rows.element_size()), num_warps=4,
+    )  # fmt: skip
     return similar
 
 
@@ -99,24 +71,9 @@ def _alignment(*tensors: Tensor) -> int:
 
 @triton.jit
 def _temporal_change_kernel(
-    frames,
-    before,
-    after,
-    change,
-    num_frames,
-    places,
-    runs,
-    dim,
-    s_frames_f,
-    s_frames_p,
-    s_before_p,
-    s_after_p,
-    HAS_BEFORE: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-):
+    frames, before, after, change, num_frames, places, runs, dim, s_frames_f, s_frames_p, s_before_p, s_after_p,
+    HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr, ALIGNED: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     # One program scores BP - 1 frames at one place by BP pairs of neighbours. Pair i has the frames i - 1 and i,
     # where -1 is the one before and num_frames the one after. The right frame of a pair is the left one of the
     # next pair, so the second load of a row comes from the cache.
@@ -161,19 +118,9 @@ def _temporal_change_kernel(
 
 @triton.jit
 def _spatial_variety_kernel(
-    frames,
-    variety,
-    height,
-    width,
-    crops_down,
-    crops_across,
-    dim,
-    s_frames_f,
-    s_frames_p,
-    CROP: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    frames, variety, height, width, crops_down, crops_across, dim, s_frames_f, s_frames_p,
+    CROP: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     # One program scores the tokens of one crop, out of all their dot products with one another.
     i_crop = tl.program_id(0)
     i_frame = (i_crop // (crops_down * crops_across)).to(tl.int64)
