@@ -51,8 +51,7 @@ def choose(backend: str, tensor: Tensor) -> str:
     obstacle = why_not_triton(tensor.device, tensor.dtype)
     if wanted == "triton" and obstacle:
         raise BackendError(f"the triton back end cannot be used: {obstacle}")
-    is_possible = tensor.numel() and not obstacle  # nothing can be launched for no numbers
-    return "triton" if is_possible and (wanted == "triton" or tensor.is_cuda) else "torch"
+    return "triton" if wanted == "triton" or (tensor.is_cuda and not obstacle) else "torch"
 
 
 def implementation(operator: str, backend: str) -> Callable:

@@ -285,7 +285,7 @@ def antidiagonal_scores(
     _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    return implementation("block_scores.antidiagonal_scores", choose(backend, q))(q, k, scale, stride, block)
+    return implementation("block_scores.antidiagonal_scores", _choose(backend, q))(q, k, scale, stride, block)
 
 
 def block_means(
@@ -314,7 +314,7 @@ def block_means(
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
     _require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    return implementation("block_scores.block_means", choose(backend, states))(states, block, center=center)
+    return implementation("block_scores.block_means", _choose(backend, states))(states, block, center=center)
 
 
 def merge_states(
@@ -506,7 +506,13 @@ def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> 
         BackendError: the back end cannot be used here.
     """
     _require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
-    return implementation("visual_scores.similarity_to", choose(backend, rows))(rows, direction)
+    return implementation("visual_scores.similarity_to", _choose(backend, rows))(rows, direction)
+
+
+def _choose(backend: str, operand: Tensor) -> str:
+    """Choose a back end as :func:`choose` does, but torch for no numbers, for which Triton launches nothing."""
+    chosen = choose(backend, operand)
+    return "torch" if chosen == "triton" and not operand.numel() else chosen
 
 
 def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:
