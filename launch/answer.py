@@ -18,7 +18,7 @@ from apbv.input.audio import AudioError, has_audio
 from apbv.input.video import read_frames, sample_uniform
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
-from apbv.launch.progress import ProgressLine
+from apbv.launch.progress import ProgressBars
 from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
@@ -43,9 +43,8 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         context = read_sources(options)
         if hosts.is_leader:
             require_writable_outputs(options)
-    progress = ProgressLine(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
+    progress = ProgressBars(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
-        progress.say("loading the model")
         engine = load_engine(options, hosts)
         progress.watch(engine, options.max_new_tokens)
         with streamed(engine.tokenizer, enabled=hosts.is_leader) as show:
