@@ -10,9 +10,9 @@ solved small problems correctly on the device.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,7 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a call of attention has to share out.
 
     Attributes:
@@ -104,18 +103,6 @@ class Work:
     keys: int
     processors: int
 
-    @property
-    def leaves_idle(self) -> bool:
-        """Whether kernels that do not split the keys leave too much of the GPU without work."""
-        programs = self.heads * -(-self.queries // _QUERIES_PER_PROGRAM)
-        return programs < _BUSY * self.processors
-
-    @property
-    def scores(self) -> int:
-        """How many scores a head has, the triangle of its causal keys being half a square."""
-        square = min(self.queries, self.keys)
-        return self.queries * self.keys - square * square // 2
-
 
 def preferred(capability: tuple[int, int], dtype: torch.dtype, work: Work, flash: int | None) -> tuple[str, ...]:
     """Return the back ends for a GPU, the fastest first.
@@ -128,18 +115,21 @@ def preferred(capability: tuple[int, int], dtype: torch.dtype, work: Work, flash
     """
     if dtype not in _HALF:
         return ("triton",) if dtype == torch.float32 else ()
-    if work.leaves_idle:
+    if work.heads * -(-work.queries // _QUERIES_PER_PROGRAM) < _BUSY * work.processors:
+        # Kernels that do not split the keys would leave too much of the GPU without work.
         return ("triton", "flash_attn", "torch")
     if capability[0] in (9, 10):
         names = ("flash_attn", "cudnn", "torch", "triton")
     else:
         names = ("flash_attn", "torch", "cudnn", "triton")
+    # How many scores a head has, the triangle of its causal keys being half a square.
+    num_scores = work.queries * work.keys - min(work.queries, work.keys) ** 2 // 2
     # FlashAttention 2, which torch has built in, does not use what came with these GPUs.
     outdated = capability[0] in (9, 10) and flash == 2
     return tuple(
         name
         for name in names
-        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and work.scores < WORTH_PLANNING)
+        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and num_scores < WORTH_PLANNING)
     )
 
 

@@ -23,7 +23,6 @@ from .torch_attention import empty_output, result_without_keys
 from .torch_varlen_attention import usable as flash_obstacle
 
 REDUCTIONS = ("peak", "softmax", "dot")
-LARGEST_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit a GPU's registers
 
 
 def segmented_attention(
@@ -413,8 +412,9 @@ def select_topk(
         scores: ``[B, Hkv, T]``; NaN counts as -inf.
         k, v: ``[B, Hkv, T, D]``.
         count: rows per KV head, 0 <= count <= T.
-        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device: the rows of K and V are written straight
-            to the first ``count`` places of each head, and the rest is left alone. None: allocated, N = count.
+        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device, and neighbouring numbers along D: the
+            rows of K and V are written straight to the first ``count`` places of each head, and the rest is left
+            alone. None: allocated, N = count.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -460,7 +460,7 @@ def temporal_change(
         _require_dtype(frame, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("visual_scores.temporal_change", choose(backend, frames))(frames, before, after)
+    return implementation("visual_scores.temporal_change", _plain(backend))(frames, before, after)
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, backend: str = "auto") -> Tensor:
@@ -477,15 +477,15 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
         ``[F, h * w]`` in fp32.
 
     Raises:
-        ValueError: a frame does not have h * w tokens, or crop is not in 1 .. 11.
+        ValueError: a frame does not have h * w tokens, or crop is not positive.
         BackendError: the back end cannot be used here.
     """
     _require_shapes(frames=(frames, "F h*w d"), sizes={"h*w": height * width})
-    if not 1 <= crop <= LARGEST_CROP:
-        raise ValueError(f"crop must lie in 1 .. {LARGEST_CROP}, not be {crop}")
+    if crop < 1:
+        raise ValueError(f"crop must be positive, not {crop}")
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("visual_scores.spatial_variety", choose(backend, frames))(frames, height, width, crop)
+    return implementation("visual_scores.spatial_variety", _plain(backend))(frames, height, width, crop)
 
 
 def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> Tensor:
@@ -506,13 +506,18 @@ def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> 
         BackendError: the back end cannot be used here.
     """
     _require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
-    return implementation("visual_scores.similarity_to", _choose(backend, rows))(rows, direction)
+    return implementation("visual_scores.similarity_to", _plain(backend))(rows, direction)
 
 
 def _choose(backend: str, operand: Tensor) -> str:
     """Choose a back end as :func:`choose` does, but torch for no numbers, for which Triton launches nothing."""
     chosen = choose(backend, operand)
     return "torch" if chosen == "triton" and not operand.numel() else chosen
+
+
+def _plain(backend: str) -> str:
+    """Return the back end of an operator that has no kernel of ours: torch, unless the reference is asked for."""
+    return "reference" if requested(backend) == "reference" else "torch"
 
 
 def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:

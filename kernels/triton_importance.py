@@ -176,11 +176,6 @@ def kept_indices(scores: Tensor, lowest: Tensor, num_lowest: Tensor, count: int)
 def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
     """Copy rows ``indices [B, Hkv, count]`` of k and v to the first places of ``out[0]`` and ``out[1]``."""
     batch, kv_heads, count = indices.shape
-    if out.stride(-1) != 1:
-        neighbours = out.new_empty(2, batch, kv_heads, count, k.shape[3])
-        gather_rows(k, v, indices, neighbours)
-        out[:, :, :, :count] = neighbours
-        return
     k, v = in_rows(k), in_rows(v)
     padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded

@@ -19,7 +19,6 @@ from apbv.input.video import read_frames, sample_uniform
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
-from apbv.speculate import STRATEGIES
 from apbv.speculate.picture import draw_kept
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
@@ -145,11 +144,7 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
         if wanted is None:
             continue
         path, option = Path(wanted), f"--{name.replace('_', '-')}"
-        if path.is_dir():
-            raise ValueError(f"{option} {path} is a directory")
-        if not path.parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no directory {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"{option} {path} cannot be written")
     if options.save_kept and Path(options.save_kept).suffix.lower() not in Image.registered_extensions():
         raise ValueError(f"--save-kept {options.save_kept}: no picture format has this ending; .png has one")
@@ -219,16 +214,11 @@ def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
 def _speculation(
     figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
 ) -> list[tuple[str, str]]:
-    """Say who drafted, where, and what became of the draft's tokens."""
-    strategy = STRATEGIES[figures["strategy"]]
-    if strategy.needs_draft_model:
-        who = options.draft_model or "the packaged draft"
-    else:
-        who = "the target itself" if strategy.runs_target else "no model"
+    """Say how was drafted, where, and what became of the draft's tokens."""
     place = (
         "on the draft host" if on_draft_host else "in a thread of host 0" if options.draft_host else "on host 0"
     )
-    rows = [("drafting", f"{figures['strategy']}, by {who} {place}")]
+    rows = [("drafting", f"{figures['strategy']}, {place}")]
     if figures.get("lost_draft"):
         rows.append(("", f"went on alone: {figures['lost_draft']}"))
     if figures["switched_off"]:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apbv.launch.options import OptionParser, exit_with, positive, prepare_process
+from apbv.launch.options import OptionParser, device_name, exit_with, positive, prepare_process
 
 if TYPE_CHECKING:
     from apbv import HostGroup
@@ -44,6 +44,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     )
     parser.add_argument(
         "--device",
+        type=device_name,
         metavar="cpu|cuda|cuda:N",
         help="what each process examines (default: a GPU, of which several may share one, or else the CPU)",
     )

@@ -120,7 +120,11 @@ def compare(operator: str, hosts: HostGroup) -> Found:
     return ", ".join(found), {"errors": errors}
 
 
-_BACKENDS_OF = {"segmented_attention": BACKENDS, "varlen_attention": ("torch", "flash_attn")}
+_BACKENDS_OF = {
+    "segmented_attention": BACKENDS,
+    "varlen_attention": ("torch", "flash_attn"),
+    **dict.fromkeys(("temporal_change", "spatial_variety", "similarity_to"), ("torch",)),
+}
 
 
 def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -84,22 +84,14 @@ def processor() -> Found:
         CheckFailed: there is too little of it for NCCL.
     """
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
-    figures = {
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "cores_per_host": fair_share_of_cores(),
-        "threads": torch.get_num_threads(),
-        "free_bytes": free_host_memory_bytes(),
-        "shared_memory_bytes": shared,
-    }
-    text = "{cores} cores, {cores_per_host} for each host; {threads} threads".format(**figures)
-    text += f"; {figures['free_bytes'] / _GIBIBYTE:.0f} GiB free"
+    text = f"{os.cpu_count()} cores, {fair_share_of_cores()} for each host; {torch.get_num_threads()} threads; "
+    text += f"{free_host_memory_bytes() / _GIBIBYTE:.0f} GiB free; {platform.platform()}"
     if shared is not None and shared < _FEWEST_SHARED_BYTES and torch.cuda.device_count() > 1:
         raise CheckFailed(
             f"{text}; /dev/shm has {shared / 2**20:.0f} MiB, too little for NCCL (docker: --shm-size 1g, or "
             "--ipc host)"
         )
-    return text, figures
+    return text, {}
 
 
 def cuda() -> Found:
@@ -122,15 +114,9 @@ def cuda() -> Found:
         raise CheckFailed(
             f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none (CUDA_VISIBLE_DEVICES?); {built}"
         )
-    figures = {
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "driver": seen[0].rsplit(",", 1)[-1].strip() if seen else None,
-        "architectures": torch.cuda.get_arch_list(),
-    }
-    text = ", ".join(f"{name} {figures[name]}" for name in ("cuda", "cudnn", "nccl", "driver") if figures[name])
-    return f"{text}; {torch.cuda.device_count()} GPU(s)", figures
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    text = f"{torch.cuda.device_count()} GPU(s); {built}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+    return f"{text}; nvidia-smi: {', '.join(seen)}", {"architectures": torch.cuda.get_arch_list()}
 
 
 def gpu(hosts: HostGroup) -> Found:
@@ -147,10 +133,8 @@ def gpu(hosts: HostGroup) -> Found:
     ones = torch.ones(256, 256, device=hosts.device)
     if float((ones @ ones).sum()) != 256.0**3:
         raise CheckFailed(f"{properties.name} multiplies matrices of ones wrongly")
-    figures = {"name": properties.name, "capability": [properties.major, properties.minor]}
-    figures |= {"memory_bytes": total, "free_bytes": free}
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {total / _GIBIBYTE:.1f} GiB"
-    return f"{text}, {free / _GIBIBYTE:.1f} GiB free", figures
+    return f"{text}, {free / _GIBIBYTE:.1f} GiB free", {}
 
 
 def links(hosts: HostGroup) -> Found:

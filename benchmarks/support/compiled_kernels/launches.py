@@ -23,7 +23,6 @@ from apbv.kernels import (
     triton_block_sparse,
     triton_importance,
     triton_merging,
-    triton_visual_scores,
 )
 
 # Bytes that a program can have: of an A100, an L40, an H100, a B200 and an RTX 5090.
@@ -169,22 +168,6 @@ def selection() -> None:
     triton_importance.gather_rows(k, v, indices, torch.empty(2, 1, _KV_HEADS, 1024, 128, dtype=_HALF))
 
 
-def temporal_change() -> None:
-    """Compare 16 frames' embeddings with their neighbours'."""
-    frames = torch.empty(18, 196, 3584, dtype=_HALF)
-    triton_visual_scores.temporal_change(frames[1:-1], frames[0], frames[-1])
-
-
-def spatial_variety() -> None:
-    """Compare embeddings within crops of 16 frames."""
-    triton_visual_scores.spatial_variety(torch.empty(16, 196, 3584, dtype=_HALF), 14, 14, 5)
-
-
-def similarity_to() -> None:
-    """Compare 3,136 embeddings with one."""
-    triton_visual_scores.similarity_to(torch.empty(3136, 3584, dtype=_HALF), torch.empty(3584))
-
-
 # By name; together they launch every kernel. 26 tokens, of 7 query heads for each of K and V, are more rows than
 # one tile has.
 CALLS: dict[str, Callable[[], None]] = {
@@ -202,7 +185,4 @@ CALLS: dict[str, Callable[[], None]] = {
     "importance, peak": partial(importance, "peak"),
     "importance, dot": partial(importance, "dot"),
     "selection": selection,
-    "temporal change": temporal_change,
-    "spatial variety": spatial_variety,
-    "similarity": similarity_to,
 }
