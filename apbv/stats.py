@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import version
@@ -27,27 +27,9 @@ _SIDE_BY_SIDE = ("decode_video", "preprocess", "encode", "exchange")
 _ON_HOST = ("decode_video",)
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """A moment is when this host came to a place in the code, or when the GPU comes to the work queued there.
-
-    Attributes:
-        seconds: by the hosts' clock.
-        event: what the GPU reaches then; None where the host's own time counts.
-    """
-
-    seconds: float
-    event: torch.cuda.Event | None = None
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """A stage that has ended on this host, if not on its GPU."""
-
-    name: str
-    track: str | None
-    began: _Moment
-    ended: _Moment
+# When this host came to a place in the code, by the hosts' clock, and what the GPU reaches when it comes to the
+# work queued there; None where the host's own time counts.
+_Moment = tuple[float, torch.cuda.Event | None]
 
 
 class StageTimer:
@@ -72,7 +54,7 @@ class StageTimer:
     ):
         self._hosts, self._on_stage, self._on_progress = hosts, on_stage, on_progress
         self._recorder = Recorder("stages", hosts.clock)
-        self._unread: list[_Stage] = []
+        self._unread: list[tuple[str, str | None, _Moment, _Moment]] = []  # a stage's name, track, begin and end
         self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._began = self._hosts.clock()
         self._prefilled: _Moment | None = None
@@ -99,9 +81,9 @@ class StageTimer:
         try:
             yield
         finally:
-            stage = _Stage(name, track, began, self._now(name))
+            ended = self._now(name)
             with self._lock:
-                self._unread.append(stage)
+                self._unread.append((name, track, began, ended))
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Tell how far a stage is on this host.
@@ -122,11 +104,11 @@ class StageTimer:
     @property
     def prefilled_on_gpu(self) -> torch.cuda.Event | None:
         """What the GPU comes to when the prefill is done; None where no prefill on a GPU was timed."""
-        return None if self._prefilled is None else self._prefilled.event
+        return None if self._prefilled is None else self._prefilled[1]
 
     def mark_first_token(self) -> None:
         """End the time to first token: this process knows the token, and its caller is about to."""
-        self._first_token = _Moment(self._hosts.clock())
+        self._first_token = self._hosts.clock(), None
 
     def resumed(self) -> "StageTimer":
         """Return a timer that goes on where the prefill ended, as if no time had passed since then."""
@@ -142,9 +124,9 @@ class StageTimer:
         """A span for each time that a stage has run; waits for what a GPU still works on of them."""
         with self._lock:
             stages, self._unread = self._unread, []
-            moments = self._read([moment for stage in stages for moment in (stage.began, stage.ended)])
-            for stage, began, ended in zip(stages, moments[::2], moments[1::2], strict=True):
-                self._recorder.add(stage.name, began, ended - began, stage.track)
+            moments = self._read([moment for stage in stages for moment in stage[2:]])
+            for (name, track, *_), began, ended in zip(stages, moments[::2], moments[1::2], strict=True):
+                self._recorder.add(name, began, ended - began, track)
         return list(self._recorder.spans)
 
     @property
@@ -188,22 +170,19 @@ class StageTimer:
         # Simulated hosts share a GPU, and their clocks wait for it.
         if hosts.device.type == "cuda" and hosts.has_own_process and stage not in _ON_HOST:
             event = _record_event(hosts.device)
-        return _Moment(hosts.clock(), event)
+        return hosts.clock(), event
 
     def _read(self, moments: Sequence[_Moment]) -> list[float]:
         """Return when moments were, by the hosts' clock; waits until the GPU has come to all of them."""
-        events = [moment.event for moment in moments if moment.event is not None]
+        events = [event for _, event in moments if event is not None]
         if not events:
-            return [moment.seconds for moment in moments]
+            return [seconds for seconds, _ in moments]
         for event in events:  # and for no more: another stream may have work for minutes
             self._hosts.wait_for_device(event)
         latest = _record_event(self._hosts.device)
         self._hosts.wait_for_device(latest)
         now = self._hosts.clock()
-        return [
-            moment.seconds if moment.event is None else now - moment.event.elapsed_time(latest) / 1e3
-            for moment in moments
-        ]
+        return [seconds if event is None else now - event.elapsed_time(latest) / 1e3 for seconds, event in moments]
 
     def _seconds_to_first(self, moment: _Moment | None) -> float:
         """Return the seconds from the request's begin; 0 if the moment has not come."""
@@ -244,12 +223,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the highest memory in use, in bytes: the GPU allocator's, or on a CPU the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/status") as file:
-            line = next(line for line in file if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    highest = _kernels_figure("VmHWM", of="self/status")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if highest is None else highest
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -271,10 +246,10 @@ def unused_swap_bytes() -> int:
     return _kernels_figure("SwapFree") or 0
 
 
-def _kernels_figure(name: str) -> int | None:
+def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
     """Return a figure of Linux' memory, in bytes; None on other systems."""
     try:
-        with open("/proc/meminfo") as file:
+        with open(f"/proc/{of}") as file:
             line = next(line for line in file if line.startswith(f"{name}:"))
         return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
@@ -283,11 +258,8 @@ def _kernels_figure(name: str) -> int | None:
 
 def provenance() -> dict:
     """Return when and with what figures are made: UTC date, versions, and a checkout's commit."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": dict(_versions()),
-        "git_sha": _git_sha(),
-    }
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": date, "versions": dict(_versions()), "git_sha": _git_sha()}
 
 
 def device_name(device: torch.device) -> str:
@@ -313,17 +285,10 @@ def _git_sha() -> str | None:
     if not (checkout / ".git").exists():
         return None
     try:
-        result = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=checkout,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
+        quietly = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
+        return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout, **quietly).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()
 
 
 def append_json_lines(path: Path, records: Iterable[dict]) -> None:

@@ -14,20 +14,8 @@ import importlib.abc
 import sys
 from functools import partial
 
-_OPERATORS = (
-    "nms",
-    "qnms",
-    "roi_align",
-    "_roi_align_backward",
-    "roi_pool",
-    "_roi_pool_backward",
-    "ps_roi_align",
-    "_ps_roi_align_backward",
-    "ps_roi_pool",
-    "_ps_roi_pool_backward",
-    "deform_conv2d",
-    "_deform_conv2d_backward",
-)
+_POOLING = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
+_OPERATORS = ("nms", "qnms", *_POOLING, *(f"_{name}_backward" for name in _POOLING))
 
 
 def ensure_torchvision_imports() -> None:

@@ -40,7 +40,7 @@ from support.tables import markdown_table
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
-_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python")
+_PACKAGES = ("triton", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 
 def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contender, default: str) -> dict:

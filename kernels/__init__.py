@@ -5,7 +5,7 @@ installed and imported as ``apbv.kernels``:
 
 - ``operators.py`` documents and checks the public functions;
 - for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same
-  signatures, but for ``varlen_attention``, which needs no kernel of ours;
+  signatures, but for ``varlen_attention`` and the scores of visual tokens, which need no kernel of ours;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.

@@ -11,24 +11,8 @@ import torch
 from torch import Tensor
 
 ENVIRONMENT_VARIABLE = "APBV_BACKEND"
-LIBRARIES = ("cudnn", "flash_attn", "flashinfer")
+LIBRARIES = ("cudnn", "flash_attn")
 BACKENDS = ("auto", "torch", "triton", "reference", *LIBRARIES)
-
-_FAMILIES = {
-    "segmented_attention": "attention",
-    "verify_attention": "attention",
-    "batch_decode_attention": "batch_attention",
-    "varlen_attention": "varlen_attention",
-    "block_sparse_attention": "block_sparse",
-    "antidiagonal_scores": "block_scores",
-    "block_means": "block_scores",
-    "merge_states": "merging",
-    "kv_importance": "importance",
-    "select_topk": "importance",
-    "temporal_change": "visual_scores",
-    "spatial_variety": "visual_scores",
-    "similarity_to": "visual_scores",
-}
 
 
 class BackendError(ValueError):
@@ -76,14 +60,15 @@ def implementation(operator: str, backend: str) -> Callable:
     Modules are imported here and not at the top of a file, because triton need not be installed.
 
     Args:
-        operator: a public function of :mod:`apbv.kernels`, by name.
+        operator: a public function of :mod:`apbv.kernels`, by its family and its name.
         backend: what :func:`choose` or :func:`apbv.kernels.library_attention.choose_attention` returned.
     """
     if backend in LIBRARIES:
         # A library attends over one segment; torch code splits the problem and merges the results.
         return partial(implementation(operator, "torch"), library=backend)
-    module = "reference" if backend == "reference" else f"{backend}_{_FAMILIES[operator]}"
-    function = getattr(import_module(f".{module}", __package__), operator)
+    family, name = operator.split(".")
+    module = "reference" if backend == "reference" else f"{backend}_{family}"
+    function = getattr(import_module(f".{module}", __package__), name)
     return partial(_on_its_device, function) if backend == "triton" else function
 
 
@@ -122,20 +107,37 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def mistake_of(call: Callable[[], Sequence[Tensor]], exact: Sequence[Tensor], most: Sequence[float]) -> str | None:
+    """Return what a call raises or gets wrong, or None if all is well.
+
+    Args:
+        exact: what it should return.
+        most: by how much each result may be off.
+    """
+    try:
+        found = call()
+        shapes, wanted = ([tuple(x.shape) for x in results] for results in (found, exact))
+        if shapes != wanted:
+            return f"it returned {shapes} in place of {wanted}"
+        off = [float((x.double() - y).abs().max()) for x, y in zip(found, exact, strict=True)]
+    except Exception as error:  # an installation that does not fit the machine may raise anything
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    is_right = all(x <= y for x, y in zip(off, most, strict=True))  # NaN is not
+    return None if is_right else f"it is off by {' and '.join(f'{x:.2g}' for x in off)}"
+
+
 @cache
 def failed_launch(device: torch.device) -> str | None:
     """Compile and run one small Triton kernel, and return what went wrong, or None if nothing did.
 
     An installed Triton is not enough: it also needs a C compiler and a driver that accepts its code.
     """
-    try:
-        ones = torch.ones(2, 1, 1, 1, 16, device=device)
-        out, lse = implementation("merge_states", "triton")(torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0])
-        # Two partial results of equal weight must give their mean, and the lse of both.
-        off = max(float((out - 2).abs().max()), float((lse - 1 - math.log(2)).abs().max()))
-    except Exception as error:  # an installation that does not fit the machine may raise anything
-        return f"its first kernel failed with {type(error).__name__}: {error}".splitlines()[0]
-    return None if off < 1e-5 else f"its first kernel's result was off by {off:.2g}"
+    ones = torch.ones(2, 1, 1, 1, 16, device=device)
+    partials = torch.cat([ones[:1], 3 * ones[1:]]), ones[..., 0]
+    # Two partial results of equal weight must give their mean, and the lse of both.
+    exact = 2 * ones[0], (1 + math.log(2)) * ones[0, ..., 0]
+    mistake = mistake_of(lambda: implementation("merging.merge_states", "triton")(*partials), exact, (1e-5, 1e-5))
+    return mistake and f"its first kernel failed: {mistake}"
 
 
 @cache

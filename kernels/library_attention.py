@@ -10,15 +10,15 @@ solved small problems correctly on the device.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .backends import BackendError, capability, num_processors, requested, why_not_triton
+from .backends import BackendError, capability, mistake_of, num_processors, requested, why_not_triton
 from .runs import Segment
 
 # Takes (q, k, v, scale, causal) and returns (out, lse); see above.
@@ -88,8 +88,7 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a call of attention has to share out.
 
     Attributes:
@@ -104,18 +103,6 @@ class Work:
     keys: int
     processors: int
 
-    @property
-    def leaves_idle(self) -> bool:
-        """Whether kernels that do not split the keys leave too much of the GPU without work."""
-        programs = self.heads * -(-self.queries // _QUERIES_PER_PROGRAM)
-        return programs < _BUSY * self.processors
-
-    @property
-    def scores(self) -> int:
-        """How many scores a head has, the triangle of its causal keys being half a square."""
-        square = min(self.queries, self.keys)
-        return self.queries * self.keys - square * square // 2
-
 
 def preferred(capability: tuple[int, int], dtype: torch.dtype, work: Work, flash: int | None) -> tuple[str, ...]:
     """Return the back ends for a GPU, the fastest first.
@@ -128,18 +115,21 @@ def preferred(capability: tuple[int, int], dtype: torch.dtype, work: Work, flash
     """
     if dtype not in _HALF:
         return ("triton",) if dtype == torch.float32 else ()
-    if work.leaves_idle:
+    if work.heads * -(-work.queries // _QUERIES_PER_PROGRAM) < _BUSY * work.processors:
+        # Kernels that do not split the keys would leave too much of the GPU without work.
         return ("triton", "flash_attn", "torch")
     if capability[0] in (9, 10):
         names = ("flash_attn", "cudnn", "torch", "triton")
     else:
         names = ("flash_attn", "torch", "cudnn", "triton")
+    # How many scores a head has, the triangle of its causal keys being half a square.
+    num_scores = work.queries * work.keys - min(work.queries, work.keys) ** 2 // 2
     # FlashAttention 2, which torch has built in, does not use what came with these GPUs.
     outdated = capability[0] in (9, 10) and flash == 2
     return tuple(
         name
         for name in names
-        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and work.scores < WORTH_PLANNING)
+        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and num_scores < WORTH_PLANNING)
     )
 
 
@@ -235,18 +225,12 @@ def probe(
         q = randn(2, queries, heads * groups, head_dim).transpose(1, 2)
         buffers = q.new_full((2, 2, heads, keys + 7, head_dim), math.nan)
         k, v = (buffer[:, :, 3 : 3 + keys].copy_(randn(2, heads, keys, head_dim)) for buffer in buffers)
-        try:
-            out, lse = attend(q, k, v, scale, causal)
-            if out.shape != q.shape or lse.shape != q.shape[:3] or lse.dtype != torch.float32:
-                return f"it returned {tuple(out.shape)} and {tuple(lse.shape)} in {lse.dtype} for {tuple(q.shape)}"
-            exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
-            off, lse_off = (float((x.double() - y).abs().max()) for x, y in zip((out, lse), exact, strict=True))
-        except Exception as error:  # an installation that does not fit the machine may raise anything
-            return f"{type(error).__name__}: {error}".splitlines()[0]
+        exact = reference.segmented_attention(q.double(), [(k.double(), v.double())], scale, causal)
+        call = partial(attend, q, k, v, scale, causal)
         # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
-        if not (off <= 4 * torch.finfo(dtype).eps and lse_off <= 1e-3):
+        if mistake := mistake_of(call, exact, (4 * torch.finfo(dtype).eps, 1e-3)):
             what = f"{'causal ' if causal else ''}attention of {queries} queries over {keys} keys"
-            return f"its {what} is off by {off:.2g}, and the lse by {lse_off:.2g}"
+            return f"its {what} is wrong: {mistake}"
     return None
 
 
@@ -306,18 +290,6 @@ def _attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return out.transpose(1, 2), lse
 
 
-def _attend_flashinfer(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend with FlashInfer, one sequence at a time; its lse is a logarithm to base 2."""
-    single_prefill = import_module("flashinfer").single_prefill_with_kv_cache
-    outs, lses = [], []
-    for sequence in zip(q, k, v, strict=True):
-        rows = (x.transpose(0, 1) for x in sequence)  # [S, H, D]
-        out, lse = single_prefill(*rows, causal=causal, kv_layout="NHD", sm_scale=scale, return_lse=True)
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs).transpose(1, 2), torch.stack(lses).transpose(1, 2) * math.log(2)
-
-
 def _attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -340,6 +312,5 @@ def _attend_repeated(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 ATTEND: dict[str, Attend] = {
     "cudnn": _attend_cudnn,
     "flash_attn": _attend_flash_attn,
-    "flashinfer": _attend_flashinfer,
     "torch": _attend_torch_flash,
 }

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backends import BackendError, choose, implementation, requested
+from .backends import choose, implementation, requested
 from .library_attention import choose_attention
 from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
 from .torch_attention import empty_output, result_without_keys
 from .torch_varlen_attention import usable as flash_obstacle
 
 REDUCTIONS = ("peak", "softmax", "dot")
-LARGEST_TRITON_CROP = 11  # tokens per side: more similarities than 128 x 128 do not fit the registers
 
 
 def segmented_attention(
@@ -75,7 +74,7 @@ def segmented_attention(
         options["out"] = empty_output(q) if out is None else out
     elif chosen != "reference":
         options["merging"] = choose(backend, q)
-    return implementation("segmented_attention", chosen)(q, segments, scale, causal_last, **options)
+    return implementation("attention.segmented_attention", chosen)(q, segments, scale, causal_last, **options)
 
 
 def verify_attention(
@@ -122,7 +121,7 @@ def verify_attention(
     num_seen = masked + (k.shape[2] - masked if kept is None else kept.shape[2])
     if q.shape[2] == 0 or num_seen == 0:
         return result_without_keys(q)
-    compute = implementation("verify_attention", choose(backend, q))
+    compute = implementation("attention.verify_attention", choose(backend, q))
     return compute(q, k, v, scale, visible=visible, kept=kept, num_keys=num_keys)
 
 
@@ -160,7 +159,7 @@ def batch_decode_attention(
         buffers.require_room()
     elif chosen != "triton":
         raise ValueError(f"the {chosen} back end does not look up buffers in a table")
-    return implementation("batch_decode_attention", chosen)(q, k, v, buffers, scale)
+    return implementation("batch_attention.batch_decode_attention", chosen)(q, k, v, buffers, scale)
 
 
 def varlen_attention(
@@ -189,7 +188,7 @@ def varlen_attention(
     wanted = requested(backend)
     if wanted not in ("torch", "reference"):
         wanted = "torch" if flash_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
-    return implementation("varlen_attention", wanted)(q, k, v, sequences, scale)
+    return implementation("varlen_attention.varlen_attention", wanted)(q, k, v, sequences, scale)
 
 
 def block_sparse_attention(
@@ -199,29 +198,16 @@ def block_sparse_attention(
     blocks: ListedBlocks,
     scale: float,
     *,
-    skip_margin: float | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend causally from every token of a sequence to its own block, and to the blocks listed for that.
-
-    With a ``skip_margin`` λ, values of a listed block whose weights are negligible are not multiplied: the sparse
-    online softmax of SpargeAttn (Zhang et al., 2025, Section 3.4). A block of queries visits the blocks that it
-    lists in ascending order, and its own keys last. With m(r) the highest score that row r has met up to and with
-    a listed block, and s(r) its highest in this block, the block's values are skipped where s(r) - m(r) < -λ for
-    all rows. Their weights, each below exp(-λ) of its row's largest, still count in the softmax's denominator: the
-    lse does not depend on λ, and results of other keys can be merged.
-
-    The back end ``triton`` decides so for every tile of a program. A tile is a whole block for SpargeAttn's blocks
-    of up to 128 queries in half precision with D up to 128. Elsewhere it is a part of one: then all that is
-    skipped by the rule above is skipped, and parts of other blocks are where the rule holds for them.
 
     Args:
         q: ``[B, Hq, S, D]``.
         k, v: ``[B, Hkv, S, D]``, of the same tokens.
         blocks: which blocks each query head computes.
         scale: factor of the scores, usually ``D ** -0.5``.
-        skip_margin: λ above 0, in units of scaled scores; None: no values are skipped.
         out: ``[B, Hq, S, D]`` in q's dtype, of any strides with neighbouring numbers along D: filled and returned
             in place of a new tensor.
         backend: see :mod:`apbv.kernels.backends`. ``torch`` waits for the lists on a GPU.
@@ -232,7 +218,7 @@ def block_sparse_attention(
         with those over other keys.
 
     Raises:
-        ValueError: shapes do not fit together, the lists are of another number of blocks, or λ is not above 0.
+        ValueError: shapes do not fit together, or the lists are of another number of blocks.
         BackendError: the back end cannot be used here.
     """
     numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
@@ -246,13 +232,11 @@ def block_sparse_attention(
         sizes=numbers,
     )
     _require_dtype(out, q)
-    if skip_margin is not None and not skip_margin > 0:
-        raise ValueError(f"the skip margin must be above 0, not {skip_margin!r}")
     if q.shape[2] == 0:
         return result_without_keys(q, out)
-    compute = implementation("block_sparse_attention", choose(backend, q))
+    compute = implementation("block_sparse.block_sparse_attention", choose(backend, q))
     out = empty_output(q) if out is None else out
-    return compute(q, k, v, blocks, scale, skip_margin=skip_margin, out=out)
+    return compute(q, k, v, blocks, scale, out=out)
 
 
 def antidiagonal_scores(
@@ -285,11 +269,7 @@ def antidiagonal_scores(
     _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    chosen = choose(backend, q)
-    if not q.numel():
-        blocks = -(-q.shape[2] // block)
-        return q.new_zeros(*q.shape[:2], blocks, blocks, dtype=torch.promote_types(q.dtype, torch.float32))
-    return implementation("antidiagonal_scores", chosen)(q, k, scale, stride, block)
+    return implementation("block_scores.antidiagonal_scores", _choose(backend, q))(q, k, scale, stride, block)
 
 
 def block_means(
@@ -318,12 +298,7 @@ def block_means(
     if block < 1:
         raise ValueError(f"a block must have at least one row, not {block}")
     _require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    chosen = choose(backend, states)
-    if not states.numel():
-        wide = torch.promote_types(states.dtype, torch.float32)
-        means = states.new_zeros(*states.shape[:2], -(-states.shape[2] // block), states.shape[3], dtype=wide)
-        return means, means.sum(dim=-1)
-    return implementation("block_means", chosen)(states, block, center=center)
+    return implementation("block_scores.block_means", _choose(backend, states))(states, block, center=center)
 
 
 def merge_states(
@@ -363,7 +338,7 @@ def merge_states(
             raise ValueError(f"partial results of shape {list(partial)} do not have lses of shape {list(lse)}")
         if out is not None and partial[-2] > out.shape[2]:
             raise ValueError(f"partial results of {partial[-2]} queries do not fit into {out.shape[2]} rows")
-    return implementation("merge_states", choose(backend, lses[0]))(outs, lses, out=out)
+    return implementation("merging.merge_states", choose(backend, lses[0]))(outs, lses, out=out)
 
 
 def kv_importance(
@@ -407,7 +382,7 @@ def kv_importance(
         raise ValueError("a question of no tokens attends to nothing")
     if k.shape[2] == 0:
         return torch.empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    importance = implementation("kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
+    importance = implementation("importance.kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
     return importance if pool == 1 else functional.max_pool1d(importance, pool, stride=1, padding=pool // 2)
 
 
@@ -422,8 +397,9 @@ def select_topk(
         scores: ``[B, Hkv, T]``; NaN counts as -inf.
         k, v: ``[B, Hkv, T, D]``.
         count: rows per KV head, 0 <= count <= T.
-        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device: the rows of K and V are written straight
-            to the first ``count`` places of each head, and the rest is left alone. None: allocated, N = count.
+        out: ``[2, B, Hkv, N, D]`` with N >= count, K's dtype and device, and neighbouring numbers along D: the
+            rows of K and V are written straight to the first ``count`` places of each head, and the rest is left
+            alone. None: allocated, N = count.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
@@ -444,7 +420,7 @@ def select_topk(
     _require_dtype(out, k)
     if count == 0:
         return torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), out
-    return implementation("select_topk", choose(backend, k))(scores, k, v, count, out)
+    return implementation("importance.select_topk", choose(backend, k))(scores, k, v, count, out)
 
 
 def temporal_change(
@@ -467,10 +443,9 @@ def temporal_change(
     _require_shapes(frames=(frames, "F h*w d"), before=(before, "h*w d"), after=(after, "h*w d"))
     for frame in (before, after):
         _require_dtype(frame, frames)
-    chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("temporal_change", chosen)(frames, before, after)
+    return implementation("visual_scores.temporal_change", _plain(backend))(frames, before, after)
 
 
 def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, backend: str = "auto") -> Tensor:
@@ -481,7 +456,7 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
         height, width: h and w in tokens.
         crop: tokens per side, 5 in the paper for all models; crops do not overlap, and those at the edges are as
             large as what is left.
-        backend: see :mod:`apbv.kernels.backends`; Triton's crops have up to 11 tokens per side.
+        backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
         ``[F, h * w]`` in fp32.
@@ -493,15 +468,9 @@ def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, b
     _require_shapes(frames=(frames, "F h*w d"), sizes={"h*w": height * width})
     if crop < 1:
         raise ValueError(f"crop must be positive, not {crop}")
-    chosen = choose(backend, frames)
     if not frames.numel():
         return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    if chosen == "triton" and crop > LARGEST_TRITON_CROP:
-        if requested(backend) == "triton":
-            limit = LARGEST_TRITON_CROP
-            raise BackendError(f"the triton back end has crops of up to {limit} tokens per side, not {crop}")
-        chosen = "torch"
-    return implementation("spatial_variety", chosen)(frames, height, width, crop)
+    return implementation("visual_scores.spatial_variety", _plain(backend))(frames, height, width, crop)
 
 
 def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> Tensor:
@@ -522,10 +491,18 @@ def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> 
         BackendError: the back end cannot be used here.
     """
     _require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
-    chosen = choose(backend, rows)
-    if not rows.numel():
-        return rows.new_zeros(len(rows), dtype=torch.float32)
-    return implementation("similarity_to", chosen)(rows, direction)
+    return implementation("visual_scores.similarity_to", _plain(backend))(rows, direction)
+
+
+def _choose(backend: str, operand: Tensor) -> str:
+    """Choose a back end as :func:`choose` does, but torch for no numbers, for which Triton launches nothing."""
+    chosen = choose(backend, operand)
+    return "torch" if chosen == "triton" and not operand.numel() else chosen
+
+
+def _plain(backend: str) -> str:
+    """Return the back end of an operator that has no kernel of ours: torch, unless the reference is asked for."""
+    return "reference" if requested(backend) == "reference" else "torch"
 
 
 def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:

@@ -33,7 +33,7 @@ def segmented_attention(
     """
     attend = attend_with(library, q, segments[0][0])
     # No part is of queries that see none of its keys: torch need not look for results that hold anything.
-    merge = merge_finite if merging == "torch" else implementation("merge_states", merging)
+    merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
     is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
     if is_block and is_bottom_right(library, q, segments[0][0]):
         segments = join_for_one_call(q, segments)
@@ -79,17 +79,23 @@ def attend_segments(
     a triangle of fewer keys than queries.
     """
     q, segments = in_rows(q), [(in_rows(k), in_rows(v)) for k, v in segments]
-    earlier, last, triangle = segments[:-1], segments[-1:], None
-    if causal_last and q.shape[2] > 1:  # a single query sees everything
-        last, triangle = _cut_triangle(segments[-1], q.shape[2])
-    groups = [(rows_alone, earlier), (0, last)] if rows_alone else [(0, earlier + last)]
+    *earlier, (k, v) = segments
+    queries, keys = q.shape[2], k.shape[2]
+    # Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one. So
+    # causal keys are cut into those that all queries see, and the last ones, at most as many as the queries.
+    past = max(0, keys - queries) if causal_last and queries > 1 else keys
+    last = [(k[:, :, :past], v[:, :, :past])]
     partials = []
-    for first, group in groups:
+    for first, group in [(rows_alone, earlier), (0, last)] if rows_alone else [(0, earlier + last)]:
         rows = q[:, :, first:]
-        seen = [segment for segment in group if segment[0].shape[2]] if rows.shape[2] else []
-        partials += [_attend_all(rows, k, v, scale, attend) for k, v in _coalesce(seen, rows)]
-    if triangle is not None:
-        partials.append(_attend_triangle(q, *triangle, scale, attend))
+        seen = [segment for segment in group if segment[0].shape[2] and rows.shape[2]]
+        if _is_worth_joining(seen, rows):
+            seen = [_joined(seen)]
+        partials += [_attend_all(rows, *segment, scale, attend) for segment in seen]
+    if past < keys:
+        square = keys - past
+        triangle = q[:, :, queries - square :], k[:, :, past:], v[:, :, past:]
+        partials.append(attend(*triangle, scale, square > 1))
     return _merged(q, partials, merge, out)
 
 
@@ -156,15 +162,11 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _coalesce(segments: list[Segment], q: Tensor) -> list[Segment]:
-    """Join segments where copying their rows costs less than merging another partial result.
+def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
+    """Tell whether copying segments' rows to join them costs less than merging another partial result.
 
     APB-V's context blocks see an anchor and passing blocks that are short beside the block itself.
     """
-    return [_joined(segments)] if _is_worth_joining(segments, q) else segments
-
-
-def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
     num_rows = sum(k.shape[1] * k.shape[2] for k, _ in segments)
     return len(segments) > 1 and num_rows < q.shape[1] * q.shape[2]
 
@@ -172,22 +174,6 @@ def _is_worth_joining(segments: list[Segment], q: Tensor) -> bool:
 def _joined(segments: list[Segment]) -> Segment:
     k, v = (torch.cat(states, dim=2) for states in zip(*segments, strict=True))
     return k, v
-
-
-def _cut_triangle(segment: Segment, queries: int) -> tuple[list[Segment], Segment | None]:
-    """Cut causal keys into those that all queries see, and the last ones, at most as many as the queries.
-
-    Fused kernels disagree on where the diagonal of a non-square causal mask lies; a square one has only one.
-    """
-    k, v = segment
-    past = max(0, k.shape[2] - queries)
-    visible = [(k[:, :, :past], v[:, :, :past])] if past else []
-    return visible, (k[:, :, past:], v[:, :, past:]) if k.shape[2] else None
-
-
-def _attend_triangle(q: Tensor, k: Tensor, v: Tensor, scale: float, attend: Attend) -> tuple[Tensor, Tensor]:
-    """Attend causally to no more keys than there are queries; the result is that of the queries that see any."""
-    return attend(q[:, :, q.shape[2] - k.shape[2] :], k, v, scale, k.shape[2] > 1)
 
 
 def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     blocks = -(-groups // of_block)
     shares = columns.new_zeros(*q.shape[:2], blocks, blocks)
     queries = q.shape[0] * q.shape[1] * of_block  # groups of a block, in all heads
-    most = min(_MOST_SCORES // (queries * groups), _MOST_NUMBERS // (queries * stride * q.shape[3]))
+    most = min(_MOST_SCORES // max(1, queries * groups), _MOST_NUMBERS // max(1, queries * stride * q.shape[3]))
     step = max(1, most) * of_block
     for first in range(0, groups, step):
         last = min(first + step, groups)
@@ -43,7 +43,7 @@ def per_group(sums: Tensor, groups: int, of_block: int) -> Tensor:
 def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute means and similarities as :func:`apbv.kernels.block_means` does, some blocks at a time."""
     batch, heads, _, dim = states.shape
-    rows = max(1, _MOST_NUMBERS // (batch * heads * block * dim)) * block
+    rows = max(1, _MOST_NUMBERS // max(1, batch * heads * block * dim)) * block
     parts = [_means(part, block, center) for part in states.split(rows, dim=2)]
     means, similarities = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
     return means, similarities

@@ -45,11 +45,7 @@ def long_blocks(rows: int, dim: int, element_size: int, device: torch.device) ->
         if generation == 9:
             return Blocks(128, 32, dim, 8, 2)
         return Blocks(64, 64 if generation == 8 and shared > 150 * 1024 else 32, dim, 8, 2)
-    if generation == 8:
-        return Blocks(128, 64, dim, 8, 2)
-    if generation == 9:
-        return Blocks(128, 128, dim, 8, 2)
-    return Blocks(128, 64, dim, 8, 2)
+    return Blocks(128, 128 if generation == 9 else 64, dim, 8, 2)
 
 
 def verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device: torch.device) -> Blocks:
@@ -119,42 +115,16 @@ def segmented_attention(
     *run_strides, last_k_strides, last_v_strides, q_strides, out_strides = strides
     magics, shifts = zip(*(run.divisor for run in runs), strict=True)
     segments_kernel[(tiles, batch * kv_heads, splits)](
-        q,
-        parts,
-        lse,
-        tuple(run.k for run in runs),
-        tuple(run.v for run in runs),
-        last.k,
-        last.v,
-        veiled(*(run.num_rows for run in runs)),
-        veiled(*magics),
-        veiled(*shifts),
+        q, parts, lse, tuple(run.k for run in runs), tuple(run.v for run in runs), last.k, last.v,
+        veiled(*(run.num_rows for run in runs)), veiled(*magics), veiled(*shifts),
         tuple(veiled(*own) for own in zip(*run_strides[: len(runs)], strict=True)),
-        tuple(veiled(*own) for own in zip(*run_strides[len(runs) :], strict=True)),
-        veiled(*q_strides),
-        veiled(*out_strides[1:]),
-        *veiled(out_strides[0]),
-        veiled(*last_k_strides[:3]),
-        veiled(*last_v_strides[:3]),
-        scale,
-        queries,
-        num_past,
-        last.num_rows,
-        rows_alone,
-        keys_per_split,
+        tuple(veiled(*own) for own in zip(*run_strides[len(runs) :], strict=True)), veiled(*q_strides),
+        veiled(*out_strides[1:]), *veiled(out_strides[0]), veiled(*last_k_strides[:3]),
+        veiled(*last_v_strides[:3]), scale, queries, num_past, last.num_rows, rows_alone, keys_per_split,
         sum(run.num_rows > 0 for run in runs),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        D=dim,
-        BR=block.rows,
-        BT=block.keys,
-        BD=block.dim,
-        ALIGN=align,
-        HAS_LAST=has_last,
-        IS_CAUSAL=causal_last,
-        num_warps=block.num_warps,
-        num_stages=block.num_stages,
-    )
+        KV_HEADS=kv_heads, GROUP=group, D=dim, BR=block.rows, BT=block.keys, BD=block.dim, ALIGN=align,
+        HAS_LAST=has_last, IS_CAUSAL=causal_last, num_warps=block.num_warps, num_stages=block.num_stages,
+    )  # fmt: skip
     return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
 
 
@@ -189,29 +159,11 @@ def verify_attention(
     parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
     lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
     verify_kernel[(plan.tiles, plan.programs // plan.tiles, splits)](
-        q,
-        k,
-        v,
-        parts,
-        lse,
-        seen,
-        chosen,
-        q if num_keys is None else num_keys,
-        scale,
-        *plan.strides,
-        *(plan.out_strides if splits == 1 else plan.part_strides),
-        0 if visible is None else seen.stride(0),
-        *((0, 0) if kept is None else chosen.stride()[:2]),
-        queries,
-        keys,
-        masked,
-        num_kept,
-        keys_per_split,
-        **plan.constants,
-        MASK=mask,
-        HAS_KEPT=kept is not None,
-        HAS_NUM_KEYS=num_keys is not None,
-    )
+        q, k, v, parts, lse, seen, chosen, q if num_keys is None else num_keys, scale, *plan.strides,
+        *(plan.out_strides if splits == 1 else plan.part_strides), 0 if visible is None else seen.stride(0),
+        *((0, 0) if kept is None else chosen.stride()[:2]), queries, keys, masked, num_kept, keys_per_split,
+        **plan.constants, MASK=mask, HAS_KEPT=kept is not None, HAS_NUM_KEYS=num_keys is not None,
+    )  # fmt: skip
     return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
 
 

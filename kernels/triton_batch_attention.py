@@ -41,26 +41,11 @@ def batch_decode_attention(
     strides += [parts.stride(0), *parts.stride()[2:4]]
     align = alignment(q.element_size(), [*strides, dim])
     batch_decode_kernel[(rows, k.shape[1], splits)](
-        q,
-        k,
-        v,
-        parts,
-        lse,
-        table.places,
-        table.lengths,
-        scale,
-        *(stride // align for stride in strides),
+        q, k, v, parts, lse, table.places, table.lengths, scale, *(stride // align for stride in strides),
         table.places.stride(0),
-        GROUP=group,
-        D=dim,
-        BR=block.rows,
-        BT=block.keys,
-        BD=block.dim,
-        ALIGN=align,
-        FEWEST=_FEWEST_KEYS,
-        num_warps=block.num_warps,
-        num_stages=block.num_stages,
-    )
+        GROUP=group, D=dim, BR=block.rows, BT=block.keys, BD=block.dim, ALIGN=align, FEWEST=_FEWEST_KEYS,
+        num_warps=block.num_warps, num_stages=block.num_stages,
+    )  # fmt: skip
     return out if splits == 1 else merge_states(parts, lse, out=out)[0]
 
 

@@ -24,7 +24,7 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
     # fp32 products take more registers.
     tile, warps = (32, 4) if q.dtype == torch.float32 else (64, 8)
     # A part of a block is what one tile has of it: parts are summed up afterwards. Tiles are powers of two.
-    part = _largest_power(of_block, tile)
+    part = min(of_block & -of_block, tile)
     lse = torch.empty(batch * heads, groups, dtype=torch.float32, device=q.device)
     parts = triton.cdiv(groups, part)
     sums = torch.zeros(batch * heads, parts, parts, dtype=torch.float32, device=q.device)
@@ -42,11 +42,6 @@ def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: 
         sums = torch.nn.functional.pad(sums, (0, short, 0, short))
         sums = sums.unflatten(3, (-1, of_block // part)).sum(dim=4).unflatten(2, (-1, of_block // part)).sum(dim=3)
     return per_group(sums, groups, of_block)
-
-
-def _largest_power(of: int, most: int) -> int:
-    """Return the largest power of two that divides a number, at most ``most``."""
-    return min(of & -of, most)
 
 
 def block_means(states: Tensor, block: int, *, center: Tensor | None = None) -> tuple[Tensor, Tensor]:

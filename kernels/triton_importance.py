@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .runs import in_rows
 from .torch_importance import find_threshold
-
-_KEYS_PER_SPLIT = 512  # one program's share of the keys where the lse has to be computed
+from .triton_attention import segmented_attention
 
 
 @triton.jit
@@ -60,51 +59,11 @@ def _importance_kernel(
     tl.store(p_out + i_bh * num_keys + o_t, b_out, mask=m_t)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys"])
-def _lse_kernel(
-    p_q, p_k, p_lse, q_strides, k_strides, scale, num_rows, num_keys,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
-    BT: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One program sums the exponentials of KEYS keys' scores online, for BR rows of queries of one KV head."""
-    i_r = tl.program_id(0).to(tl.int64)
-    i_bh = tl.program_id(1).to(tl.int64)
-    i_split = tl.program_id(2).to(tl.int64)
-    i_b, i_h = i_bh // KV_HEADS, i_bh % KV_HEADS
-    o_r, o_d = i_r * BR + tl.arange(0, BR), tl.arange(0, BD)
-    b_q = tl.trans(_load_queries(p_q, o_r, i_b, i_h, q_strides, num_rows, GROUP, D, BD))
-    p_k += i_b * k_strides[0] + i_h * k_strides[1]
-    b_max = tl.full([BR], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BR], tl.float32)
-    for i_t in range(i_split * KEYS, tl.minimum((i_split + 1) * KEYS, num_keys), BT):
-        o_t = i_t + tl.arange(0, BT)
-        m_t = o_t < num_keys
-        # [BD, BT]
-        b_k = tl.load(
-            p_k + (o_t * k_strides[2])[None, :] + o_d[:, None], mask=m_t[None, :] & (o_d < D)[:, None], other=0.0
-        )
-        # [BR, BT]
-        b_s = tl.where(m_t[None, :], tl.dot(b_q, b_k, input_precision="ieee") * scale, float("-inf"))
-        # Every tile has at least one key, so that the maximum is never that of nothing.
-        b_new_max = tl.maximum(b_max, tl.max(b_s, axis=1))
-        b_sum = b_sum * tl.exp(b_max - b_new_max) + tl.sum(tl.exp(b_s - b_new_max[:, None]), axis=1)
-        b_max = b_new_max
-    o_lse = (i_split * tl.num_programs(1) + i_bh) * num_rows + o_r
-    tl.store(p_lse + o_lse, b_max + tl.log(b_sum), mask=o_r < num_rows)
-
-
 @triton.jit(do_not_specialize=["num_keys"])
 def _dot_kernel(
-    p_q,
-    p_k,
-    p_out,
-    k_strides,
-    num_keys,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    p_q, p_k, p_out, k_strides, num_keys,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """One program multiplies BT keys of one KV head by that head's one query."""
     i_t = tl.program_id(0).to(tl.int64)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -184,7 +143,7 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
     tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
     rows = group * q_query.shape[2]
     if lse is None:
-        lse = _lse(q_query, k, scale, min(tile, 64), rows_at_once, warps)
+        _, lse = segmented_attention(q_query, [(k, k)], scale, False)
     _importance_kernel[triton.cdiv(keys, tile), batch * kv_heads](
         q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
         KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=padded,
@@ -217,11 +176,6 @@ def kept_indices(scores: Tensor, lowest: Tensor, num_lowest: Tensor, count: int)
 def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
     """Copy rows ``indices [B, Hkv, count]`` of k and v to the first places of ``out[0]`` and ``out[1]``."""
     batch, kv_heads, count = indices.shape
-    if out.stride(-1) != 1:
-        neighbours = out.new_empty(2, batch, kv_heads, count, k.shape[3])
-        gather_rows(k, v, indices, neighbours)
-        out[:, :, :, :count] = neighbours
-        return
     k, v = in_rows(k), in_rows(v)
     padded = _padded(k.shape[3])
     rows_at_once = 4096 // padded
@@ -229,20 +183,6 @@ def gather_rows(k: Tensor, v: Tensor, indices: Tensor, out: Tensor) -> None:
         k, v, indices, out, k.stride()[:3], v.stride()[:3], out.stride()[:4], count,
         KV_HEADS=kv_heads, D=k.shape[3], BC=rows_at_once, BD=padded,
     )  # fmt: skip
-
-
-def _lse(q_query: Tensor, k: Tensor, scale: float, tile: int, rows_at_once: int, warps: int) -> Tensor:
-    """Compute the lse ``[B, Hq, n_q]`` in one more pass over all keys, split over programs."""
-    (batch, kv_heads, keys, dim), (_, heads, queries, _) = k.shape, q_query.shape
-    group, splits = heads // kv_heads, triton.cdiv(keys, _KEYS_PER_SPLIT)
-    # A KV head's rows stand together, the heads of a group within a token.
-    partials = torch.empty(splits, batch, kv_heads, queries, group, dtype=torch.float32, device=k.device)
-    _lse_kernel[triton.cdiv(group * queries, rows_at_once), batch * kv_heads, splits](
-        q_query, k, partials, q_query.stride()[:3], k.stride()[:3], scale, group * queries, keys,
-        KV_HEADS=kv_heads, GROUP=group, D=dim, KEYS=_KEYS_PER_SPLIT,
-        BT=tile, BR=rows_at_once, BD=_padded(dim), num_warps=warps, num_stages=2,
-    )  # fmt: skip
-    return partials.logsumexp(dim=0).transpose(2, 3).flatten(1, 2)
 
 
 def _padded(dim: int) -> int:

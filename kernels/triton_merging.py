@@ -49,25 +49,10 @@ def _merge_stacked(outs: Tensor, lses: Tensor, out: Tensor | None) -> tuple[Tens
     strides = [*outs.stride()[:4], *out.stride()[:3]]
     strides = [stride for stride, size in zip(strides, (*outs.shape[:4], *out.shape[:3]), strict=True) if size > 1]
     _merge_kernel[(triton.cdiv(rows, rows_per_block),)](
-        outs,
-        lses,
-        out,
-        lse,
-        parts,
-        rows,
-        heads,
-        queries,
-        *outs.stride()[:4],
-        *lses.stride(),
-        *out.stride()[:3],
-        BN=triton.next_power_of_2(parts),
-        D=dim,
-        BR=rows_per_block,
-        BD=width,
-        ALIGNED=math.gcd(16, *strides),
-        UNROLL=min(triton.next_power_of_2(parts), MAX_UNROLLED),
-        num_warps=num_warps,
-    )
+        outs, lses, out, lse, parts, rows, heads, queries, *outs.stride()[:4], *lses.stride(), *out.stride()[:3],
+        BN=triton.next_power_of_2(parts), D=dim, BR=rows_per_block, BD=width, ALIGNED=math.gcd(16, *strides),
+        UNROLL=min(triton.next_power_of_2(parts), MAX_UNROLLED), num_warps=num_warps,
+    )  # fmt: skip
     return out, lse
 
 
@@ -88,24 +73,13 @@ def _merge_separate(outs: list[Tensor], lses: tuple[Tensor, ...], out: Tensor | 
     out_strides = row_strides(out)
     align = alignment(widest, [stride for of_one in (*strides, out_strides) for stride in of_one])
     _merge_separate_kernel[(triton.cdiv(rows, rows_per_block),)](
-        tuple(outs),
-        lses,
-        out,
-        lse,
-        tuple(veiled(*(stride // align for stride in of_one)) for of_one in strides),
+        tuple(outs), lses, out, lse, tuple(veiled(*(stride // align for stride in of_one)) for of_one in strides),
         tuple(veiled(*partial.stride()) for partial in lses),
         veiled(*(queries - partial.shape[2] for partial in outs)),
-        veiled(*(stride // align for stride in out_strides)),
-        rows,
-        heads,
-        queries,
-        D=dim,
-        BR=rows_per_block,
-        BD=width,
-        ALIGN=align,
-        HEADS_FIRST=out_strides[1] < out_strides[2],
+        veiled(*(stride // align for stride in out_strides)), rows, heads, queries,
+        D=dim, BR=rows_per_block, BD=width, ALIGN=align, HEADS_FIRST=out_strides[1] < out_strides[2],
         num_warps=num_warps,
-    )
+    )  # fmt: skip
     return out, lse
 
 
@@ -122,32 +96,11 @@ def _block_rows(rows: int, row_bytes: int) -> tuple[int, int]:
     ]  # one compiled kernel for all lengths, and few for all numbers of partial results
 )  # fmt: skip
 def _merge_kernel(
-    outs,
-    lses,
-    out,
-    lse,
-    num_parts,
-    num_rows,
-    heads,
-    queries,
-    s_outs_n,
-    s_outs_b,
-    s_outs_h,
-    s_outs_s,
-    s_lses_n,
-    s_lses_b,
-    s_lses_h,
-    s_lses_s,
-    s_out_b,
-    s_out_h,
-    s_out_s,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    BR: tl.constexpr,
-    BD: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    outs, lses, out, lse, num_parts, num_rows, heads, queries, s_outs_n, s_outs_b, s_outs_h, s_outs_s, s_lses_n,
+    s_lses_b, s_lses_h, s_lses_s, s_out_b, s_out_h, s_out_s,
+    BN: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, ALIGNED: tl.constexpr,
     UNROLL: tl.constexpr,
-):
+):  # fmt: skip
     # One program merges BR rows, a row being one query of one head: first it finds their highest lse, then it
     # reads every partial row once, except those that saw nothing, which may hold anything.
     o_row = tl.program_id(0) * BR + tl.arange(0, BR)

@@ -17,8 +17,7 @@ from apbv import GenerateResult, HostGroup
 from apbv.input.audio import AudioError, has_audio
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
-from apbv.launch.progress import ProgressLine
-from apbv.speculate import STRATEGIES
+from apbv.launch.progress import ProgressBars
 from apbv.stats import append_json_lines
 from apbv.timeline import write_timeline
 
@@ -40,9 +39,8 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
         context = read_sources(options)
         if hosts.is_leader:
             require_writable_outputs(options)
-    progress = ProgressLine(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
+    progress = ProgressBars(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
-        progress.say("loading the model")
         engine = load_engine(options, hosts)
         progress.watch(engine, options.max_new_tokens)
         with streamed(engine.tokenizer, enabled=hosts.is_leader) as show:
@@ -141,11 +139,7 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
         if wanted is None:
             continue
         path, option = Path(wanted), f"--{name.replace('_', '-')}"
-        if path.is_dir():
-            raise ValueError(f"{option} {path} is a directory")
-        if not path.parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no directory {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ValueError(f"{option} {path} cannot be written")
 
 
@@ -197,14 +191,8 @@ def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
 def _speculation(
     figures: dict[str, Any], options: argparse.Namespace, on_draft_host: bool
 ) -> list[tuple[str, str]]:
-    """Say who drafted, where, and what became of the draft's tokens."""
-    strategy = STRATEGIES[figures["strategy"]]
-    if strategy.needs_draft_model:
-        who = options.draft_model or "the packaged draft"
-    else:
-        who = "the target itself" if strategy.runs_target else "no model"
-    place = "on the draft host" if on_draft_host else "on host 0"
-    rows = [("drafting", f"{figures['strategy']}, by {who} {place}")]
+    """Say how and where was drafted, and what became of the draft's tokens."""
+    rows = [("drafting", f"{figures['strategy']}, {'on the draft host' if on_draft_host else 'on host 0'}")]
     if figures.get("lost_draft"):
         rows.append(("", f"went on alone: {figures['lost_draft']}"))
     if figures["switched_off"]:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _FORMAT = warnings.formatwarning
-_DEVICE = "be cpu, cuda, or a GPU as in cuda:0", re.compile(r"cpu|cuda(:\d+)?").fullmatch
 
 
 class Setting(NamedTuple):
@@ -93,7 +92,6 @@ SPARSE = _of(
     ("--sparse-block", "block_size", "tokens of a block of queries"),
     ("--sparse-stride", "stride", "xattention: tokens that get one score"),
     ("--sparse-similarity", "similarity", "spargeattn: how alike the rows of a block must be to be left out"),
-    ("--sparse-skip-margin", "skip_margin", "spargeattn: skip values with no score within X of the highest"),
     ("--sparse-divergence", "divergence", "flexprefill: how near to its estimate a head's attention must be"),
     ("--sparse-min-blocks", "min_blocks", "flexprefill: columns and diagonals that every head computes"),
 )
@@ -137,9 +135,8 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(prog, **kwargs)
         self._first = first
         if first is not None:
-            self.add_argument(
-                "-h", "--help", action=_ShortHelp, nargs=0, help="show the options that matter first"
-            )
+            about = "show the options that matter first"
+            self.add_argument("-h", "--help", action=_ShortHelp, nargs=0, help=about)
             self.add_argument("--help-all", action="help", help="show all options")
 
     def format_short_help(self) -> str:
@@ -217,19 +214,16 @@ def positive(kind: type = float, most: float = sys.float_info.max) -> Callable[[
     return reading(kind, says, lambda value: isinstance(value, kind) and 0 < value <= most)
 
 
+device_name = reading(str, "be cpu, cuda, or a GPU as in cuda:0", re.compile(r"cpu|cuda(:\d+)?").fullmatch)
+
+
 def add_prefill_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of sampling frames, prefill and attention."""
     prefill = parser.add_argument_group("prefill")
-    prefill.add_argument(
-        "--frames",
-        "--num-frames",
-        type=positive(int),
-        metavar="N",
-        help="of each video (default: the model's, or 64)",
-    )
-    prefill.add_argument(
-        "--fps", type=reading(float, *FRAME_RATE), metavar="X", help="sample at this rate, at most --frames"
-    )
+    frames = {"type": positive(int), "metavar": "N", "help": "of each video (default: the model's, or 64)"}
+    prefill.add_argument("--frames", "--num-frames", **frames)
+    rate = reading(float, *FRAME_RATE)
+    prefill.add_argument("--fps", type=rate, metavar="X", help="sample at this rate, at most --frames")
     add_settings(prefill, [*PREFILL, *GRAPHS], with_defaults=True)
     add_settings(prefill, VIDEO)
     prefill.add_argument(
@@ -257,26 +251,12 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the group of hosts."""
     hosts = parser.add_argument_group("hosts")
     hosts.add_argument(
-        "--device",
-        type=reading(str, *_DEVICE),
-        metavar="cpu|cuda|cuda:N",
-        help="default: a GPU, or else the CPU",
+        "--device", type=device_name, metavar="cpu|cuda|cuda:N", help="default: a GPU, or else the CPU"
     )
-    hosts.add_argument(
-        "--tensor-parallel",
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="T",
-        help="GPUs that share a model (default 1)",
-    )
-    hosts.add_argument(
-        "--timeout",
-        type=positive(),
-        default=300.0,
-        metavar="X",
-        help="to wait for a silent host (default 300)",
-    )
+    members = {"type": int, "default": 1, "metavar": "T", "help": "GPUs that share a model (default 1)"}
+    hosts.add_argument("--tensor-parallel", "--tensor-parallel-size", **members)
+    patience = {"type": positive(), "default": 300.0, "metavar": "X"}
+    hosts.add_argument("--timeout", **patience, help="to wait for a silent host (default 300)")
     add_settings(hosts, THREADS)
 
 
@@ -330,10 +310,8 @@ def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
     Raises:
         ValueError: one has no effect.
     """
-    settings, owners = (
-        given(options, SparseConfig),
-        {each.name: each.metadata["of"] for each in fields(SparseConfig)},
-    )
+    settings = given(options, SparseConfig)
+    owners = {each.name: each.metadata["of"] for each in fields(SparseConfig)}
     method = settings.get("method") or (options.method if options.method in SPARSE_NAMES else None)
     for each in SPARSE:
         owner = owners[each.field]
@@ -386,8 +364,9 @@ def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseCon
 
 
 def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
-    """Make the most of this process's CPU cores and memory, and let one process of all show warnings."""
+    """Make the most of this process's CPU cores and memory; let one process of all show warnings and bars."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from apbv.allocator import keep_freed_memory
 
@@ -395,7 +374,12 @@ def prepare_process(options: argparse.Namespace, hosts: "HostGroup") -> None:
         keep_freed_memory()
     if (num_threads := threads_wanted(options.threads, hosts.device.type)) is not None:
         torch.set_num_threads(num_threads)
-    _quieten(hosts)
+    if not hosts.is_leader:
+        warnings.simplefilter("ignore")
+        transformers_logging.set_verbosity_error()
+        logging.disable(logging.WARNING)
+    if not hosts.is_leader or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
 
 
 def threads_wanted(given: int | None, device_type: str) -> int | None:
@@ -408,9 +392,8 @@ def threads_wanted(given: int | None, device_type: str) -> int | None:
 
     if given is not None:
         return given
-    is_torchruns_choice = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 and os.environ.get("OMP_NUM_THREADS") == "1"
-    )
+    is_one_of_several = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1
+    is_torchruns_choice = is_one_of_several and os.environ.get("OMP_NUM_THREADS") == "1"
     return fair_share_of_cores() if is_torchruns_choice and device_type == "cpu" else None
 
 
@@ -440,18 +423,6 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + signal.SIGINT)  # an exchange with other hosts that is under way would be waited for
-
-
-def _quieten(hosts: "HostGroup") -> None:
-    """Let one process show warnings and progress bars, instead of every one."""
-    from transformers.utils import logging as transformers_logging
-
-    if not hosts.is_leader:
-        warnings.simplefilter("ignore")
-        transformers_logging.set_verbosity_error()
-        logging.disable(logging.WARNING)
-    if not hosts.is_leader or not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
 
 
 def _formatted_warning(message, category, *place) -> str:

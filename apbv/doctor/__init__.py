@@ -1,6 +1,6 @@
-"""The doctor finds out what of apbv works on a machine, and why the rest does not.
+"""Finds out what of apbv works on a machine, and why the rest does not.
 
 A *part* is a list of checks, the same on every host: of the machine (``machine.py``), of back ends and operators
 (``kernels.py``), of exchanges and answers (``hosts.py``). :mod:`.examination` runs them one after the other, and
-:mod:`.page` writes down what they found.
+writes down what they found.
 """

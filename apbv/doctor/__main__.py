@@ -9,10 +9,11 @@ The exit status is 0 where nothing has failed. Nothing is downloaded.
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
-from apbv.launch.options import OptionParser, exit_with, prepare_process
+from apbv.launch.options import OptionParser, device_name, exit_with, positive, prepare_process
 
 if TYPE_CHECKING:
     from apbv import HostGroup
@@ -38,18 +39,17 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
         help="; ".join(f"{name}: {about}" for name, about in PARTS.items()),
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append everything found as one JSON line")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a check has failed (180)")
+    parser.add_argument(
+        "--limit", type=positive(), default=180.0, help="seconds after which a check has failed (180)"
+    )
     parser.add_argument(
         "--device",
+        type=device_name,
         metavar="cpu|cuda|cuda:N",
         help="what each process examines (default: a GPU, of which several may share one, or else the CPU)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each process")
+    parser.add_argument("--threads", type=positive(int), metavar="N", help="CPU threads of each process")
     options = parser.parse_args(arguments)
-    if not options.limit > 0:
-        parser.error(f"--limit must be a positive number of seconds, not {options.limit}")
-    if options.threads is not None and options.threads < 1:
-        parser.error(f"--threads must be at least 1, not {options.threads}")
     options.parts = [name for name in PARTS if name in (options.only or PARTS)]
     return options
 
@@ -60,36 +60,33 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     # Only now what takes seconds to import.
     from apbv.hosts import HostGroup, run_on_hosts
 
-    found: list[bool] = []
-    connected: list[bool] = []
+    healthy: list[bool] = []  # empty until the hosts are connected
 
     def examine(hosts: HostGroup) -> None:
-        connected.append(True)
-        found.append(_examine(options, hosts, sys.stdout if hosts.is_leader else None))
+        healthy.append(False)
+        healthy[0] = _examine(options, hosts)
 
     status = run_on_hosts(examine, options.limit + _REPORTING_SECONDS, device=options.device)
-    if status and not connected and "RANK" in os.environ:
+    if status and not healthy and "RANK" in os.environ:
         # All of them examine themselves, although one prints: torchrun stops it when another one ends.
-        _examine_alone(options)
-    return status or int(not all(found))
+        with suppress(ValueError):  # there is no such device, which has been said
+            _examine(options, HostGroup.single(options.device), is_connected=False)
+    return int(not all(healthy) or bool(status))
 
 
-def _examine(
-    options: argparse.Namespace, hosts: "HostGroup", file: TextIO | None, is_connected: bool = True
-) -> bool:
-    """Run the checks, and print and write what they find; return whether nothing has failed.
+def _examine(options: argparse.Namespace, hosts: "HostGroup", is_connected: bool = True) -> bool:
+    """Run the checks, and let host 0 print and write what they find; return whether nothing has failed.
 
     Args:
-        file: where the page goes; None: nowhere, and nothing is written.
         is_connected: False: the hosts that were to be examined could not be connected, and this one is alone.
     """
     from apbv.doctor import hosts as between_hosts
     from apbv.doctor import kernels, machine
-    from apbv.doctor.examination import Check, Examination
-    from apbv.doctor.page import Page, record
+    from apbv.doctor.examination import FAILED, Check, Examination, record
     from apbv.stats import append_json_lines
 
     prepare_process(options, hosts)
+    reports = hosts.is_leader if is_connected else os.environ["RANK"] == "0"
     checks = {
         "machine": machine.checks,
         "backends": kernels.backend_checks,
@@ -100,15 +97,13 @@ def _examine(
     parts = {name: checks[name](hosts) for name in options.parts}
     if not is_connected:
         parts["hosts"] = [Check("connecting", between_hosts.not_connected)]
-    examination = Examination(hosts, options.limit)
-    page = Page(hosts, file)
-    results = examination.run(parts, page.add)
-    page.end(results)
+    examination = Examination(hosts, options.limit, sys.stdout if reports else None)
+    results = examination.run(parts)
     with hosts.local_stage("writing the report"):
-        if options.json and file is not None:
+        if options.json and reports:
             append_json_lines(options.json, [record(results, hosts, options)])
-    healthy = all(result.status != "failed" for result in results)
-    if examination.has_stuck:
+    healthy = all(result.status != FAILED for result in results)
+    if examination.stuck is not None:
         # What still runs would be waited for, or be torn down under its own feet. Nobody ends before all are here,
         # because torchrun then stops the others; over host memory, because a GPU may be what hangs.
         hosts.gather_json(None)
@@ -117,17 +112,6 @@ def _examine(
     if not healthy:
         hosts.let_others_report()
     return healthy
-
-
-def _examine_alone(options: argparse.Namespace) -> None:
-    """Examine what this host can do without the others."""
-    from apbv.hosts import HostGroup
-
-    try:
-        host = HostGroup.single(options.device)
-    except ValueError:  # there is no such device, which has been said
-        return
-    _examine(options, host, sys.stdout if os.environ["RANK"] == "0" else None, is_connected=False)
 
 
 if __name__ == "__main__":

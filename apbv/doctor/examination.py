@@ -1,16 +1,34 @@
-"""Checks, what they find, and how all are run on all hosts, even if some fail, crash or hang."""
+"""Runs checks on all hosts, even if some fail, crash or hang, and writes what they find as a page and as JSON."""
 
+import argparse
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import TimeoutError as StillRunning
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, TextIO
 
 import torch
 
 from ..hosts import HostGroup, in_thread
+from ..stats import device_name, provenance
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+WIDTH = 100
+_NAME_WIDTH = 24
+_MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
+_HEADINGS = {
+    "machine": "The machine",
+    "backends": "Back ends of attention",
+    "kernels": "Operators: the worst error, as a share of what the dtype allows",
+    "hosts": "What hosts exchange",
+    "demo": "The demo model's answers",
+}
+_OF_EACH_HOST = ("machine", "backends")  # parts in which the page shows what every host found, where it differs
+
+
+Found = tuple[str, dict[str, Any]]  # what a check found, in words for the page, and in JSON-ready numbers
 
 
 class CheckFailed(Exception):
@@ -23,15 +41,21 @@ class CheckSkipped(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found where nothing is wrong.
+    """What a check found on one host.
 
     Attributes:
-        detail: in words, for the page.
+        detail: in words, for the page: what was found, or why the check failed or was skipped.
         figures: in numbers, JSON-ready.
+        status: ``"ok"``, ``"failed"`` or ``"skipped"``.
+        seconds: how long it took.
+        is_stuck: whether it still runs: it was given up.
     """
 
     detail: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
+    status: str = OK
+    seconds: float = 0.0
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,98 +66,59 @@ class Check:
         name: unique within its part.
         run: examines the group that it gets; raises whatever it likes.
         is_collective: whether hosts exchange data in it: then a failure of one is told to the others.
-        is_per_host: whether the page shows what every host found, where that differs; else what host 0 found.
-        must_agree: whether hosts that find different things cannot work together.
     """
 
     name: str
-    run: Callable[[HostGroup], Finding]
+    run: Callable[[HostGroup], Found]
     is_collective: bool = False
-    is_per_host: bool = False
-    must_agree: bool = False
-
-
-@dataclass(frozen=True)
-class HostResult:
-    """What became of a check on one host.
-
-    Attributes:
-        status: ``"ok"``, ``"failed"`` or ``"skipped"``.
-        detail: what was found, or why it failed or was skipped.
-        figures: see :class:`Finding`.
-        seconds: how long it took.
-        is_stuck: whether it still runs: it was given up.
-    """
-
-    status: str
-    detail: str
-    figures: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    is_stuck: bool = False
-
-
-def carry_out(check: Check, hosts: HostGroup, limit: float) -> HostResult:
-    """Run a check on this host, in a thread that is given up after ``limit`` seconds; never raises what it does.
-
-    Args:
-        hosts: the group that is examined.
-    """
-    began = time.monotonic()
-
-    def verdict(status: str, detail: str, **more: Any) -> HostResult:
-        return HostResult(status, detail, seconds=time.monotonic() - began, **more)
-
-    thread = in_thread(lambda: _examine(check, hosts))
-    try:
-        error = thread.exception(timeout=limit)
-    except StillRunning:
-        return verdict(FAILED, f"not done after {limit:g} s", is_stuck=True)
-    if isinstance(error, CheckSkipped | CheckFailed):
-        return verdict(SKIPPED if isinstance(error, CheckSkipped) else FAILED, str(error))
-    if error is not None:
-        return verdict(FAILED, one_line(error))
-    return verdict(OK, thread.result().detail, figures=thread.result().figures)
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's type, and the first line of its message."""
-    message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
-
-
-@torch.no_grad()
-def _examine(check: Check, hosts: HostGroup) -> Finding:
-    """Run a check until all that it has put on the GPU is done: an error there is this check's, not the next's."""
-    if hosts.device.type == "cuda":
-        torch.cuda.set_device(hosts.device)  # which is each thread's own
-    if check.is_collective:
-        with hosts.collective_stage(check.name):
-            finding = check.run(hosts)
-    else:
-        finding = check.run(hosts)
-    if hosts.device.type == "cuda":
-        torch.cuda.synchronize(hosts.device)
-    return finding
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a check on all hosts; the same on every host.
-
-    Attributes:
-        part: the part that the check belongs to.
-        verdicts: one per host.
-    """
+    """What a check found on all hosts, host 0 first; the same on every host."""
 
     part: str
-    check: Check
-    verdicts: list[HostResult]
+    name: str
+    on_hosts: list[Finding]
 
     @property
     def status(self) -> str:
         """``"failed"`` where it failed on one host, ``"skipped"`` where it was skipped on all."""
-        found = {verdict.status for verdict in self.verdicts}
+        found = {each.status for each in self.on_hosts}
         return next(status for status in (FAILED, OK, SKIPPED) if status in found)
+
+
+def carry_out(check: Check, hosts: HostGroup, limit: float) -> Finding:
+    """Run a check on this host, in a thread that is given up after ``limit`` seconds; raise nothing of its own."""
+    began, is_stuck = time.monotonic(), False
+    thread = in_thread(partial(_examine, check, hosts))
+    try:
+        error = thread.exception(timeout=limit)
+    except StillRunning:
+        error, is_stuck = CheckFailed(f"not done after {limit:g} s"), True
+    if error is None:
+        detail, figures, status = *thread.result(), OK
+    else:
+        is_ours = isinstance(error, CheckFailed | CheckSkipped)
+        detail, figures = str(error) if is_ours else f"{type(error).__name__}: {error}".splitlines()[0], {}
+        status = SKIPPED if isinstance(error, CheckSkipped) else FAILED
+    return Finding(detail, figures, status, time.monotonic() - began, is_stuck)
+
+
+@torch.no_grad()
+def _examine(check: Check, hosts: HostGroup) -> Found:
+    """Run a check until all that it has put on the GPU is done: an error there is this check's, not the next's."""
+    is_gpu = hosts.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.set_device(hosts.device)  # which is each thread's own
+    if check.is_collective:
+        with hosts.collective_stage(check.name):
+            found = check.run(hosts)
+    else:
+        found = check.run(hosts)
+    if is_gpu:
+        torch.cuda.synchronize(hosts.device)
+    return found
 
 
 class Examination:
@@ -146,70 +131,91 @@ class Examination:
     Args:
         hosts: the hosts, of one process each.
         limit: seconds after which a check is given up.
+        file: where the page goes, line by line as checks end; None: nowhere.
 
     Attributes:
-        has_stuck: whether something was given up that may still run on some host.
+        stuck: why nothing more can be examined, such as a check that was given up and may still run; None: it can.
     """
 
-    def __init__(self, hosts: HostGroup, limit: float):
-        self._hosts, self._limit = hosts, limit
-        self._examined = self._new_group()
-        self._stuck: str | None = None
+    def __init__(self, hosts: HostGroup, limit: float, file: TextIO | None = None):
+        self._hosts, self._limit, self._file = hosts, limit, file
+        self.stuck: str | None = None
+        self._examined = hosts.subgroup(range(hosts.size))
 
-    @property
-    def has_stuck(self) -> bool:
-        return self._stuck is not None
-
-    def run(self, parts: Mapping[str, Iterable[Check]], tell: Callable[[Result], None]) -> list[Result]:
-        """Run all checks of some parts.
-
-        Args:
-            parts: by name, their checks; the same ones on every host.
-            tell: called on every host with each result as soon as it is known.
-        """
+    def run(self, parts: Mapping[str, Iterable[Check]]) -> list[Result]:
+        """Run all checks of some parts, which are the same on every host, and write the page."""
+        what, size = provenance(), self._hosts.size
+        commit = f", commit {what['git_sha'][:9]}" if what["git_sha"] else ""
+        of = f"{size} host{'s' if size > 1 else ''}, {device_name(self._hosts.device)}, {what['date']}"
+        self._write(f"apbv {what['versions']['apbv']}{commit}: {of}")
         results = []
         for part, checks in parts.items():
+            self._write(f"\n{_HEADINGS[part]}")
             for check in checks:
-                results.append(Result(part, check, self._verdicts(check)))
-                tell(results[-1])
+                results.append(Result(part, check.name, self._found(check)))
+                self._write_result(results[-1])
+        count = {status: sum(each.status == status for each in results) for status in (OK, SKIPPED, FAILED)}
+        self._write("\n" + ", ".join(f"{number} {status}" for status, number in count.items()))
+        for each in results:
+            failed = [
+                self._hosts.name_of(i) for i, on_host in enumerate(each.on_hosts) if on_host.status == FAILED
+            ]
+            if failed:
+                self._write(f"  failed: {each.name} ({each.part}) on {', '.join(failed)}")
         return results
 
-    def _verdicts(self, check: Check) -> list[HostResult]:
+    def _found(self, check: Check) -> list[Finding]:
         """Carry out a check on all hosts, or none: behind one that still runs nothing can be trusted."""
-        if self._stuck is not None:
-            return [HostResult(SKIPPED, self._stuck)] * self._hosts.size
+        if self.stuck is not None:
+            return [Finding(self.stuck, status=SKIPPED)] * self._hosts.size
         with self._hosts.working(check.name):
             mine = carry_out(check, self._examined, self._limit)
         told = self._hosts.gather_json([asdict(mine), self._examined.is_broken])
-        verdicts = [HostResult(**fields) for fields, _ in told]
-        if any(verdict.is_stuck for verdict in verdicts):
-            self._stuck = f"{check.name!r} has not ended"
+        found = [Finding(**fields) for fields, _ in told]
+        if any(each.is_stuck for each in found):
+            self.stuck = f"{check.name!r} has not ended"
         elif any(is_broken for _, is_broken in told):
             self._replace_group(check.name)
-        return _compared(verdicts) if check.must_agree else verdicts
+        return found
 
     def _replace_group(self, broken_by: str) -> None:
         """Examine a new group from now on, or nothing any more where a host cannot make it."""
         obstacle = None
         try:
-            self._examined = self._new_group()
+            self._examined = self._hosts.subgroup(range(self._hosts.size))
         except Exception as error:  # whatever a GPU says that has failed before
-            obstacle = one_line(error)
-        for host, reason in enumerate(self._hosts.gather_json(obstacle)):
-            if reason is not None and self._stuck is None:
-                name = self._hosts.name_of(host)
-                self._stuck = f"behind {broken_by!r} the hosts were not connected anew ({name}: {reason})"
+            obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
+        obstacles = self._hosts.gather_json(obstacle)
+        if reason := next(filter(None, obstacles), None):
+            self.stuck = f"behind {broken_by!r} the hosts were not connected anew ({reason})"
 
-    def _new_group(self) -> HostGroup:
-        return self._hosts.subgroup(range(self._hosts.size))
+    def _write_result(self, result: Result) -> None:
+        """Write what host 0 found, and what others found that matters, with the names of whom it is about."""
+        first, groups = result.on_hosts[0], {}
+        for host, found in enumerate(result.on_hosts):
+            is_like_first = found.status == first.status != FAILED and result.part not in _OF_EACH_HOST
+            detail = first.detail if is_like_first else found.detail
+            groups.setdefault((found.status, detail), []).append(self._hosts.name_of(host))
+        for (status, detail), names in groups.items():
+            start = f"  {status:<8} {result.name:<{_NAME_WIDTH}} "
+            text = detail if len(groups) == 1 else f"{', '.join(names)}: {detail}"
+            text = textwrap.shorten(text, _MOST_CHARACTERS, placeholder=" …")
+            text = textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+            self._write(text or start.rstrip())
+
+    def _write(self, text: str) -> None:
+        if self._file is not None:
+            print(text, file=self._file, flush=True)
 
 
-def _compared(verdicts: list[HostResult]) -> list[HostResult]:
-    """Fail the hosts that found something else than host 0."""
-    first = verdicts[0].detail
-    return [
-        verdict
-        if verdict.status != OK or verdict.detail == first
-        else replace(verdict, status=FAILED, detail=f"{verdict.detail}, where host 0 has {first}")
-        for verdict in verdicts
-    ]
+def record(results: list[Result], hosts: HostGroup, options: argparse.Namespace) -> dict[str, Any]:
+    """Return everything that was found, JSON-ready."""
+    return {
+        "benchmark": "doctor",
+        "hosts": hosts.size,
+        "device": device_name(hosts.device),
+        "parts": options.parts,
+        "healthy": all(result.status != FAILED for result in results),
+        "checks": [{**asdict(result), "status": result.status} for result in results],
+        **provenance(),
+    }

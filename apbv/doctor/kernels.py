@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import kernels
 from ..hosts import HostGroup
 from ..kernels import (
-    BackendError,
     ListedBlocks,
     PackedSequences,
     SequenceBuffers,
@@ -20,12 +20,11 @@ from ..kernels import (
     reference,
     torch_varlen_attention,
 )
-from ..kernels.backends import LIBRARIES, capability, requested, why_not_triton
-from .examination import Check, CheckFailed, CheckSkipped, Finding
+from ..kernels.backends import LIBRARIES, capability, why_not_triton
+from .examination import Check, CheckFailed, CheckSkipped, Found
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("torch", "triton", *LIBRARIES)
-_MODULES = {"flash_attn": tuple(library_attention.FLASH_MODULES.values()), "flashinfer": ("flashinfer",)}
 _HEADS, _KV_HEADS, _HEAD_DIM, _TOWER_HEAD_DIM = 14, 2, 128, 80
 _GROUPS, _SCALE = _HEADS // _KV_HEADS, _HEAD_DIM**-0.5
 # What a result may be off by, relative to the largest number in it, in epsilons of its dtype. Of operands in half
@@ -35,9 +34,7 @@ _ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
 
 def backend_checks(hosts: HostGroup) -> Iterable[Check]:
     """List the back ends, and who is chosen for what."""
-    for name in BACKENDS:
-        yield Check(name, partial(back_end, name), is_per_host=True)
-    yield Check("chosen", chosen, is_per_host=True)
+    return [*(Check(name, partial(back_end, name)) for name in BACKENDS), Check("chosen", chosen)]
 
 
 def operator_checks(hosts: HostGroup) -> Iterable[Check]:
@@ -56,20 +53,17 @@ def obstacle(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str |
     if name == "triton":
         why = why_not_triton(device, dtype)
         return why, why is not None and why.startswith("its first kernel")
-    if device.type == "cuda":
-        missing = _MODULES.get(name)
-        if missing and not any(find_spec(module.partition(".")[0]) for module in missing):
-            return "it is not installed", False
-        if name == "flashinfer" and requested() != name:
-            return "it compiles for minutes when first used; APBV_BACKEND=flashinfer has it tried", False
-        why = library_attention.why_not_library(name, capability(device), dtype, _HEAD_DIM)
-        if why:
-            return why, False
+    modules = library_attention.FLASH_MODULES.values()
+    if name == "flash_attn" and not any(find_spec(module.partition(".")[0]) for module in modules):
+        return "it is not installed", False
+    is_gpu = device.type == "cuda"
+    if is_gpu and (why := library_attention.why_not_library(name, capability(device), dtype, _HEAD_DIM)):
+        return why, False
     why = library_attention.usable(name, device, dtype, _HEAD_DIM, _GROUPS)
-    return why, why is not None and device.type == "cuda"
+    return why, why is not None and is_gpu
 
 
-def back_end(name: str, hosts: HostGroup) -> Finding:
+def back_end(name: str, hosts: HostGroup) -> Found:
     """Try a back end with every dtype.
 
     Raises:
@@ -77,17 +71,16 @@ def back_end(name: str, hosts: HostGroup) -> Finding:
         CheckSkipped: it cannot be used here.
     """
     found = {dtype_name(dtype): obstacle(name, hosts.device, dtype) for dtype in DTYPES}
-    faults = {dtype: why for dtype, (why, is_fault) in found.items() if is_fault}
-    if faults:
-        raise CheckFailed("; ".join(f"{dtype}: {why}" for dtype, why in faults.items()))
+    if faults := [f"{dtype}: {why}" for dtype, (why, is_fault) in found.items() if is_fault]:
+        raise CheckFailed("; ".join(faults))
     works = [dtype for dtype, (why, _) in found.items() if why is None]
+    others = [why for why, _ in found.values() if why is not None]
     if not works:
-        raise CheckSkipped(found["bfloat16"][0])
-    others = sorted({why for why, _ in found.values() if why is not None})
-    return Finding(", ".join(works) + (f"; else {'; '.join(others)}" if others else ""), {"dtypes": works})
+        raise CheckSkipped(others[-1])
+    return "; else ".join([", ".join(works), *others[:1]]), {"dtypes": works}
 
 
-def chosen(hosts: HostGroup) -> Finding:
+def chosen(hosts: HostGroup) -> Found:
     """Find out which back ends run where none is asked for by name."""
     dtype = torch.float32 if hosts.device.type == "cpu" else torch.bfloat16
     found = {}
@@ -98,10 +91,10 @@ def chosen(hosts: HostGroup) -> Finding:
     usable = [n for n in windows if not torch_varlen_attention.usable(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
     found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
     text = ", ".join(f"{kind}: {name}" for kind, name in found.items())
-    return Finding(f"{text} ({dtype_name(dtype)})", {"chosen": found})
+    return f"{text} ({dtype_name(dtype)})", {"chosen": found}
 
 
-def compare(operator: str, hosts: HostGroup) -> Finding:
+def compare(operator: str, hosts: HostGroup) -> Found:
     """Compare an operator with fp64, by every back end that works here and in every dtype.
 
     Raises:
@@ -109,32 +102,29 @@ def compare(operator: str, hosts: HostGroup) -> Finding:
     """
     errors: dict[str, dict[str, float]] = {}
     wrong = []
-    for backend in _backends_of(operator):
-        for dtype in DTYPES:
-            if _why_not(operator, backend, hosts.device, dtype) is not None:
-                continue
-            name = dtype_name(dtype)
-            try:
-                off = max(error_of(operator, case, backend) for case in CASES[operator](Draw(hosts.device, dtype)))
-            except BackendError:  # it does not have these sizes
-                continue
-            except Exception as error:
-                wrong.append(f"{backend} in {name}: {type(error).__name__}: {error}")
-                continue
-            errors.setdefault(backend, {})[name] = off
-            if not off <= 1:
-                wrong.append(f"{backend} in {name} is off by {off:.3g} times what is allowed")
+    for backend, dtype in product(_BACKENDS_OF.get(operator, ("torch", "triton")), DTYPES):
+        if _why_not(operator, backend, hosts.device, dtype) is not None:
+            continue
+        name = dtype_name(dtype)
+        try:
+            off = max(error_of(operator, case, backend) for case in CASES[operator](Draw(hosts.device, dtype)))
+        except Exception as error:
+            wrong.append(f"{backend} in {name}: {type(error).__name__}: {error}")
+            continue
+        errors.setdefault(backend, {})[name] = off
+        if not off <= 1:
+            wrong.append(f"{backend} in {name} is off by {off:.3g} times what is allowed")
     if wrong:
         raise CheckFailed("; ".join(wrong))
     found = [f"{backend} {max(of_dtypes.values()):.2f}" for backend, of_dtypes in errors.items()]
-    return Finding(", ".join(found), {"errors": errors})
+    return ", ".join(found), {"errors": errors}
 
 
-def _backends_of(operator: str) -> tuple[str, ...]:
-    """Return the back ends that compute an operator."""
-    if operator == "segmented_attention":
-        return BACKENDS
-    return ("torch", "flash_attn") if operator == "varlen_attention" else ("torch", "triton")
+_BACKENDS_OF = {
+    "segmented_attention": BACKENDS,
+    "varlen_attention": ("torch", "flash_attn"),
+    **dict.fromkeys(("temporal_change", "spatial_variety", "similarity_to"), ("torch",)),
+}
 
 
 def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -147,13 +137,14 @@ def error_of(operator: str, case: "Case", backend: str) -> float:
     """Return how far the worst number of an operator's results is off, in units of what is allowed."""
     operands, settings = case
     results = tree_leaves(getattr(kernels, operator)(*operands, **settings, backend=backend))
-    exact = tree_leaves(getattr(reference, operator)(*_widened(operands), **_widened(settings)))
-    is_half = any(leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands) if isinstance(leaf, Tensor))
+    wide_operands, wide_settings = tree_map(_widened, case)
+    exact = tree_leaves(getattr(reference, operator)(*wide_operands, **wide_settings))
+    is_half = any(isinstance(leaf, Tensor) and leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands))
     units = dict.fromkeys(DTYPES[1:], _ALLOWED)
     units[torch.float32] = _ALLOWED_OF_HALF if is_half else _ALLOWED_IN_FP32
     worst = 0.0
     for ours, its in zip(results, exact, strict=True):
-        if not ours.is_floating_point() or ours.shape != its.shape:
+        if not ours.is_floating_point():
             worst = max(worst, 0.0 if torch.equal(ours, its) else float("inf"))
             continue
         off = (ours.double() - its.double()).abs().nan_to_num(nan=float("inf")).max().item()
@@ -163,16 +154,10 @@ def error_of(operator: str, case: "Case", backend: str) -> float:
 
 
 def _widened(value: Any) -> Any:
-    """Return arguments with every floating-point tensor in fp64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, list | tuple):
-        return type(value)(_widened(each) for each in value)
-    if isinstance(value, dict):
-        return {name: _widened(each) for name, each in value.items()}
+    """Return an argument in fp64, if it is a floating-point tensor, or holds some."""
     if isinstance(value, SequenceBuffers):
-        return SequenceBuffers(_widened(value.keys), _widened(value.values), value.lengths)
-    return value
+        return SequenceBuffers(*tree_map(_widened, (value.keys, value.values)), value.lengths)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 class Draw:

@@ -14,13 +14,13 @@ import torch
 
 from ..hosts import HostGroup, fair_share_of_cores
 from ..stats import free_host_memory_bytes
-from .examination import Check, CheckFailed, CheckSkipped, Finding
+from .examination import Check, CheckFailed, CheckSkipped, Found
 
-# By distribution; those of a line are shown together.
-_PACKAGES = ("apbv", "torch", "transformers", "triton", "safetensors", "numpy")
-_ATTENTION = ("flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "flashinfer-python")
-_VIDEO = ("av", "torchcodec", "torchvision")
-_SERVING = ("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl")
+_PACKAGES = ("apbv", "transformers", "triton", "safetensors", "numpy")
+_OPTIONAL = (
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "av", "torchcodec", "torchvision"),
+    *("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl"),
+)
 # What changes how any of them works; the values of others are nobody's business.
 _SETTINGS = re.compile(r"APBV_|CUDA_|NCCL_|TORCH_NCCL_|GLOO_|OMP_NUM_THREADS$|TRITON_|PYTORCH_|NVIDIA_TF32")
 _GIBIBYTE = 2**30
@@ -30,66 +30,71 @@ _TOOL_SECONDS = 20.0
 
 def checks(hosts: HostGroup) -> Iterable[Check]:
     """List what is looked up, which takes no time."""
-    yield Check("versions", lambda _: _versions(_PACKAGES), must_agree=True)
-    yield Check("attention", lambda _: _versions(_ATTENTION), is_per_host=True)
-    yield Check("video", lambda _: _versions(_VIDEO), is_per_host=True)
-    yield Check("serving", lambda _: _versions(_SERVING), is_per_host=True)
-    yield Check("settings", lambda _: settings(), is_per_host=True)
-    yield Check("processor", lambda _: processor(), is_per_host=True)
-    yield Check("CUDA", lambda _: cuda(), is_per_host=True)
-    yield Check("GPU", gpu, is_per_host=True)
-    yield Check("links", links, is_per_host=True)
+    yield Check("versions", versions)
+    yield Check("optional packages", lambda _: _told(_versions(_OPTIONAL)))
+    yield Check("settings", lambda _: settings())
+    yield Check("processor", lambda _: processor())
+    yield Check("CUDA", lambda _: cuda())
+    yield Check("GPU", gpu)
+    yield Check("links", links)
 
 
-def _versions(packages: Iterable[str]) -> Finding:
+def versions(hosts: HostGroup) -> Found:
+    """Look up the versions of what has to be the same on all hosts.
+
+    Raises:
+        CheckFailed: this host has others than host 0.
+    """
+    found = {"python": platform.python_version(), "torch": torch.__version__, **_versions(_PACKAGES)}
+    first, *_ = hosts.gather_json(found)
+    if found != first:
+        raise CheckFailed(f"{_told(found)[0]}, where host 0 has {_told(first)[0]}")
+    return _told(found)
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    if "torch" in found:
-        found = {"python": platform.python_version(), **found, "torch": torch.__version__}
+    return found
+
+
+def _told(found: dict[str, str | None]) -> Found:
     there = ", ".join(f"{name} {number}" for name, number in found.items() if number)
     absent = ", ".join(name for name, number in found.items() if not number)
-    return Finding(there + (f"{'; ' if there else ''}without {absent}" if absent else ""), {"versions": found})
+    return there + (f"; without {absent}" if absent else ""), {"versions": found}
 
 
-def settings() -> Finding:
+def settings() -> Found:
     """Look for environment variables that change how things work."""
     named = (name for name in sorted(os.environ) if _SETTINGS.match(name))
     found = {name: os.environ[name] for name in named if not name.endswith(("KEY", "TOKEN", "SECRET"))}
     if not found:
         raise CheckSkipped("no environment variable is set that changes anything here")
-    return Finding(" ".join(f"{name}={value}" for name, value in found.items()), {"environment": found})
+    return " ".join(f"{name}={value}" for name, value in found.items()), {"environment": found}
 
 
-def processor() -> Finding:
+def processor() -> Found:
     """Look up the CPU's cores and memory, and the room for shared memory.
 
     Raises:
         CheckFailed: there is too little of it for NCCL.
     """
     shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
-    figures = {
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
-        "cores_per_host": fair_share_of_cores(),
-        "threads": torch.get_num_threads(),
-        "free_bytes": free_host_memory_bytes(),
-        "shared_memory_bytes": shared,
-    }
-    text = "{cores} cores, {cores_per_host} for each host; {threads} threads".format(**figures)
-    text += f"; {figures['free_bytes'] / _GIBIBYTE:.0f} GiB free"
+    text = f"{os.cpu_count()} cores, {fair_share_of_cores()} for each host; {torch.get_num_threads()} threads; "
+    text += f"{free_host_memory_bytes() / _GIBIBYTE:.0f} GiB free; {platform.platform()}"
     if shared is not None and shared < _FEWEST_SHARED_BYTES and torch.cuda.device_count() > 1:
         raise CheckFailed(
             f"{text}; /dev/shm has {shared / 2**20:.0f} MiB, too little for NCCL (docker: --shm-size 1g, or "
             "--ipc host)"
         )
-    return Finding(text, figures)
+    return text, {}
 
 
-def cuda() -> Finding:
+def cuda() -> Found:
     """Find out whether torch can use the GPUs that the driver shows.
 
     Raises:
@@ -98,30 +103,23 @@ def cuda() -> Finding:
     """
     listed = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     seen = listed.splitlines() if listed else []
-    if not torch.version.cuda:
-        if seen:
-            raise CheckFailed(
-                f"nvidia-smi sees {len(seen)} GPU(s), and torch {torch.__version__} is built without CUDA: "
-                "install one that is built with it (pytorch.org says how)"
-            )
-        raise CheckSkipped(f"torch {torch.__version__} is built without CUDA, and there is no GPU to be seen")
+    built = f"torch {torch.__version__} is built " + (
+        f"for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "without CUDA: pytorch.org says how to get one with"
+    )
     if not torch.cuda.is_available():
         if not seen:
-            raise CheckSkipped(f"torch is built for CUDA {torch.version.cuda}, and there is no GPU to be seen")
-        torch.cuda.init()  # which says why not
-        raise CheckFailed("nvidia-smi sees a GPU, and torch does not (CUDA_VISIBLE_DEVICES?)")
-    figures = {
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "driver": seen[0].rsplit(",", 1)[-1].strip() if seen else None,
-        "architectures": torch.cuda.get_arch_list(),
-    }
-    text = ", ".join(f"{name} {figures[name]}" for name in ("cuda", "cudnn", "nccl", "driver") if figures[name])
-    return Finding(f"{text}; {torch.cuda.device_count()} GPU(s)", figures)
+            raise CheckSkipped(f"there is no GPU to be seen; {built}")
+        raise CheckFailed(
+            f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none (CUDA_VISIBLE_DEVICES?); {built}"
+        )
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    text = f"{torch.cuda.device_count()} GPU(s); {built}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+    return f"{text}; nvidia-smi: {', '.join(seen)}", {"architectures": torch.cuda.get_arch_list()}
 
 
-def gpu(hosts: HostGroup) -> Finding:
+def gpu(hosts: HostGroup) -> Found:
     """Look up this host's GPU, and compute something on it.
 
     Raises:
@@ -135,13 +133,11 @@ def gpu(hosts: HostGroup) -> Finding:
     ones = torch.ones(256, 256, device=hosts.device)
     if float((ones @ ones).sum()) != 256.0**3:
         raise CheckFailed(f"{properties.name} multiplies matrices of ones wrongly")
-    figures = {"name": properties.name, "capability": [properties.major, properties.minor]}
-    figures |= {"memory_bytes": total, "free_bytes": free}
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {total / _GIBIBYTE:.1f} GiB"
-    return Finding(f"{text}, {free / _GIBIBYTE:.1f} GiB free", figures)
+    return f"{text}, {free / _GIBIBYTE:.1f} GiB free", {}
 
 
-def links(hosts: HostGroup) -> Finding:
+def links(hosts: HostGroup) -> Found:
     """Look up which GPUs of this machine reach each other's memory, and how they are connected.
 
     Raises:
@@ -155,16 +151,13 @@ def links(hosts: HostGroup) -> Finding:
     ]
     figures = {"without_peer_access": pairs, "topology": _ask("nvidia-smi", "topo", "-m")}
     if not pairs:
-        return Finding("every GPU reads every other's memory", figures)
-    first = ", ".join(pairs[:6]) + (", …" if len(pairs) > 6 else "")
-    return Finding(f"no direct reads by {first}: exchanges go through host memory", figures)
+        return "every GPU reads every other's memory", figures
+    return f"no direct reads by {', '.join(pairs)}: exchanges go through host memory", figures
 
 
 def _ask(*command: str) -> str | None:
     """Return what a tool of the driver says; None where there is none, or it fails."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    # It underlines its headings on any output.
-    return re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)

@@ -1,19 +1,33 @@
-"""Data exchanges over one process group."""
+"""Data exchanges over one process group, and those of a GPU over gloo, by way of host memory.
+
+By the second way several hosts can share a GPU, where NCCL refuses two processes. What is sent is copied to host
+memory in the order of the GPU's work, while the caller goes on. A thread sends it once it is there, and receives:
+one exchange after the other, in the order in which they were started, which is the same on every host. Who waits
+for an exchange has what was received copied to its device.
+"""
 
 import math
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import Exchange, HostError, describe_error
-from .failure_watch import FailureWatch
+from .exchange import ENDING_SECONDS, Exchange
+from .failure_watch import POLL_SECONDS, FailureWatch, PendingCall
 
 _DRAINING_SECONDS = 1.0
 _NAP_SECONDS = 1e-3
+
+# Starts an exchange of what is sent and a tensor to be filled.
+Begin = Callable[[Tensor, Tensor], dist.Work]
 
 
 class Collectives:
@@ -26,148 +40,155 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup | None, watch: FailureWatch):
         self._group, self._watch = group, watch
-        self._last_gathered: list[weakref.ref[Tensor]] = []
+        self._last_exchanged: list[weakref.ref[Tensor]] = []
 
     def all_gather(self, tensor: Tensor) -> Exchange:
         """Start gathering one contiguous tensor of the same shape from every process, to ``[N, *shape]``."""
         result = tensor.new_empty(dist.get_world_size(self._group), *tensor.shape)
-        parts = result.flatten().detach(), tensor.flatten().detach()  # new objects, which no caller keeps
-        work = self._watch.start(lambda: gather_into(self._group, *parts))
-        self._last_gathered = [weakref.ref(part) for part in parts]
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-        def finish() -> Tensor:
-            self._wait(work, tensor)
-            return result
+        def begin(sent: Tensor, received: Tensor) -> dist.Work:
+            return gather(received, sent, group=self._group, async_op=True)
 
-        return Exchange(finish, work.is_completed)
+        return self._exchange(tensor.flatten(), result.flatten(), begin, lambda: result)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
-        """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from it."""
-        parcel = Parcel(tensors, shapes)
-        received = parcel.sent.new_empty(parcel.num_received)
-        work = self._watch.start(lambda: swap_into(self._group, received, parcel.sent, parcel))
+        """Start sending tensor p to every process p and receiving one of shape ``shapes[p]`` from it.
 
-        def finish() -> list[Tensor]:  # the parcel holds what is being sent alive until it is sent
-            self._wait(work, received)
-            return parcel.unpacked(received)
+        They travel as bytes, because not every back end knows every dtype.
+        """
+        dtype, width = tensors[0].dtype, tensors[0].element_size()
+        packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
+        num_sent = [tensor.numel() * width for tensor in tensors]
+        num_received = [math.prod(shape) * width for shape in shapes]
+        result = packed.new_empty(sum(num_received))
 
-        return Exchange(finish, work.is_completed)
+        def begin(sent: Tensor, received: Tensor) -> dist.Work:
+            return dist.all_to_all_single(received, sent, num_received, num_sent, group=self._group, async_op=True)
+
+        def unpacked() -> list[Tensor]:
+            parts = result.split(num_received)
+            return [part.view(dtype).view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        return self._exchange(packed, result, begin, unpacked)
 
     def broadcast(self, tensor: Tensor, source: int) -> Exchange:
         """Start sending a tensor from one process to all, in place; shape and dtype are the same everywhere."""
-        work = self._watch.start(
-            lambda: dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
-        )
 
-        def finish() -> Tensor:
-            self._wait(work, tensor)
-            return tensor
+        def begin(_: Tensor, received: Tensor) -> dist.Work:
+            return dist.broadcast(received, group=self._group, group_src=source, async_op=True)
+
+        return self._exchange(tensor, tensor, begin, lambda: tensor)
+
+    def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
+        parts = [sent.detach(), received.detach()]  # new objects, which no caller keeps
+        work = self._watch.start(lambda: begin(*parts))
+        self._last_exchanged = [weakref.ref(part) for part in parts]
+
+        def finish() -> Any:
+            if sent.is_cuda:  # its stream waits, and not this thread
+                self._watch.order(work)
+            else:
+                self._watch.wait(work)
+            return result()
 
         return Exchange(finish, work.is_completed)
 
     def drain(self) -> None:
-        """Wait, for a second at most, until gloo has let go of what was gathered last.
+        """Wait, for a second at most, until gloo has let go of what was exchanged last.
 
         An exchange is complete a moment before gloo's thread drops its tensors, for which it needs the
         interpreter's lock. Where the interpreter has ended by then, that aborts the process.
         """
         deadline = time.monotonic() + _DRAINING_SECONDS
-        while any(part() is not None for part in self._last_gathered) and time.monotonic() < deadline:
+        while any(part() is not None for part in self._last_exchanged) and time.monotonic() < deadline:
             time.sleep(_NAP_SECONDS)
 
-    def _wait(self, work: dist.Work, tensor: Tensor) -> None:
-        """Wait for an exchange; on a GPU its stream does, and not this thread."""
-        if tensor.is_cuda:
-            self._watch.order(work)
-        else:
-            self._watch.wait(work)
+
+class StagedCollectives(Collectives):
+    """The same exchanges for tensors on any device, over a gloo group that nothing else uses."""
+
+    def __init__(self, group: dist.ProcessGroup, watch: FailureWatch):
+        super().__init__(group, watch)
+        self._courier = Courier()
+
+    def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
+        watch, courier, copied = self._watch, self._courier, None
+        sent_here = _host_memory(sent).copy_(sent, non_blocking=True)
+        received_here = sent_here if received is sent else _host_memory(received)
+        if sent.is_cuda:
+            copied = torch.cuda.current_stream(sent.device).record_event()
+
+        def carry() -> None:
+            if copied is not None:
+                copied.synchronize()
+            courier.wait(begin(sent_here, received_here))
+
+        watch.require_whole()
+        carried = courier.send(carry)
+
+        def finish() -> Any:
+            watch.wait(PendingCall(carried))
+            received.copy_(received_here, non_blocking=True)
+            return result()
+
+        return Exchange(finish, carried.done)
 
 
-def gather_into(group: dist.ProcessGroup, result: Tensor, tensor: Tensor) -> dist.Work:
-    """Start gathering contiguous tensors of one shape from all processes into ``result``, ``[N, *shape]``."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(result.flatten(), tensor.flatten(), group=group, async_op=True)
+def _host_memory(like: Tensor) -> Tensor:
+    """Make room in host memory, which a GPU can copy from and to by itself if it is for one."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
-def swap_into(group: dist.ProcessGroup, received: Tensor, sent: Tensor, parcel: "Parcel") -> dist.Work:
-    """Start an all-to-all of what a parcel holds; both tensors are bytes, laid out as the parcel says."""
-    return dist.all_to_all_single(
-        received, sent, parcel.received_counts, parcel.sent_counts, group=group, async_op=True
-    )
+class Courier:
+    """Makes calls in a thread, one after the other, until it is garbage; its thread begins with the first call."""
+
+    def __init__(self):
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def send(self, call: Callable[[], Any]) -> Future:
+        """Have a call made behind those before, and return its future."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_deliver, args=(self._calls,), name="courier", daemon=True)
+            self._thread.start()
+            # At exit, too: a thread that is inside gloo when the interpreter ends aborts the process.
+            weakref.finalize(self, _end, self._thread, self._calls, self._ended)
+        future: Future = Future()
+        self._calls.put((call, future))
+        return future
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait, in the thread, until an exchange is complete, or nobody wants to know any more.
+
+        Raises:
+            RuntimeError: it failed, or was given up.
+        """
+        while True:
+            try:
+                work.wait(timedelta(seconds=POLL_SECONDS))
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises its error, unless it only ran out of time just before the work was done
+                    return
+                if self._ended.is_set():
+                    raise
 
 
-class Parcel:
-    """The tensors that a process sends to all in an all-to-all, and the layout of those that it receives.
-
-    They travel as bytes, because not every back end knows every dtype.
-
-    Args:
-        tensors: number p goes to process p; of one dtype, on one device.
-        shapes: of what comes from each process.
-
-    Attributes:
-        sent: the tensors' bytes, one after the other.
-        sent_counts, received_counts: the bytes to and from each process.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]):
-        width = tensors[0].element_size()
-        self._dtype, self._shapes = tensors[0].dtype, shapes
-        self.sent = torch.cat([tensor.reshape(-1) for tensor in tensors]).view(torch.uint8)
-        self.sent_counts = [tensor.numel() * width for tensor in tensors]
-        self.received_counts = [math.prod(shape) * width for shape in shapes]
-
-    @property
-    def num_received(self) -> int:
-        """The bytes received, this process's own included."""
-        return sum(self.received_counts)
-
-    def unpacked(self, received: Tensor) -> list[Tensor]:
-        """Return the received tensors as views of the received bytes."""
-        parts = received.split(self.received_counts)
-        return [part.view(self._dtype).view(*shape) for part, shape in zip(parts, self._shapes, strict=True)]
+def _deliver(calls: queue.SimpleQueue) -> None:
+    while (item := calls.get()) is not None:
+        call, future = item
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+        del item, call, future
 
 
-def as_tensor(data: bytes) -> Tensor:
-    """Copy one or more bytes to a tensor, uint8 ``[n]``."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def gather_bytes(gather: Callable[[Tensor], Tensor], mine: bytes) -> list[bytes]:
-    """Gather byte strings of any length from every process, on every process.
-
-    Args:
-        gather: gathers a tensor of the same shape from every process, to ``[N, *shape]``.
-        mine: this process's.
-    """
-    lengths = gather(torch.tensor([len(mine)])).flatten().tolist()
-    if not any(lengths):
-        return [b""] * len(lengths)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    if mine:
-        padded[: len(mine)] = as_tensor(mine)
-    return [bytes(row[:length].tolist()) for row, length in zip(gather(padded), lengths, strict=True)]
-
-
-def raise_together(
-    gather: Callable[[Tensor], Tensor], name_of: Callable[[int], str], stage: str, error: Exception | None
-) -> None:
-    """End a local stage: raise on every process if the stage failed on one, else on none.
-
-    Args:
-        gather: as in :func:`gather_bytes`.
-        name_of: what messages call a process.
-        stage: its name.
-        error: this process's; None: it did not fail.
-
-    Raises:
-        HostError: another process failed, and this one did not.
-    """
-    # Also an error without words is not the same as none.
-    messages = gather_bytes(gather, b"" if error is None else b"!" + describe_error(error).encode()[:4096])
-    if error is not None:
-        raise error
-    for process, message in enumerate(messages):
-        if message:
-            text = message[1:].decode(errors="replace")
-            raise HostError(f"{name_of(process)} failed in {stage}: {text}")
+def _end(thread: threading.Thread, calls: queue.SimpleQueue, ended: threading.Event) -> None:
+    ended.set()
+    calls.put(None)
+    if thread is not threading.current_thread():
+        thread.join(ENDING_SECONDS)

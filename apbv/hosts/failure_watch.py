@@ -22,7 +22,7 @@ waits for it any more.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,17 +31,70 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .communicators import Communicators
 from .exchange import AgreedError, HostError, describe_error, in_thread
 from .heartbeat import Heartbeat, Patience
-from .pending import Pending, PendingEvent
 
 POLL_SECONDS = 1.0  # between two looks at what an exchange, or the store, has to say
 GRACE_SECONDS = 2.0  # for a failure to be posted, or to be found
 WORK_LIMIT = 10.0  # times the timeout: how long a stretch of work counts as a sign of work
 
+_SPINNING_SECONDS = 0.002  # a step of decoding often ends sooner than a sleeping thread wakes up
+_NAP_SECONDS = 5e-5
+
 _FAILURE_KEY = "apbv/failure"
 _LOST_STORE = "lost contact with the hosts' key-value store: the process that held it has ended"
+
+
+class Communicators:
+    """NCCL's communicators of some process groups that carry GPU memory.
+
+    Args:
+        groups: the groups, each with an NCCL back end.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]):
+        self._backends = [group._get_backend(torch.device("cuda")) for group in groups]
+
+    def error(self) -> str:
+        """Return what NCCL's watchdog has found to be wrong; an empty string: nothing."""
+        # A back end may lack it; what it would say is then known by the group's timeout.
+        asked = [getattr(backend, "get_error", None) for backend in self._backends]
+        errors = [ask().name for ask in asked if ask is not None]
+        return next((f"NCCL reports {error}" for error in errors if error != "SUCCESS"), "")
+
+    def abort(self, seconds: float) -> None:
+        """Let exchanges under way end at once, on the GPU too; wait for that no longer than so many seconds."""
+        # Side by side: each may wait for the other, where a GPU has kernels of both.
+        wait_for_futures([in_thread(backend.abort) for backend in self._backends], seconds)
+
+
+class PendingCall:
+    """A call in a thread, waited for as an exchange is: with the two methods that a ``dist.Work`` has for that."""
+
+    def __init__(self, future: Future):
+        self.is_completed, self._future = future.done, future
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block until the call has returned; RuntimeError if it has not in time; else raise what it raised."""
+        if not wait_for_futures([self._future], timeout and timeout.total_seconds()).done:
+            raise RuntimeError("the call has not returned yet")
+        self._future.result()
+
+
+class PendingEvent:
+    """A GPU's way to a CUDA event, which is asked for and not waited for: a wait in CUDA cannot be interrupted."""
+
+    def __init__(self, event: torch.cuda.Event):
+        self.is_completed = event.query
+
+    def wait(self, timeout: timedelta = timedelta.max) -> None:
+        """Block until the GPU has come to the event; RuntimeError if it has not in time, or has failed."""
+        began = time.monotonic()
+        while not self.is_completed():
+            seconds = time.monotonic() - began
+            if seconds > timeout.total_seconds():
+                raise RuntimeError("the GPU is not done yet")
+            time.sleep(0.0 if seconds < _SPINNING_SECONDS else _NAP_SECONDS)
 
 
 class FailureWatch:
@@ -127,7 +180,7 @@ class FailureWatch:
         except RuntimeError as error:
             raise self._reason_for(error) from error
 
-    def wait(self, work: Pending) -> None:
+    def wait(self, work: dist.Work | PendingCall | PendingEvent) -> None:
         """Wait until something that depends on other processes is complete.
 
         Args:
@@ -214,7 +267,7 @@ class FailureWatch:
         # Where the store's host is gone, or out of reach, the others notice that by themselves.
         wait_for_futures([in_thread(lambda: self._store.set(_FAILURE_KEY, text))], GRACE_SECONDS)
 
-    def _finish(self, work: Pending) -> None:
+    def _finish(self, work: dist.Work | PendingCall | PendingEvent) -> None:
         """Raise a completed exchange's error, if it has one.
 
         The wait before may have failed with that error, or only have run out of time just before the exchange

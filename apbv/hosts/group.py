@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 
 import torch
@@ -17,12 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..warn import report_error, warn_caller
-from .collectives import Collectives
+from .collectives import Collectives, StagedCollectives
 from .devices import choose_device, device_identity, sharing
 from .exchange import Exchange, HostError, in_thread
-from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch
+from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
-from .pending import PendingCall
 from .polled_group import PolledGroup
 from .process_groups import (
     Place,
@@ -33,7 +31,6 @@ from .process_groups import (
     rank_and_size,
     require_whole_hosts,
 )
-from .staging import StagedCollectives
 from .statuses import Statuses
 
 
@@ -169,8 +166,12 @@ class HostGroup(Statuses):
                 chosen = choose_device(device)
                 if chosen.type == "cuda" and owns_group:
                     torch.cuda.set_device(chosen)
-                mine = Place.of(device_identity(chosen), group, owns_group)
-            places = [Place(*place) for place in processes.gather_json(astuple(mine))]
+                # A group of the caller's has the back ends that the caller wanted.
+                may_use_nccl = (owns_group and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(
+                    group
+                )
+                mine = Place(device_identity(chosen), chosen.type == "cuda" and may_use_nccl)
+            places = [Place(*place) for place in processes.gather_json(mine)]
             if tensor_parallel > 1 or any(place.device != "cpu" for place in places):
                 level_group_counts(processes._gather_control)
             hosts = cls(

@@ -1,23 +1,22 @@
 """The torch.distributed groups of a process: how they are made, and how they are left."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from . import communicators
-from .communicators import Communicators
 from .devices import sharing
 from .exchange import HostError, in_thread
-from .failure_watch import POLL_SECONDS, WORK_LIMIT
+from .failure_watch import POLL_SECONDS, WORK_LIMIT, Communicators
 from .polled_group import POLLED
 
 _LEAVING_SECONDS = 10.0
@@ -25,8 +24,7 @@ _LEAVING_SECONDS = 10.0
 _UNAWAITED = timedelta(days=1)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a process computes.
 
     Attributes:
@@ -36,12 +34,6 @@ class Place:
 
     device: str
     has_nccl: bool
-
-    @classmethod
-    def of(cls, identity: str, group: dist.ProcessGroup, is_ours: bool) -> "Place":
-        """Describe this process; a group of the caller's has the back ends that the caller wanted."""
-        is_allowed = (is_ours and dist.is_nccl_available()) or "nccl" in dist.get_backend_config(group)
-        return cls(identity, identity != "cpu" and is_allowed)
 
 
 @dataclass(frozen=True)
@@ -133,9 +125,14 @@ class ProcessGroups:
         return Communicators(self.nccl) if self.nccl else None
 
     def connect(self, device: torch.device) -> None:
-        """Build the communicators; it blocks until the other processes do likewise."""
-        for group in self.nccl:
-            communicators.connect(group, device)
+        """Build the communicators by a first exchange, for which the first request then does not wait.
+
+        It blocks until the other processes do likewise.
+        """
+        with torch.cuda.device(device):
+            for group in self.nccl:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                torch.cuda.synchronize(device)
 
 
 def _can_use_nccl(places: Sequence[Place]) -> bool:
@@ -146,27 +143,17 @@ def _can_use_nccl(places: Sequence[Place]) -> bool:
 
 def _new_group(ranks: Sequence[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Make a group of its own members alone, with communicators of its own."""
-    with _unbound_world():
-        return dist.new_group(
-            list(ranks),
-            backend=backend,
-            timeout=limit,
-            use_local_synchronization=True,
-            pg_options=communicators.options(limit) if backend == "nccl" else None,
-        )
-
-
-@contextmanager
-def _unbound_world():
-    """Keep torch from splitting a new group's communicator from that of all processes.
-
-    It would where the caller bound those to their devices. Then all of them have to take part, not only the
-    members: they would wait for the others for ever.
-    """
+    options = {"backend": backend, "timeout": limit, "use_local_synchronization": True}
+    if backend == "nccl":
+        # So that a small exchange does not queue behind a long attention kernel. It wants the limit twice.
+        options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options["pg_options"]._timeout = limit
+    # Where the caller bound all processes to their devices, torch would split the new communicator from theirs.
+    # Then all have to take part, not only the members, who would wait for the others for ever.
     world = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        yield
+        return dist.new_group(list(ranks), **options)
     finally:
         world.bound_device_id = device
 
@@ -195,7 +182,9 @@ def join_world(timeout: float) -> bool:
     """
     if dist.is_initialized():
         return False
-    communicators.leave_errors_to_us()
+    # NCCL's watchdog shall abort exchanges that fail or take too long, but not this process. torch reads this as
+    # it makes a group; a user's own choice stands.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     limit = timeout + 2 * POLL_SECONDS
     # In a thread: gloo waits five times as long for hosts that are there, but cannot be connected to.
     meeting = in_thread(partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=limit)))

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import Collectives, as_tensor, gather_bytes, raise_together
-from .exchange import Exchange, HostError
-from .failure_watch import FailureWatch
+from .exchange import Exchange, HostError, describe_error
 
 
 class Statuses:
@@ -19,16 +17,6 @@ class Statuses:
 
     Attributes: those of :class:`.group.HostGroup`.
     """
-
-    rank: int
-    size: int
-    tensor_parallel_rank: int
-    tensor_parallel_size: int
-    device: torch.device
-    bytes_received: int
-    _numbers: Sequence[int] | None = None
-    _control: Collectives
-    _watch: FailureWatch
 
     @property
     def is_leader(self) -> bool:
@@ -92,7 +80,17 @@ class Statuses:
 
     def gather_json(self, value: Any) -> list[Any]:
         """Gather JSON-ready values of any size from every process, on every process; collective."""
-        return [json.loads(data) for data in gather_bytes(self._gather_control, json.dumps(value).encode())]
+        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
+        if not any(lengths):
+            return [b""] * len(lengths)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        if mine:
+            padded[: len(mine)] = as_tensor(mine)
+        rows = zip(self._gather_control(padded), lengths, strict=True)
+        return [row[:length].numpy().tobytes() for row, length in rows]
 
     def mean_over_members(self, tensor: Tensor) -> Tensor:
         """Return, on every process, the mean over host 0's members of a small fp32 tensor in host memory."""
@@ -136,8 +134,21 @@ class Statuses:
                 raise
             except Exception as caught:
                 error = caught
-            raise_together(self._gather_control, self.name_of, name, error)
+            # Also an error without words is not the same as none.
+            mine = b"" if error is None else b"!" + describe_error(error).encode()[:4096]
+            messages = self._gather_bytes(mine)
+            if error is not None:
+                raise error
+            for process, message in enumerate(messages):
+                if message:
+                    text = message[1:].decode(errors="replace")
+                    raise HostError(f"{self.name_of(process)} failed in {name}: {text}")
 
     def _on_device(self) -> AbstractContextManager:
         """Return a context in which this group's GPU is the current one, also in a thread of the caller's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+
+def as_tensor(data: bytes) -> Tensor:
+    """Copy one or more bytes to a tensor, uint8 ``[n]``."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import utils as hub
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +17,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import logging as transformers_logging
 
 from ..config import DTYPE_NAMES
 from ..hosts import HostGroup
@@ -52,7 +50,7 @@ def load_model(
     if isinstance(dtype, str) and dtype not in DTYPE_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPE_NAMES)}, not {dtype!r}")
     config = read_config(path)
-    with _described_errors(path), _without_loading_bar():
+    with _described_errors(path):
         is_video = config.model_type in VIDEO_FAMILIES
         auto = AutoModelForImageTextToText if is_video else AutoModelForCausalLM
         model = None
@@ -108,24 +106,6 @@ def _described_errors(path: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the model {path}: {error}") from error
-
-
-@contextmanager
-def _without_loading_bar() -> Iterator[None]:
-    """Let transformers read weights in silence; the bars of downloads, which take long, stay as they are."""
-    if not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    shows_downloads = not hub.are_progress_bars_disabled()
-    transformers_logging.disable_progress_bar()
-    if shows_downloads:
-        hub.enable_progress_bars()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()
-        if not shows_downloads:
-            hub.disable_progress_bars()
 
 
 def default_num_frames(processor: Any) -> int:

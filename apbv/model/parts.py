@@ -22,10 +22,6 @@ VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevi
 _MROPE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", OMNI_THINKER)
 # The first release of transformers whose model and processor are the ones that apbv takes apart.
 _FIRST_VERSIONS = {OMNI_THINKER: (5, 23)}
-# How a whole model is told that apbv takes a part of it.
-_PARTS_OF = {
-    "qwen2_5_omni": "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only"
-}
 
 
 class UnsupportedModelError(ValueError):
@@ -47,6 +43,7 @@ class ModelParts:
         decode: how it is run over new tokens.
         capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
             tried once: PyTorch does not give back the memory of a recording that failed.
+        embed_tokens: the layer that turns token ids into embeddings.
         is_video_model: whether the model reads video and images, and not only text.
         hears: whether the model reads audio, by itself or beside a video's frames.
         uses_mrope: whether positions are (time, height, width) triples.
@@ -82,6 +79,7 @@ class ModelParts:
         member, size = self.tensor_parallel
         kv_heads = split_evenly(range(text.num_key_value_heads), size)[member]
         found = {
+            "embed_tokens": self.language_model.get_input_embeddings(),
             "is_video_model": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
             "uses_mrope": family in _MROPE_FAMILIES,
@@ -224,17 +222,10 @@ class ModelParts:
         return self.embed_tokens.weight.device
 
     @property
-    def embed_tokens(self) -> nn.Embedding:
-        """The layer that turns token ids into embeddings."""
-        return self.language_model.get_input_embeddings()
-
-    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, from the generation config."""
         eos = self.model.generation_config.eos_token_id
-        if eos is None:
-            return ()
-        return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
@@ -266,9 +257,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
         family=family,
         language_model=language_model,
         lm_head=lm_head,
-        video_token_id=_token_id(model.config, "video") if family in VIDEO_FAMILIES else None,
-        image_token_id=_token_id(model.config, "image") if family in VIDEO_FAMILIES else None,
-        audio_token_id=_token_id(model.config, "audio") if family in VIDEO_FAMILIES else None,
+        **{f"{name}_token_id": _token_id(model.config, name) for name in ("video", "image", "audio")},
         backend=backend,
         decode=decode or DecodeConfig(),
     )
@@ -286,7 +275,9 @@ def require_supported(config: PreTrainedConfig) -> str:
     family = getattr(config, "model_type", type(config).__name__)
     if family not in TEXT_FAMILIES + VIDEO_FAMILIES:
         known = f"supported are {', '.join(VIDEO_FAMILIES + TEXT_FAMILIES)}"
-        raise UnsupportedModelError(f"{family} models are not supported; {_PARTS_OF.get(family, known)}")
+        if family == "qwen2_5_omni":
+            known = "of a Qwen2.5-Omni model apbv runs the thinker (model.thinker): it answers in text only"
+        raise UnsupportedModelError(f"{family} models are not supported; {known}")
     first = _FIRST_VERSIONS.get(family, (0, 0))
     if tuple(map(int, transformers.__version__.split(".")[:2])) < first:
         raise UnsupportedModelError(
@@ -353,9 +344,7 @@ def _is_any(input_ids: Tensor, *token_ids: int | None) -> Tensor:
     return mask
 
 
-def _token_id(config, modality: str) -> int | None:
+def _token_id(config: PreTrainedConfig, modality: str) -> int | None:
     """Find the placeholder's token id, whose field has different names in different families."""
-    for name in (f"{modality}_token_id", f"{modality}_token_index"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    return None
+    token_id = getattr(config, f"{modality}_token_id", None)
+    return getattr(config, f"{modality}_token_index", None) if token_id is None else token_id

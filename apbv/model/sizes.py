@@ -41,12 +41,6 @@ class DecoderSizes:
         )
 
     @property
-    def layer_weights(self) -> dict[str, int]:
-        """Count one layer's weights, by part: q, k, v and o; gate, up and down."""
-        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        return {"projections": projections, "mlp": 3 * self.hidden * self.intermediate}
-
-    @property
     def kv_row(self) -> int:
         """Count the numbers of one token's K and V in one layer."""
         return 2 * self.kv_heads * self.head_dim

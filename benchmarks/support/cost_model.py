@@ -111,6 +111,12 @@ class Shape(DecoderSizes):
         return super().from_config(config, bytes_per_number=bytes_per_number, vision=vision)
 
     @property
+    def layer_weights(self) -> dict[str, int]:
+        """Count one layer's weights, by part: q, k, v and o; gate, up and down."""
+        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return {"projections": projections, "mlp": 3 * self.hidden * self.intermediate}
+
+    @property
     def kv_bytes(self) -> int:
         """Count the bytes of one token's K and V in all layers."""
         return self.kv_token * self.bytes_per_number

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from apbv.doctor.__main__ import PARTS, parse_arguments
-from apbv.doctor.page import WIDTH
+from apbv.doctor.examination import WIDTH
 
 from scripts import BENCHMARKS, HELPERS, ROOT, SCRIPT_TIMEOUT, run_hosts
 

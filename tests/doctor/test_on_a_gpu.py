@@ -25,10 +25,10 @@ def test_one_gpu(monkeypatch):
         gpu = HostGroup.single("cuda:0")
         answers = [check for check in hosts.answer_checks(gpu) if check.name in ("apbv", "apbv, vanilla draft")]
         parts = {"backends": kernels.backend_checks(gpu), "kernels": kernels.operator_checks(gpu), "demo": answers}
-        results = Examination(gpu, GROUP_TIMEOUT).run(parts, lambda result: None)
-    found = {result.check.name: (result.status, result.verdicts[0].detail) for result in results}
+        results = Examination(gpu, GROUP_TIMEOUT).run(parts)
+    found = {result.name: (result.status, result.on_hosts[0].detail) for result in results}
     assert not {name: verdict for name, verdict in found.items() if verdict[0] == "failed"}
     for name in ("torch", "triton", "apbv"):
         assert found[name][0] == "ok", (name, found[name])
-    assert found["flashinfer"] == ("skipped", "it is not installed")
+    assert found["flash_attn"] == ("skipped", "it is not installed")
     assert "triton 0." in found["verify_attention"][1]

@@ -2,7 +2,6 @@
 
 import io
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -11,16 +10,13 @@ from apbv import HostGroup, kernels
 from apbv.doctor import kernels as checked
 from apbv.doctor import machine
 from apbv.doctor.examination import (
+    WIDTH,
     Check,
     CheckFailed,
     CheckSkipped,
     Examination,
-    Finding,
-    HostResult,
-    Result,
     carry_out,
 )
-from apbv.doctor.page import WIDTH, Page
 from apbv.kernels import library_attention
 
 from pairs import each_choice
@@ -30,36 +26,31 @@ GPU = torch.device("cuda", 0)
 ALONE = HostGroup.single("cpu")
 
 
-def raising(error: BaseException, hosts: HostGroup) -> Finding:
-    raise error
-
-
 def test_no_check_ends_the_others():
-    for error, status, detail in (
-        (CheckFailed("it is wrong"), "failed", "it is wrong"),
-        (RuntimeError("no kernel image\nfor this device"), "failed", "RuntimeError: no kernel image"),
-        (SystemExit(3), "failed", "SystemExit: 3"),
+    for error, detail in (
+        (CheckFailed("it is wrong"), "it is wrong"),
+        (RuntimeError("no kernel image\nfor this device"), "RuntimeError: no kernel image"),
+        (SystemExit(3), "SystemExit: 3"),
     ):
-        verdict = carry_out(Check("one", partial(raising, error)), ALONE, limit=600.0)
-        assert (verdict.status, verdict.detail, verdict.is_stuck) == (status, detail, False)
+
+        def fail(hosts: HostGroup, error=error):
+            raise error
+
+        verdict = carry_out(Check("one", fail), ALONE, limit=600.0)
+        assert (verdict.status, verdict.detail, verdict.is_stuck) == ("failed", detail, False)
 
 
 def test_behind_a_check_that_hangs_nothing_runs():
-    ended, told = threading.Event(), []
-
-    def hang(hosts: HostGroup) -> Finding:
-        ended.wait()
-        return Finding()
-
-    checks = [Check("first", hang), Check("second", lambda hosts: Finding("fine"))]
+    ended = threading.Event()
+    checks = [Check("first", lambda hosts: ended.wait()), Check("second", lambda hosts: ("fine", {}))]
     examination = Examination(ALONE, limit=0.2)
     try:
-        first, second = examination.run({"machine": checks}, told.append)
+        first, second = examination.run({"machine": checks})
     finally:
         ended.set()
-    assert told == [first, second] and examination.has_stuck
-    assert first.verdicts[0].is_stuck and first.verdicts[0].detail == "not done after 0.2 s"
-    assert second.status == "skipped" and second.verdicts[0].detail == "'first' has not ended"
+    assert examination.stuck
+    assert first.on_hosts[0].is_stuck and first.on_hosts[0].detail == "not done after 0.2 s"
+    assert second.status == "skipped" and second.on_hosts[0].detail == "'first' has not ended"
 
 
 @each_choice(operator=checked.CASES, dtype=checked.DTYPES)
@@ -90,7 +81,6 @@ def test_a_library_is_a_fault_where_it_is_installed_and_wrong(monkeypatch):
     monkeypatch.setattr(checked, "find_spec", lambda name: name == "flash_attn")
     off = "its attention of 1 queries over 129 keys is off by 0.3, and the lse by 0"
     monkeypatch.setattr(library_attention, "usable", lambda *asked: off)
-    assert checked.obstacle("flashinfer", GPU, torch.bfloat16) == ("it is not installed", False)
     why, is_fault = checked.obstacle("flash_attn", GPU, torch.bfloat16)
     assert is_fault and "off by 0.3" in why
     with pytest.raises(CheckFailed, match="bfloat16: its attention of 1 queries"):
@@ -110,28 +100,49 @@ def test_a_torch_without_cuda_beside_a_gpu_is_a_fault(monkeypatch):
 def test_secrets_stay_out_of_the_report(monkeypatch):
     monkeypatch.setenv("APBV_API_KEY", "hush")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    found = machine.settings()
-    assert found.figures["environment"]["NCCL_P2P_DISABLE"] == "1" and "NCCL_P2P_DISABLE=1" in found.detail
-    assert "hush" not in str(found)
+    detail, figures = machine.settings()
+    assert figures["environment"]["NCCL_P2P_DISABLE"] == "1" and "NCCL_P2P_DISABLE=1" in detail
+    assert "hush" not in f"{detail} {figures}"
 
 
-def result(name: str, *verdicts: HostResult, **settings: bool) -> Result:
-    return Result("kernels", Check(name, lambda hosts: Finding(), **settings), list(verdicts))
+class FourHosts:
+    """A group of hosts on which a check finds, one after the other, what it is told."""
+
+    size, device, is_broken = 4, CPU, False
+    name_of, working = HostGroup.name_of, HostGroup.working
+    _numbers, _watch, tensor_parallel_size = None, ALONE._watch, 1
+
+    def subgroup(self, hosts):
+        return self
+
+    def gather_json(self, mine):
+        return [mine if found is None else [{**mine[0], **found}, False] for found in self.found]
 
 
 def test_the_page_names_the_hosts_that_differ():
-    said = ("ok", "f"), ("ok", "s"), ("failed", "x " * 400), ("skipped", "none")
-    ok, slow, failed, none = (HostResult(*each) for each in said)
-    results = [result("a", none), result("first", ok, slow), result("one", ok, ok, failed)]
-    results += [result("alike", ok, ok, is_per_host=True), result("each", ok, slow, ok, is_per_host=True)]
-    file = io.StringIO()
-    page = Page(ALONE, file)
-    for each in results:
-        page.add(each)
-    page.end(results)
+    hosts, file = FourHosts(), io.StringIO()
+
+    def finding(*found):
+        def run(_):
+            hosts.found = [dict(zip(("status", "detail"), each, strict=True)) for each in found]
+            return "", {}
+
+        return run
+
+    f, s, failed, none = ("ok", "f"), ("ok", "s"), ("failed", "x " * 400), ("skipped", "none")
+    of_first = {"a": [none] * 4, "first": [f, s, f, f], "one": [f, f, failed, f]}
+    parts = {"kernels": [Check(name, finding(*found)) for name, found in of_first.items()]}
+    parts["machine"] = [Check("alike", finding(f, f, f, f)), Check("each", finding(f, s, f, s))]
+    Examination(hosts, 600.0, file).run(parts)
     words = " ".join(file.getvalue().split())
-    expected = ["skipped a none", "ok alike f", "ok each host 0, host 2: f", "ok each host 1: s", "ok first f"]
-    expected += ["ok one host 0, host 1: f", "failed one host 2: x x"]
-    assert all(line in words for line in expected)
+    expected = [
+        "skipped a none",
+        "ok alike f",
+        "ok each host 0, host 2: f",
+        "ok each host 1, host 3: s",
+        "ok first f",
+    ]
+    expected += ["ok one host 0, host 1, host 3: f", "failed one host 2: x x"]
+    assert all(line in words for line in expected), words
     assert "3 ok, 1 skipped, 1 failed failed: one (kernels) on host 2" in words
     assert max(map(len, file.getvalue().splitlines())) <= WIDTH

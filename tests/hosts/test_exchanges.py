@@ -8,7 +8,7 @@ from staged import staged_job
 
 from apbv import HostGroup
 from apbv.hosts import collectives
-from apbv.hosts.collectives import gather_into
+from apbv.hosts.collectives import Collectives
 
 from fresh_hosts import described, pattern
 from patience import wait_for
@@ -125,11 +125,10 @@ def test_an_exchange_is_started_without_waiting(pool, tmp_path, way):
 
 def held_tensors_job(hosts: HostGroup):
     """A thread holds what was gathered, as gloo's may for a moment: whoever drains the group waits for it."""
-    held, naps = [], []
+    held, naps, exchange = [], [], Collectives._exchange
 
-    def hold(group, *tensors):
-        held.extend(tensors)
-        return gather_into(group, *tensors)
+    def holding(self, sent, received, begin, result):
+        return exchange(self, sent, received, lambda *parts: held.extend(parts) or begin(*parts), result)
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
@@ -137,7 +136,7 @@ def held_tensors_job(hosts: HostGroup):
             held.clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "gather_into", hold)
+        patch.setattr(Collectives, "_exchange", holding)
         hosts.barrier()
         patch.setattr(collectives.time, "sleep", nap)
         hosts._control.drain()

@@ -8,7 +8,7 @@ import pytest
 from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.hosts.staging import Courier
+from apbv.hosts.collectives import Courier
 
 import families
 from engines import QUESTION

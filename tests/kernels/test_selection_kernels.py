@@ -124,7 +124,7 @@ def test_selection_equals_its_definition(way, case):
         assert torch.equal(indices, expected) and indices.dtype == torch.int64
         assert torch.equal(out, rows) and out.dtype == k.dtype
         # A longer buffer of the caller's, whose rest stays as it is, whatever the strides.
-        dims = [(2, 2), (2, 3), (3, 4)][count % 3]
+        dims = [(2, 2), (2, 3)][count % 2]
         longer = torch.full((2, BATCH, KV_HEADS, count + 13, dim), 7.0, dtype=dtype, device=DEVICE)
         longer = longer.transpose(*dims).contiguous().transpose(*dims)
         indices, returned = select_topk(scores, k, v, count, out=longer, backend=backend)

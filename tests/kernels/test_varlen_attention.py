@@ -92,7 +92,7 @@ def flash(monkeypatch):
         (flash_attention_4, 10, "flash_attn.cute", None),
         (None, 8, "flash_attn", "ImportError"),
         (lambda q, k, v, **options: v, 8, "flash_attn", "off by"),
-        (lambda q, k, v, **options: q[:, :1], 8, "flash_attn", r"returned \(262, 1, 80\)"),
+        (lambda q, k, v, **options: q[:, :1], 8, "flash_attn", r"returned \[\(262, 1, 80\)\]"),
     ],
 )
 def test_a_flash_attention_is_tried_before_it_is_used(flash, function, major, name, reason):

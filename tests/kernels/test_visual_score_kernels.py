@@ -1,4 +1,4 @@
-"""Scores of visual tokens by their embeddings: every back end against the definition in fp64."""
+"""Scores of visual tokens by their embeddings: against the definition in fp64."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from apbv.kernels import reference, similarity_to, spatial_variety, temporal_change
 
-from attention_cases import BACKENDS
 from device import DEVICE, TRITON_DTYPES
 from pairs import each_choice
 
@@ -43,46 +42,44 @@ def assert_score(score, exact):
 
 
 @each_choice(
-    backend=BACKENDS,
     dtype=[DTYPES[0], *DTYPES[1:] * 2, DTYPES[0]],
     # Frames, places, numbers, neighbours.
     case=[(0, 3, 16, "before after"), (5, 2, 129, "before after"), (1, 3, 16, ""), (17, 2, 300, "before"), LAST],
 )
-def test_change_over_time(backend, dtype, case):
+def test_change_over_time(dtype, case):
     num_frames, places, dim, ends = case
     video = randn(num_frames + 2, places, dim, dtype=dtype)
     frames = video[1:-1]
     neighbours = {end: video[{"before": 0, "after": -1}[end]] for end in ends.split()}
     exact = reference.temporal_change(frames, **neighbours)
-    assert_score(temporal_change(frames, **neighbours, backend=backend), exact)
+    assert_score(temporal_change(frames, **neighbours), exact)
     for place in (within_nan, column_major):
         strided = {end: place(frame) for end, frame in neighbours.items()}
-        assert_score(temporal_change(place(frames), **strided, backend=backend), exact)
+        assert_score(temporal_change(place(frames), **strided), exact)
 
 
 @each_choice(
-    backend=["triton", "triton", "torch"],
     dtype=DTYPES,
     # Height, width, numbers, crop.
     case=[(1, 1, 16, 5), (7, 11, 129, 5), (1, 11, 16, 3), (5, 4, 80, 1), (13, 12, 80, 8)],
 )
-def test_variety_in_space(backend, dtype, case):
+def test_variety_in_space(dtype, case):
     height, width, dim, crop = case
     frames = randn(2, height * width, dim, dtype=dtype)
     exact = reference.spatial_variety(frames, height, width, crop)
     for given in (within_nan(frames), column_major(frames)):
-        assert_score(spatial_variety(given, height, width, crop, backend=backend), exact)
+        assert_score(spatial_variety(given, height, width, crop), exact)
 
 
-@each_choice(backend=["triton", "triton", "torch"], dtype=DTYPES, shape=[(1, 129), (63, 1100), (0, 16), (129, 80)])
-def test_similarity_to_a_direction(backend, dtype, shape):
+@each_choice(dtype=DTYPES, shape=[(1, 129), (63, 1100), (0, 16), (129, 80)])
+def test_similarity_to_a_direction(dtype, shape):
     rows, dim = shape
     vectors = randn(rows, dim, dtype=dtype)
     direction = torch.nn.functional.normalize(randn(20, dim, seed=1), dim=-1).sum(dim=0)
     exact = reference.similarity_to(vectors, direction) / direction.norm()
     every_other = torch.stack([direction, direction], dim=1)[:, 0]
     for rows, along in ((within_nan(vectors), every_other), (column_major(vectors), direction)):
-        assert_score(similarity_to(rows, along, backend=backend) / direction.norm(), exact)
+        assert_score(similarity_to(rows, along) / direction.norm(), exact)
 
 
 def test_shapes_must_fit():

@@ -18,7 +18,7 @@ import pytest
 from apbv import Engine, HostGroup, PrefillConfig, VideoConfig, demo
 from apbv.launch.answer import run
 from apbv.launch.infer import parse_arguments
-from apbv.launch.progress import ProgressLine
+from apbv.launch.progress import ProgressBars
 
 from patience import wait_for
 
@@ -47,10 +47,10 @@ def terminal() -> Iterator[SimpleNamespace]:
 
 
 @contextmanager
-def progress_on(terminal, delay: float = 0.0) -> Iterator[ProgressLine]:
+def progress_on(terminal, delay: float = 0.0) -> Iterator[ProgressBars]:
     with (
         redirect_stderr(terminal.file),
-        closing(ProgressLine(sys.stderr.isatty(), delay, interval=0.0)) as progress,
+        closing(ProgressBars(sys.stderr.isatty(), delay, interval=0.0)) as progress,
     ):
         yield progress
 
@@ -79,33 +79,21 @@ def test_frames_layers_and_tokens_are_counted_and_nothing_stays(terminal):
     assert shown["answering"] == {f"{done}/4" for done in range(len(given) + 1)}
 
 
-def test_a_bar_takes_the_place_of_a_line(terminal):
+def test_stages_run_beside_one_another_and_the_next_removes_them(terminal):
     with progress_on(terminal) as progress:
-        progress.begin("decode_video")
-        wait_for(lambda: "reading the video …" in terminal.written)
-        progress.advance("decode_video", 1, 3)
-        progress.begin("encode")  # while the next frames are read
-        progress.advance("encode", 1, 3)
-        progress.advance("decode_video", 3, 3)
-        progress.advance("encode", 2, 3)
-        progress.begin("exchange")
+        for stage, done in (("decode_video", 1), ("encode", 1), ("decode_video", 3), ("encode", 2)):
+            progress.begin(stage)
+            progress.advance(stage, done, 3)
         wait_for(lambda: "encoding:  67%" in terminal.written)
-        progress.advance("encode", 3, 3)
-        progress.begin("exchange")
-        wait_for(lambda: "exchanging embeddings …" in terminal.written)
-        shown = terminal.written.count("exchanging embeddings …")
-        progress.begin("exchange")  # which goes on
+        progress.begin("prefill")
         progress.advance("prefill", 1, 3)
         wait_for(lambda: "prefill:  33%" in terminal.written)
-        assert terminal.written.count("exchanging embeddings …") == shown
     wait_for(lambda: not last_line(terminal))
-    assert "encoding …" not in terminal.written
 
 
 def test_what_is_over_sooner_is_not_shown(terminal):
     """The delay is longer than any test."""
     with progress_on(terminal, delay=1e6) as progress:
-        progress.say("loading the model")
         progress.begin("prefill")
         progress.advance("prefill", 1, 3)
     print("end", file=terminal.file)
@@ -125,7 +113,7 @@ def test_the_script_shows_it_on_a_terminal_and_nowhere_else(terminal, tmp_path, 
     with redirect_stderr(terminal.file):
         figures = answer(tmp_path)
     wait_for(lambda: "peak memory" in terminal.written)
-    assert all(what in terminal.written for what in ("loading the model …", "prefill: ", "answering: "))
+    assert all(what in terminal.written for what in ("prefill: ", "answering: "))
     assert capsys.readouterr().out == figures["text"] + "\n"
     answer(tmp_path)
     printed = capsys.readouterr()

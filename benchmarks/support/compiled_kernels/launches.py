@@ -23,7 +23,6 @@ from apbv.kernels import (
     triton_block_sparse,
     triton_importance,
     triton_merging,
-    triton_visual_scores,
 )
 
 # Bytes that a program can have: of an A100, an L40, an H100, a B200 and an RTX 5090.
@@ -116,14 +115,14 @@ def batch(dim: int, num_sequences: int = 16) -> None:
     triton_batch_attention.batch_decode_attention(*(x.transpose(1, 2) for x in projected), table, dim**-0.5)
 
 
-def block_sparse(dim: int, query_block: int = 128, key_block: int = 64, skip_margin: float | None = None) -> None:
+def block_sparse(dim: int, query_block: int = 128, key_block: int = 64) -> None:
     """Attend from 8,001 tokens to the blocks that each head lists."""
     q, k, v = (torch.empty(1, 8001, heads, dim, dtype=_HALF) for heads in (_QUERY_HEADS, _KV_HEADS, _KV_HEADS))
     numbers = [triton.cdiv(q.shape[1], rows) for rows in (query_block, key_block)]
     listed = ListedBlocks.of(torch.ones(1, _QUERY_HEADS, *numbers, dtype=torch.bool), query_block, key_block)
     operands = (states.transpose(1, 2) for states in (q, k, v))
-    options = {"skip_margin": skip_margin, "out": torch.empty_like(q).transpose(1, 2)}
-    triton_block_sparse.block_sparse_attention(*operands, listed, dim**-0.5, **options)
+    out = torch.empty_like(q).transpose(1, 2)
+    triton_block_sparse.block_sparse_attention(*operands, listed, dim**-0.5, out=out)
 
 
 def antidiagonals(stride: int) -> None:
@@ -169,22 +168,6 @@ def selection() -> None:
     triton_importance.gather_rows(k, v, indices, torch.empty(2, 1, _KV_HEADS, 1024, 128, dtype=_HALF))
 
 
-def temporal_change() -> None:
-    """Compare 16 frames' embeddings with their neighbours'."""
-    frames = torch.empty(18, 196, 3584, dtype=_HALF)
-    triton_visual_scores.temporal_change(frames[1:-1], frames[0], frames[-1])
-
-
-def spatial_variety() -> None:
-    """Compare embeddings within crops of 16 frames."""
-    triton_visual_scores.spatial_variety(torch.empty(16, 196, 3584, dtype=_HALF), 14, 14, 5)
-
-
-def similarity_to() -> None:
-    """Compare 3,136 embeddings with one."""
-    triton_visual_scores.similarity_to(torch.empty(3136, 3584, dtype=_HALF), torch.empty(3584))
-
-
 # By name; together they launch every kernel. 26 tokens, of 7 query heads for each of K and V, are more rows than
 # one tile has.
 CALLS: dict[str, Callable[[], None]] = {
@@ -194,7 +177,6 @@ CALLS: dict[str, Callable[[], None]] = {
     "tree, kept keys": partial(verify, 128, 26, tree=True, kept=True),
     "tokens of a batch": partial(batch, 128),
     "listed blocks": partial(block_sparse, 128),
-    "listed blocks, skipping": partial(block_sparse, 128, skip_margin=10.0),
     "antidiagonals": partial(antidiagonals, 16),
     "means of blocks": block_means,
     "merge": merge,
@@ -202,7 +184,4 @@ CALLS: dict[str, Callable[[], None]] = {
     "importance, peak": partial(importance, "peak"),
     "importance, dot": partial(importance, "dot"),
     "selection": selection,
-    "temporal change": temporal_change,
-    "spatial variety": spatial_variety,
-    "similarity": similarity_to,
 }

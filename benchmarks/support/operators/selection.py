@@ -166,7 +166,7 @@ def _of_frames(
         run,
         exact,
         lambda dtype: (FP32_TOLERANCE[dtype],),
-        lambda ops, backend: choose(backend, ops[0]),
+        lambda ops, backend: "torch",
     )
 
 
@@ -220,5 +220,5 @@ def similarity(s: Sizes) -> Case:
         lambda ops, backend: (similarity_to(*ops, backend=backend),),
         _whole(reference.similarity_to),
         lambda dtype: (FP32_TOLERANCE[dtype],),
-        lambda ops, backend: choose(backend, ops[0]),
+        lambda ops, backend: "torch",
     )
