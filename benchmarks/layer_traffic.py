@@ -22,8 +22,8 @@ from apbv import HostGroup, PrefillConfig
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import DTYPES
+from support.records import table
 from support.simulated import simulate
-from support.tables import markdown_table
 
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
 
@@ -76,22 +76,15 @@ def count(hosts: HostGroup, options: argparse.Namespace) -> dict:
     }
 
 
-def table(rows: list[dict]) -> str:
-    """Format what the hosts counted as a Markdown table."""
-    header = ["host", "attention calls", "other calls", "MiB moved", "of the output", "most by", "s"]
-    lines = [
-        [
-            row["host"],
-            row["attention_calls"],
-            row["other_calls"],
-            f"{row['other_bytes'] / 2**20:.0f}",
-            f"{row['other_bytes'] / row['output_bytes']:.1f} ×",
-            ", ".join(row["largest"]),
-            f"{row['seconds']:.2f}",
-        ]
-        for row in rows
-    ]
-    return markdown_table(header, lines)
+COLUMNS = {
+    "host": "{host}",
+    "attention calls": "{attention_calls}",
+    "other calls": "{other_calls}",
+    "MiB moved": lambda row: f"{row['other_bytes'] / 2**20:.0f}",
+    "of the output": lambda row: f"{row['other_bytes'] / row['output_bytes']:.1f} ×",
+    "most by": lambda row: ", ".join(row["largest"]),
+    "s": "{seconds:.2f}",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -110,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> list[dict]:
     options = parse_arguments(arguments)
     rows = simulate(options.hosts, count, options)
-    print(table(rows))
+    print(table(rows, COLUMNS))
     return rows
 
 

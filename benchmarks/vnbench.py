@@ -2,7 +2,7 @@
 
     python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf --questions VNBench-main-4try.json
     torchrun --nproc-per-node 8 benchmarks/vnbench.py --model ... --questions ... --videos ... --frames 128
-    python benchmarks/vnbench.py --table results/vnbench-*.jsonl --plot vnbench.png
+    python benchmarks/vnbench.py --table results/vnbench-*.jsonl
 
 The file and the videos are the official ones (Zhao et al., *Needle In A Video Haystack*). A question counts as
 right if all four tries are, between which the options change places. The overall figure is the mean of retrieval,

@@ -8,8 +8,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from torch import Tensor
 from transformers import (
-    InternVLConfig,
-    InternVLForConditionalGeneration,
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -90,23 +89,6 @@ def qwen_vl_config(
     )
 
 
-def internvl_config(
-    *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int
-) -> InternVLConfig:
-    """Configure an InternVL3 with its tower of 300 M weights, which makes 256 tokens of each 448 x 448 frame."""
-    return InternVLConfig(
-        text_config={
-            "model_type": "qwen2",
-            **_decoder(layers, hidden, intermediate, heads, kv_heads, vocab),
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-        vision_config={"model_type": "internvl_vision"},  # its defaults are that tower
-        image_token_id=_IMAGE_TOKEN,
-        tie_word_embeddings=False,
-    )
-
-
 _VISION = {"vision_depth": 32, "vision_hidden": 1280, "vision_heads": 16}
 CONFIGS = {
     "llama-small": llama_config(),
@@ -128,15 +110,25 @@ CONFIGS = {
     "qwen2.5-vl-7b": qwen_vl_config(
         layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, vocab=152064, **_VISION
     ),
-    "internvl3-2b": internvl_config(layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, vocab=151674),
     "llama-3.1-8b": llama_config(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256),
 }
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """Return a built-in configuration, or any checkpoint's.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    try:
+        return CONFIGS.get(model) or AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise ValueError(f"cannot load the configuration of {model}: {error}") from error
 
 
 _KINDS = {
     LlamaConfig: LlamaForCausalLM,
     Qwen2_5_VLConfig: Qwen2_5_VLForConditionalGeneration,
-    InternVLConfig: InternVLForConditionalGeneration,
 }
 
 
@@ -177,18 +169,6 @@ def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]
     """Return temporal patches, and patches down and across, of frames that are cut to whole tokens."""
     side = PATCH * MERGE
     return -(-num_frames // FRAMES_PER_PATCH), max(1, height // side) * MERGE, max(1, width // side) * MERGE
-
-
-def internvl_prompt(config: InternVLConfig, num_frames: int, query_len: int, seed: int = 0) -> Prompt:
-    """Draw random frames and text for an InternVL, which resizes every frame to the same square."""
-    generator = torch.Generator().manual_seed(seed)
-    prefix, question = (
-        torch.randint(0, _VIDEO_TOKEN, (length,), generator=generator) for length in (PREFIX_LEN, query_len)
-    )
-    visual = torch.full((num_frames * config.image_seq_length,), config.image_token_id)
-    pixels = torch.randn(num_frames, CHANNELS, *config.vision_config.image_size, generator=generator)
-    ids = torch.cat([prefix, torch.tensor([_VISION_START]), visual, torch.tensor([_VISION_END]), question])
-    return Prompt({"input_ids": ids[None], "pixel_values": pixels})
 
 
 def video_prompt(num_frames: int, height: int, width: int, query_len: int, seed: int = 0) -> Prompt:

@@ -24,14 +24,14 @@ from apbv.launch.options import (
 )
 from apbv.stats import append_json_lines, provenance
 
-from ..arguments import add_plot_option
+from ..arguments import COUNT
 from .answers import choose_option
 from .prompting import LETTERED, OPEN, fill, request_of, require_template, shows_options
 from .results import ResultsFile, Run, digest_of, read_runs
 from .running import Asking, answer_all, units_of
 from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
 from .samples import digest_of as digest_of_samples
-from .scoring import Score, markdown, plot, score, summary
+from .scoring import Score, markdown, score, summary
 from support.simulated import share_weights, simulate
 
 # Options of an engine on which no answer depends.
@@ -92,9 +92,9 @@ class Benchmark:
             default="exact",
             help="what further questions about the same video reuse (default %(default)s, the embeddings)",
         )
-        parser.add_argument("--hosts", type=int, help="simulate so many hosts; not under torchrun")
+        parser.add_argument("--hosts", type=COUNT, help="simulate so many hosts; not under torchrun")
         run = parser.add_argument_group("the run")
-        run.add_argument("--limit", type=int, help="ask only so many of the questions, the first")
+        run.add_argument("--limit", type=COUNT, help="ask only so many of the questions, the first")
         run.add_argument("--shard", type=_shard, metavar="I/N", help="ask the I-th of N parts of the questions")
         run.add_argument(
             "--results",
@@ -106,7 +106,6 @@ class Benchmark:
             "--allow-missing", action="store_true", help="questions whose files are missing just fail"
         )
         run.add_argument("--json", type=Path, metavar="FILE", help="append the score as one JSON line")
-        add_plot_option(run)
         run.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only score files of results")
         add_prefill_options(parser)
         add_draft_options(parser)
@@ -116,9 +115,6 @@ class Benchmark:
         if options.table is None:
             if options.model is None:
                 parser.error("--model is required")
-            for name in ("hosts", "limit"):
-                if getattr(options, name) is not None and getattr(options, name) < 1:
-                    parser.error(f"--{name} must be at least 1")
             if (options.hosts or 1) > 1 and (options.draft_host or options.tensor_parallel > 1):
                 parser.error("--draft-host and --tensor-parallel need real hosts: start them with torchrun")
         check(parser, options)
@@ -195,8 +191,6 @@ class Benchmark:
             stamp = {"benchmark": self.name}
             lines = [{**stamp, **summary(*each), **provenance()} for each in zip(runs, scores, strict=True)]
             append_json_lines(options.json, lines)
-        if options.plot:
-            plot(runs, scores, options.plot)
 
     def _samples(self, options: argparse.Namespace) -> list[Sample]:
         samples = self.read(options)[: options.limit]

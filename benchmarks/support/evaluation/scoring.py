@@ -3,12 +3,10 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from ..plots import import_pyplot, legend_above, save
+from ..records import markdown_table
 from ..summaries import percent_cell, wilson
 from .results import Run, digest_of
-from support.tables import markdown_table
 
 ALL = ("all", "")
 
@@ -135,34 +133,6 @@ def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
         if all(name in each for each in medians):
             rows.append([title, *(f"{each[name]:.0f}" for each in medians), ""])
     return markdown_table(header, rows, align="---")
-
-
-def plot(runs: Sequence[Run], scores: Sequence[Score], path: Path) -> None:
-    """Draw each run's shares of right answers by kind of question, with 95 % intervals."""
-    pyplot = import_pyplot()
-    groups = [ALL, *sorted({group for score in scores for group in score.groups} - {ALL})]
-    figure, axes = pyplot.subplots(figsize=(6, 1 + 0.25 * len(groups) * (1 + len(runs)) / 2))
-    height = 0.8 / len(runs)
-    for index, (label, score) in enumerate(zip(labels_of(runs), scores, strict=True)):
-        places, shares, spreads = [], [], ([], [])
-        for place, group in enumerate(groups):
-            right, total = score.groups.get(group, (0, 0))
-            if not total:
-                continue
-            low, high = wilson(right, total)
-            places.append(place + (index - (len(runs) - 1) / 2) * height)
-            shares.append(100 * right / total)
-            spreads[0].append(100 * (right / total - low))
-            spreads[1].append(100 * (high - right / total))
-        # An interval of few answers may end a rounding error beside the share itself.
-        spreads = [[max(0.0, value) for value in side] for side in spreads]
-        axes.barh(places, shares, height, xerr=spreads, label=label, error_kw={"elinewidth": 0.8, "capsize": 2})
-    axes.set_yticks(range(len(groups)), [": ".join(filter(None, group)) for group in groups])
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel="right answers (%), with 95 % intervals")
-    if len(runs) > 1:
-        legend_above(axes)
-    save(figure, path)
 
 
 def mean_by(score: Score, dimension: str, parts: Mapping[str, Sequence[str]]) -> float | None:

@@ -1,11 +1,11 @@
-"""Makes RULER's eight tasks of needles in a haystack, and three of their kind for a small model."""
+"""Makes RULER's eight tasks of needles in a haystack."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from .task import Budget, Task, draw_places, inserted, pad
-from .words import KEYS, NOISE, draw_numbers, draw_sentence, draw_uuids, draw_words
+from .words import NOISE, draw_numbers, draw_sentence, draw_uuids, draw_words
 
 INSTRUCTION = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize them. "
@@ -15,17 +15,12 @@ NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 QUESTION = "What are all the special magic {kind}s for {key} mentioned in the provided text?"
 ANSWER_START = "The special magic {kind}s for {key} mentioned in the provided text are"
 
-# For a small model, which copies better than it answers; asked to quote, it confuses needles far less often.
-PLAIN_NEEDLE = "The special magic {kind} for {key} is {value}."
-PLAIN_QUESTION = "What is the special magic {kind} for {key}?"
-PLAIN_ANSWER_START = 'The text says: "The special magic {kind} for {key} is'
-
 LONGEST_ANSWER = 128  # tokens, as RULER has it
 
 
 @dataclass(frozen=True)
 class Needles:
-    """Needles says what is hidden where.
+    """What is hidden where.
 
     Attributes:
         haystack: "noise" (five sentences again and again), "prose" (drawn sentences) or "needles" (further ones).
@@ -33,7 +28,6 @@ class Needles:
         asked: how many of the keys are asked for.
         draw_keys, draw_values: draw so many different ones.
         kind: what a value is called.
-        plain: whether the words are those for a small model, whose keys are single nouns.
     """
 
     haystack: str = "prose"
@@ -43,7 +37,6 @@ class Needles:
     draw_keys: Callable[[Random, int], list[str]] = draw_words
     draw_values: Callable[[Random, int], list[str]] = draw_numbers
     kind: str = "number"
-    plain: bool = False
 
     def make(self, rng: Random, budget: Budget) -> Task:
         """Make a task whose context fills a budget.
@@ -87,20 +80,17 @@ class Needles:
             context = text(body)
         asked = keys[: self.asked]
         named = asked[0] if self.asked == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
-        question, answer_start = (PLAIN_QUESTION, PLAIN_ANSWER_START) if self.plain else (QUESTION, ANSWER_START)
-        is_one = self.asked * self.values == 1
         return Task(
             context=context,
-            question=question.format(kind=self.kind, key=named),
+            question=QUESTION.format(kind=self.kind, key=named),
             answers=tuple(value for key in asked for value in by_key[key]),
-            answer_start=answer_start.format(kind=self.kind, key=named),
-            max_new_tokens=None if self.plain else LONGEST_ANSWER,
-            depth=body.index(self.needle(keys[0], values[0])) / max(1, len(body) - 1) if is_one else None,
+            answer_start=ANSWER_START.format(kind=self.kind, key=named),
+            max_new_tokens=LONGEST_ANSWER,
         )
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence that hides a value."""
-        return (PLAIN_NEEDLE if self.plain else NEEDLE).format(kind=self.kind, key=key, value=value)
+        return NEEDLE.format(kind=self.kind, key=key, value=value)
 
 
 class _Filler:
@@ -133,16 +123,6 @@ class _Filler:
         return [needles.needle(*each) for each in drawn]
 
 
-def draw_nouns(rng: Random, number: int) -> list[str]:
-    """Draw different single nouns, which no sentence of the haystack contains."""
-    return rng.sample(KEYS, number)
-
-
-def _plain(number: int) -> Needles:
-    return Needles(keys=number, draw_keys=draw_nouns, plain=True)
-
-
-SMALL_TASKS = {"single": _plain(1), "multikey4": _plain(4), "multikey8": _plain(8)}
 NEEDLE_TASKS = {
     "niah_single_1": Needles(haystack="noise"),
     "niah_single_2": Needles(),

@@ -11,8 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +42,7 @@ from ..processes import end_children_with_this
 from ..workloads import build_model, qwen_vl_config
 from .clips import READERS
 
+STAGES = ("frames", "pixels", "embeddings", "first_token")
 QUESTION = "name the letters in order"
 # What a processor's placeholders are called in a model's config.
 _TOKENS = ("video_token_id", "image_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -56,7 +55,7 @@ class Job:
     """One measurement.
 
     Attributes:
-        stage: ``"frames"``, ``"pixels"``, ``"embeddings"`` or ``"first_token"``.
+        stage: one of :data:`STAGES`.
         way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or ``"apbv"``.
         clip: the video file.
         warm_up: a short one that is read first, for what is only done once.
@@ -148,16 +147,6 @@ def in_processes_of_their_own(count: int, function: Callable[..., Result], *args
             raise ValueError("a process was killed, perhaps because the memory did not suffice") from error
 
 
-def find_version(rank: int, module: str, package: str) -> str:
-    """Return the version of a package, if its module can be imported; every error means that it cannot.
-
-    Args:
-        rank: not needed; see :func:`in_processes_of_their_own`.
-    """
-    import_module(module)
-    return version(package)
-
-
 def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured:
     """Measure one host's part of a job; collective over the job's processes.
 
@@ -183,7 +172,8 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
                 outcome = run(job.clip, keeps=True)
                 values = np.asarray(outcome.values)
                 np.save(kept / f"{rank}.npy", values)
-                np.save(kept / f"{rank}.places.npy", _places(outcome, len(values)))
+                places = np.arange(len(values)) if outcome.places is None else np.asarray(outcome.places)
+                np.save(kept / f"{rank}.places.npy", places)
         return measured
     finally:
         hosts.close()
@@ -200,10 +190,6 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     return HostGroup.from_process_group(dist.group.WORLD, timeout=_SECONDS_TO_WAIT, owns_group=True)
-
-
-def _places(outcome: Outcome, num_rows: int) -> np.ndarray:
-    return np.arange(num_rows) if outcome.places is None else np.asarray(outcome.places)
 
 
 def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:

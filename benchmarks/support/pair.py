@@ -1,9 +1,5 @@
 """Lets the demo pair's draft read a clip as it does in speculative decoding, and answer or predict."""
 
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
@@ -11,56 +7,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from apbv import (
-    HostGroup,
-    ModelInputs,
-    PrefillConfig,
-    PrefillResult,
-    SamplingParams,
-    SpeculativeConfig,
-    prefill,
-)
+from apbv import ModelInputs, PrefillConfig, PrefillResult, SamplingParams, SpeculativeConfig, prefill
 from apbv.demo import draft_path
-from apbv.model.parts import ModelParts, inspect_model
 from apbv.speculate.builders import draft_by_model
 from apbv.speculate.draft import Draft, DraftTask
 from apbv.speculate.strategies import keep_policy, make_watcher
 from apbv.speculate.tree import Tree
 
-from .candidate import Candidate, load_demo
+from .exams import Candidate, load_demo
 
 
-@dataclass(frozen=True)
 class DemoPair:
-    """The demo's target and draft on one host.
+    """The demo's target and draft, in float32 on one host."""
 
-    Args:
-        target: reads clips.
-        draft: the draft model.
-    """
-
-    target: Candidate
-    draft: PreTrainedModel
-
-    @classmethod
-    def load(cls) -> "DemoPair":
-        """Load both in float32, as their accuracy was measured."""
+    def __init__(self):
         engine, draft = load_demo(), load_demo(draft_path()).model
-        return cls(Candidate(engine.model, engine.processor, engine.hosts), draft)
-
-    @property
-    def hosts(self) -> HostGroup:
-        """The one host."""
-        return self.target.hosts
-
-    @cached_property
-    def draft_parts(self) -> ModelParts:
-        """The draft's parts."""
-        return inspect_model(self.draft)
-
-    def read(self, file: Path, question: str) -> ModelInputs:
-        """Read the prompt of a question about all frames of a file."""
-        return self.target.read(file, question)
+        self.target, self.draft = Candidate(engine.model, engine.processor, engine.hosts, draft), draft
+        self.tokenizer = engine.processor.tokenizer
+        self._end = self.tokenizer.eos_token_id
 
     def prefill(
         self, inputs: ModelInputs, config: SpeculativeConfig, seed: int = 0
@@ -70,26 +34,20 @@ class DemoPair:
         Args:
             seed: of random choices.
         """
-        watcher = make_watcher(config, self.target.parts)
-        state = prefill(
-            self.target.parts,
-            inputs,
-            hosts=self.hosts,
-            config=PrefillConfig(method="full"),
-            watcher=watcher,
-            encoded=self.target.encoded,
-        )
+        target, draft, hosts = self.target.parts, self.target.draft, self.target.hosts
+        watcher, full = make_watcher(config, target), PrefillConfig(method="full")
+        state = prefill(target, inputs, hosts=hosts, config=full, watcher=watcher, encoded=self.target.encoded)
         task = DraftTask(
-            target=self.target.parts,
-            draft=self.draft_parts,
+            target=target,
+            draft=draft,
             inputs=inputs,
             state=state,
             scores=watcher and watcher.result,
-            hosts=self.hosts,
+            hosts=hosts,
             config=config,
             keep=keep_policy(config),
             sampling=SamplingParams(seed=seed),
-            vocab_size=min(self.target.parts.vocab_size, self.draft_parts.vocab_size),
+            vocab_size=min(target.vocab_size, draft.vocab_size),
             leave_last=True,  # so that the draft gives the answer's first token, too
         )
         return state, task
@@ -99,13 +57,8 @@ class DemoPair:
         draft = draft_by_model(task)
         last = int(task.inputs.input_ids[0, -1])
         tokens = draft.drafter.propose([last], Tree.chain(max_new_tokens)).tokens
-        ends = set(_as_list(self.target.model.generation_config.eos_token_id))
-        stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-        return self.target.processor.tokenizer.decode(tokens[:stop], skip_special_tokens=True), draft
-
-
-def _as_list(numbers: int | list[int]) -> list[int]:
-    return numbers if isinstance(numbers, list) else [numbers]
+        stop = tokens.index(self._end) if self._end in tokens else len(tokens)
+        return self.tokenizer.decode(tokens[:stop], skip_special_tokens=True), draft
 
 
 @torch.no_grad()
