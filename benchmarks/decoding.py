@@ -7,9 +7,8 @@
 A step is a forward pass over 1 token, as in autoregressive decoding, or over several, as in verification, which
 are then taken back. The KV is random. Every round runs all ways in turn. The logits of every way are compared
 with transformers', first and last: a wrong one gets an error instead of a speed, and the exit status is 1. On a
-GPU apbv's steps are CUDA graphs, and those without stand beside them. ``--compile`` adds the model with its MLPs
-and norms compiled, and the time that compiling takes. ``--batch`` decodes several answers instead, in one batch
-and one after the other.
+GPU apbv's steps are CUDA graphs, and those without stand beside them. ``--batch`` decodes several answers
+instead, in one batch and one after the other.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from apbv import DecodeConfig, HostGroup, demo
 from apbv.allocator import keep_freed_memory
 from apbv.model.loading import load_model
 from apbv.model.parts import ModelParts, inspect_model
-from apbv.stats import device_name
 
 from support.arguments import COUNT, add_shared
 from support.decoding import (
@@ -36,7 +34,6 @@ from support.decoding import (
     Way,
     batch_ways,
     compare,
-    compile_parts,
     measure,
     random_cache,
     with_apbv,
@@ -82,9 +79,6 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[dict]:
     kinds = {"transformers": (with_transformers, parts), "apbv": (with_apbv, parts)}
     if device.type == "cuda":
         kinds["apbv, no graphs"] = with_apbv, replace(parts, decode=DecodeConfig(cuda_graphs="off"))
-    if options.compile:
-        kinds["apbv, compiled"] = with_apbv, load(options, device)
-        compile_parts(kinds["apbv, compiled"][1])
     for num_tokens in tqdm(options.tokens, unit="context", disable=None):
         # Each way has a cache object of its own with the same numbers.
         caches = {name: random_cache(parts, num_tokens) for name in kinds}
@@ -111,8 +105,6 @@ def record_of(options: argparse.Namespace, baseline: Way, way: Way, device: torc
         "samples": {"ms": way.ms},
         "model": options.model,
         "warmup": options.warmup,
-        "threads": torch.get_num_threads(),
-        "device": device_name(device),
         "dtype": options.dtype,
     }
 
@@ -131,7 +123,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="in one pass")
     parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="decode so many answers at a time")
     parser.add_argument("--answer-tokens", type=COUNT, default=32, help="tokens of each answer, with --batch")
-    parser.add_argument("--compile", action="store_true", help="also with compiled MLPs and norms")
     add_shared(parser, "json", dtype="float32", rounds=20, warmup=3)
     return parser.parse_args(arguments)
 

@@ -25,7 +25,7 @@ from apbv.kv.offers import Offers
 from apbv.kv.placement import ShardedKV
 from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
-from apbv.stats import StageTimer, device_name
+from apbv.stats import StageTimer
 
 from support.arguments import COUNT, add_shared
 from support.kv_consumer import Consumer, digest_of
@@ -124,7 +124,6 @@ def records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 **medians,
                 "gigabytes_per_second": num_bytes / medians["total_ms"] / 1e6,
                 "samples": samples,
-                "device": device_name(hosts.device),
             }
 
 

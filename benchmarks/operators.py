@@ -17,7 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -26,7 +26,6 @@ import torch
 from tqdm import tqdm
 
 from apbv.kernels.backends import BACKENDS
-from apbv.stats import device_name
 
 from support.arguments import DEFAULT_DTYPES, add_shared
 from support.operators.case import Case, Draw
@@ -72,23 +71,15 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "samples": {"ms": entry.ms},
         "warmup": options.warmup,
         "seed": options.seed,
-        "threads": torch.get_num_threads(),
-        "device": device_name(timer.device),
         "dtype": options.dtype,
         "libraries": libraries(),
     }
 
 
 def libraries() -> dict[str, str | None]:
-    """Return the versions of the measured libraries; None if one is not installed."""
-    found: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    cudnn = torch.backends.cudnn.version()
-    return found | {"cudnn": None if cudnn is None else str(cudnn), "cuda": torch.version.cuda}
+    """Return the versions of the measured libraries that are installed."""
+    found = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
+    return {**found, "cudnn": str(torch.backends.cudnn.version()), "cuda": torch.version.cuda}
 
 
 COLUMNS = {

@@ -20,7 +20,6 @@ from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import prefill_config
-from apbv.stats import device_name
 
 from support.arguments import COUNT, add_clip_options, add_prefill_settings, add_shared
 from support.exams import EXACT_TASKS, Exam, load_demo, run_on
@@ -78,12 +77,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
                 ),
                 "total": len(answers),
                 "tasks": {task: [sum(rights), len(rights)] for task, rights in of_task.items()},
-                "stages_ms": {
-                    name: statistics.median(answer["stages_ms"][name] for answer in answers)
-                    for name in answers[0]["stages_ms"]
-                },
                 "samples": {"ttft_ms": times},
-                "device": device_name(hosts.device),
             }
 
 

@@ -38,7 +38,7 @@ from support.arguments import COUNT, add_shared
 from support.exams import answer_greedily
 from support.records import report
 from support.ruler import TASKS, Task, make_task
-from support.summaries import share_cell
+from support.summaries import percent_cell
 
 
 def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
@@ -106,7 +106,7 @@ COLUMNS = {
     "l_a": "{anchor_len}",
     "l_p": "{passing_len}",
     # A little too wide for answers that are right in part: none varies more than right or wrong.
-    "right (95 % interval)": lambda record: share_cell(record["right"], record["total"]),
+    "% right (95 % interval)": lambda record: percent_cell(record["right"], record["total"]),
 }
 
 

@@ -30,13 +30,11 @@ def obstacle() -> str | None:
     try:
         from triton import knobs
 
-        for tool in ("ptxas", "cuobjdump", "nvdisasm"):
-            if not getattr(knobs.nvidia, tool).path:
-                return f"Triton has no {tool}"
-    except ImportError:
-        return "triton is not installed"
-    except RuntimeError as error:
-        return f"Triton has no tools for NVIDIA's GPUs: {error}"
+        tools = [getattr(knobs.nvidia, tool).path for tool in ("ptxas", "cuobjdump", "nvdisasm")]
+    except (ImportError, RuntimeError) as error:
+        return f"Triton, or its tools for NVIDIA's GPUs, cannot be used: {error}"
+    if not all(tools):
+        return "Triton has no ptxas, cuobjdump or nvdisasm"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "kernels are interpreted (TRITON_INTERPRET=1), and not compiled"
     return None

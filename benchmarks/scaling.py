@@ -25,7 +25,6 @@ from apbv import HostGroup, PrefillConfig
 from apbv.hosts import run_on_hosts
 from apbv.launch.options import REDUCE, add_settings, prefill_config
 from apbv.planning import parse_resolution
-from apbv.stats import device_name
 
 from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Workload, network_fields
@@ -132,7 +131,6 @@ def simulate(options: argparse.Namespace) -> Iterator[dict]:
                     "speedup_vs_full": speedup,
                     "flop_ratio": ratio,
                     "share_of_flop_ratio": speedup / ratio,
-                    "device": device_name(hosts.device),
                 }
 
 

@@ -22,7 +22,6 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from apbv import Engine, HostGroup, demo
 from apbv.allocator import keep_freed_memory
 from apbv.hosts import run_on_hosts
-from apbv.stats import device_name
 
 from support.arguments import COUNT, add_shared
 from support.clients import Answer, Way, ask_a_server, ask_engine
@@ -65,7 +64,6 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
         "output_throughput": sum(answer.num_tokens for answer in answers) / seconds,
         **{name: percentiles(values) for name, values in samples.items()},
         "samples": samples,
-        "device": device_name(hosts.device),
     }
 
 

@@ -1,7 +1,7 @@
 """Measure the time to first token of every way to prefill, side by side in one run.
 
     torchrun --nproc-per-node 2 benchmarks/throughput.py --model llama-small --tokens 32768
-    torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl --plot table5.png
+    torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl
     python benchmarks/throughput.py --preset table5  # no torchrun: the hosts are simulated
 
 All methods do the same work outside attention: the same vision encoding, logits of the last token only, and the
@@ -31,12 +31,11 @@ from apbv.hosts import run_on_hosts
 from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
-from apbv.stats import device_name
 
 from support.arguments import COUNT, add_prefill_settings, add_shared
 from support.bench import Bench, Case, Measured, Workload, measure, network_fields
 from support.prefill_presets import PRESETS, SWITCHES, cases_of
-from support.records import plot, report
+from support.records import report
 from support.simulated import Link, Network
 from support.summaries import percentiles
 from support.workloads import CONFIGS
@@ -103,7 +102,6 @@ def records(options: argparse.Namespace, bench: Bench, measured: list[Measured])
             "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
             "model": options.model,
             "dtype": str(bench.model.dtype).removeprefix("torch."),
-            "device": device_name(bench.hosts.device),
             "frames": entry.workload.frames,
             "height": entry.workload.height,
             "width": entry.workload.width,
@@ -143,16 +141,6 @@ COLUMNS = {
 }
 
 
-def curves(rows: list[dict]) -> dict[str, dict]:
-    """Return the requests per second over what varies, a curve for each method and number of hosts."""
-    varying = ("num_input_tokens", "passing_len", "anchor_len")
-    x = next((name for name in varying if len({row[name] for row in rows if row["hosts"] > 1}) > 1), varying[0])
-    found: dict[str, list] = {}
-    for row in rows:
-        found.setdefault(f"{row['label']}, {row['hosts']} hosts", []).append((row[x], row["request_throughput"]))
-    return {x.removeprefix("num_").replace("_", " "): found}
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, help="a sweep of the paper; other options override it")
@@ -169,7 +157,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=10e-6, help="of simulated links, seconds")
     # The other hosts wait while host 0 runs `full`.
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for another host")
-    add_shared(parser, "dtype", "json", "plot", rounds=3, warmup=1)
+    add_shared(parser, "dtype", "json", rounds=3, warmup=1)
     return parser.parse_args(arguments)
 
 
@@ -185,15 +173,11 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
                 yield from records(options, bench, measured)
 
 
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    rows = report(options, measured_records(options, hosts), COLUMNS, hosts)
-    if options.plot and hosts.rank == 0:
-        plot(options.plot, curves(rows), "requests per second")
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    return run_on_hosts(lambda hosts: run(options, hosts), options.timeout)
+    return run_on_hosts(
+        lambda hosts: report(options, measured_records(options, hosts), COLUMNS, hosts), options.timeout
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/video.py --preset readers --json video.jsonl
     python benchmarks/video.py --preset road --video film.mp4 --hosts 1 2
 
-The stages are its sampled frames in memory, the pixels made of them, the vision tower's embeddings, and the
-logits of the first token; each is timed from the opening of the file. `apbv` goes the road of an engine's
+The stages are its sampled frames in memory, the vision tower's embeddings, and the logits of the first token;
+each is timed from the opening of the file. `apbv` goes the road of an engine's
 requests, on one or several real hosts. `transformers` runs processor and model on the whole video at once. OpenCV,
 decord2 and torchcodec, where they are installed, and PyAV's plain decoding read the frames only.
 
@@ -30,9 +30,8 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from tqdm import tqdm
 
-from apbv.hosts import HostError, HostGroup
+from apbv.hosts import HostError
 from apbv.planning import parse_resolution
-from apbv.stats import device_name
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.records import report
@@ -96,7 +95,7 @@ def records(options: argparse.Namespace) -> Iterator[dict]:
         with tqdm(total=options.rounds * sum(map(len, plans)), unit="run", disable=None) as bar:
             for jobs in plans:
                 for record in measure_jobs(jobs, spec, options.rounds, Path(temporary), bar):
-                    yield {**record, "libraries": versions, "device": device_name(HostGroup.single().device)}
+                    yield {**record, "libraries": versions}
 
 
 COLUMNS = {

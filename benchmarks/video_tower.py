@@ -55,8 +55,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict]:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype or DEFAULT_DTYPES[device]
-    tower = {"vision_depth": options.depth, "vision_hidden": options.hidden, "vision_heads": options.heads}
-    config = qwen_vl_config(layers=1, hidden=64, intermediate=64, heads=4, kv_heads=2, vocab=2048, **tower)
+    tower = {"depth": options.depth, "hidden": options.hidden, "heads": options.heads}
+    config = qwen_vl_config(1, 64, 64, 4, 2, vocab=2048, vision=tuple(tower.values()))
     parts = inspect_model(build_model(config, getattr(torch, dtype), device))
     batch = video_prompt(options.frames, *options.resolution, query_len=8).batch
     pixels, grid = (batch[name].to(device) for name in ("pixel_values_videos", "video_grid_thw"))

@@ -54,12 +54,3 @@ def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int)
 def add_prefill_settings(parser: argparse._ActionsContainer, *fields: str) -> None:
     """Add options that are fields of :class:`apbv.PrefillConfig`."""
     add_settings(parser, [each for each in PREFILL if each.field in fields], with_defaults=True)
-
-
-def length_or_default(text: str) -> int | None:
-    """Read an option's number of tokens; ``default`` is None."""
-    if text == "default":
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f'expected a number from 0, or "default", not {text!r}')
-    return int(text)

@@ -43,20 +43,12 @@ class Answer:
 
 def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     """Ask the engine without the server; collective."""
-    began, first = time.perf_counter(), []
-
-    def note(_: int) -> None:
-        if not first:
-            first.append(time.perf_counter())
-
-    request = Request(
-        Question(options.prompt, options.video, num_frames=options.frames),
-        StageTimer(engine.hosts),
-        sampling=SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos),
-        on_token=note,
-    )
-    result = engine.answer(request)
-    return Answer(first[0] - began, time.perf_counter() - began, result.text, len(result.token_ids))
+    began = time.perf_counter()
+    sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
+    question = Question(options.prompt, options.video, num_frames=options.frames)
+    result = engine.answer(Request(question, StageTimer(engine.hosts), sampling=sampling))
+    first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
+    return Answer(first_token, end, result.text, len(result.token_ids))
 
 
 def ask_server(port: int, options: argparse.Namespace) -> Answer:

@@ -114,13 +114,6 @@ def with_apbv(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Call
     return step
 
 
-def compile_parts(parts: ModelParts) -> None:
-    """Compile the MLPs and norms; the shapes of attention and cache change with every token."""
-    for layer in parts.language_model.layers:
-        for module in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
-            module.forward = torch.compile(module.forward, dynamic=True)
-
-
 def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCache:
     """Fill a cache with random KV."""
     generator = torch.Generator(parts.device).manual_seed(seed)

@@ -48,12 +48,6 @@ PRESETS: dict[str, dict[str, dict]] = {
         "STD": _std("std"),
         "ParallelVLM": _PARALLELVLM,
     },
-    # By the share of tokens pruned: of T_p / T_q, and of the speed-up.
-    "parallelvlm3": {f"α = {a}": {"strategy": "parallelvlm", "keep_ratio": 1 - a} for a in (0.0, 0.5, 0.9)},
-    "parallelvlm7": {
-        **{f"α = {a:.2f}": {**_PARALLELVLM, "keep_ratio": 1 - a} for a in (0.9, 0.95, 0.99)},
-        "α = 1.00": {"strategy": "text_only", **_BESIDE},
-    },
     # Always with STD's γ = 9 and K + m_t = 1024, so that a prompt must be longer.
     "std1": {
         "LayerSkip": _std("layerskip"),

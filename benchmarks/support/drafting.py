@@ -124,7 +124,6 @@ def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
                 "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
                 "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical else None,
                 "speculation": figures,
-                "device": runs[0]["device"],
                 "dtype": runs[0]["dtype"],
             }
 

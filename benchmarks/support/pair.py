@@ -1,4 +1,4 @@
-"""Lets the demo pair's draft read a clip as it does in speculative decoding, and answer or predict."""
+"""Lets the demo pair's draft read a clip as it does in speculative decoding, and predict."""
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 
 from apbv import ModelInputs, PrefillConfig, PrefillResult, SamplingParams, SpeculativeConfig, prefill
 from apbv.demo import draft_path
-from apbv.speculate.builders import draft_by_model
-from apbv.speculate.draft import Draft, DraftTask
+from apbv.speculate.draft import DraftTask
 from apbv.speculate.strategies import keep_policy, make_watcher
-from apbv.speculate.tree import Tree
 
 from .exams import Candidate, load_demo
 
@@ -23,8 +21,6 @@ class DemoPair:
     def __init__(self):
         engine, draft = load_demo(), load_demo(draft_path()).model
         self.target, self.draft = Candidate(engine.model, engine.processor, engine.hosts, draft), draft
-        self.tokenizer = engine.processor.tokenizer
-        self._end = self.tokenizer.eos_token_id
 
     def prefill(
         self, inputs: ModelInputs, config: SpeculativeConfig, seed: int = 0
@@ -51,14 +47,6 @@ class DemoPair:
             leave_last=True,  # so that the draft gives the answer's first token, too
         )
         return state, task
-
-    def answer_by_draft(self, task: DraftTask, max_new_tokens: int) -> tuple[str, Draft]:
-        """Let the draft answer greedily, unverified, from the visual tokens that it sees; return the text."""
-        draft = draft_by_model(task)
-        last = int(task.inputs.input_ids[0, -1])
-        tokens = draft.drafter.propose([last], Tree.chain(max_new_tokens)).tokens
-        stop = tokens.index(self._end) if self._end in tokens else len(tokens)
-        return self.tokenizer.decode(tokens[:stop], skip_special_tokens=True), draft
 
 
 @torch.no_grad()

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from apbv import PrefillConfig, ReduceConfig
-from apbv.config import SPARSE_NAMES
+from apbv import PrefillConfig
 from apbv.prefilling.methods import METHODS
 
 from .bench import Case
@@ -42,7 +41,6 @@ PRESETS = {
     "table8": Sweep("passing_len", frames=_64_FRAMES),
     "table9": Sweep("anchor_len", frames=_64_FRAMES),
     "fig6": Sweep("methods"),
-    "fig6_baselines": Sweep("baselines"),
     "fig7": Sweep(
         "methods",
         frames=((64,), (32,)),
@@ -60,10 +58,7 @@ def cases_of(kind: str, hosts: int, link: Link, base: PrefillConfig, on_cpu: boo
     """Return the ways to prefill that a sweep compares on so many hosts; what does not split runs on one."""
     configs = {name: replace(base, method=name) for name in ("full", *SPLIT_METHODS)}
     networks = {"": Network(link)}
-    if kind == "baselines":  # that save work on one GPU, too
-        configs |= {name: replace(base, method=name) for name in SPARSE_NAMES}
-        configs["slowfast, 0.5"] = replace(base, method="full", reduce=ReduceConfig(method="slowfast", ratio=0.5))
-    elif kind == "switches":  # without one optimisation after the other
+    if kind == "switches":  # without one optimisation after the other
         label, config = "apbv", base
         configs = {"full": configs["full"], label: config}
         for letter, switch in SWITCHES.items():

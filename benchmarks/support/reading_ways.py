@@ -7,7 +7,7 @@ from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES, REDUCER_NAMES, SPARSE_NA
 
 from .exams import Way
 
-PRESETS = ("methods", "systems", "importance", "table3", "table8", "table9", "anchor_query", "demo")
+PRESETS = ("methods", "systems", "importance", "table3", "table9", "anchor_query", "demo")
 _SPARSE_BLOCK = 32  # queries; the papers' 128 are a large part of such short prompts
 
 
@@ -19,7 +19,7 @@ def paper_lengths(num_visual: int) -> tuple[int, int]:
 def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     """Return a preset's ways by label; ``num_visual`` is a prompt's number of visual tokens.
 
-    ``table3``, ``table8`` and ``table9`` are ablations of that paper: without parts, passing and anchor lengths.
+    ``table3`` and ``table9`` are ablations of the APB-V paper: without parts, and by the anchor's length.
     """
     anchor, passing = paper_lengths(num_visual)
     apbv = PrefillConfig(anchor_len=anchor, passing_len=passing)
@@ -30,7 +30,6 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     }
     methods |= {"apb": PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing), "apbv": apbv}
     full = methods["full"]
-    passing_lengths = (0, 2, 4, 8, 16, 32)
     if preset == "methods":
         ways = methods | {"apbv, default lengths": PrefillConfig()}
     elif preset == "systems":
@@ -43,7 +42,7 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
         ways = {
             f"{name}, l_p = {length}": replace(apbv, importance=name, passing_len=length)
             for name in IMPORTANCE_NAMES
-            for length in (1, *passing_lengths[1:])
+            for length in (1, 2, 4, 8, 16, 32)
         }
     elif preset == "table3":
         ways = {
@@ -53,9 +52,6 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
             "w/o P": replace(apbv, passing_len=0),
         }
         ways["w/o A and P"] = replace(apbv, anchor_len=0, passing_len=0)
-    elif preset == "table8":
-        ways = {f"l_p = {length}": replace(apbv, passing_len=length) for length in passing_lengths}
-        ways["no compression"] = replace(apbv, passing_len=num_visual)
     elif preset == "table9":
         ways = {f"l_a = {length}": replace(apbv, anchor_len=length) for length in (0, 4, 8, 16, 32, 64, 128)}
     elif preset == "anchor_query":

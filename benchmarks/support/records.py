@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from apbv import HostGroup
-from apbv.stats import append_json_lines, provenance
+from apbv.stats import append_json_lines, device_name, provenance
 
 # By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
 Columns = Mapping[str, str | Callable[[dict], object]]
@@ -17,8 +19,11 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def made_by() -> dict:
-    """Return how a record is made now: the command, the date, versions, and a checkout's commit."""
-    return {"command": " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]), **provenance()}
+    """Return how a record is made now: the command, the device, the date, versions, and a checkout's commit."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    where = {"device": device_name(torch.device(device)), "threads": torch.get_num_threads()}
+    return {"command": command, **where, **provenance()}
 
 
 def keep(records: Iterable[dict], path: Path | None) -> list[dict]:

@@ -176,10 +176,10 @@ def test_views_of_a_draft(run, tmp_path):
     full, attended, drawn = records
     assert (full["kept"], attended["kept"], drawn["kept"]) == (64, 16, 16)
     for record in records:
-        assert record["right"]["retrieval"][1] == 2 and record["right"]["description"][1] > 16
+        assert record["described"] > 16
     assert full["of_needles"] == 1 and attended["of_needles"] < 1
     # The whole clip tells the draft more about what the target says than a random quarter of its tokens does.
-    assert full["right"]["description"][0] > drawn["right"]["description"][0]
+    assert full["predicted"] > drawn["predicted"]
 
 
 def test_the_letter_that_is_asked_for_is_passed_on(run, tmp_path):

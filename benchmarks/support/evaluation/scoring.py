@@ -1,7 +1,7 @@
 """Scores runs: shares of right answers with intervals, by kind of question."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..records import markdown_table
@@ -9,6 +9,7 @@ from ..summaries import percent_cell, wilson
 from .results import Run, digest_of
 
 ALL = ("all", "")
+OTHERS = ("unanswered", "failed", "incomplete", "unscored")
 
 
 @dataclass
@@ -17,18 +18,14 @@ class Score:
 
     Attributes:
         groups: right answers and questions, by (dimension, value); :data:`ALL` comes first.
-        unanswered: answers that name no option; they count as wrong.
-        failed: questions that could not be asked; they are in no count.
-        incomplete: questions of which tries are missing; they are in no count.
-        unscored: answers to questions whose right answer is not known.
+        others: by name, ``unanswered``: answers that name no option, which count as wrong; and in no count:
+            ``failed``: questions that could not be asked; ``incomplete``: those of which tries are missing;
+            ``unscored``: those whose right answer is not known.
         overall: a benchmark's own figure, where that is not the share of all; None: there is none.
     """
 
     groups: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    unanswered: int = 0
-    failed: int = 0
-    incomplete: int = 0
-    unscored: int = 0
+    others: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OTHERS, 0))
     overall: float | None = None
 
 
@@ -41,15 +38,15 @@ def score(run: Run, overall: Callable[[Score], float | None] = lambda score: Non
     found, units = Score({ALL: [0, 0]}), {}
     for record in run.records.values():
         if "error" in record:
-            found.failed += 1
+            found.others["failed"] += 1
         elif record["right"] is None:
-            found.unscored += 1
+            found.others["unscored"] += 1
         else:
             units.setdefault(record["unit"], []).append(record)
-            found.unanswered += record["choice"] is None and record["is_choice"]
+            found.others["unanswered"] += record["choice"] is None and record["is_choice"]
     for tries in units.values():
         if len(tries) < tries[0]["unit_size"]:
-            found.incomplete += 1
+            found.others["incomplete"] += 1
             continue
         right = all(record["right"] for record in tries)
         for group in (ALL, *tries[0]["groups"].items()):
@@ -76,10 +73,7 @@ def summary(run: Run, score: Score) -> dict:
         "settings": dict(run.settings),
         **_counted(*score.groups[ALL]),
         "overall": score.overall,
-        "unanswered": score.unanswered,
-        "failed": score.failed,
-        "incomplete": score.incomplete,
-        "unscored": score.unscored,
+        **score.others,
         "groups": groups,
         "medians": figures,
     }
@@ -124,8 +118,8 @@ def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
     if any(score.overall is not None for score in scores):
         shares = ["" if score.overall is None else f"{100 * score.overall:.1f}" for score in scores]
         rows.insert(1, ["overall, by the benchmark's rule", *shares, ""])
-    for name in ("unanswered", "failed", "incomplete", "unscored"):
-        if any(numbers := [getattr(score, name) for score in scores]):
+    for name in OTHERS:
+        if any(numbers := [score.others[name] for score in scores]):
             rows.append([f"({name})", *numbers, ""])
     medians = [summary(run, score)["medians"] for run, score in zip(runs, scores, strict=True)]
     shown = {"num_input_tokens": "tokens (median)", "ttft_ms": "ms to first token", "total_ms": "ms"}
@@ -133,18 +127,3 @@ def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
         if all(name in each for each in medians):
             rows.append([title, *(f"{each[name]:.0f}" for each in medians), ""])
     return markdown_table(header, rows, align="---")
-
-
-def mean_by(score: Score, dimension: str, parts: Mapping[str, Sequence[str]]) -> float | None:
-    """Return the mean over parts of the mean share of each part's values, of those that were asked.
-
-    Args:
-        dimension: the dimension of the values.
-        parts: the values of each part.
-    """
-    means = []
-    for values in parts.values():
-        counts = [score.groups[dimension, value] for value in values if (dimension, value) in score.groups]
-        if counts:
-            means.append(statistics.fmean(right / total for right, total in counts))
-    return statistics.fmean(means) if means else None

@@ -46,19 +46,25 @@ class Needles:
         Raises:
             ValueError: the needles do not fit.
         """
-        filler = _Filler(self, rng, budget)
+        filler = Random(rng.getrandbits(64))
         keys = self.draw_keys(rng, self.keys)
         values = self.draw_values(rng, self.keys * self.values)
         by_key = {key: values[n * self.values : (n + 1) * self.values] for n, key in enumerate(keys)}
         needles = [self.needle(key, value) for key, its in by_key.items() for value in its]
         rng.shuffle(needles)
+        most = budget.tokens if self.haystack == "noise" else budget.tokens // 8  # tokens of a longer sentence
+        drawn = self._distractors(filler, most, {*keys, *values}) if self.haystack == "needles" else []
 
         def sentences(number: int) -> list[str]:
-            return filler.first(number, avoiding=[*keys, *values])
+            """Return so many sentences of the haystack, always the same."""
+            while len(drawn) < number and self.haystack != "needles":
+                noise = NOISE[len(drawn) % len(NOISE)]
+                drawn.append(noise if self.haystack == "noise" else draw_sentence(filler))
+            return drawn[:number]
 
         def text(body: Sequence[str]) -> str:
             start = INSTRUCTION.format(kind=self.kind)
-            return (" " if filler.joined_by_spaces else "\n").join([start, *body])
+            return ("\n" if self.haystack == "needles" else " ").join([start, *body])
 
         per_unit = budget.count(" " + sentences(1)[0])
         number = budget.fill(
@@ -66,13 +72,13 @@ class Needles:
             per_unit,
             "what is hidden",
             fewest=len(needles) - 1,  # at distinct places
-            most=filler.most,
+            most=most,
         )
         body = sentences(number)
         places = draw_places(rng, len(needles), len(body))
         body = inserted(body, needles, places)
         context = text(body)
-        if filler.joined_by_spaces:  # the last sentence is cut short to fill the context
+        if self.haystack != "needles":  # the last sentence is cut short to fill the context
             next_words = sentences(number + 1)[-1].removesuffix(".").split()
             context = pad(lambda rest: text([*body, rest] if rest else body), next_words, budget)
         while budget.count(context) > budget.tokens:  # where tokens cross sentences, places matter
@@ -92,35 +98,11 @@ class Needles:
         """Return the sentence that hides a value."""
         return NEEDLE.format(kind=self.kind, key=key, value=value)
 
-
-class _Filler:
-    """The sentences of a haystack, which are drawn as far as they are needed."""
-
-    def __init__(self, needles: Needles, rng: Random, budget: Budget):
-        self._needles = needles
-        self._rng = Random(rng.getrandbits(64))
-        self.most = budget.tokens // 8  # a needle has more tokens, and so has a sentence of prose
-        if needles.haystack == "noise":
-            self.most = budget.tokens
-        self._drawn: list[str] = []
-        self.joined_by_spaces = needles.haystack != "needles"
-
-    def first(self, number: int, avoiding: Sequence[str]) -> list[str]:
-        """Return so many sentences, always the same; a needle has no key and no value in ``avoiding``."""
-        haystack = self._needles.haystack
-        if haystack == "needles" and not self._drawn:
-            self._drawn = self._distractors(set(avoiding))
-        while len(self._drawn) < number and haystack != "needles":
-            repeated = NOISE[len(self._drawn) % len(NOISE)]
-            self._drawn.append(repeated if haystack == "noise" else draw_sentence(self._rng))
-        return self._drawn[:number]
-
-    def _distractors(self, avoided: set[str]) -> list[str]:
-        needles, rng = self._needles, self._rng
-        number = self.most + len(avoided) + 1
-        keys, values = needles.draw_keys(rng, number), needles.draw_values(rng, number)
-        drawn = [each for each in zip(keys, values, strict=True) if avoided.isdisjoint(each)]
-        return [needles.needle(*each) for each in drawn]
+    def _distractors(self, rng: Random, most: int, avoided: set[str]) -> list[str]:
+        """Draw further needles, without the keys and values of those that count."""
+        number = most + len(avoided) + 1
+        pairs = zip(self.draw_keys(rng, number), self.draw_values(rng, number), strict=True)
+        return [self.needle(*pair) for pair in pairs if avoided.isdisjoint(pair)]
 
 
 NEEDLE_TASKS = {

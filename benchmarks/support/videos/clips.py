@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -204,14 +205,8 @@ def _metadata(frames: np.ndarray, count: int, fps: float, indices: list[int]) ->
     return VideoMetadata(count, fps, **size, duration=count / fps, frames_indices=indices)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A library that reads videos.
-
-    Attributes:
-        read: reads frames with it.
-        package: what it is installed as.
-    """
+class Reader(NamedTuple):
+    """A library that reads videos: how, and what it is installed as."""
 
     read: Callable[[str, int, Choose], Read]
     package: str
