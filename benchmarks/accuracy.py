@@ -1,218 +1,155 @@
-"""Measure exact match of every way to prefill, on held-out clips with the demo model and on text with SmolLM2.
+"""Compare ways to read a video: right answers on held-out clips, visual tokens kept, and time to first token.
 
     python benchmarks/accuracy.py --preset methods --json accuracy.jsonl
-    python benchmarks/accuracy.py --preset importance --hosts 8 --clips 150 --shots 256
-    torchrun --nproc-per-node 4 benchmarks/accuracy.py --preset methods
-    python benchmarks/accuracy.py --preset ruler
+    python benchmarks/accuracy.py --preset systems --clips 150 --json systems.jsonl --plot systems.png
+    torchrun --nproc-per-node 4 benchmarks/accuracy.py --preset importance --clips 20
     python benchmarks/accuracy.py --table accuracy.jsonl
 
 The tasks have the form of VNBench: retrieval, ordering and counting of needles that are edited into a running
-scene or inserted as shots of their own, at places drawn uniformly. Clips of the test split are real H.264 files.
-Without torchrun the hosts are simulated (support.simulated): same arithmetic and exchanges in one process, and
-hence the same answers.
+scene or inserted as shots of their own. Clips are real H.264 files. All ways answer every question in turn, so
+that a drift of the machine's speed affects all alike. What one host computes runs on one; the rest on simulated
+hosts (support.simulated), or those that torchrun has started, with the same answers. With --json every clip is
+written as soon as it is done, and what the file has already is not measured again.
 """
 
 import argparse
+import json
+import re
+import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
-import torch
+from tqdm import tqdm
 
-from apbv import Engine, HostGroup, PrefillConfig
+from apbv import HostGroup
+from apbv.demo import draft_path
 from apbv.hosts import run_on_hosts
 from apbv.prefilling.methods import METHODS
-from apbv.prefilling.methods.importance import IMPORTANCE
 
 from support import clips
-from support.arguments import add_clip_options, add_json_option, add_table_option
-from support.exams.candidate import score_on
-from support.exams.exam import EXACT_TASKS, Exam, clips_folder
-from support.exams.settings import paper_lengths, passing_methods, sparse_choices
-from support.on_hosts import run_on
-from support.records import keep_records, read_records
-from support.ruler.needles import SMALL_TASKS
-from support.ruler.scoring import score_ruler
-from support.ruler.smollm2 import load_smollm2
-from support.summaries import percent_cell
-from support.tables import markdown_table
-
-LONGEST = 2**30  # passing whole blocks on
+from support.arguments import COUNT, add_shared
+from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
+from support.reading_ways import PRESETS, ways_of
+from support.records import keep, plot, read_records, table
+from support.simulated import share_weights
+from support.summaries import percent_cell, sum_counts
 
 
-def _methods(num_tokens: int) -> dict[str, PrefillConfig]:
-    """Configure all methods, with the paper's l_a and l_p as fractions of n, and APB-V also with its defaults."""
-    passing, sparse = passing_methods(num_tokens), sparse_choices()
-    named = {name: PrefillConfig(method=name) for name in METHODS if name not in {**passing, **sparse}}
-    named |= {name: PrefillConfig(method=name, sparse=blocks) for name, blocks in sparse.items()}
-    return {**named, **passing, "apbv, default lengths": PrefillConfig()}
+def _key(record: dict) -> str:
+    """Return what tells a measurement from others; its label may change."""
+    names = ("grid", "shots", "split", "seed", "hosts", "settings", "tasks")
+    return json.dumps(
+        [list(record["right"]) if name == "tasks" else record[name] for name in names], sort_keys=True
+    )
 
 
-def _importance(num_tokens: int) -> dict[str, PrefillConfig]:
-    anchor, _ = paper_lengths(num_tokens)
-    return {
-        f"{name}, l_p = {length}": PrefillConfig(importance=name, anchor_len=anchor, passing_len=length)
-        for name in IMPORTANCE
-        for length in (1, 2, 4, 8, 16, 32)
-    }
+def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
+    """Yield a record for every clip, way and number of hosts that is not known yet; collective."""
+    engine, draft = load_demo(options.model, hosts), load_demo(draft_path()).model
+    done = set(json.loads(hosts.broadcast_bytes(json.dumps([_key(record) for record in known]).encode())))
+    for shots in options.shots:
+        exam = Exam(options.grid, shots, options.folder, tuple(options.tasks), options.split)
+        same = {"benchmark": "accuracy", "grid": options.grid, "shots": shots, "split": options.split}
+        ways = ways_of(options.preset, shots * options.grid**2)
+        ways = {label: way for label, way in ways.items() if not options.labels or label in options.labels}
+        for seed in tqdm(range(options.clips), unit="clip", disable=hosts.rank != 0 or None):
+            about = {**same, "seed": seed, "right": exam.tasks}
+            for number in [hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}):
+                left = {
+                    label: way
+                    for label, way in ways.items()
+                    if hosts.size > 1 or METHODS[way.prefill.method].splits == (number > 1)
+                    if _key({**about, "hosts": number, "settings": way.settings}) not in done
+                }
+                drafts = [share_weights(draft) for _ in range(number)]
+
+                def job(host, model, exam=exam, seed=seed, left=left, drafts=drafts) -> list[dict]:
+                    own = drafts[host.rank % len(drafts)]
+                    return sit(Candidate(model, engine.processor, host, own), exam, seed, left)
+
+                for record in run_on(number, hosts, engine.model, job) if left else ():
+                    yield {**same, **record, "simulated": number > hosts.size}
 
 
-def _parts(num_tokens: int) -> dict[str, PrefillConfig]:
-    both = passing_methods(num_tokens)["apbv"]
-    return {"full": PrefillConfig(method="full"), "apbv": both} | {
-        "w/o A": replace(both, anchor_len=0),
-        "w/o P": replace(both, passing_len=0),
-        "w/o A and P": replace(both, anchor_len=0, passing_len=0),
-    }
-
-
-def _passing(num_tokens: int) -> dict[str, PrefillConfig]:
-    anchor, _ = paper_lengths(num_tokens)
-    lengths = {f"l_p = {length}": length for length in (0, 2, 4, 8, 16, 32)} | {"no compression": LONGEST}
-    return {name: PrefillConfig(anchor_len=anchor, passing_len=length) for name, length in lengths.items()}
-
-
-def _anchor(num_tokens: int) -> dict[str, PrefillConfig]:
-    _, passing = paper_lengths(num_tokens)
-    return {
-        f"l_a = {length}": PrefillConfig(anchor_len=length, passing_len=passing)
-        for length in (0, 4, 8, 16, 32, 64, 128)
-    }
-
-
-def _anchor_query(num_tokens: int) -> dict[str, PrefillConfig]:
-    ways = {name: config for name, config in _methods(num_tokens).items() if name in ("full", "apb", "apbv")}
-    without_passing = {f"{name}, l_p = 0": replace(ways[name], passing_len=0) for name in ("apb", "apbv")}
-    plain = {name: config for name, config in (ways | without_passing).items() if name != "full"}
-    asked = {f"{name}, question in A": replace(config, anchor_query=True) for name, config in plain.items()}
-    return ways | without_passing | asked
-
-
-PRESETS: dict[str, Callable[[int], dict[str, PrefillConfig]]] = {
-    "methods": _methods,  # Table 1, and with several numbers of hosts Table 6
-    "importance": _importance,
-    "table3": _parts,
-    "table8": _passing,
-    "table9": _anchor,
-    "anchor_query": _anchor_query,
-}
-
-
-def clip_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield the records of one preset for every length and number of hosts, with the configs' names as labels."""
-    engine = Engine.from_pretrained(options.model, hosts=hosts, dtype="float32")
-    folder = clips_folder(options.folder)
-    for num_shots in options.shots:
-        exam = Exam(options.grid, num_shots, options.clips, EXACT_TASKS, options.split)
-        for number in [hosts.size] if hosts.size > 1 else options.hosts:
-            configs = chosen(PRESETS[options.preset](num_shots * options.grid**2), number, options)
-            for record in score_on(number, engine, exam, list(configs.values()), folder):
-                yield {"label": list(configs)[record.pop("config")], **record}
-
-
-def chosen(
-    configs: dict[str, PrefillConfig], num_hosts: int, options: argparse.Namespace
-) -> dict[str, PrefillConfig]:
-    """Choose the rows to run; on one host every method is exact full attention, which runs once."""
-    if num_hosts == 1:
-        return {"full": PrefillConfig(method="full")}
-    return {name: config for name, config in configs.items() if not options.labels or name in options.labels}
-
-
-def ruler_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield the records of the text tasks, in the same form."""
-    model, tokenizer = load_smollm2(torch.float32)
-    model = model.to(hosts.device)
-    numbers = [hosts.size] if hosts.size > 1 else options.hosts
-    for num_tokens in options.tokens:
-        for task in SMALL_TASKS:
-            for number in numbers:
-                configs = chosen(_methods(num_tokens) | {"w/o P": PrefillConfig(passing_len=0)}, number, options)
-
-                def sit(host, twin, task=task, configs=configs, num_tokens=num_tokens) -> list[dict]:
-                    ways = list(configs.values())
-                    return score_ruler(twin, tokenizer, host, ways, task, num_tokens, options.clips, options.seed)
-
-                for label, record in zip(configs, run_on(number, hosts, model, sit), strict=True):
-                    yield {"label": label, "tokens": num_tokens, **record, "simulated": number != hosts.size}
-
-
-def markdown(records: list[dict]) -> str:
-    """Format records: a row per label, hosts and length; a column per task and kind of needle, with intervals."""
-    rows: dict[tuple, dict[str, list[int]]] = {}
+def summarise(records: list[dict]) -> list[dict]:
+    """Sum the records of every way over its clips, in the order in which they first come; times are medians."""
+    ways: dict[tuple, list[dict]] = {}
     for record in records:
-        length = f"{record['shots']} shots, " if "shots" in record else ""
-        key = (f"{length}{record['tokens']} tokens", record["hosts"], record["label"])
-        cells = rows.setdefault(key, {})
-        names = [record["task"]] + ([f"{record['task']}, {record['needles']}"] if "needles" in record else [])
-        for name in names:
-            cell = cells.setdefault(name, [0, 0])
-            cell[0] += record["right"]
-            cell[1] += record["total"]
-    columns = list(dict.fromkeys(name for cells in rows.values() for name in sorted(cells, key=_column_order)))
-    header = ["clip", "hosts", "prefill", *columns]
-    shown = [[*key, *(_cell(cells.get(name)) for name in columns)] for key, cells in rows.items()]
-    return markdown_table(header, shown, align="---")
+        ways.setdefault(tuple(record[name] for name in ("grid", "shots", "hosts", "label")), []).append(record)
+    rows = []
+    for (grid, shots, hosts, label), of_way in ways.items():
+        medians = {
+            name: statistics.median(ms for record in of_way for ms in record[name])
+            for name in ("ttft_ms", "prefill_ms")
+        }
+        kept = statistics.mean(
+            n / record["num_visual_tokens"] for record in of_way for n in record["num_visual_kept"]
+        )
+        row = {"label": label, "hosts": hosts, "clip": f"{shots} shots of {grid} x {grid}", "clips": len(of_way)}
+        rows.append({**row, **medians, "kept": kept, "right": sum_counts(record["right"] for record in of_way)})
+    full = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}
+    return [
+        {**row, "speedup": full[row["clip"]] / row["ttft_ms"] if row["clip"] in full else None} for row in rows
+    ]
 
 
-def _column_order(name: str) -> tuple[int, int, str]:
-    """Return the sort key of a column: tasks come first, then each task's kinds of needle."""
-    task, _, needles = name.partition(", ")
-    return bool(needles), EXACT_TASKS.index(task) if task in EXACT_TASKS else len(EXACT_TASKS), name
+def show(options: argparse.Namespace, records: list[dict]) -> None:
+    """Print the table of all ways, and plot accuracy against time (the APB-V paper's Figure 1) and tokens kept."""
+    rows = summarise(records)
 
+    def cell(task: str, row: dict) -> str:
+        if task not in row["right"]:
+            return ""
+        right, total = row["right"][task]  # tokens of a description are not independent, so that no interval holds
+        return f"{100 * right / total:.1f}" if task == "describe" else percent_cell(right, total)
 
-def _cell(counts: list[int] | None) -> str:
-    return "" if counts is None else percent_cell(*counts)
+    columns = {"system": "{label}", "hosts": "{hosts}", "clip": "{clip}", "clips": "{clips}"}
+    columns |= {"visual tokens": "{kept:.0%}", "TTFT ms": "{ttft_ms:.0f}", "of it prefill": "{prefill_ms:.0f}"}
+    columns |= {"vs full": "{speedup:.2f} ×"}
+    tasks = [task for task in clips.TASKS if any(task in row["right"] for row in rows)]
+    print(table(rows, columns | {task: lambda row, task=task: cell(task, row) for task in tasks}))
+    if options.plot:
+        panels: dict[str, dict] = {"time to first token, ms": {}, "visual tokens in the KV, %": {}}
+        for row in rows:
+            label = re.sub(r", 0\.\d+$", "", row["label"]) + (
+                f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
+            )
+            share = 100 * statistics.mean(right / total for right, total in row["right"].values())
+            for curves, x in zip(panels.values(), (row["ttft_ms"], 100 * row["kept"]), strict=True):
+                curves.setdefault(label, []).append((x, share))
+        plot(options.plot, panels, "right answers, mean of the tasks, %")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=[*PRESETS, "ruler"], default="methods")
+    parser.add_argument("--preset", choices=PRESETS, default="methods")
     parser.add_argument("--model", default="demo", help="demo, or a folder with such a checkpoint")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8], help="simulated; not under torchrun")
-    parser.add_argument("--shots", type=int, nargs="+", default=[256], help="lengths of the clips")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="lengths of the texts (ruler)")
-    parser.add_argument("--clips", type=int, default=150, help="clips or texts per task")
-    parser.add_argument("--labels", nargs="+", help="only these rows of the preset")
-    parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    parser.add_argument("--seed", type=int, default=0, help="of the texts")
-    add_clip_options(parser)
-    add_json_option(parser)
-    add_table_option(parser)
-    options = parser.parse_args(arguments)
-    if min(options.hosts) < 1 or options.clips < 1:
-        parser.error("--hosts and --clips must be at least 1")
-    return options
+    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[8], help="simulated; not under torchrun")
+    parser.add_argument("--labels", nargs="+", help="only these ways")
+    parser.add_argument("--tasks", nargs="+", default=EXACT_TASKS, choices=clips.TASKS)
+    parser.add_argument("--shots", type=COUNT, nargs="+", default=[256], help="lengths of the clips")
+    add_shared(parser, "grid", "split", "folder", "json", "plot", "table", clips=20)
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    path: Path | None = options.json if hosts.rank == 0 else None
+    known = read_records([path]) if path is not None and path.exists() else []
+    records = known + keep(measure(options, hosts, known), path)
+    if hosts.rank == 0:
+        show(options, records)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.table:
-        print(markdown(read_records(options.table)))
+        show(options, read_records(options.table))
         return 0
     return run_on_hosts(lambda hosts: run(options, hosts))
-
-
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    """Score, and print and write the figures."""
-    made = ruler_records if options.preset == "ruler" else clip_records
-    records = []
-    try:
-        for record in made(options, hosts):
-            stamp = {"benchmark": "accuracy", "preset": options.preset, "model": options.model}
-            if options.preset == "ruler":
-                stamp["model"] = "SmolLM2-135M-Instruct"
-            records += keep_records(
-                [{**stamp, **record}], "accuracy.py", options.json if hosts.rank == 0 else None
-            )
-    except ImportError as error:
-        print(f"skipped: {error}")
-        return
-    if hosts.rank == 0:
-        print(markdown(records))
 
 
 if __name__ == "__main__":

@@ -10,37 +10,68 @@ round by round. In an extra first round the consumer compares digests of what it
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
+
+import torch
 
 from apbv import HostGroup
 from apbv.hosts import run_on_hosts
+from apbv.input.model_inputs import ModelInputs
+from apbv.kv.cache import ShardedCache
+from apbv.kv.facts import ModelIdentity
 from apbv.kv.offers import Offers
+from apbv.kv.placement import ShardedKV
+from apbv.layout import plan_layout
 from apbv.prefilling.result import PrefillResult
-from apbv.stats import device_name
+from apbv.stats import StageTimer
 
-from support.arguments import add_json_option
-from support.kv_transfer.consumer import Consumer, consumer_of, digest_of
-from support.kv_transfer.made_up import SHAPES, Shape, made_up_prefill
-from support.records import made_by, write_by_host_0
-from support.tables import markdown_table
+from support.arguments import COUNT, add_shared
+from support.kv_consumer import Consumer, digest_of
+from support.records import report
 
 WAYS = ("tcp", "directory")
+QUESTION_LEN, HEAD_DIM = 32, 128
+SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers and KV heads, in bf16
 
 
-def transfer(state: PrefillResult, offers: Offers, consumer: Consumer | None, digests: bool) -> dict | None:
+def made_up_prefill(hosts: HostGroup, num_layers: int, num_kv_heads: int, num_tokens: int) -> PrefillResult:
+    """Return what a prefill on these hosts would leave, with random KV that is spread as APB-V spreads it."""
+    lengths = {"num_tokens": num_tokens, "context_start": 0, "query_start": num_tokens - QUESTION_LEN}
+    layout = plan_layout(num_hosts=hosts.size, anchor_len=None, passing_len=None, zigzag=True, **lengths)
+    num_rows = sum(map(len, layout.cache_spans(hosts.rank)))
+    random, size = torch.Generator().manual_seed(hosts.rank), (2, 1, num_kv_heads, num_rows, HEAD_DIM)
+    layers = [tuple(torch.randn(size, generator=random, dtype=torch.bfloat16).unbind()) for _ in range(num_layers)]
+    positions = torch.arange(num_tokens)[None]
+    identity = ModelIdentity(
+        model="made up", revision=None, family="qwen2_5_vl", config_sha256="", weights_sha256=""
+    )
+    return PrefillResult(
+        logits=torch.zeros(1, 1),
+        layout=layout,
+        method="apbv",
+        exact=False,
+        inputs=ModelInputs(torch.zeros_like(positions), positions, 0, layout.query.start),
+        timer=StageTimer(hosts),
+        kv=ShardedKV(ShardedCache.of_shares(layers, [layout] * len(layers), hosts.rank), hosts),
+        model=lambda: identity,
+    )
+
+
+def transfer(
+    state: PrefillResult, offers: Offers, consumer: Consumer | None, digests: bool = False
+) -> dict | None:
     """Offer the KV and have it fetched, and return the times on the leader; collective."""
     hosts = state.kv.hosts
     hosts.barrier()
     began = hosts.clock()
     ticket = state.offer(offers)
     offered = hosts.clock()
-    if not hosts.is_leader:
-        hosts.barrier()
-        return None
-    consumed = consumer.fetch(ticket, digests)
+    consumed = consumer.fetch(ticket, digests) if hosts.is_leader else None
     ended = hosts.clock()
     hosts.barrier()
-    return {
+    return consumed and {
         "offer_ms": 1e3 * (offered - began),
         "first_layer_ms": 1e3 * consumed.first_layer_seconds,
         "fetch_ms": 1e3 * consumed.seconds,
@@ -50,90 +81,77 @@ def transfer(state: PrefillResult, offers: Offers, consumer: Consumer | None, di
     }
 
 
-def measure(hosts: HostGroup, shape: Shape, options: argparse.Namespace) -> dict[str, list[dict]] | None:
+def measure(hosts: HostGroup, name: str, options: argparse.Namespace) -> dict[str, list[dict]]:
     """Return each way's rounds on the leader; collective."""
-    state = made_up_prefill(hosts, shape, options.tokens)
+    state = made_up_prefill(hosts, *SHAPES[name], options.tokens)
     rounds: dict[str, list[dict]] = {way: [] for way in WAYS}
     with (
         Offers(hosts) as memory,
         Offers(hosts, directory=options.directory) as folder,
-        consumer_of(hosts) as consumer,
+        closing(Consumer()) if hosts.is_leader else nullcontext() as consumer,
     ):
         ways = {"tcp": memory, "directory": folder}
         whole = state.to_dynamic_cache()
-        layers = whole and [(layer.keys[0], layer.values[0]) for layer in whole.layers]
         for way, offers in ways.items():
             checked = transfer(state, offers, consumer, digests=True)
-            if hosts.is_leader and checked["digest"] != digest_of(layers):
+            sent = whole and digest_of((layer.keys[0], layer.values[0]) for layer in whole.layers)
+            if hosts.is_leader and checked["digest"] != sent:
                 raise ValueError(f"what came by {way} is not what was sent")
-        del whole, layers
+        del whole
         for number in range(options.rounds):
             for way in WAYS if number % 2 else reversed(WAYS):
-                rounds[way].append(transfer(state, ways[way], consumer, digests=False))
-    return rounds if hosts.is_leader else None
+                rounds[way].append(transfer(state, ways[way], consumer))
+    return rounds
 
 
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    """Measure, and print and write the figures."""
-    records = []
+def records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
+    """Yield the medians of each way, on the leader; collective."""
     for name in options.shapes:
-        rounds = measure(hosts, SHAPES[name], options)
-        for way in WAYS if rounds else ():
-            times = [key for key in rounds[way][0] if key.endswith("_ms")]
-            samples = {key: [each[key] for each in rounds[way]] for key in times}
+        for way, rounds in measure(hosts, name, options).items():
+            if not hosts.is_leader:
+                continue
+            times = ("offer_ms", "first_layer_ms", "fetch_ms", "total_ms")
+            samples = {key: [each[key] for each in rounds] for key in times}
             medians = {key: statistics.median(values) for key, values in samples.items()}
-            num_bytes = rounds[way][0]["num_bytes"]
-            records.append(
-                {
-                    "benchmark": "kv_transfer",
-                    "way": way,
-                    "shape": name,
-                    "hosts": hosts.size,
-                    "num_tokens": options.tokens,
-                    "num_bytes": num_bytes,
-                    **medians,
-                    "gigabytes_per_second": num_bytes / medians["total_ms"] / 1e6,
-                    "samples": samples,
-                    "device": device_name(hosts.device),
-                    **made_by("kv_transfer.py"),
-                }
-            )
-    write_by_host_0(hosts, options, records, markdown)
+            num_bytes = rounds[0]["num_bytes"]
+            yield {
+                "benchmark": "kv_transfer",
+                "way": way,
+                "shape": name,
+                "hosts": hosts.size,
+                "num_tokens": options.tokens,
+                "num_bytes": num_bytes,
+                **medians,
+                "gigabytes_per_second": num_bytes / medians["total_ms"] / 1e6,
+                "samples": samples,
+            }
 
 
-def markdown(records: list[dict]) -> str:
-    """Format records as a Markdown table."""
-    header = ["KV of", "tokens", "MB", "way", "offer (ms)", "first layer", "fetch (ms)", "total (ms)", "GB/s"]
-    rows = [
-        [
-            record["shape"],
-            record["num_tokens"],
-            f"{record['num_bytes'] / 1e6:.0f}",
-            record["way"],
-            *(f"{record[name]:.0f}" for name in ("offer_ms", "first_layer_ms", "fetch_ms", "total_ms")),
-            f"{record['gigabytes_per_second']:.2f}",
-        ]
-        for record in records
-    ]
-    return markdown_table(header, rows)
+COLUMNS = {
+    "KV of": "{shape}",
+    "tokens": "{num_tokens}",
+    "MB": lambda record: f"{record['num_bytes'] / 1e6:.0f}",
+    "way": "{way}",
+    "offer (ms)": "{offer_ms:.0f}",
+    "first layer": "{first_layer_ms:.0f}",
+    "fetch (ms)": "{fetch_ms:.0f}",
+    "total (ms)": "{total_ms:.0f}",
+    "GB/s": "{gigabytes_per_second:.2f}",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=COUNT, default=8192, help="512 at least")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm/apbv-kv-transfer"))
-    add_json_option(parser)
-    options = parser.parse_args(arguments)
-    if options.tokens < 512 or options.rounds < 1:
-        parser.error("--tokens must be at least 512, and --rounds at least 1")
-    return options
+    add_shared(parser, "json", rounds=5)
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    return run_on_hosts(lambda hosts: run(options, hosts))
+    return run_on_hosts(lambda hosts: report(options, records(options, hosts), COLUMNS, hosts))
 
 
 if __name__ == "__main__":

@@ -22,14 +22,15 @@ from apbv import HostGroup, PrefillConfig
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import DTYPES
+from support.records import table
 from support.simulated import simulate
-from support.tables import markdown_table
 
+QUERY, HEADS, KV_HEADS, HEAD_DIM = 40, 8, 2, 64
 _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
 
 
 class Traffic(TorchDispatchMode):
-    """Traffic counts the calls of this thread and their bytes, by name."""
+    """Counts the calls of this thread and their bytes, by name."""
 
     def __init__(self):
         super().__init__()
@@ -49,19 +50,18 @@ class Traffic(TorchDispatchMode):
 
 def count(hosts: HostGroup, options: argparse.Namespace) -> dict:
     """Run one layer's attention on this host, on random states."""
-    config = PrefillConfig(method=options.method)
-    kind = METHODS[options.method]
-    layout = kind.plan(hosts.size, options.tokens, 0, options.tokens - options.query, config)
+    config, kind = PrefillConfig(method=options.method), METHODS[options.method]
+    layout = kind.plan(hosts.size, options.tokens, 0, options.tokens - QUERY, config)
     method = kind(layout, hosts, config)
     rows = sum(map(len, layout.local_spans(hosts.rank)))
     generator, dtype = torch.Generator().manual_seed(hosts.rank), getattr(torch, options.dtype)
     q, k, v = (
-        torch.randn(1, rows, heads, options.head_dim, generator=generator).to(dtype).transpose(1, 2)
-        for heads in (options.heads, options.kv_heads, options.kv_heads)
+        torch.randn(1, rows, heads, HEAD_DIM, generator=generator).to(dtype).transpose(1, 2)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     traffic, start = Traffic(), time.thread_time()
     with torch.no_grad(), traffic:
-        out = method(q, k, v, options.head_dim**-0.5, 0).transpose(1, 2).contiguous()
+        out = method(q, k, v, HEAD_DIM**-0.5, 0).transpose(1, 2).contiguous()
     seconds = time.thread_time() - start
     attention = sum(calls for name, calls in traffic.calls.items() if "attention" in name)
     others = {name: size for name, size in traffic.bytes.items() if "attention" not in name}
@@ -76,22 +76,15 @@ def count(hosts: HostGroup, options: argparse.Namespace) -> dict:
     }
 
 
-def table(rows: list[dict]) -> str:
-    """Format what the hosts counted as a Markdown table."""
-    header = ["host", "attention calls", "other calls", "MiB moved", "of the output", "most by", "s"]
-    lines = [
-        [
-            row["host"],
-            row["attention_calls"],
-            row["other_calls"],
-            f"{row['other_bytes'] / 2**20:.0f}",
-            f"{row['other_bytes'] / row['output_bytes']:.1f} ×",
-            ", ".join(row["largest"]),
-            f"{row['seconds']:.2f}",
-        ]
-        for row in rows
-    ]
-    return markdown_table(header, lines)
+COLUMNS = {
+    "host": "{host}",
+    "attention calls": "{attention_calls}",
+    "other calls": "{other_calls}",
+    "MiB moved": lambda row: f"{row['other_bytes'] / 2**20:.0f}",
+    "of the output": lambda row: f"{row['other_bytes'] / row['output_bytes']:.1f} ×",
+    "most by": lambda row: ", ".join(row["largest"]),
+    "s": "{seconds:.2f}",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -99,10 +92,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--method", choices=METHODS, default="apbv")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--query", type=int, default=40, help="tokens of the question")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     return parser.parse_args(arguments)
 
@@ -110,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> list[dict]:
     options = parse_arguments(arguments)
     rows = simulate(options.hosts, count, options)
-    print(table(rows))
+    print(table(rows, COLUMNS))
     return rows
 
 

@@ -33,26 +33,12 @@ from support.evaluation.subtitles import interleaved, read_longvideobench
 MOST_OPTIONS = 5
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--data DIR``, ``--questions FILE`` and ``--subtitles``."""
-    parser.add_argument("--data", type=Path, metavar="DIR", help="the data set: questions, videos/ and subtitles/")
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="default: DIR/lvb_val.json")
-    parser.add_argument(
-        "--subtitles",
-        choices=("interleaved", "none"),
-        default="interleaved",
-        help="where they are in the prompt (default: %(default)s with frames, as images)",
-    )
-
-
 def read(options: argparse.Namespace) -> list[Sample]:
     """Read LongVideoBench's questions; those of the test split have no right answers, and are recorded only.
 
     Raises:
         ValueError: the file cannot be read, or has another form.
     """
-    if options.data is None:
-        raise ValueError("--data is required")
     if options.fps is not None and options.subtitles == "interleaved":
         raise ValueError("frames between subtitles are chosen by --frames; --fps needs --subtitles none")
     path = options.questions or options.data / "lvb_val.json"
@@ -128,13 +114,15 @@ def guess(sample: Sample) -> int:
 BENCHMARK = Benchmark(
     "longvideobench",
     __doc__.splitlines()[0],
-    add_options,
+    {"data": "the data set: questions, videos/ and subtitles/", "questions": "default: DATA/lvb_val.json"},
+    "data",
     read,
     template=f"Question: {LETTERED}",
     parse=first_of_five,
     max_new_tokens=16,
     request=request,
     guess=guess,
+    subtitles=("interleaved", "none"),
 )
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 

@@ -1,6 +1,6 @@
 """Measure the speed of apbv.kernels' operators with every back end, beside the ceilings of the device.
 
-    python benchmarks/operators.py --preset h200 --json operators.jsonl --plot operators.png
+    python benchmarks/operators.py --preset h200 --json operators.jsonl
     python benchmarks/operators.py --ops segmented_attention --tokens 32768 --backends torch cudnn triton
 
 Every result is compared with fp64 first: a wrong one gets an error instead of a speed, and the exit status is 1.
@@ -17,8 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import distributions
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -27,16 +26,12 @@ import torch
 from tqdm import tqdm
 
 from apbv.kernels.backends import BACKENDS
-from apbv.stats import device_name
 
-from support.arguments import DEFAULT_DTYPES, DTYPES, add_json_option, add_plot_option
+from support.arguments import DEFAULT_DTYPES, add_shared
 from support.operators.case import Case, Draw
-from support.operators.cases import cases
-from support.operators.presets import PRESETS
+from support.operators.cases import PRESETS, cases
 from support.operators.timing import Contender, Timer, check, contenders, measure
-from support.plots import import_pyplot, legend_beside, save, short
-from support.records import keep_records, show
-from support.tables import markdown_table
+from support.records import report
 
 OPERATORS = tuple(dict.fromkeys(case.op for case in cases(PRESETS["quick"].sizes, [600])))
 TIMED = tuple(name for name in BACKENDS if name not in ("auto", "reference"))
@@ -76,66 +71,33 @@ def record(options: argparse.Namespace, timer: Timer, case: Case, entry: Contend
         "samples": {"ms": entry.ms},
         "warmup": options.warmup,
         "seed": options.seed,
-        "threads": torch.get_num_threads(),
-        "device": device_name(timer.device),
         "dtype": options.dtype,
         "libraries": libraries(),
     }
 
 
 def libraries() -> dict[str, str | None]:
-    """Return the versions of the measured libraries; None if one is not installed."""
-    found: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    cudnn = torch.backends.cudnn.version()
-    return found | {"cudnn": None if cudnn is None else str(cudnn), "cuda": torch.version.cuda}
+    """Return the versions of the measured libraries that are installed."""
+    found = {each.name: each.version for each in distributions() if each.name in _PACKAGES}
+    return {**found, "cudnn": str(torch.backends.cudnn.version()), "cuda": torch.version.cuda}
 
 
-def table(rows: list[dict]) -> str:
-    """Format records as a Markdown table."""
-    header = ["operator", "tokens", "case", "back end", "ms", "TFLOP/s", "GB/s", "of ceiling", "bound", "error"]
-    lines = []
-    for row in rows:
-        alone = "" if row["variant"] == "operator" else ", kernels alone"
-        cells = [row["op"], row["sizes"]["tokens"], row["case"]]
-        cells.append(row["backend"] + alone + (" (auto)" if row["is_default"] else ""))
-        if row["wrong"]:
-            cells += ["WRONG", "–", "–", "–"]
-        else:
-            cells += [f"{row[name]:.3g}" for name in ("ms", "tflops", "gigabytes_per_s")]
-            cells.append(f"{row['share_of_ceiling']:.0%}")
-        cells.append(row["ceiling"]["bound"])
-        cells.append(" ".join("nan" if error is None else f"{error:.0e}" for error in row["errors"]) or "–")
-        lines.append(cells)
-    return markdown_table(header, lines)
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    """Plot the share of the ceiling as a group of bars for every case."""
-    rows = [row for row in rows if row["ms"]]
-    groups = list(dict.fromkeys((row["op"], row["case"], row["sizes"]["tokens"]) for row in rows))
-    names = list(dict.fromkeys((row["backend"], row["variant"]) for row in rows))
-    height = 0.8 / max(1, len(names))
-    figure, axes = import_pyplot().subplots(figsize=(9, 1.5 + 0.12 * len(groups) * max(3, len(names))))
-    for i, (backend, variant) in enumerate(names):
-        own = [row for row in rows if (row["backend"], row["variant"]) == (backend, variant)]
-        places = [groups.index((row["op"], row["case"], row["sizes"]["tokens"])) + i * height for row in own]
-        label = backend if variant == "operator" else f"{backend}, kernels alone"
-        axes.barh(places, [row["share_of_ceiling"] for row in own], height, label=label)
-    labels = [f"{op}: {case}, {short(tokens)}" for op, case, tokens in groups]
-    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(groups))], labels, fontsize=7)
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.set_xlabel("share of the ceiling (a large matrix product, or a large copy)")
-    axes.grid(axis="x", alpha=0.3)
-    legend_beside(axes)
-    if rows:
-        axes.set_title(f"{rows[0]['device']}, {rows[0]['dtype']}", fontsize=9)
-    save(figure, path)
+COLUMNS = {
+    "operator": "{op}",
+    "tokens": "{sizes[tokens]}",
+    "case": "{case}",
+    "back end": lambda row: (
+        row["backend"]
+        + ("" if row["variant"] == "operator" else ", kernels alone")
+        + (" (auto)" if row["is_default"] else "")
+    ),
+    "ms": lambda row: "WRONG" if row["wrong"] else f"{row['ms']:.3g}",
+    "TFLOP/s": "{tflops:.3g}",
+    "GB/s": "{gigabytes_per_s:.3g}",
+    "of ceiling": "{share_of_ceiling:.0%}",
+    "bound": "{ceiling[bound]}",
+    "error": lambda row: " ".join("nan" if error is None else f"{error:.0e}" for error in row["errors"]) or "–",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -144,15 +106,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="OP")
     parser.add_argument("--backends", nargs="+", choices=TIMED, default=TIMED, metavar="NAME")
     parser.add_argument("--tokens", type=int, nargs="+", help="context lengths, instead of the preset's")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=2, help="rounds that do not count")
     parser.add_argument("--seed", type=int, default=0)
-    add_json_option(parser)
-    add_plot_option(parser)
+    add_shared(parser, "dtype", "json", rounds=10, warmup=2)
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.warmup < 1:
-        parser.error("--rounds and --warmup must be at least 1")
+    if options.warmup < 1:
+        parser.error("--warmup must be at least 1")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options.preset = options.preset or ("h200" if device == "cuda" else "cpu")
     options.dtype = options.dtype or DEFAULT_DTYPES[device]
@@ -190,12 +148,7 @@ def measured(options: argparse.Namespace) -> Iterator[dict]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    try:
-        rows = keep_records(measured(options), "operators.py", options.json)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    show(options, rows, table, plot)
+    rows = report(options, measured(options), COLUMNS)
     for row in rows:
         if row["wrong"]:
             print(f"error: {row['op']} ({row['case']}) with {row['backend']} {row['wrong']}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
     python benchmarks/questions.py --questions clips/questions.jsonl --model demo
     torchrun --nproc-per-node 2 benchmarks/questions.py --questions questions.jsonl --model demo --method star
-    python benchmarks/questions.py --table results/*.jsonl --plot accuracy.png
+    python benchmarks/questions.py --table results/*.jsonl
 
 Every line of the file is a JSON object, whose files' names are relative to it:
 
@@ -26,19 +26,12 @@ from support.evaluation.samples import LETTERS, Row, Sample, read_json, rows_of
 FIELDS = {"id", "video", "image", "audio", "question", "options", "answer", "category", "groups"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--questions FILE``."""
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="JSON Lines, or a JSON list")
-
-
 def read(options: argparse.Namespace) -> list[Sample]:
     """Read the questions of a file.
 
     Raises:
         ValueError: the file cannot be read, or a question is wrong; with its number.
     """
-    if options.questions is None:
-        raise ValueError("--questions is required")
     rows = rows_of(options.questions, read_json(options.questions))
     return [_sample(row, number, options.questions.parent) for number, row in enumerate(rows, start=1)]
 
@@ -70,7 +63,9 @@ def _sample(row: Row, number: int, folder: Path) -> Sample:
     )
 
 
-BENCHMARK = Benchmark("questions", __doc__.splitlines()[0], add_options, read)
+BENCHMARK = Benchmark(
+    "questions", __doc__.splitlines()[0], {"questions": "JSON Lines, or a JSON list"}, "questions", read
+)
 parse_arguments, main = BENCHMARK.parse_arguments, BENCHMARK.main
 
 if __name__ == "__main__":

@@ -11,76 +11,60 @@ The same seed always draws the same clip.
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 
 from support import clips
+from support.arguments import COUNT, add_shared
 
 
-def asked_about(clip: clips.ClipSpec, seed: int) -> list[tuple[str, str, str]]:
-    """Return (task, question, answer) of a retrieval, which the seed chooses, of ordering and of counting."""
-    asked = clips.questions(clip)
-    retrievals = [item for item in asked if item[0] == "retrieval"]
-    others = [item for item in asked if item[0] in ("ordering", "counting")]
-    return [retrievals[seed % len(retrievals)], *others]
+def write_clip(options: argparse.Namespace, seed: int, needles: Sequence[str], path: Path) -> clips.ClipSpec:
+    """Write a clip, whose needles are of these kinds."""
+    clip = clips.make_clip(seed, options.shots, options.split, options.grid, needles)
+    clips.write_mp4(clips.render(clip), path)
+    return clip
 
 
-def write_questions(options: argparse.Namespace, folder: Path) -> Path:
-    """Write so many questions as JSON Lines, and the clips that they are about, into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def records() -> Iterator[dict]:
-        for seed in count(options.seed):
-            # The kinds of needle take turns, so that each of them can be scored by itself.
-            needles = options.needles[seed % len(options.needles)]
-            clip = clips.make_clip(seed, options.shots, options.split, options.grid, [needles])
-            path = folder / f"clip-{seed}.mp4"
-            clips.write_mp4(clips.render(clip), path)
-            for task, question, answer in asked_about(clip, seed):
-                groups = {"task": task, "needles": needles}
-                name = f"clip-{seed} {task}"
-                yield {"id": name, "video": path.name, "question": question, "answer": answer, "groups": groups}
-
-    file = folder / "questions.jsonl"
-    lines = [json.dumps(record) for record in islice(records(), options.questions)]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
+def records(options: argparse.Namespace, folder: Path) -> Iterator[dict]:
+    """Write clips, and yield questions about each: a retrieval, which the seed chooses, ordering and counting."""
+    for seed in count(options.seed):
+        # The kinds of needle take turns, so that each of them can be scored by itself.
+        needles, path = options.needles[seed % len(options.needles)], folder / f"clip-{seed}.mp4"
+        asked = clips.questions(write_clip(options, seed, [needles], path))
+        retrievals = [item for item in asked if item[0] == "retrieval"]
+        others = [item for item in asked if item[0] in ("ordering", "counting")]
+        for task, question, answer in [retrievals[seed % len(retrievals)], *others]:
+            about = {"id": f"clip-{seed} {task}", "video": path.name, "question": question, "answer": answer}
+            yield {**about, "groups": {"task": task, "needles": needles}}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read and check the options, which ends the process where one is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="number of the clip, or of the first")
-    parser.add_argument("--shots", type=int, default=64, help="length; two shots are a second")
-    parser.add_argument(
-        "--grid", type=int, default=2, choices=clips.GRIDS, help="visual tokens per side of a frame"
-    )
-    parser.add_argument(
-        "--needles", nargs="+", choices=clips.NEEDLES, default=clips.NEEDLES, help="kinds of needle"
-    )
-    parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    parser.add_argument("--questions", type=int, metavar="N", help="write clips, and N questions about them")
-    parser.add_argument(
-        "--out", type=Path, help="file to write (default clip-SEED.mp4), or with --questions the folder (clips)"
-    )
+    parser.add_argument("--needles", nargs="+", choices=clips.NEEDLES, default=clips.NEEDLES)
+    parser.add_argument("--questions", type=COUNT, metavar="N", help="write clips, and N questions about them")
+    where = "file to write (default clip-SEED.mp4), or with --questions the folder (clips)"
+    parser.add_argument("--out", type=Path, help=where)
+    add_shared(parser, "split", "grid", shots=64)
     options = parser.parse_args(arguments)
     if options.seed < 0 or options.shots < clips.MIN_LETTERS:
         parser.error(f"--seed must not be negative, --shots at least {clips.MIN_LETTERS}")
-    if options.questions is not None and options.questions < 1:
-        parser.error("--questions must be at least 1")
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     if options.questions is not None:
-        file = write_questions(options, options.out or Path("clips"))
-        print(f"{file}: {options.questions} questions")
+        folder = options.out or Path("clips")
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(record) + "\n" for record in islice(records(options, folder), options.questions)]
+        (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"{folder / 'questions.jsonl'}: {options.questions} questions")
         return
     path = options.out or Path(f"clip-{options.seed}.mp4")
-    clip = clips.make_clip(options.seed, options.shots, options.split, options.grid, options.needles)
-    clips.write_mp4(clips.render(clip), path)
+    clip = write_clip(options, options.seed, options.needles, path)
     print(f"{path}: {options.shots} shots of {options.grid} x {options.grid} visual tokens")
     for _, question, answer in clips.questions(clip):
         print(f"  {question}\n    {answer}")

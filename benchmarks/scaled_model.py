@@ -2,7 +2,7 @@
 
     python benchmarks/scaled_model.py --times 6 --out DIR
 
-Of each decoder layer there are `--times`, of which all but one add nothing (support/speculation/scaled_model.py).
+Of each decoder layer there are `--times`, of which all but one add nothing (support/scaled_model.py).
 """
 
 import argparse
@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from apbv.demo import model_path
 
-from support.speculation.scaled_model import scale_model
+from support.scaled_model import scale_model
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,9 +1,8 @@
 """Measure the time to first token of every way to prefill, side by side in one run.
 
     torchrun --nproc-per-node 2 benchmarks/throughput.py --model llama-small --tokens 32768
-    torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl --plot table5.png
+    torchrun --nproc-per-node 8 benchmarks/throughput.py --preset table5 --json table5.jsonl
     python benchmarks/throughput.py --preset table5  # no torchrun: the hosts are simulated
-    python benchmarks/throughput.py --model demo --video clip.mp4 --frames 128 --hosts 4
 
 All methods do the same work outside attention: the same vision encoding, logits of the last token only, and the
 KV stays where it was computed. Every round runs all of them in turn, so that a drift of the machine's speed
@@ -11,79 +10,37 @@ affects all alike. `full` is one host with the CPU threads of all hosts together
 are random, unless --model is a checkpoint.
 
 Simulated hosts (support.simulated) compute one after the other, each with the whole machine, and data arrives
-after --latency plus size over --bandwidth. Their times are
-real computing on virtual clocks, and are marked as simulated.
+after --latency plus size over --bandwidth. Their times are real computing on virtual clocks, and are marked as
+simulated.
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
 from tqdm import tqdm
 
-from apbv import HostGroup, PrefillConfig
-from apbv.config import SPARSE_NAMES
+from apbv import HostGroup
+from apbv.config import METHOD_NAMES, SPARSE_NAMES
 from apbv.hosts import run_on_hosts
+from apbv.launch.options import prefill_config
 from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
-from apbv.prefilling.methods.importance import IMPORTANCE
 
-from support.arguments import DTYPES, add_json_option, add_plot_option
-from support.prefills.bench import Bench, Workload, measure
-from support.prefills.presets import PRESETS, Case
-from support.prefills.report import plot, records, table
-from support.records import write_by_host_0
+from support.arguments import COUNT, add_prefill_settings, add_shared
+from support.bench import Bench, Case, Measured, Workload, measure, network_fields
+from support.prefill_presets import PRESETS, SWITCHES, cases_of
+from support.records import report
 from support.simulated import Link, Network
+from support.summaries import percentiles
 from support.workloads import CONFIGS
 
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--preset", choices=sorted(PRESETS), help="a sweep of the paper; other options override it"
-    )
-    parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a folder or a hub id")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        choices=list(METHODS),
-        help="default: all but sparse ones, whose time depends on what is read",
-    )
-    parser.add_argument("--hosts", type=int, nargs="+", help="numbers of simulated hosts (not under torchrun)")
-    what = parser.add_argument_group("prompts")
-    what.add_argument("--tokens", type=int, nargs="+", help="lengths of a text prompt")
-    what.add_argument("--frames", type=int, nargs="+", help="numbers of frames")
-    what.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
-    what.add_argument("--video", type=Path, help="a file instead of synthetic frames; --model is a checkpoint")
-    what.add_argument("--question", default="What happens in this video?", help="asked about --video")
-    what.add_argument("--query-len", type=int, default=32, help="tokens of the question otherwise")
-    what.add_argument("--seed", type=int, default=0)
-    how = parser.add_argument_group("prefill")
-    how.add_argument("--anchor-len", type=int, nargs="+")
-    how.add_argument("--passing-len", type=int, nargs="+")
-    how.add_argument("--importance", choices=sorted(IMPORTANCE), default=PrefillConfig().importance)
-    how.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU")
-    net = parser.add_argument_group("network of simulated hosts")
-    net.add_argument("--bandwidth", type=float, default=200e9, help="bytes per second (default NVLink's: 200e9)")
-    net.add_argument("--latency", type=float, default=10e-6, help="seconds")
-    run = parser.add_argument_group("measuring")
-    run.add_argument("--rounds", type=int, default=3)
-    # The other hosts wait while host 0 runs `full`.
-    run.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for another host")
-    run.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
-    add_json_option(run)
-    add_plot_option(run)
-    options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.warmup < 0:
-        parser.error("--rounds must be at least 1, --warmup at least 0")
-    if options.video and not options.model:
-        parser.error("--video needs --model: a checkpoint, or demo")
-    return options
+BASELINES = ("full", "zigzag_ring")
 
 
 def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload], list[Case]]:
@@ -92,74 +49,135 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     Raises:
         ValueError: options contradict each other.
     """
-    preset = PRESETS[options.preset](hosts.device.type) if options.preset else None
+    sweep, on_cpu = PRESETS.get(options.preset), hosts.device.type == "cpu"
     if options.model is None:
-        text_only = bool(options.tokens)
-        options.model = preset.model if preset else "llama-small" if text_only else "qwen2.5-vl-small"
+        small = "llama-small" if options.tokens else "qwen2.5-vl-small"
+        options.model = small if sweep is None or on_cpu else sweep.model
     if hosts.size > 1 and options.hosts not in (None, [hosts.size]):
         raise ValueError(f"--hosts {options.hosts} is for simulated hosts; torchrun started {hosts.size}")
-    numbers = [hosts.size] if hosts.size > 1 else options.hosts or (list(preset.hosts) if preset else [2])
+    numbers = [hosts.size] if hosts.size > 1 else options.hosts or (sweep.hosts if sweep else [2])
     if min(numbers) < 2:
         raise ValueError(f"--hosts {min(numbers)}: 2 hosts at least; `full` always runs on one")
 
     if options.tokens:
         workloads = [Workload(tokens=length) for length in options.tokens]
     else:
-        frames = options.frames or (list(preset.frames) if preset else [16])
-        sizes = options.resolutions or (list(preset.resolutions) if preset else ["240p"])
-        if options.video:
-            workloads = [Workload(frames=count, video=options.video) for count in frames]
-        else:
-            shapes = [parse_resolution(size) for size in sizes]
-            workloads = [Workload(None, count, *shape) for shape in shapes for count in frames]
+        frames = options.frames or (sweep.frames[on_cpu] if sweep else [16])
+        sizes = options.resolutions or (sweep.resolutions[on_cpu] if sweep else ["240p"])
+        workloads = [Workload(None, count, *parse_resolution(size)) for size in sizes for count in frames]
 
-    link = Link(options.bandwidth, options.latency)
-    base = PrefillConfig(importance=options.importance)
-    if preset and not options.methods:
-        cases = [case for number in numbers for case in preset.cases(number, link, base)]
+    link, base = Link(options.bandwidth, options.latency), prefill_config(options)
+    if sweep and not options.methods:
+        cases = [case for number in numbers for case in cases_of(sweep.kind, number, link, base, on_cpu)]
     else:
+        methods = options.methods or [name for name in METHOD_NAMES if name not in SPARSE_NAMES]
         cases = [
-            Case(method, replace(base, method=method), number, Network(link))
+            Case(name, replace(base, method=name), *((number, Network(link)) if METHODS[name].splits else ()))
             for number in numbers
-            for method in options.methods or [name for name in METHODS if name not in SPARSE_NAMES]
+            for name in methods
         ]
-    cases = [*_with_lengths(cases, options)]
-    one_host = ("full", *SPARSE_NAMES)  # which host 0 computes alone
-    alone = [
-        Case(name, replace(base, method=name), 1, None) for name in one_host if any(c.label == name for c in cases)
-    ]
-    return workloads, alone + [case for case in cases if case.label not in one_host]
+    cases = [case for place, case in enumerate(cases) if case not in cases[:place]]
+    return workloads, sorted(cases, key=lambda case: case.hosts > 1)
 
 
-def _with_lengths(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
-    """Yield the cases with every requested anchor and passing length, where these matter."""
-    for case in cases:
-        if case.config.method not in ("apbv", "apb"):
-            yield case
-            continue
-        for anchor in options.anchor_len or [case.config.anchor_len]:
-            for passing in options.passing_len or [case.config.passing_len]:
-                yield replace(case, config=replace(case.config, anchor_len=anchor, passing_len=passing))
+def records(options: argparse.Namespace, bench: Bench, measured: list[Measured]) -> Iterator[dict]:
+    """Yield one record per case of a workload; speed-ups are ratios of medians within the same run."""
+    median = [statistics.median(sample["ttft_ms"] for sample in entry.samples) for entry in measured]
+    for entry, ms in zip(measured, median, strict=True):
+        case, last = entry.case, entry.samples[-1]
+        simulated = bench.simulated and case.hosts > 1
+        speedups = dict.fromkeys(BASELINES)
+        for other, others_ms in zip(measured, median, strict=True):
+            is_same = (other.case.hosts, other.case.network) in ((case.hosts, case.network), (1, None))
+            if other.case.label in BASELINES and is_same:
+                speedups[other.case.label] = others_ms / ms
+        ttft = percentiles([sample["ttft_ms"] for sample in entry.samples])
+        yield {
+            "benchmark": "throughput",
+            "preset": options.preset,
+            "label": case.label,
+            "hosts": case.hosts,
+            "simulated": simulated,
+            "network": network_fields(case.network) if simulated else None,
+            "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
+            "model": options.model,
+            "dtype": str(bench.model.dtype).removeprefix("torch."),
+            "frames": entry.workload.frames,
+            "height": entry.workload.height,
+            "width": entry.workload.width,
+            **{name: last[name] for name in ("method", "num_input_tokens", "num_video_tokens", "anchor_len")},
+            "passing_len": last["passing_len"],
+            "importance": case.config.importance,
+            **{switch: getattr(case.config, switch) for switch in SWITCHES.values()},
+            "ttft_ms": ttft,
+            "request_throughput": 1e3 / ttft["p50"],
+            "stages_ms": {
+                name: statistics.median(sample["stages_ms"][name] for sample in entry.samples)
+                for name in last["stages_ms"]
+            },
+            "comm_bytes": last["comm_bytes"],
+            # Simulated hosts share one process's memory, which does not tell what each of them would need.
+            "peak_memory_bytes": None if simulated else last["peak_memory_bytes"],
+            **{f"speedup_vs_{name}": speedup for name, speedup in speedups.items()},
+            "samples": {"ttft_ms": [sample["ttft_ms"] for sample in entry.samples]},
+            "warmup": options.warmup,
+        }
+
+
+COLUMNS = {
+    "tokens": "{num_input_tokens}",
+    "hosts": lambda row: f"{row['hosts']}{' (simulated)' if row['simulated'] else ''}",
+    "method": "{label}",
+    "l_a": "{anchor_len}",
+    "l_p": "{passing_len}",
+    "TTFT p50 ms": "{ttft_ms[p50]:.1f}",
+    "p99 ms": "{ttft_ms[p99]:.1f}",
+    "req/s": "{request_throughput:.3f}",
+    "vs full": "{speedup_vs_full:.2f}",
+    "vs ring": "{speedup_vs_zigzag_ring:.2f}",
+    "encode ms": "{stages_ms[encode]:.1f}",
+    "prefill ms": "{stages_ms[prefill]:.1f}",
+    "MiB received": lambda row: f"{sum(row['comm_bytes']) / 2**20:.1f}",
+}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, help="a sweep of the paper; other options override it")
+    parser.add_argument("--model", help=f"{', '.join(CONFIGS)} (random weights), demo, a folder or a hub id")
+    parser.add_argument("--methods", nargs="+", choices=METHOD_NAMES, help="default: all but sparse ones")
+    parser.add_argument("--hosts", type=COUNT, nargs="+", help="numbers of simulated hosts (not under torchrun)")
+    parser.add_argument("--tokens", type=COUNT, nargs="+", help="lengths of a text prompt")
+    parser.add_argument("--frames", type=COUNT, nargs="+", help="numbers of frames")
+    parser.add_argument("--resolutions", nargs="+", help="HxW, or such as 720p")
+    parser.add_argument("--query-len", type=COUNT, default=32, help="tokens of the question")
+    add_prefill_settings(parser, "anchor_len", "passing_len", "importance")
+    parser.set_defaults(method="apbv")
+    parser.add_argument("--bandwidth", type=float, default=200e9, help="of simulated links, bytes/s (NVLink's)")
+    parser.add_argument("--latency", type=float, default=10e-6, help="of simulated links, seconds")
+    # The other hosts wait while host 0 runs `full`.
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds to wait for another host")
+    add_shared(parser, "dtype", "json", rounds=3, warmup=1)
+    return parser.parse_args(arguments)
+
+
+def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
+    """Yield the records of all workloads, on host 0; collective."""
+    with hosts.local_stage("reading the options"):
+        workloads, cases = plan(options, hosts)
+    bench, total = Bench(options, hosts), len(workloads) * len(cases) * (options.warmup + options.rounds)
+    with tqdm(total=total, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
+        for workload in workloads:
+            measured = measure(bench, workload, cases, options.rounds, options.warmup, bar)
+            if hosts.rank == 0:
+                yield from records(options, bench, measured)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    return run_on_hosts(lambda hosts: run(options, hosts), options.timeout)
-
-
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    """Measure, and print and write the figures."""
-    with hosts.local_stage("reading the options"):
-        workloads, cases = plan(options, hosts)
-    bench = Bench(options, hosts)
-    rows = []
-    runs = len(workloads) * len(cases) * (options.warmup + options.rounds)
-    with tqdm(total=runs, unit="prefill", disable=None if hosts.rank == 0 else True) as bar:
-        for workload in workloads:
-            measured = measure(bench, workload, cases, bar)
-            if hosts.rank == 0:
-                rows += records(bench, measured)
-    write_by_host_0(hosts, options, rows, table, plot)
+    return run_on_hosts(
+        lambda hosts: report(options, measured_records(options, hosts), COLUMNS, hosts), options.timeout
+    )
 
 
 if __name__ == "__main__":

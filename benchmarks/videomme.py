@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 benchmarks/videomme.py --model ... --questions ... --subtitles subtitle
 
 The questions (Fu et al., *Video-MME*) come as the Parquet file of the data set's page, which needs pyarrow (pip
-install -e ".[eval]"), or as JSON of that form or of the form of the official scripts. A video is DIR/VIDEOID.mp4.
+install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4.
 Of the subtitles, DIR/VIDEOID.srt, those that are shown with a sampled frame are part of the prompt. The overall
 figure is the official one: answers without a letter are left out there, and are wrong everywhere else.
 """
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -35,36 +34,26 @@ Respond with only the letter (A, B, C, or D) of the correct option.
 {options}
 The best answer is:"""
 LISTED = "This video's subtitles are listed below:\n{}\n"
+FILES = {
+    "questions": "the questions: .parquet, .json or .jsonl",
+    "videos": "the videos (default: data beside the questions)",
+    "subtitles": "the subtitles (default: go without)",
+}
 ENDINGS = (".mp4", ".MP4", ".mkv", ".webm")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--questions FILE``, ``--videos DIR`` and ``--subtitles DIR``."""
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="the questions: .parquet, .json or .jsonl")
-    parser.add_argument(
-        "--videos", type=Path, metavar="DIR", help="the videos (default: data beside the questions)"
-    )
-    parser.add_argument("--subtitles", type=Path, metavar="DIR", help="the subtitles (default: go without)")
-
-
 def read(options: argparse.Namespace) -> list[Sample]:
-    """Read Video-MME's questions: a row for each, or an object for each video with a list of them.
+    """Read Video-MME's questions.
 
     Raises:
         ValueError: the file cannot be read, or has another form.
     """
-    if options.questions is None:
-        raise ValueError("--questions is required")
     if options.subtitles is not None and not options.subtitles.is_dir():
         raise ValueError(f"--subtitles {options.subtitles} is not a directory")
     path = options.questions
     entries = read_parquet(path) if path.suffix == ".parquet" else read_json(path)
     videos = options.videos or path.parent / "data"
-    return [
-        _sample(question, row, videos, options.subtitles)
-        for row in rows_of(path, entries)
-        for question in _questions_of(row)
-    ]
+    return [_sample(row, videos, options.subtitles) for row in rows_of(path, entries)]
 
 
 def read_parquet(path: Path) -> list[dict]:
@@ -84,40 +73,17 @@ def read_parquet(path: Path) -> list[dict]:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def _questions_of(row: Row) -> list[Row]:
-    if "questions" not in row:
-        return [row]
-    asked = row.values["questions"]
-    if not isinstance(asked, list):
-        raise row.error("'questions' must be a list")
-    return [Row(f"{row.place}, part {number}", each) for number, each in enumerate(asked, start=1)]
-
-
-def _sample(asked: Row, about: Row, videos: Path, subtitles: Path | None) -> Sample:
-    """Make a sample.
-
-    Args:
-        asked: the fields of the question.
-        about: those of its video, which may be the same.
-    """
-    url = about.values.get("url")
-    from_url = parse_qs(urlsplit(str(url)).query).get("v", [None])[0] if url else None
-    name = about.text("videoID", default=from_url or about.text("video_id"))
-    choices = asked.options("options", "choices")
+def _sample(row: Row, videos: Path, subtitles: Path | None) -> Sample:
+    name, choices = row.text("videoID"), row.options("options")
     places = [videos / f"{name}{ending}" for ending in ENDINGS]
     lines = None if subtitles is None else subtitles / f"{name}.srt"
     return Sample(
-        key=asked.text("question_id"),
-        question=asked.text("question"),
-        answer=asked.letter("answer", choices) if "answer" in asked else None,
+        key=row.text("question_id"),
+        question=row.text("question"),
+        answer=row.letter("answer", choices) if "answer" in row else None,
         options=choices,
         videos=(next((path for path in places if path.is_file()), places[0]),),
-        groups={
-            "duration": about.text("duration", "duration_category"),
-            "domain": about.text("domain", "video_category"),
-            "sub_category": about.text("sub_category", "video_sub_category", "video_subcategory"),
-            "task_type": asked.text("task_type"),
-        },
+        groups={field: row.text(field) for field in ("duration", "domain", "sub_category", "task_type")},
         subtitles=lines if lines is not None and lines.is_file() else None,  # a sixth of the videos have none
     )
 
@@ -139,14 +105,19 @@ def request(sample: Sample, template: str, options: argparse.Namespace, engine: 
 def overall(score: Score) -> float | None:
     """Return the share of right answers among those that name an option, as the official script does."""
     right, total = score.groups[ALL]
-    answered = total - score.unanswered
+    answered = total - score.others["unanswered"]
     return right / answered if answered else None
 
 
 BENCHMARK = Benchmark(
     "videomme",
     __doc__.splitlines()[0],
-    add_options,
+    {
+        "questions": "the questions: .parquet, .json or .jsonl",
+        "videos": "the videos (default: data beside the questions)",
+        "subtitles": "the subtitles (default: go without)",
+    },
+    "questions",
     read,
     template=TEMPLATE,
     parse=first_of_four,

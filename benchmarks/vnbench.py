@@ -2,7 +2,7 @@
 
     python benchmarks/vnbench.py --model OpenGVLab/InternVL3-2B-hf --questions VNBench-main-4try.json
     torchrun --nproc-per-node 8 benchmarks/vnbench.py --model ... --questions ... --videos ... --frames 128
-    python benchmarks/vnbench.py --table results/vnbench-*.jsonl --plot vnbench.png
+    python benchmarks/vnbench.py --table results/vnbench-*.jsonl
 
 The file and the videos are the official ones (Zhao et al., *Needle In A Video Haystack*). A question counts as
 right if all four tries are, between which the options change places. The overall figure is the mean of retrieval,
@@ -10,6 +10,7 @@ ordering and counting, each of which is the mean of its three types.
 """
 
 import argparse
+import statistics
 import sys
 from pathlib import Path, PurePosixPath
 
@@ -19,17 +20,11 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from support.evaluation.answers import first_letter_by_alphabet
 from support.evaluation.command import Benchmark
 from support.evaluation.samples import Row, Sample, read_json, rows_of
-from support.evaluation.scoring import Score, mean_by
+from support.evaluation.scoring import Score
 
 TRIES = 4
 TASKS = {"ret": "retrieval", "ord": "ordering", "cnt": "counting"}
 LENGTHS = (60, 120, 180)  # seconds
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--questions FILE`` and ``--videos DIR``."""
-    parser.add_argument("--questions", type=Path, metavar="FILE", help="VNBench-main-4try.json")
-    parser.add_argument("--videos", type=Path, metavar="DIR", help="the videos (default: beside the questions)")
 
 
 def read(options: argparse.Namespace) -> list[Sample]:
@@ -38,8 +33,6 @@ def read(options: argparse.Namespace) -> list[Sample]:
     Raises:
         ValueError: the file cannot be read, or has another form.
     """
-    if options.questions is None:
-        raise ValueError("--questions is required")
     folder = options.videos or options.questions.parent
     return [_sample(row, folder) for row in rows_of(options.questions, read_json(options.questions))]
 
@@ -75,14 +68,18 @@ def _sample(row: Row, folder: Path) -> Sample:
 
 def overall(score: Score) -> float | None:
     """Return the mean of the tasks, each the mean of its types."""
-    types = sorted(value for dimension, value in score.groups if dimension == "type")
-    return mean_by(score, "type", {task: [kind for kind in types if kind.startswith(task)] for task in TASKS})
+    shares: dict[str, list[float]] = {}
+    for (dimension, value), (right, total) in score.groups.items():
+        if dimension == "type":
+            shares.setdefault(value.partition("_")[0], []).append(right / total)
+    return statistics.fmean(map(statistics.fmean, shares.values())) if shares else None
 
 
 BENCHMARK = Benchmark(
     "vnbench",
     __doc__.splitlines()[0],
-    add_options,
+    {"questions": "VNBench-main-4try.json", "videos": "the videos (default: beside the questions)"},
+    "questions",
     read,
     parse=first_letter_by_alphabet,
     max_new_tokens=16,

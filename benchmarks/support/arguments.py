@@ -1,23 +1,17 @@
-"""Holds the command-line options that several benchmarks share."""
+"""The command-line options that several benchmarks share."""
 
 import argparse
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+
+from apbv.launch.options import PREFILL, add_settings, positive
 
 from . import clips
 
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # by device
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def add_json_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--json FILE``."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures as JSON lines")
-
-
-def add_plot_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--plot PNG``."""
-    parser.add_argument("--plot", type=_plot_path, metavar="PNG", help="draw the figures; needs matplotlib")
+COUNT = positive(int)
 
 
 def _plot_path(text: str) -> Path:
@@ -27,40 +21,36 @@ def _plot_path(text: str) -> Path:
     return Path(text)
 
 
-def add_table_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--table FILE …``."""
-    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="measure nothing: show such files")
+_TEMPORARY = Path(tempfile.gettempdir(), "apbv-demo-clips")
+_SHARED = {
+    "json": {"type": Path, "metavar": "FILE", "help": "append the figures as JSON lines"},
+    "plot": {"type": _plot_path, "metavar": "PNG", "help": "draw the figures; needs matplotlib"},
+    "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "measure nothing: show such files"},
+    "rounds": {"type": COUNT, "help": "how often everything is measured, in turn"},
+    "warmup": {"type": int, "help": "rounds that do not count"},
+    "dtype": {"choices": DTYPES, "help": "default: bfloat16 on a GPU"},
+    # What the demo's clips are like.
+    "clips": {"type": COUNT, "help": "how many clips"},
+    "shots": {"type": COUNT, "help": "length of the clips"},
+    "split": {"choices": clips.SPLITS, "default": "test"},
+    "grid": {"type": int, "choices": clips.GRIDS, "default": 2, "help": "tokens per side of a frame"},
+    "folder": {"type": Path, "default": _TEMPORARY, "help": "where the clips' files are kept"},
+}
 
 
-def add_folder_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--folder``, in which clips' files are kept."""
-    parser.add_argument(
-        "--folder", type=Path, help="where the clips' files are kept (default: a temporary folder)"
-    )
+def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> None:
+    """Add options that are described here, those with a default by keyword."""
+    for name in (*names, *defaults):
+        parser.add_argument(
+            f"--{name}", **{**_SHARED[name], "default": defaults.get(name, _SHARED[name].get("default"))}
+        )
 
 
-def add_clip_options(parser: argparse._ActionsContainer) -> None:
-    """Add ``--grid`` and ``--folder``, which say what clips look like and where their files are kept."""
-    parser.add_argument("--grid", type=int, choices=clips.GRIDS, default=2, help="tokens per side of a frame")
-    add_folder_option(parser)
+def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int) -> None:
+    """Add the options that define an exam, with the default number and length of its clips."""
+    add_shared(parser, "split", "grid", "folder", clips=clips, shots=shots)
 
 
-def add_exam_options(parser: argparse._ActionsContainer, num_clips: int, num_shots: int) -> None:
-    """Add ``--clips``, ``--shots``, ``--split``, ``--grid`` and ``--folder``, which define an exam.
-
-    Args:
-        num_clips, num_shots: the defaults: how many clips there are, and how long they are.
-    """
-    parser.add_argument("--clips", type=int, default=num_clips)
-    parser.add_argument("--shots", type=int, default=num_shots, help="length of the clips")
-    parser.add_argument("--split", choices=clips.SPLITS, default="test")
-    add_clip_options(parser)
-
-
-def length_or_default(text: str) -> int | None:
-    """Read an option's number of tokens; ``default`` is None."""
-    if text == "default":
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f'expected a number from 0, or "default", not {text!r}')
-    return int(text)
+def add_prefill_settings(parser: argparse._ActionsContainer, *fields: str) -> None:
+    """Add options that are fields of :class:`apbv.PrefillConfig`."""
+    add_settings(parser, [each for each in PREFILL if each.field in fields], with_defaults=True)

@@ -1,12 +1,7 @@
-"""Runs scripts in processes of their own, and reads the figures that they write."""
+"""Ends the processes that a benchmark has started."""
 
-import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
 from multiprocessing import active_children
 from typing import NoReturn
 
@@ -20,26 +15,3 @@ def end_children_with_this() -> None:
         sys.exit(128 + signal.SIGTERM)  # by which subprocess ends its own
 
     signal.signal(signal.SIGTERM, end)
-
-
-def figures_of(command: Sequence[str], name: str, **environment: str) -> list[dict]:
-    """Run Python with these arguments and ``--json``, and return the records that the script wrote.
-
-    Args:
-        name: what an error calls it.
-        environment: variables that the process has besides those of this one.
-
-    Raises:
-        ValueError: it failed; with what it wrote to stderr.
-    """
-    end_children_with_this()
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as figures:
-        result = subprocess.run(
-            [sys.executable, *command, "--json", figures.name],
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-        )
-        if result.returncode:
-            raise ValueError(f"{name} failed:\n{result.stderr}")
-        return [json.loads(line) for line in figures]

@@ -1,41 +1,40 @@
-"""Keeps the records of what was measured as files of JSON lines, reads them, and shows them."""
+"""Keeps what was measured as JSON lines, and shows it as a table or a plot."""
 
 import argparse
 import json
+import string
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from apbv import HostGroup
-from apbv.stats import append_json_lines, provenance
+from apbv.stats import append_json_lines, device_name, provenance
 
-Table = Callable[[list[dict]], str]
-Plot = Callable[[list[dict], Path], None]
-
-
-def made_by(script: str) -> dict:
-    """Return how a record is made now: the command, the date, versions, and a checkout's commit.
-
-    Args:
-        script: the benchmark's file name.
-    """
-    return {"command": " ".join([f"benchmarks/{script}", *sys.argv[1:]]), **provenance()}
+# By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
+Columns = Mapping[str, str | Callable[[dict], object]]
+# By label the (x, y) of the points of a curve.
+Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def keep_records(records: Iterable[dict], script: str, path: Path | None) -> list[dict]:
+def made_by() -> dict:
+    """Return how a record is made now: the command, the device, the date, versions, and a checkout's commit."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = " ".join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    where = {"device": device_name(torch.device(device)), "threads": torch.get_num_threads()}
+    return {"command": command, **where, **provenance()}
+
+
+def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
     """Say in each record how it was made, and append it to a file of JSON lines as soon as it is there.
-
-    Args:
-        records: what is measured while they are asked for.
-        script: the benchmark's file name.
-        path: the file; None: there is none.
 
     Raises:
         ValueError: the file cannot be written.
     """
     made = []
     for record in records:
-        made.append({**record, **made_by(script)})
+        made.append({**record, **made_by()})
         if path is not None:
             append_json_lines(path, made[-1:])
     return made
@@ -46,39 +45,70 @@ def read_records(paths: Iterable[Path]) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def show(options: argparse.Namespace, records: list[dict], table: Table, plot: Plot | None = None) -> None:
-    """Print a table of records, and plot them where ``--plot`` is given.
+def report(
+    options: argparse.Namespace, records: Iterable[dict], columns: Columns, hosts: HostGroup | None = None
+) -> list[dict]:
+    """Measure records, keep them where ``--json`` is given, and print their table; on host 0.
+
+    Args:
+        records: equal on all hosts, or only there on host 0.
+    """
+    is_first = hosts is None or hosts.rank == 0
+    made = keep(records, options.json if is_first else None)
+    if is_first:
+        print(table(made, columns), flush=True)
+    return made
+
+
+class _Cells(string.Formatter):
+    def format_field(self, value, spec: str) -> str:
+        if value is None:
+            raise TypeError("there is no value to format")
+        return format(value, spec)
+
+
+def table(records: Iterable[dict], columns: Columns) -> str:
+    """Format records as a Markdown table; a cell without a value is a dash."""
+
+    def cell(record: dict, column) -> object:
+        try:
+            return _Cells().vformat(column, (), record) if isinstance(column, str) else column(record)
+        except TypeError:
+            return "–"
+
+    return markdown_table(columns, [[cell(record, column) for column in columns.values()] for record in records])
+
+
+def markdown_table(header: Iterable, rows: Iterable[Sequence], align: str = "---:") -> str:
+    """Format rows of cells under a header as a Markdown table."""
+    header = list(header)
+    lines = [header, [align] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def plot(path: Path, panels: Mapping[str, Curves], ylabel: str) -> None:
+    """Plot curves side by side as a PNG, in panels that are called by what their x is.
 
     Raises:
-        ValueError: the plot cannot be written.
+        ValueError: the file cannot be written.
     """
-    print(table(records), flush=True)
-    if plot is not None and options.plot:
-        plot(records, options.plot)
+    import matplotlib
 
+    matplotlib.use("Agg")  # a file, never a window
+    from matplotlib import pyplot
 
-def write(options: argparse.Namespace, records: list[dict], table: Table, plot: Plot | None = None) -> None:
-    """Print a table of records, append them where ``--json`` is given, and plot them where ``--plot`` is.
-
-    Raises:
-        ValueError: a file cannot be written.
-    """
-    print(table(records), flush=True)
-    if options.json:
-        append_json_lines(options.json, records)
-    if plot is not None and options.plot:
-        plot(records, options.plot)
-
-
-def write_by_host_0(
-    hosts: HostGroup, options: argparse.Namespace, records: list[dict], table: Table, plot: Plot | None = None
-) -> None:
-    """Have host 0 :func:`write` its records; collective.
-
-    Raises:
-        ValueError: a file cannot be written, on host 0.
-        HostError: likewise, on the others.
-    """
-    with hosts.local_stage("writing the figures"):
-        if hosts.rank == 0:
-            write(options, records, table, plot)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(1 + 5.5 * len(panels), 5), sharey=True, squeeze=False)
+    for axis, (xlabel, curves) in zip(axes[0], panels.items(), strict=True):
+        for number, (label, points) in enumerate(curves.items()):
+            style = {"color": f"C{number % 10}", "marker": "osD^vX"[number // 10 % 6]}
+            axis.plot(*zip(*sorted(points), strict=True), label=label, **style)
+        axis.set_xlabel(xlabel)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(ylabel)
+    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
+    finally:
+        pyplot.close(figure)

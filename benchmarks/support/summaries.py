@@ -32,12 +32,6 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def share_cell(right: int, total: int) -> str:
-    """Format a share and its interval: ``0.95 (0.89-0.98)``."""
-    low, high = wilson(right, total)
-    return f"{right / total:.2f} ({low:.2f}-{high:.2f})"
-
-
 def percent_cell(right: int, total: int) -> str:
     """Format a share and its interval in percent: ``95.0 (89-98)``."""
     low, high = wilson(right, total)

@@ -8,8 +8,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 from torch import Tensor
 from transformers import (
-    InternVLConfig,
-    InternVLForConditionalGeneration,
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -23,65 +22,45 @@ _VIDEO_TOKEN, _IMAGE_TOKEN, _VISION_START, _VISION_END = 1000, 1001, 1002, 1003
 PREFIX_LEN = 16  # tokens before the video, such as a system message
 
 
-def _decoder(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int) -> dict:
-    """Return a decoder's sizes by the names that transformers' configs have for them."""
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 2**21,
-    }
+# Of decoders, by the names that transformers' configs have for them.
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
-def llama_config(
-    layers: int = 4,
-    hidden: int = 512,
-    intermediate: int = 1536,
-    heads: int = 8,
-    kv_heads: int = 2,
-    vocab: int = 32000,
-) -> LlamaConfig:
-    """Configure a Llama-class decoder, by default small enough for 128k tokens on two CPU cores."""
-    return LlamaConfig(**_decoder(layers, hidden, intermediate, heads, kv_heads, vocab))
+def llama_config(*sizes: int, vocab: int) -> LlamaConfig:
+    """Configure a Llama-class decoder; sizes as in ``_SIZES``."""
+    return LlamaConfig(**dict(zip(_SIZES, sizes, strict=True)), vocab_size=vocab, max_position_embeddings=2**21)
 
 
-def qwen_vl_config(
-    *,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    vision_depth: int,
-    vision_hidden: int,
-    vision_heads: int,
-) -> Qwen2_5_VLConfig:
+def qwen_vl_config(*sizes: int, vocab: int, vision: tuple[int, int, int]) -> Qwen2_5_VLConfig:
     """Configure a Qwen2.5-VL of other sizes.
 
     As in the original every eighth vision layer sees a whole frame, and an MLP is 2.67 times as wide as its layer.
+
+    Args:
+        sizes: as in ``_SIZES``.
+        vision: depth, width and heads of the vision tower.
     """
-    rotary = hidden // heads // 2
+    text, (depth, width, vision_heads) = dict(zip(_SIZES, sizes, strict=True)), vision
+    rotary = text["hidden_size"] // text["num_attention_heads"] // 2
     sections = [rotary - 2 * (rotary * 3 // 8), rotary * 3 // 8, rotary * 3 // 8]
     return Qwen2_5_VLConfig(
         text_config={
-            **_decoder(layers, hidden, intermediate, heads, kv_heads, vocab),
+            **text,
+            "vocab_size": vocab,
+            "max_position_embeddings": 2**21,
             "bos_token_id": None,
             "eos_token_id": None,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
         },
         vision_config={
-            "depth": vision_depth,
-            "hidden_size": vision_hidden,
-            "intermediate_size": vision_hidden * 3420 // 1280,
+            "depth": depth,
+            "hidden_size": width,
+            "intermediate_size": width * 3420 // 1280,
             "num_heads": vision_heads,
-            "out_hidden_size": hidden,
+            "out_hidden_size": text["hidden_size"],
             "patch_size": PATCH,
             "window_size": 112,
-            "fullatt_block_indexes": list(range(min(8, vision_depth) - 1, vision_depth, 8)),
+            "fullatt_block_indexes": list(range(min(8, depth) - 1, depth, 8)),
         },
         video_token_id=_VIDEO_TOKEN,
         image_token_id=_IMAGE_TOKEN,
@@ -90,59 +69,32 @@ def qwen_vl_config(
     )
 
 
-def internvl_config(
-    *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int
-) -> InternVLConfig:
-    """Configure an InternVL3 with its tower of 300 M weights, which makes 256 tokens of each 448 x 448 frame."""
-    return InternVLConfig(
-        text_config={
-            "model_type": "qwen2",
-            **_decoder(layers, hidden, intermediate, heads, kv_heads, vocab),
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-        vision_config={"model_type": "internvl_vision"},  # its defaults are that tower
-        image_token_id=_IMAGE_TOKEN,
-        tie_word_embeddings=False,
-    )
-
-
-_VISION = {"vision_depth": 32, "vision_hidden": 1280, "vision_heads": 16}
 CONFIGS = {
-    "llama-small": llama_config(),
-    "qwen2.5-vl-small": qwen_vl_config(
-        layers=4,
-        hidden=512,
-        intermediate=1536,
-        heads=8,
-        kv_heads=2,
-        vocab=32000,
-        vision_depth=4,
-        vision_hidden=256,
-        vision_heads=4,
-    ),
+    # Small enough for 128k tokens on two CPU cores.
+    "llama-small": llama_config(4, 512, 1536, 8, 2, vocab=32000),
+    "qwen2.5-vl-small": qwen_vl_config(4, 512, 1536, 8, 2, vocab=32000, vision=(4, 256, 4)),
     # The published models' shapes.
-    "qwen2.5-vl-3b": qwen_vl_config(
-        layers=36, hidden=2048, intermediate=11008, heads=16, kv_heads=2, vocab=151936, **_VISION
-    ),
-    "qwen2.5-vl-7b": qwen_vl_config(
-        layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, vocab=152064, **_VISION
-    ),
-    "internvl3-2b": internvl_config(layers=28, hidden=1536, intermediate=8960, heads=12, kv_heads=2, vocab=151674),
-    "llama-3.1-8b": llama_config(layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocab=128256),
+    "qwen2.5-vl-3b": qwen_vl_config(36, 2048, 11008, 16, 2, vocab=151936, vision=(32, 1280, 16)),
+    "qwen2.5-vl-7b": qwen_vl_config(28, 3584, 18944, 28, 4, vocab=152064, vision=(32, 1280, 16)),
+    "llama-3.1-8b": llama_config(32, 4096, 14336, 32, 8, vocab=128256),
 }
 
 
-_KINDS = {
-    LlamaConfig: LlamaForCausalLM,
-    Qwen2_5_VLConfig: Qwen2_5_VLForConditionalGeneration,
-    InternVLConfig: InternVLForConditionalGeneration,
-}
+def config_of(model: str) -> PreTrainedConfig:
+    """Return a built-in configuration, or any checkpoint's.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    try:
+        return CONFIGS.get(model) or AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise ValueError(f"cannot load the configuration of {model}: {error}") from error
 
 
 def build_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
     """Build a model with random weights."""
-    kind = _KINDS[type(config)]
+    kind = LlamaForCausalLM if isinstance(config, LlamaConfig) else Qwen2_5_VLForConditionalGeneration
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # building 3B weights in fp32 first would take twice the memory and time
     try:
@@ -177,18 +129,6 @@ def patch_grid(num_frames: int, height: int, width: int) -> tuple[int, int, int]
     """Return temporal patches, and patches down and across, of frames that are cut to whole tokens."""
     side = PATCH * MERGE
     return -(-num_frames // FRAMES_PER_PATCH), max(1, height // side) * MERGE, max(1, width // side) * MERGE
-
-
-def internvl_prompt(config: InternVLConfig, num_frames: int, query_len: int, seed: int = 0) -> Prompt:
-    """Draw random frames and text for an InternVL, which resizes every frame to the same square."""
-    generator = torch.Generator().manual_seed(seed)
-    prefix, question = (
-        torch.randint(0, _VIDEO_TOKEN, (length,), generator=generator) for length in (PREFIX_LEN, query_len)
-    )
-    visual = torch.full((num_frames * config.image_seq_length,), config.image_token_id)
-    pixels = torch.randn(num_frames, CHANNELS, *config.vision_config.image_size, generator=generator)
-    ids = torch.cat([prefix, torch.tensor([_VISION_START]), visual, torch.tensor([_VISION_END]), question])
-    return Prompt({"input_ids": ids[None], "pixel_values": pixels})
 
 
 def video_prompt(num_frames: int, height: int, width: int, query_len: int, seed: int = 0) -> Prompt:

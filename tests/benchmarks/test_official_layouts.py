@@ -105,17 +105,6 @@ def videomme_rows(tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder, rows
 
 
-def nested(rows: list[dict]) -> list[dict]:
-    """The rows in the form of the official scripts, which name a video by its address."""
-    found: dict[str, dict] = {}
-    for row in rows:
-        about = {"video_id": row["video_id"], "url": row["url"], "duration_category": row["duration"]}
-        about |= {"video_category": row["domain"], "video_sub_category": row["sub_category"], "questions": []}
-        asked = {name: row[name] for name in ("question_id", "task_type", "question", "answer")}
-        found.setdefault(row["video_id"], about)["questions"].append({**asked, "choices": row["options"]})
-    return list(found.values())
-
-
 def test_videomme_is_the_same_in_all_its_layouts(videomme_rows, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -123,16 +112,15 @@ def test_videomme_is_the_same_in_all_its_layouts(videomme_rows, tmp_path):
     folder, rows = videomme_rows
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "nested.json").write_text(json.dumps(nested(rows)))
     first, *others = (
         videomme.read(
             videomme.parse_arguments(
                 ["--model", "demo", "--questions", str(path), "--videos", str(folder / "data")]
             )
         )
-        for path in (folder / "t.json", *(tmp_path / name for name in ("t.parquet", "t.jsonl", "nested.json")))
+        for path in (folder / "t.json", *(tmp_path / name for name in ("t.parquet", "t.jsonl")))
     )
-    assert others == [first] * 3 and len(first) == 4
+    assert others == [first] * 2 and len(first) == 4
     assert first[0].options[3] == rows[0]["options"][3].removeprefix("D. ")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"cannot read .*broken.parquet"):

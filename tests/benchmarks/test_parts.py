@@ -11,17 +11,18 @@ import decoding
 import layer_traffic
 import pytest
 import torch
-from ensemble_weights import hits
 
 from apbv import HostGroup, PrefillConfig
 from apbv.speculate.strategies import require_consistent
 
 from patience import HANGING, wait_for
 from scripts import BENCHMARKS, assert_one_line_error
-from support.decoding import batches
-from support.prefills.presets import PRESETS as PREFILL_PRESETS
+from support import decoding as decoding_ways
+from support.draft_presets import PRESETS as DRAFT_PRESETS
+from support.draft_presets import configs_of
+from support.prefill_presets import PRESETS as PREFILL_PRESETS
+from support.prefill_presets import cases_of
 from support.simulated import Link
-from support.speculation.presets import PRESETS as DRAFT_PRESETS
 
 # ---- what is wrong ----
 
@@ -43,14 +44,14 @@ def test_what_cannot_be_measured_is_one_line(name, options, message, capsys):
 @pytest.mark.parametrize("off", [1.01, float("nan")])
 @pytest.mark.parametrize("of_batch", [False, True])
 def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, of_batch):
-    step, run = decoding.with_apbv, batches.BatchRunner.run
+    step, run = decoding.with_apbv, decoding_ways.BatchRunner.run
 
     def wrong(*arguments):
         right = step(*arguments)
-        return lambda tokens: right(tokens) * torch.tensor(off)
+        return lambda: right() * torch.tensor(off)
 
     monkeypatch.setattr(decoding, "with_apbv", wrong)
-    monkeypatch.setattr(batches.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
+    monkeypatch.setattr(decoding_ways.BatchRunner, "run", lambda runner, ids, kvs: run(runner, ids, kvs) * off)
     path = tmp_path / "figures.jsonl"
     what = ["--model", "demo", "--batch", "2", "--answer-tokens", "2"] if of_batch else ["--new-tokens", "1"]
     assert decoding.main(["--tokens", "40", "--rounds", "1", "--json", str(path), *what]) == 1
@@ -81,38 +82,28 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
         assert row["other_bytes"] <= most * row["output_bytes"], row
 
 
-def test_hits_leave_out_what_no_weight_decides():
-    only_m = [True] * 3 + [False] * 8  # w(T) of 0, 0.1 or 0.2
-    record = {"weights": [0.5, 0.9, 0.2, 1.0], "accepted": [only_m, only_m, [True] * 11, [False] * 11]}
-    assert hits(record) == {"MT*": [1, 2], "M": [2, 2], "T": [0, 2], "MT": [0, 2]}
-
-
 # ---- presets, and the models that they name ----
 
 
 def test_presets_cover_the_papers_sweeps():
-    assert set(PREFILL_PRESETS) == {
-        "table4", "table5", "table7", "table8", "table9", "fig6", "fig6_baselines", "fig7",
-    }  # fmt: skip
-    for build in PREFILL_PRESETS.values():
-        preset = build("cuda")
+    for preset in PREFILL_PRESETS.values():
         for hosts in preset.hosts:
-            labels = [case.label for case in preset.cases(hosts, Link(), PrefillConfig())]
+            labels = [case.label for case in cases_of(preset.kind, hosts, Link(), PrefillConfig(), on_cpu=False)]
             assert len(labels) == len(set(labels)) >= 5
-    for name, preset in DRAFT_PRESETS.items():
-        labels, configs = zip(*preset(0.3), strict=True)
-        assert len(set(labels)) == len(labels) > 1, name
-        for config in configs:
+    for name in DRAFT_PRESETS:
+        configs = configs_of(name, 0.3)
+        assert len(configs) > 1, name
+        for config in configs.values():
             require_consistent(config, PrefillConfig(on_single_host=True), HostGroup.single(), has_captioner=True)
-    amounts = {
-        label: (config.keep_tokens, config.num_draft_tokens) for label, config in DRAFT_PRESETS["std1"](0.3)
-    }
-    assert amounts["STD"] == amounts["Streaming"] == (1024, 9)  # Section 4 of the paper
+    for label in ("STD", "Streaming"):
+        config = configs_of("std1", 0.3)[label]
+        assert (config.keep_tokens, config.num_draft_tokens) == (1024, 9)  # Section 4 of the paper
+    assert configs_of("hippo1", 0.3)["HIPPO"].keep_ratio == 0.3
     # TABED's text-only context has line breaks (I.2); ParallelVLM's OnSD leaves the visual tokens out instead.
     for name in ("tabed1", "tabed2"):
-        config = dict(DRAFT_PRESETS[name](0.3))["T"]
+        config = configs_of(name, 0.3)["T"]
         assert (config.strategy, config.ensemble) == ("tabed", "T")
-    assert dict(DRAFT_PRESETS["parallelvlm1"](0.3))["OnSD"].strategy == "text_only"
+    assert configs_of("parallelvlm1", 0.3)["OnSD"].strategy == "text_only"
 
 
 @pytest.mark.thorough

@@ -84,7 +84,7 @@ def test_a_run_counts_units_of_several_tries(tmp_path):
     (run,) = read_runs([path])
     found = score(run)
     assert found.groups == {ALL: [1, 2], ("g", "a"): [1, 1], ("g", "b"): [0, 1]}
-    assert (found.incomplete, found.unscored, found.unanswered) == (1, 1, 2)
+    assert found.others == {"incomplete": 1, "unscored": 1, "unanswered": 2, "failed": 0}
 
 
 def test_a_table_says_how_many_questions_each_run_has():

@@ -1,17 +1,16 @@
-"""The RULER-shaped tasks of benchmarks/ruler.py, their scoring, and the pretrained model where it is installed."""
+"""The RULER-shaped tasks of benchmarks/ruler.py, and their scoring."""
 
 import re
 from collections import Counter
 
 import pytest
 import ruler
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoTokenizer
 
-from apbv import HostGroup, PrefillConfig, demo
+from apbv import demo
 
-from support.ruler import RULER_TASKS, make_task
-from support.ruler.needles import SMALL_TASKS
-from support.ruler.scoring import score_ruler
+from scripts import figures_of
+from support.ruler import TASKS, make_task
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +18,11 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(demo.model_path())
 
 
-def load_demo():
-    return AutoModelForImageTextToText.from_pretrained(demo.model_path(), dtype="float32").eval()
-
-
 def read_needles(context: str) -> dict[str, list[str]]:
     """Read what a context hides: all values of each key."""
     found: dict[str, list[str]] = {}
-    pattern = r"[Oo]ne of the special magic \w+s for (\S+) is: (\S+)\.|The special magic \w+ for (\S+) is (\S+)\."
-    for key, value, plain_key, plain_value in re.findall(pattern, context):
-        found.setdefault(key or plain_key, []).append(value or plain_value)
+    for key, value in re.findall(r"[Oo]ne of the special magic \w+s for (\S+) is: (\S+)\.", context):
+        found.setdefault(key, []).append(value)
     return found
 
 
@@ -54,7 +48,7 @@ def answers_by_reading(task: str, context: str, question: str) -> set[str]:
     if task == "fwe":
         words = re.findall(r"(?<= )[a-z]{6}(?= |$)", context.partition("coded words.")[2])
         return most_frequent(words, 3)
-    asked = re.search(r" for (.*?)(?: mentioned|\?)", question)[1]
+    asked = re.search(r" for (.*?) mentioned", question)[1]
     needles = read_needles(context)
     return {value for key in re.split(r", and |, ", asked) for value in needles[key]}
 
@@ -66,7 +60,7 @@ def most_frequent(words: list[str], number: int) -> set[str]:
 
 
 # The demo's tokenizer spells most words, so that a list of words needs many tokens.
-@pytest.mark.parametrize("task", [*SMALL_TASKS, *RULER_TASKS])
+@pytest.mark.parametrize("task", TASKS)
 def test_a_reader_of_the_text_finds_the_answers(tokenizer, task):
     num_tokens = 3000
     made = make_task(task, 0, num_tokens, tokenizer)
@@ -77,40 +71,24 @@ def test_a_reader_of_the_text_finds_the_answers(tokenizer, task):
     assert not any(answer in made.question + made.answer_start for answer in made.answers)
 
 
-def test_what_cannot_be_made_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="unknown task 'double'; known are single"):
-        make_task("double", 0, 1000, tokenizer)
-    for task in ("vt", "single", "cwe"):
+def test_what_does_not_fit_is_refused(tokenizer):
+    for task in ("vt", "niah_multikey_1", "cwe"):
         with pytest.raises(ValueError, match="does not fit into 100 tokens: it needs"):
             make_task(task, 0, 100, tokenizer)
 
 
-def demo_job(hosts: HostGroup, configs: list[PrefillConfig]) -> list[dict]:
-    tokenizer = AutoTokenizer.from_pretrained(demo.model_path())
-    return score_ruler(load_demo(), tokenizer, hosts, configs, "multikey4", 700, num_samples=2)
-
-
-def test_two_hosts_score_every_way_to_prefill(pool):
-    lengths = (0, 16, None)
-    configs = [PrefillConfig(passing_len=length, importance="dot") for length in lengths]
-    records, others = pool.run(2, demo_job, [*configs, PrefillConfig(method="full")])
-    assert records == others
-    assert [record["method"] for record in records] == ["apbv"] * 3 + ["full"]
-    assert [record["passing_len"] for record in records] == [0, 16, 128, None]
-    assert [record["passing_len_asked"] for record in records] == [*lengths, None]
-    assert [record["anchor_len"] for record in records] == [128] * 3 + [0]
-    for record in records:
-        assert (record["task"], record["num_tokens"], record["hosts"]) == ("multikey4", 700, 2)
-        assert 0 <= record["right"] <= record["total"] == 2
-    rows = ruler.markdown(records).splitlines()[2:]
-    assert rows[2].startswith("| multikey4 | 700 | apbv | 2 | dot | 128 | 128 (default) | ")
-    assert rows[3].startswith("| multikey4 | 700 | full | 2 | – | – | – | ")
+@pytest.mark.parametrize("passing_len", [0, 16, None])
+def test_two_hosts_score_a_way_to_prefill(tmp_path, passing_len):
+    options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2]
+    options += ["--passing-len", passing_len] if passing_len is not None else ["--method", "full"]
+    (record,), output = figures_of("ruler", tmp_path / "r.jsonl", *options, hosts=2)
+    assert (record["task"], record["num_tokens"], record["hosts"]) == ("niah_multikey_1", 700, 2)
+    assert 0 <= record["right"] <= record["total"] == 2
+    assert record["passing_len"] == passing_len and record["anchor_len"] == (None if passing_len is None else 128)
+    kind = "full | 2 | – | – | – |" if passing_len is None else f"apbv | 2 | peak | 128 | {passing_len} |"
+    assert f"| niah_multikey_1 | 700 | {kind}" in output
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):
     assert ruler.main(["--model", "demo", "--tasks", "vt", "--tokens", "64", "--samples", "1"]) == 1
     assert "does not fit into 64 tokens" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit:
-        ruler.parse_arguments(["--passing-len", "0", "some"])
-    assert exit.value.code == 2 and "'some'" in capsys.readouterr().err
-    assert ruler.parse_arguments(["--passing-len", "0", "default"]).passing_len == [0, None]

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import video
 
-from scripts import BENCHMARKS
+from scripts import schema_of
+from support.videos import comparing
+from support.videos.worker import STAGES, Job
 
 
 @pytest.fixture
@@ -19,7 +21,7 @@ def run(tmp_path):
 
     In this process, because those that scripts run in for tests may have none of their own.
     """
-    schema = json.loads((BENCHMARKS / "schemas" / "video.json").read_text())
+    schema = schema_of("video")
 
     def run(*options):
         path = tmp_path / "figures.jsonl"
@@ -33,16 +35,15 @@ def run(tmp_path):
     return run
 
 
-def test_every_way_through_the_stages(run, tmp_path, capsys):
-    options = ["--ways", "apbv", "transformers", "--pinned", "--hosts", 1, 2, "--stages", *video.STAGES]
-    status, records = run(*options, "--plot", tmp_path / "video.png")
+def test_every_way_through_the_stages(run, capsys):
+    options = ["--ways", "apbv", "transformers", "--pinned", "--hosts", 1, 2, "--stages", *STAGES]
+    status, records = run(*options)
     printed = capsys.readouterr()
     assert status == 0, printed.err
-    alone = [("frames", "apbv", 1), ("pixels", "apbv", 1), ("pixels", "transformers", 1)]
+    alone = [("frames", "apbv", 1)]
     ways = [("apbv", 1), ("apbv", 2), ("transformers", 1)]
     later = [(stage, *way) for stage in ("embeddings", "first_token") for way in ways]
     assert [(r["stage"], r["way"], r["hosts"]) for r in records] == alone + later
-    assert (tmp_path / "video.png").read_bytes().startswith(b"\x89PNG")
     assert sum(line.startswith("|") for line in printed.out.splitlines()) == 2 + len(records)
     for record in records:
         assert record["seconds"] == statistics.median(record["samples"]["seconds"])
@@ -59,16 +60,16 @@ def test_every_way_through_the_stages(run, tmp_path, capsys):
 
 
 def job_of(**settings):
-    job = video.Job(
+    job = Job(
         "frames", "apbv", clip=Path("a"), warm_up=Path("b"), reader="pyav", num_frames=4, sampling="sparse",
         hosts=2, max_pixels=1, vision_depth=1, vision_hidden=1, dtype="float32", threads=1, pinned=False,
     )  # fmt: skip
-    return video.Run(video.ClipSpec(4, 4, 1, 1, 1), replace(job, **settings))
+    return replace(job, **settings)
 
 
 def test_every_row_is_compared(tmp_path, monkeypatch):
     """Both hosts made some of 100 rows, of which 7 are compared at a time."""
-    monkeypatch.setattr(video, "_BLOCK_BYTES", 14)
+    monkeypatch.setattr(comparing, "_ROWS_AT_ONCE", 7)
     rows = np.arange(200, dtype=np.uint8).reshape(100, 2)
 
     def made(name: str, *of_hosts):
@@ -80,14 +81,14 @@ def test_every_row_is_compared(tmp_path, monkeypatch):
 
     reference = made("reference", (rows, range(100)))
     first, last = (rows[:70], range(70)), (rows[60:], range(60, 100))
-    assert video.max_difference(job_of(), made("right", first, last), reference) == 0
+    assert comparing.max_difference(job_of(), made("right", first, last), reference) == 0
     wrong = rows.copy()
     wrong[99, 1] += 3
     off = made("off", first, (wrong[60:], range(60, 100)))
-    assert video.max_difference(job_of(way="opencv"), off, reference) == 3
+    assert comparing.max_difference(job_of(way="opencv"), off, reference) == 3
     of_tower = job_of(stage="embeddings", way="transformers")
-    assert video.max_difference(of_tower, off, reference) == pytest.approx(3 / 199)
-    assert video.max_difference(job_of(stage="first_token"), off, reference) is None
+    assert comparing.max_difference(of_tower, off, reference) == pytest.approx(3 / 199)
+    assert comparing.max_difference(job_of(stage="first_token"), off, reference) is None
     for of_hosts, message, stage in (
         ([first, (wrong[60:], range(60, 100))], "differ by 3", "frames"),
         ([(rows * np.nan, range(100)), last], "differ by nan", "embeddings"),
@@ -95,4 +96,4 @@ def test_every_row_is_compared(tmp_path, monkeypatch):
         ([(rows[:, :1], range(100)), last], "other shapes", "frames"),
     ):
         with pytest.raises(AssertionError, match=message):
-            video.max_difference(job_of(stage=stage), made("wrong", *of_hosts), reference)
+            comparing.max_difference(job_of(stage=stage), made("wrong", *of_hosts), reference)

@@ -35,9 +35,9 @@ OUTSIDE = ("kernel", "triton", "replay", "collective", "wait", "to_gpu", "to_hos
 
 def model_of(layers: int, gpu: Machine):
     """Qwen2.5-VL-7B's language model with so many layers, in fp16, without numbers."""
-    vision = {"vision_depth": 1, "vision_hidden": 64, "vision_heads": 1}
-    sizes = {"hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
-    return to_gpu(build_model(qwen_vl_config(layers=layers, **sizes, **vision), torch.float16, "meta"), gpu)
+    vision = (1, 64, 1)
+    sizes = (layers, 3584, 18944, 28, 4)
+    return to_gpu(build_model(qwen_vl_config(*sizes, vocab=152064, vision=vision), torch.float16, "meta"), gpu)
 
 
 class Echo:

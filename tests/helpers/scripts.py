@@ -122,10 +122,15 @@ def figures_of(name: str, path: Path, *options, hosts: int = 1) -> tuple[list[di
 def valid_records(name: str, path: Path) -> list[dict]:
     """The records of a file, each checked against its benchmark's schema."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    schema = json.loads((BENCHMARKS / "schemas" / f"{name}.json").read_text())
     for record in records:
-        jsonschema.validate(record, schema)
+        jsonschema.validate(record, schema_of(name))
     return records
+
+
+def schema_of(name: str) -> dict:
+    """The schema of a benchmark's records."""
+    schemas = json.loads((BENCHMARKS / "schemas" / "benchmarks.json").read_text())
+    return {**schemas, "$ref": f"#/$defs/{name}"}
 
 
 def assert_one_line_error(name: str, options: list, message: str, capsys) -> None:

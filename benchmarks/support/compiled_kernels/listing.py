@@ -4,28 +4,13 @@ import ast
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import networkx
 from triton import knobs
 from triton.compiler import CompiledKernel
 
-_KINDS = {
-    "asynchronous copy": ("LDGSTS", "UTMALDG", "UBLKCP"),
-    "MUFU": ("MUFU",),
-    "fp32": ("FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "FSETP", "FSET", "FCHK"),
-    # With predicates and moves; U... are of the uniform datapath, V... of newer GPUs.
-    "integer": (
-        *("IADD", "IMAD", "IABS", "IMNMX", "ISETP", "ISCADD", "LEA", "LOP", "PLOP", "SHF", "SHL", "SHR", "SEL"),
-        *("MOV", "PRMT", "SGXT", "BMSK", "POPC", "FLO", "VIADD", "VIMNMX", "VIADDMNMX", "R2P", "P2R"),
-        *("R2UR", "VOTE", "CS2R", "S2R", "S2UR"),
-    ),
-}
-_KIND = {name: kind for kind, names in _KINDS.items() for name in names}
-KINDS = ("tensor core", *_KINDS, "other")
 _LOCAL = ("LDL", "STL")  # to and from local memory: what spills
 _ENDS = ("EXIT", "RET", "BRA", "JMP", "KILL")
 
@@ -49,13 +34,8 @@ class Instruction:
     line: int | None
 
     @property
-    def kind(self) -> str:
-        """Return one of ``KINDS``."""
-        name = self.name.split(".")[0]
-        if name.endswith("MMA"):
-            return "tensor core"
-        name = name.rstrip("0123456789") if name not in _KIND else name  # IADD3, FMNMX3, LOP3
-        return _KIND.get(name) or _KIND.get(name.removeprefix("U"), "other")
+    def is_tensor_core(self) -> bool:
+        return self.name.split(".")[0].endswith("MMA")
 
 
 @dataclass(frozen=True)
@@ -69,12 +49,6 @@ class Loop:
     instructions: tuple[Instruction, ...]
 
     @property
-    def kinds(self) -> dict[str, int]:
-        """Count the instructions of one round, by kind."""
-        counted = Counter(each.kind for each in self.instructions)
-        return {kind: counted[kind] for kind in KINDS}
-
-    @property
     def spills(self) -> int:
         """Count the instructions that move what does not fit into registers."""
         return sum(each.name.startswith(_LOCAL) for each in self.instructions)
@@ -85,13 +59,10 @@ class Loop:
         Args:
             source: of the file in which the kernel is defined.
         """
-        lines = Counter(each.line for each in self.instructions if each.line is not None)
+        lines = [each.line for each in self.instructions if each.line is not None]
         loops = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For)]
-        inside = {
-            node: sum(n for line, n in lines.items() if node.lineno <= line <= node.end_lineno) for node in loops
-        }
-        inside = {node: count for node, count in inside.items() if 2 * count > lines.total()}
-        return max((node.lineno for node in inside), default=None)
+        spans = [range(node.lineno, node.end_lineno + 1) for node in loops]
+        return max((s.start for s in spans if 2 * sum(line in s for line in lines) > len(lines)), default=None)
 
 
 def used_memory(kernel: CompiledKernel) -> dict[str, int]:
@@ -173,7 +144,7 @@ def inner_loops(found: list[Loop]) -> list[Loop]:
 
     What only waits is left out.
     """
-    for work in (lambda each: each.kind == "tensor core", lambda each: each.name.startswith(("LDG.", "LDS"))):
+    for work in (lambda each: each.is_tensor_core, lambda each: each.name.startswith(("LDG.", "LDS"))):
         working = [loop for loop in found if any(map(work, loop.instructions))]
         if working:
             places = {loop: {each.place for each in loop.instructions} for loop in working}
@@ -191,8 +162,3 @@ def _dominates(dominators: dict[int, int | None], head: int, node: int) -> bool:
     while node not in (head, 0):
         node = dominators[node]
     return node == head
-
-
-def kernel_source(kernel: CompiledKernel) -> Path:
-    """Return the file in which a kernel is defined."""
-    return Path(kernel.src.fn.fn.__code__.co_filename)

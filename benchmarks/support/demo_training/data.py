@@ -1,6 +1,7 @@
 """Draws training data: shots from real H.264 files, joined to clips and packed with questions."""
 
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 
 import numpy as np
@@ -27,6 +28,7 @@ USUAL_STRIDE_SHARE = 0.6
 # Weights of labels within a task; all other words of an answer count 1.
 KEY_WEIGHT = 2.0  # of an answer's first token, predicted at the question's last word
 TEMPLATE_WEIGHT = 0.3  # of the same token, predicted at the chat template's tokens behind that word
+_FILLS = {"segments": -1, "labels": -100, "weights": 0, "tasks": -1}  # of rows that are shorter than others
 EASY_WEIGHT = 0.1  # of the end of an answer and of the words for scenes, which are soon trivial
 
 
@@ -39,17 +41,12 @@ class ShotPool:
         seed: seed of the pool; shots come from the train split only.
         size: number of shots, rounded down to whole files; 1,024 at least, or some needle might be missing.
         grid: visual tokens per side of a frame.
-
-    Raises:
-        ValueError: `size` is less than 1,024.
     """
 
     SHOTS_PER_FILE = 64
     _NEEDLE_SHARE = 0.4
 
     def __init__(self, seed: int, size: int, grid: int) -> None:
-        if size < 1024:
-            raise ValueError(f"a pool needs at least 1024 shots, not {size}")
         self.grid = grid
         self.rng = np.random.default_rng([seed, grid, 1])
         self.next_file = seed * 1_000_000
@@ -228,7 +225,7 @@ class BatchMaker:
         words = {word for scene in clips.SCENES for word in scene.split()}
         forms = [form.format(word) for word in words for form in ("{}", " {}", "{},", " {},")]
         self.easy_ids = {token for form in forms for token in self.tokenizer(form).input_ids}
-        self._prompts: dict[tuple[str, str | None], tuple[list[int], list[int]]] = {}
+        self.prompt = cache(self.prompt)
         video = self.processor.video_processor
         per_channel = torch.tensor([video.image_mean, video.image_std]).repeat_interleave(PATCH_VALUES // 3, dim=1)
         self.mean, self.std = per_channel * 255
@@ -243,11 +240,6 @@ class BatchMaker:
 
     def prompt(self, question: str, system: str | None) -> tuple[list[int], list[int]]:
         """Return the token ids before the video's placeholder, and those from <|vision_end|> to the answer."""
-        if (question, system) not in self._prompts:
-            self._prompts[question, system] = self._tokenize_prompt(question, system)
-        return self._prompts[question, system]
-
-    def _tokenize_prompt(self, question: str, system: str | None) -> tuple[list[int], list[int]]:
         content = [{"type": "video"}, {"type": "text", "text": question}]
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": content})
@@ -268,7 +260,10 @@ class BatchMaker:
             rows.append(self.row(clip, times, system, self._choose(clip, describe=usual)))
         behind = _round_up(max(len(row.labels) for row in rows), 32)
         before = len(rows[0].ids) - len(rows[0].labels)
-        segments = _stack([row.segments for row in rows], behind, -1)
+        packed = {
+            name: _stack([getattr(row, name) for row in rows], behind, fill) for name, fill in _FILLS.items()
+        }
+        segments = packed.pop("segments")
         same = segments[:, None, :] == segments[:, :, None]
         own = same & torch.ones(behind, behind, dtype=torch.bool).tril()
         visible = torch.cat([torch.ones(num_clips, behind, before, dtype=torch.bool), own], dim=-1)
@@ -280,9 +275,7 @@ class BatchMaker:
             input_ids=_stack([row.ids for row in rows], before + behind, self.tokenizer.pad_token_id),
             positions=_stack([row.positions for row in rows], before + behind, 0).transpose(0, 1),
             mask=torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[:, None],
-            labels=_stack([row.labels for row in rows], behind, -100),
-            weights=_stack([row.weights for row in rows], behind, 0),
-            tasks=_stack([row.tasks for row in rows], behind, -1),
+            **packed,
             first_visual=before - num_shots * grid**2,
         )
 
@@ -347,37 +340,27 @@ class BatchMaker:
         # Text goes on where the video's rows and columns end, as in the model's get_rope_index.
         text_begins = len(before) + clip.grid
         ids = [*before, *[self.video_token] * (num_shots * per_shot)]
-        segments: list[int] = []
-        labels: list[int] = []
-        weights: list[float] = []
-        tasks: list[int] = []
+        packed: dict[str, list] = {name: [] for name in _FILLS}
         for number, (task, question, answer) in enumerate(asked, start=1):
             prompt = self.prompt(question, system)[1]
             answer_ids = self.tokenizer(answer).input_ids
             answer_weights = [EASY_WEIGHT if token in self.easy_ids else 1.0 for token in answer_ids]
             if not answer.endswith(","):
-                answer_ids, answer_weights = (
-                    [*answer_ids, self.tokenizer.eos_token_id],
-                    [*answer_weights, EASY_WEIGHT],
-                )
+                answer_ids.append(self.tokenizer.eos_token_id)
+                answer_weights.append(EASY_WEIGHT)
             # The answer's first token is the target from the question's last word to the prompt's last token.
             question_end = len(self.tokenizer(question).input_ids)  # <|vision_end|> comes before it
             early = len(prompt) - 1 - question_end
             segment = prompt + answer_ids[:-1]
             ids += segment
-            segments += [number] * len(segment)
-            labels += [-100] * question_end + [answer_ids[0]] * early + answer_ids
-            weights += [0.0] * question_end + [KEY_WEIGHT] + [TEMPLATE_WEIGHT] * (early - 1) + answer_weights
-            tasks += [-1] * question_end + [clips.TASKS.index(task)] * (early + len(answer_ids))
+            packed["segments"] += [number] * len(segment)
+            packed["labels"] += [-100] * question_end + [answer_ids[0]] * early + answer_ids
+            early_weights = [KEY_WEIGHT] + [TEMPLATE_WEIGHT] * (early - 1)
+            packed["weights"] += [0.0] * question_end + early_weights + answer_weights
+            packed["tasks"] += [-1] * question_end + [clips.TASKS.index(task)] * (early + len(answer_ids))
             positions.append((torch.arange(len(segment)) + text_begins).expand(3, -1))
-        return Row(
-            ids=torch.tensor(ids),
-            positions=torch.cat(positions, dim=1),
-            segments=torch.tensor(segments),
-            labels=torch.tensor(labels),
-            weights=torch.tensor(weights),
-            tasks=torch.tensor(tasks),
-        )
+        columns = {name: torch.tensor(values) for name, values in packed.items()}
+        return Row(ids=torch.tensor(ids), positions=torch.cat(positions, dim=1), **columns)
 
 
 def _stack(values: list[torch.Tensor], length: int, fill: int) -> torch.Tensor:

@@ -33,8 +33,8 @@ from tqdm import tqdm
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from .. import clips
+from ..records import plot
 from .architecture import build_model, save_checkpoint
-from .curves import plot_curves
 from .data import COLOUR_IDS, KEY_WEIGHT, LETTER_IDS, Batch, BatchMaker
 from .processor import build_processor
 from .vision import ATTENTION, FrozenVision, answer_logits, encode_shots
@@ -233,7 +233,11 @@ class Trainer:
         unfinished.replace(self.out / "state.pt")
         save_checkpoint(self.model, self.processor, self.out / "model")
         (self.out / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.history))
-        plot_curves(self.history, self.out / "curves.png")
+        curves: dict[str, list] = {}
+        for row in self.history:
+            for name in row.keys() & {*clips.TASKS, "describe, pruned"}:
+                curves.setdefault(name, []).append((row["minutes"], row[name]))
+        plot(self.out / "curves.png", {"minutes": curves}, "right answer tokens, running mean")
 
     def resume(self) -> None:
         """Restore the state in the output folder."""

@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from transformers import PreTrainedModel
+
 from apbv import Engine, HostGroup, ReuseConfig
 from apbv.config import REUSE_MODES, DecodeConfig
 from apbv.hosts import run_on_hosts
@@ -24,15 +29,16 @@ from apbv.launch.options import (
 )
 from apbv.stats import append_json_lines, provenance
 
-from ..arguments import add_plot_option
+from ..arguments import COUNT, add_shared
+from ..exams import run_on
 from .answers import choose_option
-from .prompting import LETTERED, OPEN, fill, request_of, require_template, shows_options
+from .prompting import LETTERED, OPEN, fill, request_of
 from .results import ResultsFile, Run, digest_of, read_runs
-from .running import Asking, answer_all, units_of
+from .running import answer_all, figures_of, judged, units_of
 from .samples import Parse, Sample, file_sizes, in_order_of_files, missing_files, require_distinct, shard
 from .samples import digest_of as digest_of_samples
-from .scoring import Score, markdown, plot, score, summary
-from support.simulated import share_weights, simulate
+from .scoring import Score, markdown, score, summary
+from support.simulated import share_weights
 
 # Options of an engine on which no answer depends.
 _WITHOUT_EFFECT = {"threads", "video_chunk_mib", "video_backend", "cuda_graphs", "backend"}
@@ -46,7 +52,8 @@ class Benchmark:
     Attributes:
         name: its name, in the results.
         description: one line for ``--help``.
-        add_options: adds options of its own, by which :attr:`read` finds the files.
+        files: what the options of its own name, by which :attr:`read` finds the files; of those in ``needs`` each
+            must be given.
         read: returns its samples; raises ValueError where a file is wrong.
         template: the prompt of a question with options; see :func:`evaluation.prompting.fill`.
         parse: the benchmark's own rule of which option an answer names.
@@ -55,11 +62,13 @@ class Benchmark:
             the template, the options and the engine.
         guess: see :class:`evaluation.running.Asking`.
         overall: the benchmark's own figure of a score, where that is not the share of all right answers.
+        subtitles: the choices of ``--subtitles``, the first being the default, where that is no path.
     """
 
     name: str
     description: str
-    add_options: Callable[[argparse.ArgumentParser], None]
+    files: Mapping[str, str]
+    needs: str
     read: Callable[[argparse.Namespace], list[Sample]]
     template: str = LETTERED
     parse: Parse = choose_option
@@ -69,56 +78,41 @@ class Benchmark:
     )
     guess: Callable[[Sample], int] | None = None
     overall: Callable[[Score], float | None] = lambda score: None
+    subtitles: tuple[str, ...] = ()
 
     def parse_arguments(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Read and check the options, which ends the process where one is wrong."""
         parser = OptionParser(description=self.description)
         parser.add_argument("--model", help='"demo", a directory, or a hub id')
-        self.add_options(parser)
+        for name, told in self.files.items():
+            parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=told)
+        if self.subtitles:
+            told = "where they are in the prompt (default: interleaved with frames, as images)"
+            parser.add_argument("--subtitles", choices=self.subtitles, default=self.subtitles[0], help=told)
         parser.add_argument("--template", type=_template, help="the prompt, with {question} and {options} in it")
         rule = "any usual form" if self.parse is choose_option else "the benchmark's official rule"
-        parser.add_argument(
-            "--parse",
-            choices=("own", "any"),
-            default="own",
-            help=f"how a letter is found in an answer: own, {rule} (default); any, every usual form",
-        )
-        parser.add_argument(
-            "--max-new-tokens", type=int, default=self.max_new_tokens, help="of an answer, at most"
-        )
-        parser.add_argument(
-            "--reuse",
-            choices=("off", *REUSE_MODES),
-            default="exact",
-            help="what further questions about the same video reuse (default %(default)s, the embeddings)",
-        )
-        parser.add_argument("--hosts", type=int, help="simulate so many hosts; not under torchrun")
+        found = f"how a letter is found in an answer: own, {rule} (default); any, every usual form"
+        parser.add_argument("--parse", choices=("own", "any"), default="own", help=found)
+        parser.add_argument("--max-new-tokens", type=COUNT, default=self.max_new_tokens, help="of an answer")
+        reused = "what further questions about the same video reuse (default exact, the embeddings)"
+        parser.add_argument("--reuse", choices=("off", *REUSE_MODES), default="exact", help=reused)
+        parser.add_argument("--hosts", type=COUNT, help="simulate so many hosts; not under torchrun")
         run = parser.add_argument_group("the run")
-        run.add_argument("--limit", type=int, help="ask only so many of the questions, the first")
+        run.add_argument("--limit", type=COUNT, help="ask only so many of the questions, the first")
         run.add_argument("--shard", type=_shard, metavar="I/N", help="ask the I-th of N parts of the questions")
-        run.add_argument(
-            "--results",
-            type=Path,
-            metavar="FILE",
-            help="keep the answers here (default: in results/, by settings)",
-        )
-        run.add_argument(
-            "--allow-missing", action="store_true", help="questions whose files are missing just fail"
-        )
-        run.add_argument("--json", type=Path, metavar="FILE", help="append the score as one JSON line")
-        add_plot_option(run)
-        run.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="only score files of results")
+        kept = "keep the answers here (default: in results/, by settings)"
+        run.add_argument("--results", type=Path, metavar="FILE", help=kept)
+        run.add_argument("--allow-missing", action="store_true", help="questions without their files just fail")
+        add_shared(run, "json", "table")
         add_prefill_options(parser)
         add_draft_options(parser)
         add_host_options(parser)
         parser.set_defaults(temperature=0.0, top_p=1.0)
         options = parser.parse_args(arguments)
         if options.table is None:
-            if options.model is None:
-                parser.error("--model is required")
-            for name in ("hosts", "limit"):
-                if getattr(options, name) is not None and getattr(options, name) < 1:
-                    parser.error(f"--{name} must be at least 1")
+            for name in ("model", self.needs):
+                if getattr(options, name) is None:
+                    parser.error(f"--{name} is required")
             if (options.hosts or 1) > 1 and (options.draft_host or options.tensor_parallel > 1):
                 parser.error("--draft-host and --tensor-parallel need real hosts: start them with torchrun")
         check(parser, options)
@@ -162,12 +156,12 @@ class Benchmark:
                 if hosts.is_leader:
                     file = ResultsFile(options.results or _default_file(self.name, settings, options), settings)
                     sys.stderr.write(f"results: {file.path}, with {len(file.answered)} answers so far\n")
-            known = None if file is None else json.dumps(_known(part, file.answered)).encode()
-            known = set(json.loads(hosts.broadcast_bytes(known)))
+            answered = {} if file is None else file.answered  # about files as large as those that are there now
+            sizes = {key: record.get("file_sizes") for key, record in answered.items()}
+            known = [sample.key for sample in part if sizes.get(sample.key, ()) == file_sizes(sample)]
+            known = set(json.loads(hosts.broadcast_bytes(json.dumps(known).encode())))
             todo = [sample for sample in part if sample.key not in known]
-            run = Run(
-                settings, {} if file is None else {s.key: file.answered[s.key] for s in part if s.key in known}
-            )
+            run = Run(settings, {key: record for key, record in answered.items() if key in known})
 
             def keep(record: dict) -> None:
                 run.records[record["key"]] = record
@@ -195,8 +189,6 @@ class Benchmark:
             stamp = {"benchmark": self.name}
             lines = [{**stamp, **summary(*each), **provenance()} for each in zip(runs, scores, strict=True)]
             append_json_lines(options.json, lines)
-        if options.plot:
-            plot(runs, scores, options.plot)
 
     def _samples(self, options: argparse.Namespace) -> list[Sample]:
         samples = self.read(options)[: options.limit]
@@ -246,48 +238,30 @@ class Benchmark:
         template = options.template or self.template
         limits = {"max_new_tokens": options.max_new_tokens, "num_frames": options.frames, "fps": options.fps}
 
-        def request(sample: Sample, engine: Engine) -> Mapping[str, Any]:
-            own = template if sample.options or options.template else OPEN
-            return self.request(sample, own, options, engine)
-
         parse = self.parse if options.parse == "own" else choose_option
-        asking = Asking(request, parse if shows_options(template) else None, limits, self.guess)
 
         def job(engine: Engine, hosts: HostGroup) -> None:
-            answer_all(engine, hosts, asking, todo, keep, units, num_done)
+            def ask(sample: Sample, engine: Engine) -> dict:
+                with hosts.local_stage("reading the question"):
+                    own = template if sample.options or options.template else OPEN
+                    request = self.request(sample, own, options, engine)
+                answer = engine.generate(**request, **limits)
+                said = judged(sample, answer.text, parse if "{options}" in template else None, self.guess)
+                return said | {"figures": figures_of(answer)}
+
+            answer_all(engine, hosts, ask, todo, keep, units, num_done)
+
+        def simulated(host: HostGroup, model: PreTrainedModel) -> None:
+            config, draft = engine.prefill_config, engine.draft_model and share_weights(engine.draft_model)
+            captioner = load_function(options.captioner) if options.captioner else None
+            drafting = (engine.speculative_config, draft, captioner)
+            decode = DecodeConfig(cuda_graphs=options.cuda_graphs)
+            job(Engine(model, engine.processor, host, config, engine.name, *drafting, reuse, decode), host)
 
         if num_hosts == hosts.size:
             job(engine, hosts)
-            return
-        # Copied before the threads start, so that each of them works on its own models.
-        drafts = [engine.draft_model and share_weights(engine.draft_model) for _ in range(num_hosts)]
-        models = [share_weights(engine.model) for _ in range(num_hosts)]
-
-        def on_host(host: HostGroup) -> None:
-            own = Engine(
-                models[host.rank],
-                engine.processor,
-                host,
-                engine.prefill_config,
-                engine.name,
-                engine.speculative_config,
-                drafts[host.rank],
-                load_function(options.captioner) if options.captioner else None,
-                reuse,
-                DecodeConfig(cuda_graphs=options.cuda_graphs),
-            )
-            job(own, host)
-
-        simulate(num_hosts, on_host, device=hosts.device)
-
-
-def _known(samples: Sequence[Sample], answered: Mapping[str, dict]) -> list[str]:
-    """Return the keys of samples that are answered, about files as large as those that are there now."""
-    return [
-        sample.key
-        for sample in samples
-        if sample.key in answered and answered[sample.key].get("file_sizes") == file_sizes(sample)
-    ]
+        else:
+            run_on(num_hosts, hosts, engine.model, simulated)
 
 
 def _default_file(name: str, settings: Mapping[str, Any], options: argparse.Namespace) -> Path:
@@ -297,10 +271,9 @@ def _default_file(name: str, settings: Mapping[str, Any], options: argparse.Name
 
 
 def _template(text: str) -> str:
-    try:
-        return require_template(text.replace("\\n", "\n"))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--template ")) from None
+    if "{question}" not in text:
+        raise argparse.ArgumentTypeError("must contain {question}, and may contain {options}")
+    return text.replace("\\n", "\n")
 
 
 def _shard(text: str) -> tuple[int, int]:

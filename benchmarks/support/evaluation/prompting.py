@@ -22,18 +22,6 @@ def fill(template: str, sample: Sample, subtitles: str = "") -> str:
     return _FIELD.sub(lambda found: values[found[1]], template)
 
 
-def shows_options(template: str) -> bool:
-    """Return whether a template shows the options, so that an answer may name a letter."""
-    return "{options}" in template
-
-
-def require_template(template: str) -> str:
-    """Return a template, or raise ValueError where it leaves the question out."""
-    if "{question}" not in template:
-        raise ValueError("--template must contain {question}, and may contain {options}")
-    return template
-
-
 def request_of(sample: Sample, prompt: str) -> Mapping[str, Any]:
     """Return a question with its files, as arguments of :meth:`apbv.Engine.generate`."""
     files = {"video": sample.videos, "images": sample.images, "audio": sample.audio}

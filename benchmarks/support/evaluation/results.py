@@ -56,37 +56,30 @@ class ResultsFile:
             _lock(self._file, path)
             self.answered = self._read(settings)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def _read(self, settings: Mapping[str, Any]) -> dict[str, dict]:
         self._file.seek(0)
         text = self._file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        answered = {}
-        if whole:
-            runs = read_runs([self.path])
-            for run in runs:
-                _require_same(run.settings, settings, self.path)
-            answered = {key: record for key, record in runs[0].records.items() if "error" not in record}
-        elif text and not text.startswith(b'{"settings":'):
+        length = text.rfind(b"\n") + 1  # of whole lines
+        if not length and text and not text.startswith(b'{"settings":'):
             raise ValueError(f"{self.path} holds no results; take another file")
-        self._file.truncate(len(whole))
-        if not whole:
-            self._write({"settings": settings})
-        return answered
+        runs = read_runs([self.path])
+        for run in runs:
+            _require_same(run.settings, settings, self.path)
+        self._file.truncate(length)
+        if not length:
+            self.add({"settings": settings})
+        return {key: record for run in runs for key, record in run.records.items() if "error" not in record}
 
-    def add(self, record: dict) -> None:
+    def add(self, record: Mapping) -> None:
         """Write an answer; it is in the file when this returns."""
-        self._write(record)
+        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
-
-    def _write(self, value: Mapping) -> None:
-        self._file.write(json.dumps(value, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

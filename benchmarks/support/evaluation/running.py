@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -17,29 +16,10 @@ from .samples import LETTERS, Parse, Sample, file_sizes
 _FIGURES = ("method", "hosts", "num_input_tokens", "num_video_tokens", "ttft_ms", "total_ms", "reused")
 
 
-@dataclass(frozen=True)
-class Asking:
-    """Says how samples are asked, and answers judged.
-
-    Attributes:
-        request: returns a sample's prompt and files as arguments of :meth:`apbv.Engine.generate`; called on every
-            host with the sample and the engine.
-        parse: reads which option an answer names; None: the prompts do not show the options, so that an answer
-            names one by its text.
-        limits: further arguments of :meth:`apbv.Engine.generate`, the same for all samples.
-        guess: chooses an option where an answer names none; None: such an answer is wrong.
-    """
-
-    request: Callable[[Sample, Engine], Mapping[str, Any]]
-    parse: Parse | None
-    limits: Mapping[str, Any]
-    guess: Callable[[Sample], int] | None = None
-
-
 def answer_all(
     engine: Engine,
     hosts: HostGroup,
-    asking: Asking,
+    ask: Callable[[Sample, Engine], dict],
     samples: Sequence[Sample],
     keep: Callable[[dict], None],
     units: Mapping[str, int],
@@ -51,6 +31,7 @@ def answer_all(
 
     Args:
         hosts: all hosts, a draft host included.
+        ask: asks the engine, and returns what is recorded of the answer; called on every host.
         keep: called on the leader with each record.
         units: how many samples each unit has.
         num_done: how many were answered before, for the progress bar.
@@ -66,17 +47,13 @@ def answer_all(
         for sample in samples:
             record = _record_of(sample, units)
             try:
-                with hosts.local_stage("reading the question"):
-                    request = asking.request(sample, engine)
-                answer = engine.generate(**request, **asking.limits)
+                record |= ask(sample, engine)
+                counts["right"] += bool(record["right"])
             except (ValueError, HostError) as error:
                 if hosts.is_broken or engine.hosts.is_broken:
                     raise
                 record["error"] = str(error)
                 counts["failed"] += 1
-            else:
-                record |= judged(sample, answer.text, asking) | {"figures": figures_of(answer)}
-                counts["right"] += bool(record["right"])
             bar.update()
             bar.set_postfix(counts)
             if hosts.is_leader:
@@ -102,18 +79,25 @@ def units_of(samples: Sequence[Sample]) -> dict[str, int]:
     return {**counts, **{sample.unit: sample.unit_size for sample in samples if sample.unit_size is not None}}
 
 
-def judged(sample: Sample, text: str, asking: Asking) -> dict:
+def judged(
+    sample: Sample, text: str, parse: Parse | None, guess: Callable[[Sample], int] | None = None
+) -> dict[str, Any]:
     """Return an answer with the letter of the option that it names, and whether it is right.
 
     Both are None where there is nothing to say: an open question has no letters, a right answer may be unknown.
+
+    Args:
+        parse: reads which option an answer names; None: the prompt does not show the options, so that an answer
+            names one by its text.
+        guess: chooses an option where an answer names none; None: such an answer is wrong.
     """
     if not sample.options:
         right = None if sample.answer is None else same_answer(text, sample.answer)
         return {"text": text, "choice": None, "right": right}
-    choice = (asking.parse or option_in)(text, sample.options)
+    choice = (parse or option_in)(text, sample.options)
     found = {"text": text, "choice": None if choice is None else LETTERS[choice]}
-    if choice is None and asking.guess is not None:
-        choice = asking.guess(sample)
+    if choice is None and guess is not None:
+        choice = guess(sample)
         found["guess"] = LETTERS[choice]
     return found | {"right": None if sample.answer is None else choice == sample.answer}
 

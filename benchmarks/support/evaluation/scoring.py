@@ -1,16 +1,15 @@
 """Scores runs: shares of right answers with intervals, by kind of question."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from ..plots import import_pyplot, legend_above, save
+from ..records import markdown_table
 from ..summaries import percent_cell, wilson
 from .results import Run, digest_of
-from support.tables import markdown_table
 
 ALL = ("all", "")
+OTHERS = ("unanswered", "failed", "incomplete", "unscored")
 
 
 @dataclass
@@ -19,18 +18,14 @@ class Score:
 
     Attributes:
         groups: right answers and questions, by (dimension, value); :data:`ALL` comes first.
-        unanswered: answers that name no option; they count as wrong.
-        failed: questions that could not be asked; they are in no count.
-        incomplete: questions of which tries are missing; they are in no count.
-        unscored: answers to questions whose right answer is not known.
+        others: by name, ``unanswered``: answers that name no option, which count as wrong; and in no count:
+            ``failed``: questions that could not be asked; ``incomplete``: those of which tries are missing;
+            ``unscored``: those whose right answer is not known.
         overall: a benchmark's own figure, where that is not the share of all; None: there is none.
     """
 
     groups: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    unanswered: int = 0
-    failed: int = 0
-    incomplete: int = 0
-    unscored: int = 0
+    others: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OTHERS, 0))
     overall: float | None = None
 
 
@@ -43,15 +38,15 @@ def score(run: Run, overall: Callable[[Score], float | None] = lambda score: Non
     found, units = Score({ALL: [0, 0]}), {}
     for record in run.records.values():
         if "error" in record:
-            found.failed += 1
+            found.others["failed"] += 1
         elif record["right"] is None:
-            found.unscored += 1
+            found.others["unscored"] += 1
         else:
             units.setdefault(record["unit"], []).append(record)
-            found.unanswered += record["choice"] is None and record["is_choice"]
+            found.others["unanswered"] += record["choice"] is None and record["is_choice"]
     for tries in units.values():
         if len(tries) < tries[0]["unit_size"]:
-            found.incomplete += 1
+            found.others["incomplete"] += 1
             continue
         right = all(record["right"] for record in tries)
         for group in (ALL, *tries[0]["groups"].items()):
@@ -78,10 +73,7 @@ def summary(run: Run, score: Score) -> dict:
         "settings": dict(run.settings),
         **_counted(*score.groups[ALL]),
         "overall": score.overall,
-        "unanswered": score.unanswered,
-        "failed": score.failed,
-        "incomplete": score.incomplete,
-        "unscored": score.unscored,
+        **score.others,
         "groups": groups,
         "medians": figures,
     }
@@ -126,8 +118,8 @@ def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
     if any(score.overall is not None for score in scores):
         shares = ["" if score.overall is None else f"{100 * score.overall:.1f}" for score in scores]
         rows.insert(1, ["overall, by the benchmark's rule", *shares, ""])
-    for name in ("unanswered", "failed", "incomplete", "unscored"):
-        if any(numbers := [getattr(score, name) for score in scores]):
+    for name in OTHERS:
+        if any(numbers := [score.others[name] for score in scores]):
             rows.append([f"({name})", *numbers, ""])
     medians = [summary(run, score)["medians"] for run, score in zip(runs, scores, strict=True)]
     shown = {"num_input_tokens": "tokens (median)", "ttft_ms": "ms to first token", "total_ms": "ms"}
@@ -135,46 +127,3 @@ def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
         if all(name in each for each in medians):
             rows.append([title, *(f"{each[name]:.0f}" for each in medians), ""])
     return markdown_table(header, rows, align="---")
-
-
-def plot(runs: Sequence[Run], scores: Sequence[Score], path: Path) -> None:
-    """Draw each run's shares of right answers by kind of question, with 95 % intervals."""
-    pyplot = import_pyplot()
-    groups = [ALL, *sorted({group for score in scores for group in score.groups} - {ALL})]
-    figure, axes = pyplot.subplots(figsize=(6, 1 + 0.25 * len(groups) * (1 + len(runs)) / 2))
-    height = 0.8 / len(runs)
-    for index, (label, score) in enumerate(zip(labels_of(runs), scores, strict=True)):
-        places, shares, spreads = [], [], ([], [])
-        for place, group in enumerate(groups):
-            right, total = score.groups.get(group, (0, 0))
-            if not total:
-                continue
-            low, high = wilson(right, total)
-            places.append(place + (index - (len(runs) - 1) / 2) * height)
-            shares.append(100 * right / total)
-            spreads[0].append(100 * (right / total - low))
-            spreads[1].append(100 * (high - right / total))
-        # An interval of few answers may end a rounding error beside the share itself.
-        spreads = [[max(0.0, value) for value in side] for side in spreads]
-        axes.barh(places, shares, height, xerr=spreads, label=label, error_kw={"elinewidth": 0.8, "capsize": 2})
-    axes.set_yticks(range(len(groups)), [": ".join(filter(None, group)) for group in groups])
-    axes.invert_yaxis()
-    axes.set(xlim=(0, 100), xlabel="right answers (%), with 95 % intervals")
-    if len(runs) > 1:
-        legend_above(axes)
-    save(figure, path)
-
-
-def mean_by(score: Score, dimension: str, parts: Mapping[str, Sequence[str]]) -> float | None:
-    """Return the mean over parts of the mean share of each part's values, of those that were asked.
-
-    Args:
-        dimension: the dimension of the values.
-        parts: the values of each part.
-    """
-    means = []
-    for values in parts.values():
-        counts = [score.groups[dimension, value] for value in values if (dimension, value) in score.groups]
-        if counts:
-            means.append(statistics.fmean(right / total for right, total in counts))
-    return statistics.fmean(means) if means else None

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from apbv.kernels import reference, segmented_attention, verify_attention
-from apbv.kernels.backends import choose
 from apbv.kernels.library_attention import choose_attention
 
 from .case import ATTENTION_TOLERANCE, Case, Draw, Outputs, Piece, Sizes, group_of, local_kv
@@ -159,7 +158,6 @@ def verify(s: Sizes, queries: int, kept: bool = False, tree: bool = False) -> Ca
         run,
         exact,
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
-        lambda ops, backend: choose(backend, ops[0]),
     )
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from apbv.kernels.backends import choose
+
 Outputs = tuple[Tensor, ...]
 # A function that picks a part of an operator's outputs, and the exact result of this part.
 Piece = tuple[Callable[[Outputs], Outputs], Outputs]
@@ -107,8 +109,8 @@ class Case:
     make: Callable[[Draw], tuple]
     run: Callable[[tuple, str], Outputs]
     exact: Callable[[tuple], Iterator[Piece]]
-    tolerance: Callable[[torch.dtype], tuple[float, ...]]
-    chosen: Callable[[tuple, str], str]
+    tolerance: Callable[[torch.dtype], tuple[float, ...]] = lambda dtype: (FP32_TOLERANCE[dtype],)
+    chosen: Callable[[tuple, str], str] = lambda ops, backend: choose(backend, ops[0])
     is_segmented: bool = False
     rows_alone: int = 0
 

@@ -165,8 +165,6 @@ def _of_frames(
         lambda draw: (draw.randn(s.frames, s.height * s.width, s.hidden),),
         run,
         exact,
-        lambda dtype: (FP32_TOLERANCE[dtype],),
-        lambda ops, backend: "torch",
     )
 
 
@@ -219,6 +217,4 @@ def similarity(s: Sizes) -> Case:
         lambda draw: (draw.randn(count, s.hidden), draw.randn(s.hidden)),
         lambda ops, backend: (similarity_to(*ops, backend=backend),),
         _whole(reference.similarity_to),
-        lambda dtype: (FP32_TOLERANCE[dtype],),
-        lambda ops, backend: "torch",
     )

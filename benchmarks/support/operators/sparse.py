@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from apbv.kernels import ListedBlocks, antidiagonal_scores, block_means, block_sparse_attention, reference
-from apbv.kernels.backends import choose
 
 from .case import ATTENTION_TOLERANCE, FP32_TOLERANCE, Case, Draw, Piece, Sizes, local_kv
 
@@ -57,7 +56,6 @@ def listed_blocks(s: Sizes, share: float) -> Case:
         lambda ops, backend: block_sparse_attention(*ops, scale, backend=backend),
         exact,
         lambda dtype: (ATTENTION_TOLERANCE[dtype], 1e-4),
-        lambda ops, backend: choose(backend, ops[0]),
     )
 
 
@@ -90,8 +88,6 @@ def antidiagonals(s: Sizes, stride: int) -> Case:
         lambda draw: (draw.states(s.heads, s.tokens, s.head_dim), draw.states(s.kv_heads, s.tokens, s.head_dim)),
         lambda ops, backend: (antidiagonal_scores(*ops, scale, stride, _BLOCK, backend=backend),),
         exact,
-        lambda dtype: (FP32_TOLERANCE[dtype],),
-        lambda ops, backend: choose(backend, ops[0]),
     )
 
 
@@ -115,5 +111,4 @@ def means(s: Sizes) -> Case:
         lambda ops, backend: block_means(ops[0], _KEY_BLOCK, center=ops[1], backend=backend),
         exact,
         lambda dtype: (FP32_TOLERANCE[dtype], FP32_TOLERANCE[dtype]),
-        lambda ops, backend: choose(backend, ops[0]),
     )

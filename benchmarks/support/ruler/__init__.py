@@ -1,19 +1,15 @@
-"""Generates text tasks of any length: RULER's eleven synthetic ones, and three for a small model.
-
-Its modules ``scoring`` and ``smollm2`` ask a model such tasks, and load the small one.
-"""
+"""Generates RULER's eleven synthetic text tasks at any length."""
 
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 from .frequency import CommonWords, FrequentWords
-from .needles import NEEDLE_TASKS, SMALL_TASKS
+from .needles import NEEDLE_TASKS
 from .task import Budget, Task
 from .tracking import Tracking
 
-RULER_TASKS = {**NEEDLE_TASKS, "vt": Tracking(), "cwe": CommonWords(), "fwe": FrequentWords()}
-TASKS = {**SMALL_TASKS, **RULER_TASKS}
+TASKS = {**NEEDLE_TASKS, "vt": Tracking(), "cwe": CommonWords(), "fwe": FrequentWords()}
 
 
 def make_task(task: str, seed: int, num_tokens: int, tokenizer: Callable[..., Any]) -> Task:
@@ -25,16 +21,14 @@ def make_task(task: str, seed: int, num_tokens: int, tokenizer: Callable[..., An
 
     Args:
         task: a name in ``TASKS``.
-        seed: number of the task.
         num_tokens: largest length of the context, which is hardly shorter.
         tokenizer: the model's.
 
     Raises:
-        ValueError: the task is unknown, or does not fit.
+        ValueError: the task does not fit.
     """
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; known are {', '.join(TASKS)}")
-    budget = Budget(
-        num_tokens, lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-    )
-    return TASKS[task].make(Random(f"{task} {seed} {num_tokens}"), budget)
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    return TASKS[task].make(Random(f"{task} {seed} {num_tokens}"), Budget(num_tokens, count))

@@ -2,68 +2,15 @@
 
 import math
 import string
-from dataclasses import dataclass
 from random import Random
 
-from .task import Budget, Task
+from .task import Budget, Task, distinct
 from .words import ADJECTIVES, NOUNS, draw_words
 
+COMMON = 10  # words that are asked for
 LONG = 4096  # tokens, from which on words are repeated more often
-
-
-@dataclass(frozen=True)
-class CommonWords:
-    """CommonWords lists words, of which ten appear far more often than the others; RULER's "cwe".
-
-    Attributes:
-        common: how many words are asked for.
-        repeats, short_repeats: how often the common words, and the others, appear in long and in short lists.
-    """
-
-    common: int = 10
-    repeats: tuple[int, int] = (30, 3)
-    short_repeats: tuple[int, int] = (6, 1)
-
-    def make(self, rng: Random, budget: Budget) -> Task:
-        """Make a task whose context, with a short example before, fills a budget.
-
-        Raises:
-            ValueError: not even the common words fit.
-        """
-        is_long = budget.tokens >= LONG
-        often, seldom = self.repeats if is_long else self.short_repeats
-        most = max(1, budget.tokens // (3 * seldom))  # a number and a word have three tokens or more
-        words = self._draw(rng, 20 + self.common + most)
-        example_words, words = words[:20], words[20:]
-        example, common = self._listed(Random(rng.getrandbits(64)), example_words, 3, 1)
-        solved = f"{example}\n{QUESTION}\n{ANSWER_START} {_numbered(common)}"
-        seed = rng.getrandbits(64)
-
-        def text(number: int) -> str:
-            listed, _ = self._listed(Random(seed), words[: self.common + number], often, seldom)
-            return f"{solved}\n\n{listed}"
-
-        per_unit = seldom * budget.count(" 100. " + words[0])
-        number = budget.fill(text, per_unit, "the list", fewest=1, most=most)
-        return Task(
-            context=text(number),
-            question=QUESTION,
-            answers=tuple(words[: self.common]),
-            answer_start=ANSWER_START,
-            max_new_tokens=120,
-        )
-
-    def _draw(self, rng: Random, number: int) -> list[str]:
-        single = [*ADJECTIVES, *NOUNS]
-        return rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
-
-    def _listed(self, rng: Random, words: list[str], often: int, seldom: int) -> tuple[str, list[str]]:
-        common = words[: self.common]
-        listed = common * often + words[self.common :] * seldom
-        rng.shuffle(listed)
-        return f"{COMMON_INSTRUCTION}\n{_numbered(listed)}", common
-
-
+# How often the common words, and the others, appear.
+REPEATS, SHORT_REPEATS, EXAMPLE_REPEATS = (30, 3), (6, 1), (3, 1)
 COMMON_INSTRUCTION = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
     "that appear most often."
@@ -71,22 +18,57 @@ COMMON_INSTRUCTION = (
 QUESTION = "Question: What are the 10 most common words in the above list?"
 ANSWER_START = "Answer: The top 10 words that appear most often in the list are:"
 
+CODED, LETTERS = 3, 6  # words that are asked for, and letters of a word
+FEWEST_CODED = 64  # so many that the fifth word appears less often than the fourth
+CODED_INSTRUCTION = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+    "appeared coded words."
+)
+CODED_QUESTION = (
+    "Question: Do not provide any explanation. Please ignore the dots '...'. What are the three most frequently "
+    "appeared words in the above coded text?"
+)
+CODED_ANSWER_START = "Answer: According to the coded text above, the three most frequently appeared words are:"
+
+
+class CommonWords:
+    """A list of words, of which ten appear far more often than the others; RULER's "cwe"."""
+
+    def make(self, rng: Random, budget: Budget) -> Task:
+        """Make a task whose context, with a short example before, fills a budget.
+
+        Raises:
+            ValueError: not even the common words fit.
+        """
+        often, seldom = REPEATS if budget.tokens >= LONG else SHORT_REPEATS
+        most = max(1, budget.tokens // (3 * seldom))  # a number and a word have three tokens or more
+        single, number = [*ADJECTIVES, *NOUNS], 20 + COMMON + most
+        words = rng.sample(single, number) if number <= len(single) else draw_words(rng, number)
+        example, words = words[:20], words[20:]
+        shown = _listed(Random(rng.getrandbits(64)), example, *EXAMPLE_REPEATS)
+        solved = f"{shown}\n{QUESTION}\n{ANSWER_START} {_numbered(example[:COMMON])}"
+        seed = rng.getrandbits(64)
+
+        def text(number: int) -> str:
+            return f"{solved}\n\n{_listed(Random(seed), words[: COMMON + number], often, seldom)}"
+
+        per_unit = seldom * budget.count(" 100. " + words[0])
+        context = text(budget.fill(text, per_unit, "the list", fewest=1, most=most))
+        return Task(context, QUESTION, tuple(words[:COMMON]), ANSWER_START, max_new_tokens=120)
+
+
+def _listed(rng: Random, words: list[str], often: int, seldom: int) -> str:
+    listed = words[:COMMON] * often + words[COMMON:] * seldom
+    rng.shuffle(listed)
+    return f"{COMMON_INSTRUCTION}\n{_numbered(listed)}"
+
 
 def _numbered(words: list[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
 
 
-@dataclass(frozen=True)
 class FrequentWords:
-    """FrequentWords draws coded words by a zeta distribution, whose first place is taken by dots; RULER's "fwe".
-
-    Attributes:
-        asked: how many words are asked for, those behind the dots.
-        length: letters of a word.
-    """
-
-    asked: int = 3
-    length: int = 6
+    """Coded words, drawn by a zeta distribution, whose first place is taken by dots; RULER's "fwe"."""
 
     def make(self, rng: Random, budget: Budget) -> Task:
         """Make a task whose context fills a budget.
@@ -94,7 +76,7 @@ class FrequentWords:
         Raises:
             ValueError: the text would be too short to tell the words' frequencies apart.
         """
-        vocabulary = ["...", *self._draw(rng, max(self.asked + 1, budget.tokens // 50))]
+        vocabulary = ["...", *distinct(rng, max(CODED + 1, budget.tokens // 50), string.ascii_lowercase, LETTERS)]
         seed = rng.getrandbits(64)
 
         def text(number: int) -> str:
@@ -105,30 +87,6 @@ class FrequentWords:
             return f"{CODED_INSTRUCTION} {' '.join(words)}"
 
         per_unit = budget.count(" " + " ".join(vocabulary[1:4])) / 4
-        # So many that the fifth word appears less often than the fourth.
-        number = budget.fill(text, per_unit, "the coded text", fewest=FEWEST_CODED)
-        return Task(
-            context=text(number),
-            question=CODED_QUESTION,
-            answers=tuple(vocabulary[1 : 1 + self.asked]),
-            answer_start=CODED_ANSWER_START,
-            max_new_tokens=50,
-        )
-
-    def _draw(self, rng: Random, number: int) -> list[str]:
-        words: dict[str, None] = {}
-        while len(words) < number:
-            words["".join(rng.choices(string.ascii_lowercase, k=self.length))] = None
-        return list(words)
-
-
-FEWEST_CODED = 64
-CODED_INSTRUCTION = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-    "appeared coded words."
-)
-CODED_QUESTION = (
-    "Question: Do not provide any explanation. Please ignore the dots '...'. What are the three most frequently "
-    "appeared words in the above coded text?"
-)
-CODED_ANSWER_START = "Answer: According to the coded text above, the three most frequently appeared words are:"
+        context = text(budget.fill(text, per_unit, "the coded text", fewest=FEWEST_CODED))
+        answers = tuple(vocabulary[1 : 1 + CODED])
+        return Task(context, CODED_QUESTION, answers, CODED_ANSWER_START, max_new_tokens=50)

@@ -1,11 +1,11 @@
-"""Makes RULER's eight tasks of needles in a haystack, and three of their kind for a small model."""
+"""Makes RULER's eight tasks of needles in a haystack."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from .task import Budget, Task, draw_places, inserted, pad
-from .words import KEYS, NOISE, draw_numbers, draw_sentence, draw_uuids, draw_words
+from .words import NOISE, draw_numbers, draw_sentence, draw_uuids, draw_words
 
 INSTRUCTION = (
     "Some special magic {kind}s are hidden within the following text. Make sure to memorize them. "
@@ -15,17 +15,12 @@ NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 QUESTION = "What are all the special magic {kind}s for {key} mentioned in the provided text?"
 ANSWER_START = "The special magic {kind}s for {key} mentioned in the provided text are"
 
-# For a small model, which copies better than it answers; asked to quote, it confuses needles far less often.
-PLAIN_NEEDLE = "The special magic {kind} for {key} is {value}."
-PLAIN_QUESTION = "What is the special magic {kind} for {key}?"
-PLAIN_ANSWER_START = 'The text says: "The special magic {kind} for {key} is'
-
 LONGEST_ANSWER = 128  # tokens, as RULER has it
 
 
 @dataclass(frozen=True)
 class Needles:
-    """Needles says what is hidden where.
+    """What is hidden where.
 
     Attributes:
         haystack: "noise" (five sentences again and again), "prose" (drawn sentences) or "needles" (further ones).
@@ -33,7 +28,6 @@ class Needles:
         asked: how many of the keys are asked for.
         draw_keys, draw_values: draw so many different ones.
         kind: what a value is called.
-        plain: whether the words are those for a small model, whose keys are single nouns.
     """
 
     haystack: str = "prose"
@@ -43,7 +37,6 @@ class Needles:
     draw_keys: Callable[[Random, int], list[str]] = draw_words
     draw_values: Callable[[Random, int], list[str]] = draw_numbers
     kind: str = "number"
-    plain: bool = False
 
     def make(self, rng: Random, budget: Budget) -> Task:
         """Make a task whose context fills a budget.
@@ -53,19 +46,25 @@ class Needles:
         Raises:
             ValueError: the needles do not fit.
         """
-        filler = _Filler(self, rng, budget)
+        filler = Random(rng.getrandbits(64))
         keys = self.draw_keys(rng, self.keys)
         values = self.draw_values(rng, self.keys * self.values)
         by_key = {key: values[n * self.values : (n + 1) * self.values] for n, key in enumerate(keys)}
         needles = [self.needle(key, value) for key, its in by_key.items() for value in its]
         rng.shuffle(needles)
+        most = budget.tokens if self.haystack == "noise" else budget.tokens // 8  # tokens of a longer sentence
+        drawn = self._distractors(filler, most, {*keys, *values}) if self.haystack == "needles" else []
 
         def sentences(number: int) -> list[str]:
-            return filler.first(number, avoiding=[*keys, *values])
+            """Return so many sentences of the haystack, always the same."""
+            while len(drawn) < number and self.haystack != "needles":
+                noise = NOISE[len(drawn) % len(NOISE)]
+                drawn.append(noise if self.haystack == "noise" else draw_sentence(filler))
+            return drawn[:number]
 
         def text(body: Sequence[str]) -> str:
             start = INSTRUCTION.format(kind=self.kind)
-            return (" " if filler.joined_by_spaces else "\n").join([start, *body])
+            return ("\n" if self.haystack == "needles" else " ").join([start, *body])
 
         per_unit = budget.count(" " + sentences(1)[0])
         number = budget.fill(
@@ -73,13 +72,13 @@ class Needles:
             per_unit,
             "what is hidden",
             fewest=len(needles) - 1,  # at distinct places
-            most=filler.most,
+            most=most,
         )
         body = sentences(number)
         places = draw_places(rng, len(needles), len(body))
         body = inserted(body, needles, places)
         context = text(body)
-        if filler.joined_by_spaces:  # the last sentence is cut short to fill the context
+        if self.haystack != "needles":  # the last sentence is cut short to fill the context
             next_words = sentences(number + 1)[-1].removesuffix(".").split()
             context = pad(lambda rest: text([*body, rest] if rest else body), next_words, budget)
         while budget.count(context) > budget.tokens:  # where tokens cross sentences, places matter
@@ -87,62 +86,25 @@ class Needles:
             context = text(body)
         asked = keys[: self.asked]
         named = asked[0] if self.asked == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
-        question, answer_start = (PLAIN_QUESTION, PLAIN_ANSWER_START) if self.plain else (QUESTION, ANSWER_START)
-        is_one = self.asked * self.values == 1
         return Task(
             context=context,
-            question=question.format(kind=self.kind, key=named),
+            question=QUESTION.format(kind=self.kind, key=named),
             answers=tuple(value for key in asked for value in by_key[key]),
-            answer_start=answer_start.format(kind=self.kind, key=named),
-            max_new_tokens=None if self.plain else LONGEST_ANSWER,
-            depth=body.index(self.needle(keys[0], values[0])) / max(1, len(body) - 1) if is_one else None,
+            answer_start=ANSWER_START.format(kind=self.kind, key=named),
+            max_new_tokens=LONGEST_ANSWER,
         )
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence that hides a value."""
-        return (PLAIN_NEEDLE if self.plain else NEEDLE).format(kind=self.kind, key=key, value=value)
+        return NEEDLE.format(kind=self.kind, key=key, value=value)
+
+    def _distractors(self, rng: Random, most: int, avoided: set[str]) -> list[str]:
+        """Draw further needles, without the keys and values of those that count."""
+        number = most + len(avoided) + 1
+        pairs = zip(self.draw_keys(rng, number), self.draw_values(rng, number), strict=True)
+        return [self.needle(*pair) for pair in pairs if avoided.isdisjoint(pair)]
 
 
-class _Filler:
-    """The sentences of a haystack, which are drawn as far as they are needed."""
-
-    def __init__(self, needles: Needles, rng: Random, budget: Budget):
-        self._needles = needles
-        self._rng = Random(rng.getrandbits(64))
-        self.most = budget.tokens // 8  # a needle has more tokens, and so has a sentence of prose
-        if needles.haystack == "noise":
-            self.most = budget.tokens
-        self._drawn: list[str] = []
-        self.joined_by_spaces = needles.haystack != "needles"
-
-    def first(self, number: int, avoiding: Sequence[str]) -> list[str]:
-        """Return so many sentences, always the same; a needle has no key and no value in ``avoiding``."""
-        haystack = self._needles.haystack
-        if haystack == "needles" and not self._drawn:
-            self._drawn = self._distractors(set(avoiding))
-        while len(self._drawn) < number and haystack != "needles":
-            repeated = NOISE[len(self._drawn) % len(NOISE)]
-            self._drawn.append(repeated if haystack == "noise" else draw_sentence(self._rng))
-        return self._drawn[:number]
-
-    def _distractors(self, avoided: set[str]) -> list[str]:
-        needles, rng = self._needles, self._rng
-        number = self.most + len(avoided) + 1
-        keys, values = needles.draw_keys(rng, number), needles.draw_values(rng, number)
-        drawn = [each for each in zip(keys, values, strict=True) if avoided.isdisjoint(each)]
-        return [needles.needle(*each) for each in drawn]
-
-
-def draw_nouns(rng: Random, number: int) -> list[str]:
-    """Draw different single nouns, which no sentence of the haystack contains."""
-    return rng.sample(KEYS, number)
-
-
-def _plain(number: int) -> Needles:
-    return Needles(keys=number, draw_keys=draw_nouns, plain=True)
-
-
-SMALL_TASKS = {"single": _plain(1), "multikey4": _plain(4), "multikey8": _plain(8)}
 NEEDLE_TASKS = {
     "niah_single_1": Needles(haystack="noise"),
     "niah_single_2": Needles(),

@@ -17,22 +17,14 @@ class Task:
         question: the question.
         answers: what a right answer contains, all of it.
         answer_start: the text that the model's answer continues.
-        max_new_tokens: the longest answer; None: hardly longer than the right one.
-        depth: place of the only needle that is asked for, from 0 (first sentence) to 1 (last); None: there are
-            several, or none.
+        max_new_tokens: of the longest answer.
     """
 
     context: str
     question: str
     answers: tuple[str, ...]
     answer_start: str
-    max_new_tokens: int | None = None
-    depth: float | None = None
-
-    @property
-    def answer(self) -> str:
-        """The first of the answers."""
-        return self.answers[0]
+    max_new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +82,14 @@ def pad(text: Callable[[str], str], words: Sequence[str], budget: Budget) -> str
     while number > 0 and budget.count(text(f"{' '.join(words[:number])}.")) > budget.tokens:
         number -= 1
     return text(f"{' '.join(words[:number])}." if number > 0 else "")
+
+
+def distinct(rng: Random, number: int, letters: str, length: int) -> list[str]:
+    """Draw different words of so many of these letters."""
+    words: dict[str, None] = {}
+    while len(words) < number:
+        words["".join(rng.choices(letters, k=length))] = None
+    return list(words)
 
 
 def draw_places(rng: Random, number: int, among: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -29,7 +30,6 @@ class ClipSpec:
         height, width: pixels; multiples of 4 and of 2.
         gop: frames from one keyframe to the next.
         num_frames, fps: length and frame rate.
-        b_frames: the most B-frames in a row.
         source: a video file whose frames are scaled, and repeated as often as needed. None: a drawn texture that
             moves smoothly.
 
@@ -42,14 +42,11 @@ class ClipSpec:
     gop: int
     num_frames: int
     fps: int
-    b_frames: int = 3
     source: Path | None = None
 
     def __post_init__(self):
-        if self.height % 4 or self.width % 2:
-            raise ValueError(f"{self.height}x{self.width}: the height must be divisible by 4, the width by 2")
-        if min(self.height, self.width, self.gop, self.num_frames, self.fps) < 1 or self.b_frames < 0:
-            raise ValueError(f"a clip needs positive lengths, got {self}")
+        if self.height % 4 or self.width % 2 or self.num_frames < 1:
+            raise ValueError(f"{self}: the height must be divisible by 4, the width by 2, and a frame is needed")
 
     @property
     def file_name(self) -> str:
@@ -86,7 +83,7 @@ def _encode(spec: ClipSpec, path: Path) -> None:
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=Fraction(spec.fps))
         stream.height, stream.width, stream.pix_fmt = spec.height, spec.width, "yuv420p"
-        x264 = f"keyint={spec.gop}:min-keyint={spec.gop}:scenecut=0:bframes={spec.b_frames}:log-level=0"
+        x264 = f"keyint={spec.gop}:min-keyint={spec.gop}:scenecut=0:bframes=3:log-level=0"
         stream.options = {"preset": "veryfast", "x264-params": x264}
         for number, frame in enumerate(itertools.islice(frames, spec.num_frames)):
             frame.pts, frame.time_base = number, Fraction(1, spec.fps)
@@ -208,24 +205,16 @@ def _metadata(frames: np.ndarray, count: int, fps: float, indices: list[int]) ->
     return VideoMetadata(count, fps, **size, duration=count / fps, frames_indices=indices)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A library that reads videos.
-
-    Attributes:
-        read: reads frames with it.
-        module: what it is imported as.
-        package: what it is installed as.
-    """
+class Reader(NamedTuple):
+    """A library that reads videos: how, and what it is installed as."""
 
     read: Callable[[str, int, Choose], Read]
-    module: str
     package: str
 
 
 READERS = {
-    "opencv": Reader(read_with_opencv, "cv2", "opencv-python-headless"),
-    "decord2": Reader(read_with_decord2, "decord", "decord2"),
-    "torchcodec": Reader(read_with_torchcodec, "torchcodec.decoders", "torchcodec"),
-    "pyav": Reader(read_with_pyav, "av", "av"),
+    "opencv": Reader(read_with_opencv, "opencv-python-headless"),
+    "decord2": Reader(read_with_decord2, "decord2"),
+    "torchcodec": Reader(read_with_torchcodec, "torchcodec"),
+    "pyav": Reader(read_with_pyav, "av"),
 }

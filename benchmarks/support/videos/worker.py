@@ -1,7 +1,7 @@
 """Measures one way through one stage of a video's road, in processes that do nothing else.
 
-A stage is everything from the opening of the file to its result: the frames in memory, the pixels that the vision
-tower reads, its embeddings, or the first token's logits.
+A stage is everything from the opening of the file to its result: the frames in memory, the vision tower's
+embeddings, or the first token's logits.
 """
 
 import os
@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +31,7 @@ from apbv.input.request import Question, Request
 from apbv.input.video import probe, read_frames, sample_uniform
 from apbv.model.loading import read_config
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import TowerRows, default_chunk_bytes
+from apbv.prefilling.encode import TowerRows
 from apbv.prefilling.exchange import encode_and_exchange
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefiller import Prefiller
@@ -44,6 +41,7 @@ from ..processes import end_children_with_this
 from ..workloads import build_model, qwen_vl_config
 from .clips import READERS
 
+STAGES = ("frames", "embeddings", "first_token")
 QUESTION = "name the letters in order"
 # What a processor's placeholders are called in a model's config.
 _TOKENS = ("video_token_id", "image_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -56,7 +54,7 @@ class Job:
     """One measurement.
 
     Attributes:
-        stage: ``"frames"``, ``"pixels"``, ``"embeddings"`` or ``"first_token"``.
+        stage: one of :data:`STAGES`.
         way: a library's name in :data:`.clips.READERS` (for frames only), ``"transformers"`` or ``"apbv"``.
         clip: the video file.
         warm_up: a short one that is read first, for what is only done once.
@@ -118,7 +116,7 @@ class Outcome:
     """What a stage made.
 
     Attributes:
-        values: ``[rows, ...]``: frames, patches, visual tokens or logits; None where they were not kept.
+        values: ``[rows, ...]``: frames, visual tokens or logits; None where they were not kept.
         places: ``[rows]``: which rows of the whole these are; None for all of them.
         num_visual_tokens: of the prompt.
         timer: timed the stages.
@@ -148,16 +146,6 @@ def in_processes_of_their_own(count: int, function: Callable[..., Result], *args
             raise ValueError("a process was killed, perhaps because the memory did not suffice") from error
 
 
-def find_version(rank: int, module: str, package: str) -> str:
-    """Return the version of a package, if its module can be imported; every error means that it cannot.
-
-    Args:
-        rank: not needed; see :func:`in_processes_of_their_own`.
-    """
-    import_module(module)
-    return version(package)
-
-
 def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured:
     """Measure one host's part of a job; collective over the job's processes.
 
@@ -173,7 +161,13 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
     try:
         if hosts.device.type == "cpu":
             keep_freed_memory()  # as launch/infer.py does; here for every way
-        run = ROADS.get(job.way, Library)(job, hosts).run
+        if job.way in READERS:
+
+            def run(clip: Path, keeps: bool) -> Outcome:
+                return Outcome(READERS[job.way].read(str(clip), job.threads, job.choose)[0])
+
+        else:
+            run = ROADS[job.way](job, hosts).run
         with hosts.collective_stage("measuring"), torch.no_grad():
             run(job.warm_up, keeps=False)
             return_freed_memory()
@@ -183,7 +177,8 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
                 outcome = run(job.clip, keeps=True)
                 values = np.asarray(outcome.values)
                 np.save(kept / f"{rank}.npy", values)
-                np.save(kept / f"{rank}.places.npy", _places(outcome, len(values)))
+                places = np.arange(len(values)) if outcome.places is None else np.asarray(outcome.places)
+                np.save(kept / f"{rank}.places.npy", places)
         return measured
     finally:
         hosts.close()
@@ -202,10 +197,6 @@ def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
     return HostGroup.from_process_group(dist.group.WORLD, timeout=_SECONDS_TO_WAIT, owns_group=True)
 
 
-def _places(outcome: Outcome, num_rows: int) -> np.ndarray:
-    return np.arange(num_rows) if outcome.places is None else np.asarray(outcome.places)
-
-
 def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:
     reset_peak_memory(hosts.device)
     before = peak_memory_bytes(hosts.device)
@@ -217,18 +208,6 @@ def _measure(hosts: HostGroup, run: Callable[[], Outcome]) -> Measured:
     for span in () if outcome.timer is None else outcome.timer.spans:
         stage_seconds[span.name] = stage_seconds.get(span.name, 0.0) + span.seconds
     return Measured(seconds, cpu_seconds, peak, before, stage_seconds, outcome.num_visual_tokens)
-
-
-class Library:
-    """Decodes frames with a library that others use, and does no more."""
-
-    def __init__(self, job: Job, hosts: HostGroup):
-        self._job = job
-
-    def run(self, clip: Path, keeps: bool) -> Outcome:
-        """Decode a clip's frames."""
-        frames, _ = READERS[self._job.way].read(str(clip), self._job.threads, self._job.choose)
-        return Outcome(frames)
 
 
 class Model:
@@ -248,17 +227,7 @@ def build(job: Job, device: torch.device):
     """Return a model of Qwen2.5-VL's layout with random weights, and a processor for it."""
     processor = AutoProcessor.from_pretrained(demo.model_path())
     processor.video_processor.size = SizeDict(shortest_edge=56 * 56, longest_edge=job.max_pixels)
-    config = qwen_vl_config(
-        layers=2,
-        hidden=128,
-        intermediate=384,
-        heads=4,
-        kv_heads=2,
-        vocab=2048,
-        vision_depth=job.vision_depth,
-        vision_hidden=job.vision_hidden,
-        vision_heads=4,
-    )
+    config = qwen_vl_config(2, 128, 384, 4, 2, vocab=2048, vision=(job.vision_depth, job.vision_hidden, 4))
     tokens = read_config(demo.model_path())
     for name in _TOKENS:
         setattr(config, name, getattr(tokens, name))
@@ -267,10 +236,6 @@ def build(job: Job, device: torch.device):
 
 class Transformers(Model):
     """Runs the processor and the model as transformers has them, on the whole video at once."""
-
-    def _pixels(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
-        batch = self._batch(clip, timer)
-        return self._outcome(batch["pixel_values_videos"], batch, timer)
 
     def _embeddings(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
         batch = self._batch(clip, timer)
@@ -324,17 +289,6 @@ class Apbv(Model):
             info = probe(clip)
             frames = read_frames(info, self._job.choose(info.num_frames), self._job.threads)
         return Outcome(frames, timer=timer)
-
-    def _pixels(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
-        inputs, kept = self._read(clip, timer), []
-        visual = inputs.visual
-        chunks = visual.chunks(visual.host, default_chunk_bytes(self._hosts.device))
-        with closing(visual.pixels.chunks(chunks)) as chunks:
-            for chunk in chunks:
-                values = chunk.on(self._hosts.device)["pixel_values_videos"]
-                if keeps:
-                    kept.append(values.float().cpu())
-        return Outcome(torch.cat(kept) if keeps else None, None, inputs.num_visual_tokens, timer)
 
     def _embeddings(self, clip: str, timer: StageTimer, keeps: bool) -> Outcome:
         inputs, parts, hosts = self._read(clip, timer), self._parts, self._hosts

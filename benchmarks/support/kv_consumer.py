@@ -8,14 +8,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from apbv import HostGroup
 from apbv.kv.remote import RemoteKV
 from apbv.kv.ticket import Ticket
 
@@ -58,7 +56,7 @@ def consume(ticket: Ticket, cache: dict, digests: bool) -> Consumed:
 
 
 class Consumer:
-    """A Consumer fetches KV in a process of its own, on the leader's machine."""
+    """Fetches KV in a process of its own, on the leader's machine."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -78,17 +76,6 @@ class Consumer:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait(WAIT)
-
-
-@contextmanager
-def consumer_of(hosts: HostGroup) -> Iterator[Consumer | None]:
-    """Run a consumer beside the leader."""
-    consumer = Consumer() if hosts.is_leader else None
-    try:
-        yield consumer
-    finally:
-        if consumer is not None:
-            consumer.close()
 
 
 def main() -> None:

@@ -1,0 +1,149 @@
+"""Clients that ask a server, or the engine without it, and time their answers."""
+
+import argparse
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from apbv import Engine, HostGroup
+from apbv.config import SamplingParams
+from apbv.input.request import Question, Request
+from apbv.serve.media import MediaSettings
+from apbv.serve.reading import RequestSettings
+from apbv.serve.server import ServerSettings, bind, serve
+from apbv.stats import StageTimer
+
+_OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a client saw it: times in seconds since it asked, the text and how many tokens it has."""
+
+    first_token: float
+    end: float
+    text: str
+    num_tokens: int
+
+    @property
+    def per_token(self) -> float:
+        """The mean seconds from one token to the next."""
+        return (self.end - self.first_token) / max(self.num_tokens - 1, 1)
+
+
+def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
+    """Ask the engine without the server; collective."""
+    began = time.perf_counter()
+    sampling = SamplingParams(max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos)
+    question = Question(options.prompt, options.video, num_frames=options.frames)
+    result = engine.answer(Request(question, StageTimer(engine.hosts), sampling=sampling))
+    first_token, end = result.stats["ttft_ms"] / 1e3, time.perf_counter() - began
+    return Answer(first_token, end, result.text, len(result.token_ids))
+
+
+def ask_server(port: int, options: argparse.Namespace) -> Answer:
+    """Ask the server over HTTP, and stream the answer."""
+    content = [
+        {"type": "video_url", "video_url": {"url": Path(options.video).name}},
+        {"type": "text", "text": options.prompt},
+    ]
+    body = {
+        "model": "benchmark",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": options.max_new_tokens,
+        "num_frames": options.frames,
+        "ignore_eos": options.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, first, text, num_tokens = time.perf_counter(), None, "", 0
+    url, data = f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode()
+    try:
+        response = _OPEN(url, data, options.timeout)
+    except urllib.error.HTTPError as error:
+        raise ValueError(f"the server answers {error.code}: {error.read().decode()}") from error
+    with response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise ValueError(f"the server fails: {event['error']['message']}")
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content", "")
+                num_tokens = num_tokens or (event["usage"] or {}).get("completion_tokens", 0)
+                first = first or (time.perf_counter() if text else None)
+    end = time.perf_counter()
+    return Answer((first or end) - began, end - began, text, num_tokens)
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is asked, by how many clients at a time, and how many answers it decodes at once; None: all."""
+
+    name: str
+    concurrency: int = 1
+    max_running: int | None = None
+
+
+def ask_a_server(
+    engine: Engine, hosts: HostGroup, max_running: int | None, expected: str, options: argparse.Namespace
+) -> list[tuple[Way, list[Answer], float]]:
+    """Start a server, ask it, and end it; collective.
+
+    Returns:
+        For each number of clients the answers, and the seconds that they took all together; on host 0.
+    """
+    with hosts.local_stage("opening a port"):
+        sock = bind("127.0.0.1", 0) if hosts.is_leader else None
+    media = MediaSettings(folder=Path(options.video).resolve().parent)
+    limits = RequestSettings(max_frames=options.frames, media=media)
+    settings = ServerSettings(
+        model="benchmark", max_queue=max(options.concurrency), max_running=max_running, requests=limits
+    )
+    measured: list[tuple[Way, list[Answer], float]] = []
+    failures: list[BaseException] = []
+
+    def clients() -> None:
+        try:
+            port = sock.getsockname()[1]
+            _wait_until_ready(port)
+            ask_server(port, options)  # a warm-up
+            for concurrency in options.concurrency:
+                # Each client asks again as soon as it has an answer.
+                began = time.perf_counter()
+                with ThreadPoolExecutor(concurrency) as pool:
+                    answers = list(pool.map(lambda _: ask_server(port, options), range(options.requests)))
+                seconds = time.perf_counter() - began
+                if any(answer.text != expected for answer in answers):
+                    raise ValueError("the server does not answer as the engine does")
+                measured.append((Way("server", concurrency, max_running), answers, seconds))
+        except BaseException as error:
+            failures.append(error)
+        os.kill(os.getpid(), signal.SIGTERM)  # ends the server gracefully
+
+    if hosts.is_leader:
+        threading.Thread(target=clients, daemon=True).start()
+    serve(engine, hosts, sock, settings)
+    with hosts.local_stage("asking the server"):
+        if failures:
+            raise failures[0]
+    return measured
+
+
+def _wait_until_ready(port: int) -> None:
+    while True:
+        try:
+            with _OPEN(f"http://127.0.0.1:{port}/health", timeout=10):
+                return
+        except OSError:
+            time.sleep(0.05)

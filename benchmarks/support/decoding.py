@@ -1,0 +1,175 @@
+"""The ways to decode that decoding.py compares: steps over long KV, and several answers at a time."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from apbv import HostGroup, SamplingParams
+from apbv.decode.answer import Answer, generate_tokens
+from apbv.decode.batch import Batch
+from apbv.decode.batch_steps import BatchRunner, OwnKV
+from apbv.decode.runner import Decoder
+from apbv.input.request import Question, Request
+from apbv.kv.placement import GatheredKV
+from apbv.model.attention import apbv_attention
+from apbv.model.parts import ModelParts
+from apbv.stats import StageTimer, synchronize
+
+
+@dataclass
+class Way:
+    """One way to decode.
+
+    Attributes:
+        name: its name in tables.
+        run: what is timed.
+        error: largest error of its logits, relative to the largest logit.
+        setup_s: seconds of the first step.
+        ms: milliseconds of a step, or of a token of every answer, one entry for every round.
+    """
+
+    name: str
+    run: Callable[[], object]
+    error: float = 0.0
+    setup_s: float = 0.0
+    ms: list[float] = field(default_factory=list)
+
+
+@torch.no_grad()
+def measure(ways: Sequence[Way], rounds: int, warmup: int, device: torch.device, num_steps: int = 1) -> None:
+    """Time all ways in turn; ``num_steps`` is how many steps a run has."""
+    for number in range(warmup + rounds):
+        for way in ways:
+            synchronize(device)
+            began = time.perf_counter()
+            way.run()
+            synchronize(device)
+            if number >= warmup:
+                way.ms.append((time.perf_counter() - began) * 1e3 / num_steps)
+
+
+@torch.no_grad()
+def compare(ways: Sequence[Way]) -> Callable[[], None]:
+    """Compare the steps' logits with the first way's; return a function that does so again.
+
+    A CUDA graph does not repeat the first step, but a later one.
+    """
+    expected = None
+    for way in ways:
+        began = time.perf_counter()
+        logits = way.run().double()
+        way.setup_s = time.perf_counter() - began
+        expected = logits if expected is None else expected
+        way.error = relative_error(logits, expected)
+
+    @torch.no_grad()
+    def again() -> None:
+        for way in ways:
+            errors = way.error, relative_error(way.run().double(), expected)
+            way.error = float(torch.tensor(errors).max())  # NaN, if one is
+
+    return again
+
+
+def relative_error(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest error, relative to the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def with_transformers(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Callable[[], Tensor]:
+    """Return the step over some tokens of the model as it was loaded, with a DynamicCache."""
+    num_tokens = cache.get_seq_length()
+
+    def step() -> Tensor:
+        position_ids = torch.arange(num_tokens, num_tokens + len(tokens), device=parts.device)[None]
+        hidden = parts.language_model(
+            inputs_embeds=parts.embed_tokens(torch.tensor([tokens], device=parts.device)),
+            position_ids=position_ids.expand(3, 1, -1) if parts.uses_mrope else position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        cache.crop(-len(tokens))
+        return parts.logits(hidden)[0]
+
+    return step
+
+
+def with_apbv(parts: ModelParts, cache: DynamicCache, tokens: list[int]) -> Callable[[], Tensor]:
+    """Return the step of apbv's decoder over some tokens."""
+    num_tokens = cache.get_seq_length()
+    decoder = Decoder(parts, GatheredKV(cache, num_tokens, HostGroup.single(parts.device)), num_tokens)
+
+    def step() -> Tensor:
+        logits = decoder.advance(tokens)
+        decoder.take_back(len(tokens))
+        return logits
+
+    return step
+
+
+def random_cache(parts: ModelParts, num_tokens: int, seed: int = 0) -> DynamicCache:
+    """Fill a cache with random KV."""
+    generator = torch.Generator(parts.device).manual_seed(seed)
+    shape = (2, 1, parts.num_kv_heads, num_tokens, parts.head_dim)
+    cache = DynamicCache()
+    for layer in range(parts.num_layers):
+        states = torch.randn(shape, generator=generator, device=parts.device).to(parts.dtype)
+        cache.update(*states, layer)
+    return cache
+
+
+class Prompt:
+    """Random KV of so many tokens, and logits that begin an answer to it."""
+
+    def __init__(self, parts: ModelParts, num_tokens: int, seed: int):
+        self.num_tokens = num_tokens
+        self.kv = GatheredKV(random_cache(parts, num_tokens, seed), num_tokens, HostGroup.single(parts.device))
+        generator = torch.Generator(parts.device).manual_seed(seed)
+        self._logits = torch.randn(parts.vocab_size, generator=generator, device=parts.device)
+
+    def begin_answer(self, parts: ModelParts, request: Request) -> Answer:
+        """Return an answer that has no tokens yet."""
+        decoder = Decoder(parts, self.kv, self.num_tokens)
+        return Answer(decoder, self._logits, self.num_tokens, request.sampling)
+
+
+@torch.no_grad()
+def batch_ways(parts: ModelParts, prompts: Sequence[Prompt], num_tokens: int) -> list[Way]:
+    """Return the ways to decode so many tokens of every answer: one after the other, and in one batch."""
+    sampling = SamplingParams(max_new_tokens=num_tokens + 1)  # the first takes no pass of the model
+    request, batch = Request(Question(), StageTimer(prompts[0].kv.hosts), sampling=sampling), Batch(parts)
+
+    def one_by_one() -> None:
+        with apbv_attention(parts.language_model):
+            for prompt in prompts:
+                generate_tokens(prompt.begin_answer(parts, request))
+
+    def together() -> None:
+        with apbv_attention(parts.language_model):
+            for prompt in prompts:
+                batch.join(prompt, request)
+            while len(batch):
+                batch.step()
+
+    with apbv_attention(parts.language_model):
+        error = _error_of_batch(parts, prompts)
+    return [Way("apbv, one after the other", one_by_one), Way("apbv, in a batch", together, error)]
+
+
+def _error_of_batch(parts: ModelParts, prompts: Sequence[Prompt]) -> float:
+    """Return by how much the logits of a batch's step are off, relative to the largest logit."""
+    ids = [1 + number % 99 for number in range(len(prompts))]
+    rows = []
+    for prompt, token in zip(prompts, ids, strict=True):
+        decoder = Decoder(parts, prompt.kv, prompt.num_tokens)
+        rows.append(decoder.advance([token]))
+        decoder.take_back(1)
+    kvs = [OwnKV(prompt.kv.continued().layers, prompt.num_tokens) for prompt in prompts]
+    return relative_error(BatchRunner(parts).run(ids, kvs).double(), torch.cat(rows).double())

@@ -1,1 +1,0 @@
-"""Measures decoding over long KV."""

@@ -1,0 +1,185 @@
+"""Builds the ways to decode that are compared, and turns their answers into records."""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo
+from apbv.input.rendering import RenderedPrompt
+from apbv.input.video import probe
+from apbv.speculate import STRATEGIES
+from apbv.speculate.strategies import draft_tree
+
+from . import clips
+from .scaled_model import scale_model
+
+
+@dataclass
+class Way:
+    """One way to decode, and its answers.
+
+    Attributes:
+        label: its name in tables.
+        config: its speculation; None for autoregressive decoding.
+        engine: None on a host that takes no part.
+        stats: the answers' figures, by task.
+    """
+
+    label: str
+    config: SpeculativeConfig | None
+    engine: Engine | None
+    stats: dict[str, list[dict]] = field(default_factory=dict)
+
+
+def build_ways(
+    options: argparse.Namespace, configs: Mapping[str, SpeculativeConfig], hosts: HostGroup
+) -> list[Way]:
+    """Build the ways to decode, on one target and one draft; autoregressive decoding comes first."""
+    prefill = PrefillConfig(method=options.method, kv=options.kv)
+    # A layer of the target lies --scale times as deep in the scaled one. A way that loses must be seen to lose.
+    wanted = {
+        label: replace(config, uv_layer=options.scale * config.uv_layer, keep_losing_draft=True)
+        for label, config in configs.items()
+    }
+    if options.draft_host and options.preset is None:
+        moved = {
+            label: replace(config, draft_host=True) for label, config in wanted.items() if may_move_out(config)
+        }
+        wanted |= {f"{label}, draft host": config for label, config in moved.items()}
+    needs_draft = options.draft_host or any(STRATEGIES[c.strategy].needs_draft_model for c in wanted.values())
+    last = hosts.size - 1
+    moves_out = options.draft_host and hosts.size > 1  # on one host a thread drafts
+    targets = hosts.subgroup(range(last)) if moves_out else hosts
+    model = draft = None
+    if targets is not None:
+        loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
+        model = scale_model(loaded.model, options.scale) if options.scale > 1 else loaded.model
+    with hosts.local_stage("loading the draft"):
+        if needs_draft:
+            if options.draft_model is None and options.model != "demo":
+                raise ValueError("these strategies need a --draft-model")
+            path = options.draft_model or demo.draft_path()
+            drafting = Engine.from_pretrained(path, hosts=HostGroup.single(hosts.device), dtype=options.dtype)
+            draft = drafting.model
+        processor = (drafting if targets is None else loaded).processor
+
+    def caption(prompt: RenderedPrompt) -> str:
+        """Let the draft answer a short question, because a captioner must be cheap."""
+        frames = options.frames or probe(prompt.videos[0]).num_frames
+        return drafting.generate(clips.ORDERING_QUESTION, video=prompt.videos[0], num_frames=frames).text
+
+    def way(label: str, config: SpeculativeConfig | None) -> Way:
+        beside = config is not None and config.draft_host
+        group = hosts if beside else targets
+        if group is None:
+            return Way(label, config, None)
+        own = draft if not (beside and hosts.size > 1) or hosts.rank == last else None
+        return Way(label, config, Engine(model, processor, group, prefill, options.model, config, own, caption))
+
+    return [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
+
+
+def may_move_out(config: SpeculativeConfig) -> bool:
+    """Tell whether a way's draft can work on a host of its own."""
+    strategy = STRATEGIES[config.strategy]
+    return strategy.needs_draft_model and not strategy.needs_verdicts and draft_tree(config) is None
+
+
+def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
+    """Yield a record per task and way; speed-ups are ratios of sums over the same questions."""
+    for task, alone in ways[0].stats.items():
+        new_tokens = sum(len(stats["token_ids"]) for stats in alone)
+        forwards = new_tokens - len(alone)  # the first token of every answer comes out of the prefill
+        decode_ms, total_ms = sum(s["stages_ms"]["decode"] for s in alone), sum(s["total_ms"] for s in alone)
+        target_ms = decode_ms / max(1, forwards)
+        for way in ways:
+            runs = way.stats[task]
+            identical = all(a["token_ids"] == b["token_ids"] for a, b in zip(runs, alone, strict=True))
+            times = {
+                "decode_ms": [stats["stages_ms"]["decode"] for stats in runs],
+                "draft_prefill_ms": [stats["stages_ms"]["draft"] for stats in runs],
+                "total_ms": [stats["total_ms"] for stats in runs],
+            }
+            figures = None if way.config is None else speculation(way.config, runs, target_ms, forwards)
+            yield {
+                "benchmark": "speculative",
+                "preset": options.preset,
+                "label": way.label,
+                "task": task,
+                "model": options.model,
+                "scale": options.scale,
+                "hosts": runs[0]["hosts"],
+                "kv": options.kv,
+                "method": runs[0]["method"],
+                "num_input_tokens": statistics.mean(stats["num_input_tokens"] for stats in runs),
+                "answers": len(runs),
+                "new_tokens": new_tokens,
+                "identical": identical,
+                **times,
+                "target_ms_per_token": target_ms,
+                "decode_speedup": decode_ms / sum(times["decode_ms"]) if identical else None,
+                "end_to_end_speedup": total_ms / sum(times["total_ms"]) if identical else None,
+                "speculation": figures,
+                "dtype": runs[0]["dtype"],
+            }
+
+
+def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, num_tokens: int) -> dict:
+    """Return what was drafted and accepted, the costs on both sides, and the speed-up that theory predicts.
+
+    Args:
+        target_ms: of a target's pass over one token.
+        num_tokens: of all answers, but their first.
+    """
+
+    def total(name: str) -> float | None:
+        values = [stats["speculation"][name] for stats in runs]
+        return None if None in values else sum(values)
+
+    drafted, accepted, rounds = (total(name) for name in ("num_drafted", "num_accepted", "rounds"))
+    # A draft host writes more tokens than are ever verified.
+    written, seconds = total("num_written") if config.draft_host else drafted, total("draft_seconds")
+    draft_ms = None if seconds is None else 1e3 * seconds / max(1, written)
+    ratio = target_ms / draft_ms if draft_ms else None
+    idle = {f"{side}_idle_ms": total(f"{side}_idle_seconds") for side in ("target", "draft")}
+    in_a_row = accepted / (total("num_rejections") + len(runs))
+    per_forward = num_tokens / max(1, total("num_target_forwards"))
+    gamma = drafted / max(1, rounds)  # a lookup may find fewer tokens than requested
+    predicted = None
+    if ratio and config.draft_host:  # Theorem 6 takes the chance that one more token is accepted
+        predicted = beside_speedup(gamma, ratio, accepted / max(1, accepted + total("num_rejections")))
+    elif ratio:  # Theorem 4 the share of accepted tokens
+        predicted = in_turn_speedup(gamma, ratio, accepted / max(1, drafted))
+    return {
+        "config": asdict(config),
+        "acceptance_rate": accepted / max(1, drafted),
+        "tokens_per_target_forward": per_forward,
+        "mean_accepted_tokens": in_a_row if config.draft_host else per_forward,
+        "accepted_in_a_row": in_a_row,
+        "draft_ms_per_token": draft_ms,
+        "verify_ms_per_round": 1e3 * total("verify_seconds") / max(1, rounds),
+        **{name: None if value is None else 1e3 * value for name, value in idle.items()},
+        "cost_ratio": ratio,
+        "predicted_decode_speedup": predicted,
+    }
+
+
+def in_turn_speedup(gamma: float, c: float, tau: float) -> float:
+    """Predict what drafting and verifying in turn gains over autoregressive decoding (ParallelVLM, Theorem 4).
+
+    Args:
+        gamma: tokens drafted per round.
+        c: T_p / T_q, how many tokens the draft drafts during one pass of the target.
+        tau: the acceptance rate.
+    """
+    return c * (tau * gamma + 1) / (gamma + c)
+
+
+def beside_speedup(gamma: float, c: float, tau: float) -> float:
+    """Predict what drafting while verifying gains, with the rounds that rejections cost (Theorem 6, Lemma 1)."""
+    accepted = gamma if tau == 1 else tau * (1 - tau**gamma) / (1 - tau)
+    return c * (1 + tau**gamma) * accepted / (2 * max(gamma, c))

@@ -1,0 +1,289 @@
+"""Asks the demo model about held-out clips in several ways, on real or simulated hosts, and counts right ones."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
+
+import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
+
+# isort: split
+from transformers import PreTrainedModel, ProcessorMixin
+from transformers.utils.logging import disable_progress_bar
+
+from apbv import (
+    Engine,
+    HostGroup,
+    ModelInputs,
+    PrefillConfig,
+    PrefillResult,
+    SamplingParams,
+    SpeculativeConfig,
+    prefill,
+)
+from apbv.input.pixels import KeptPixels
+from apbv.input.reading import PromptReader
+from apbv.input.request import Question, Request
+from apbv.input.video import probe
+from apbv.input.visual import VisualInput
+from apbv.model.parts import ModelParts, inspect_model
+from apbv.prefilling.encode import VisualRows, encode_visual
+from apbv.prefilling.prefiller import ReadRequest
+from apbv.prefilling.reuse import StoredRows
+from apbv.speculate import Autoregressive
+from apbv.speculate.ways import TakingTurns
+from apbv.stats import StageTimer
+
+from . import clips
+from .simulated import share_weights, simulate
+
+T = TypeVar("T")
+RETRIEVALS_PER_CLIP = 2
+# Answers to them are right or wrong as a whole; of a description the right tokens count.
+EXACT_TASKS = ("retrieval", "ordering", "counting")
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Clips, and what is asked about each of them.
+
+    Attributes:
+        grid: visual tokens per side of a frame.
+        num_shots: length of the clips.
+        folder: where the clips' files are kept.
+        tasks: names of :data:`support.clips.TASKS`.
+        split: the split from which the clips come.
+    """
+
+    grid: int
+    num_shots: int
+    folder: Path
+    tasks: tuple[str, ...] = EXACT_TASKS
+    split: str = "test"
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, tasks: tuple[str, ...] = EXACT_TASKS) -> "Exam":
+        """Return the exam that the options of :func:`support.arguments.add_clip_options` define."""
+        return cls(options.grid, options.shots, options.folder, tasks, options.split)
+
+    def needles(self, seed: int) -> str:
+        """Return the kind of needle in a seed's clip; the kinds alternate."""
+        return clips.NEEDLES[seed % 2]
+
+    def clip(self, seed: int) -> clips.ClipSpec:
+        return clips.make_clip(seed, self.num_shots, self.split, self.grid, [self.needles(seed)])
+
+    def file(self, seed: int, hosts: HostGroup | None = None) -> Path:
+        """Return the path of a clip's file, written first, by host 0, if it is missing."""
+        path = self.folder / f"{self.split}-{self.grid}x{self.grid}-{self.num_shots}-{seed}.mp4"
+        hosts = hosts or HostGroup.single()
+        with hosts.local_stage("rendering a clip"):
+            if hosts.rank == 0 and not path.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_suffix(".part")
+                clips.write_mp4(clips.render(self.clip(seed)), unfinished)
+                unfinished.replace(path)
+        return path
+
+    def questions(self, seed: int) -> list[tuple[str, str, str]]:
+        """Return (task, question, answer) of the first and last needle's retrieval and of all other questions."""
+        asked = [item for item in clips.questions(self.clip(seed)) if item[0] in self.tasks]
+        retrievals = [item for item in asked if item[0] == "retrieval"]
+        others = [item for item in asked if item[0] != "retrieval"]
+        return retrievals[:: max(1, len(retrievals) - 1)][:RETRIEVALS_PER_CLIP] + others
+
+
+def load_demo(checkpoint: str | Path = "demo", hosts: HostGroup | None = None) -> Engine:
+    """Load one of the demo's models in float32, as its accuracy was measured; show no progress."""
+    disable_progress_bar()
+    return Engine.from_pretrained(checkpoint, hosts=hosts or HostGroup.single(), dtype="float32")
+
+
+def run_on(
+    num_hosts: int, hosts: HostGroup, model: PreTrainedModel, job: Callable[[HostGroup, PreTrainedModel], T]
+) -> T:
+    """Run a job on so many hosts: the real ones, or simulated ones where there is only one.
+
+    Args:
+        model: every host gets an object of its own with shared weights.
+
+    Returns:
+        What the job returned, on simulated hosts that of host 0.
+
+    Raises:
+        ValueError: several hosts were started, but another number is asked for.
+    """
+    if num_hosts == hosts.size:
+        return job(hosts, share_weights(model))
+    if hosts.size > 1:
+        raise ValueError(f"{num_hosts} hosts were asked for, but {hosts.size} were started")
+    # Copied before the threads start, so that each of them works on its own model.
+    models = [share_weights(model) for _ in range(num_hosts)]
+    return simulate(num_hosts, lambda host: job(host, models[host.rank]), device=hosts.device)[0]
+
+
+def answer_greedily(
+    parts: ModelParts,
+    inputs: ModelInputs,
+    hosts: HostGroup,
+    config: PrefillConfig,
+    max_new_tokens: int,
+    encoded: VisualRows | None = None,
+    way: TakingTurns | None = None,
+) -> tuple[list[int], PrefillResult]:
+    """Answer a prompt greedily; return the tokens, on every host, and the prefill. Collective.
+
+    Args:
+        encoded: this host's embeddings of the video.
+        way: how a draft is used; None: there is none.
+    """
+    hosts.barrier()
+    timer = StageTimer(hosts)
+    request = Request(Question(), timer, sampling=SamplingParams(max_new_tokens=max_new_tokens))
+    read = ReadRequest(request, None, inputs, None)
+
+    def run(_: ReadRequest, watcher=None) -> PrefillResult:
+        return prefill(parts, inputs, hosts=hosts, config=config, timer=timer, watcher=watcher, encoded=encoded)
+
+    prefiller = SimpleNamespace(read=lambda _: read, run=run)
+    outcome = (way or Autoregressive(parts, hosts)).answer(request, prefiller)
+    return outcome.answered.tokens, outcome.state
+
+
+class Candidate:
+    """A model that takes exams; every method is collective.
+
+    Args:
+        model: a model in eval mode, on every host.
+        hosts: the hosts that prefill.
+        draft: a draft model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: ProcessorMixin,
+        hosts: HostGroup,
+        draft: PreTrainedModel | None = None,
+    ):
+        self.processor, self.tokenizer, self.hosts = processor, processor.tokenizer, hosts
+        self.parts, self.draft = inspect_model(model), draft and inspect_model(draft)
+        self._reader = PromptReader(self.parts, processor, num_frames=1)
+        # Several questions are asked about the same video, on which the vision tower runs only once.
+        self._video: tuple[Path, VisualInput, StoredRows] | None = None
+
+    def read(self, path: Path, question: str) -> ModelInputs:
+        """Read the prompt of a question about all frames of a file, of which each host reads its share."""
+        info, timer = probe(path), StageTimer(self.hosts)
+        asked = Question(question, path, num_frames=info.num_frames)
+        rendered = self._reader.render(asked)
+        inputs, pixels = self._reader.read(rendered, self._reader.sample([info], asked), self.hosts, timer)
+        if self._video is None or self._video[0] != path:
+            visual = inputs.with_pixels(KeptPixels(pixels)).visual
+            rows = StoredRows(encode_visual(self.parts, visual), visual, self.parts.device)
+            self._video = (path, visual, rows)
+        return replace(inputs, visual=self._video[1])
+
+    @property
+    def encoded(self) -> VisualRows:
+        """This host's embeddings of the video that was read last."""
+        return self._video[2]
+
+    def answer(
+        self,
+        inputs: ModelInputs,
+        config: PrefillConfig,
+        max_new_tokens: int,
+        speculate: SpeculativeConfig | None = None,
+    ) -> tuple[list[int], PrefillResult]:
+        """Answer greedily about the video that was read last; return the tokens and the prefill."""
+        way = None
+        if speculate is not None:
+            tokenize = partial(self.tokenizer.encode, add_special_tokens=False)
+            way = TakingTurns(self.parts, self.draft, self.hosts, speculate, tokenize)
+        return answer_greedily(self.parts, inputs, self.hosts, config, max_new_tokens, self.encoded, way)
+
+
+def visual_kept(state: PrefillResult) -> float:
+    """Return how many visual tokens a layer's KV has, on average over the layers."""
+    reduction = state.reduction
+    if reduction is None:
+        return state.inputs.num_visual_tokens
+    return statistics.fmean(reduction.by_layer or [reduction.num_after])
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to answer: how prompts are prefilled, and how a draft proposes tokens, if there is one."""
+
+    prefill: PrefillConfig
+    speculate: SpeculativeConfig | None = None
+
+    @property
+    def settings(self) -> dict:
+        """All settings, for a record."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def sit(candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way]) -> list[dict]:
+    """Answer the questions about one clip in each way, in turn for every question.
+
+    Args:
+        ways: by label.
+
+    Returns:
+        a record per way, equal on all hosts. Times are the slowest host's, in milliseconds; those to the first
+        token include reading and encoding the frames, which is done once.
+    """
+    hosts, tokenizer = candidate.hosts, candidate.tokenizer
+    file, asked = exam.file(seed, hosts), exam.questions(seed)
+    began = hosts.clock()
+    with hosts.local_stage("reading a clip"):
+        candidate.read(file, asked[0][1])
+    reading = 1e3 * max(row[0] for row in hosts.gather_floats([hosts.clock() - began]))
+    right = {label: {task: [0, 0] for task in exam.tasks} for label in ways}
+    states: dict[str, list[PrefillResult]] = {label: [] for label in ways}
+    stats: dict[str, list[dict]] = {label: [] for label in ways}
+    for task, question, answer in asked:
+        inputs = candidate.read(file, question)
+        expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
+        for label, way in ways.items():
+            said, state = candidate.answer(inputs, way.prefill, len(expected) + 1, way.speculate)
+            count = right[label][task]
+            if task == "describe":
+                count[0] += sum(a == b for a, b in zip(said, expected, strict=False))
+                count[1] += len(expected)
+            else:
+                count[0] += tokenizer.decode(said, skip_special_tokens=True) == answer
+                count[1] += 1
+            states[label].append(state)
+            stats[label].append(state.timer.summary(len(said)))
+    records = []
+    for label, way in ways.items():
+        state, times = states[label][-1], [figures["ttft_ms"] for figures in stats[label]]
+        records.append(
+            {
+                "label": label,
+                "seed": seed,
+                "needles": exam.needles(seed),
+                "hosts": hosts.size,
+                "settings": way.settings,
+                "method": state.method,
+                "anchor_len": state.layout.anchor_len,
+                "passing_len": state.layout.passing_len,
+                "num_input_tokens": inputs.num_tokens,
+                "num_visual_tokens": inputs.num_visual_tokens,
+                "num_visual_kept": [visual_kept(state) for state in states[label]],
+                "right": right[label],
+                "reading_ms": reading,
+                "ttft_ms": [ms + reading for ms in times],
+                "prefill_ms": times,
+                "decode_ms": [figures["stages_ms"]["decode"] for figures in stats[label]],
+            }
+        )
+    return records

@@ -1,1 +1,0 @@
-"""Fetches KV in a process of its own."""

@@ -1,1 +1,0 @@
-"""Runs prefills, and reports how long they took."""

@@ -1,0 +1,70 @@
+"""The ways to read a video whose answers are compared, by the tables that show them."""
+
+from dataclasses import replace
+
+from apbv import PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
+from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES, REDUCER_NAMES, SPARSE_NAMES
+
+from .exams import Way
+
+PRESETS = ("methods", "systems", "importance", "table3", "table9", "anchor_query", "demo")
+_SPARSE_BLOCK = 32  # queries; the papers' 128 are a large part of such short prompts
+
+
+def paper_lengths(num_visual: int) -> tuple[int, int]:
+    """Return the APB-V paper's l_a and l_p, which are fractions of the visual tokens."""
+    return -(-num_visual // 64), -(-num_visual // 128)
+
+
+def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
+    """Return a preset's ways by label; ``num_visual`` is a prompt's number of visual tokens.
+
+    ``table3`` and ``table9`` are ablations of the APB-V paper: without parts, and by the anchor's length.
+    """
+    anchor, passing = paper_lengths(num_visual)
+    apbv = PrefillConfig(anchor_len=anchor, passing_len=passing)
+    sparse = {name: SparseConfig(method=name, block_size=_SPARSE_BLOCK) for name in SPARSE_NAMES}
+    methods = {name: PrefillConfig(method=name) for name in METHOD_NAMES}
+    methods |= {
+        name: replace(methods[name], sparse=blocks, on_single_host=True) for name, blocks in sparse.items()
+    }
+    methods |= {"apb": PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing), "apbv": apbv}
+    full = methods["full"]
+    if preset == "methods":
+        ways = methods | {"apbv, default lengths": PrefillConfig()}
+    elif preset == "systems":
+        ways = {name: config for name, config in methods.items() if name not in ("zigzag_ring", "ulysses")}
+        ways |= {f"apbv, {name}": replace(apbv, sparse=blocks) for name, blocks in sparse.items()}
+        for name in REDUCER_NAMES:
+            for ratio in (0.5, 0.25):
+                ways[f"{name}, {ratio:g}"] = replace(full, reduce=ReduceConfig(method=name, ratio=ratio))
+    elif preset == "importance":
+        ways = {
+            f"{name}, l_p = {length}": replace(apbv, importance=name, passing_len=length)
+            for name in IMPORTANCE_NAMES
+            for length in (1, 2, 4, 8, 16, 32)
+        }
+    elif preset == "table3":
+        ways = {
+            "full": full,
+            "apbv": apbv,
+            "w/o A": replace(apbv, anchor_len=0),
+            "w/o P": replace(apbv, passing_len=0),
+        }
+        ways["w/o A and P"] = replace(apbv, anchor_len=0, passing_len=0)
+    elif preset == "table9":
+        ways = {f"l_a = {length}": replace(apbv, anchor_len=length) for length in (0, 4, 8, 16, 32, 64, 128)}
+    elif preset == "anchor_query":
+        plain = {name: methods[name] for name in ("apb", "apbv")}
+        plain |= {f"{name}, l_p = 0": replace(config, passing_len=0) for name, config in plain.items()}
+        asked = {f"{name}, question in A": replace(config, anchor_query=True) for name, config in plain.items()}
+        ways = {"full": full, **plain, **asked}
+    else:  # demo: the tables of the demo model's README
+        base = PrefillConfig(importance="softmax")
+        ways = {f"l_p = {length}": replace(base, passing_len=length) for length in (0, 8, 16, 32, 64, 128)}
+        ways = {"full": full, **ways, "default": base}
+    found = {label: Way(config) for label, config in ways.items()}
+    if preset == "systems":
+        draft = SpeculativeConfig(strategy="hippo", keep_losing_draft=True)
+        found[f"full, draft by hippo, {draft.keep_ratio:g}"] = Way(full, draft)
+    return found

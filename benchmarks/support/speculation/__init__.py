@@ -1,1 +1,0 @@
-"""What speculative decoding is compared in, and reports how fast it was."""
