@@ -11,6 +11,8 @@ FEATURES = {
     "sparse": "`--sparse`",
     "dense_method": "`zigzag_ring` or `ulysses`",
     "other_sparse_method": "a method of other sparse attention",
+    "skip_margin": "`--sparse-skip-margin`",
+    "sparse_without_margin": "`xattention` or `flexprefill`",
     "reduction": "`--reduce`",
     "early_reduction": "`--reduce` before the language model",
     "late_reduction": "`--reduce` between layers",
@@ -53,6 +55,9 @@ REFUSALS = {
     ),
     ("sparse", "dense_method"): "sparse attention is for full, apbv, apb and star: {dense_method} has none",
     ("sparse", "other_sparse_method"): "{other_sparse_method} cannot choose blocks as {sparse}",
+    ("skip_margin", "sparse_without_margin"): (
+        "values are skipped by spargeattn: {sparse_without_margin} has no skip margin"
+    ),
     ("reduce_layer", "early_reduction"): (
         "{early_reduction} leaves tokens out before the language model: it has no layer"
     ),

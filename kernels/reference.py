@@ -76,15 +76,46 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    *,
+    skip_margin: float | None = None,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attend under the mask of what every query sees of the listed blocks and of its own."""
     tokens = torch.arange(q.shape[2], device=q.device)
     rows, columns = tokens // blocks.query_block, tokens // blocks.key_block
     own = rows[:, None] == rows
     visible = (blocks.kept[:, :, rows][..., columns] | own) & (tokens <= tokens[:, None])
-    result, lse = _attend(q, k, v, scale, visible)
-    return out.copy_(result), lse
+    if skip_margin is None:
+        result, lse = _attend(q, k, v, scale, visible)
+        return out.copy_(result), lse
+    pieces = []
+    skipped = _skipped(q, k, blocks, scale, skip_margin)
+    for block, places in enumerate(tokens.split(blocks.query_block)):
+        seen = visible[:, :, places]
+        _, lse = _attend(q[:, :, places], k, v, scale, seen)
+        multiplied = seen & ~skipped[:, :, block, None, columns]
+        result, held = _attend(q[:, :, places].double(), k, v, scale, multiplied)
+        out[:, :, places] = (result * torch.exp(held - lse)[..., None]).to(out.dtype)
+        pieces.append(lse)
+    return out, torch.cat(pieces, dim=2)
+
+
+def _skipped(q: Tensor, k: Tensor, blocks: ListedBlocks, scale: float, skip_margin: float) -> Tensor:
+    """Tell which listed blocks' values are skipped, ``[B, Hq, nq, nk]``."""
+    kept = blocks.kept
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = functional.pad(q.double() @ keys.transpose(-1, -2) * scale, (0, -k.shape[2] % blocks.key_block))
+    highest = scores.unflatten(3, (-1, blocks.key_block)).amax(dim=4).split(blocks.query_block, dim=2)
+    skipped = []
+    for block, rows in enumerate(highest):
+        listed = rows.masked_fill(~kept[:, :, block, None], float("-inf"))
+        skipped.append((listed - listed.cummax(dim=3).values < -skip_margin).all(dim=2))
+    return torch.stack(skipped, dim=2) & kept
 
 
 def antidiagonal_scores(q: Tensor, k: Tensor, scale: float, stride: int, block: int) -> Tensor:

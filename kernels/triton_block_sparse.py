@@ -1,9 +1,11 @@
 """Implements block-sparse attention in Triton: FlashAttention's loop over listed tiles.
 
 Every query head has lists of its own, so that a tile of rows is of one head. Only the tiles on the diagonal need a
-mask: listed blocks lie before the queries, and are whole.
+mask: listed blocks lie before the queries, and are whole. In a variant of its own, for a skip margin, the
+product with a listed tile's values is conditional.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -18,6 +20,7 @@ from .triton_attention_kernels import (
     _factors,
     _head_offset,
     _load_queries,
+    _load_tile,
     _row_offset,
     _rows_again,
     _store_rows,
@@ -32,7 +35,14 @@ def tiles(q: Tensor, blocks: ListedBlocks) -> Blocks:
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: ListedBlocks, scale: float, *, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: ListedBlocks,
+    scale: float,
+    *,
+    skip_margin: float | None = None,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attend as :func:`apbv.kernels.block_sparse_attention` does, in one launch."""
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
@@ -44,24 +54,46 @@ def block_sparse_attention(
     block_sparse_kernel[(triton.cdiv(tokens, tile.rows), batch * heads)](
         q, k, v, out, lse, blocks.counts, blocks.indices,
         *(veiled(*(stride // align for stride in own)) for own in strides),
-        scale, tokens, *blocks.indices.shape[2:],
+        scale, 0.0 if skip_margin is None else skip_margin * math.log2(math.e), tokens, *blocks.indices.shape[2:],
         HEADS=heads, GROUP=heads // k.shape[1], D=dim, BR=tile.rows, BT=tile.keys, BD=tile.dim, ALIGN=align,
-        QUERY_BLOCK=blocks.query_block, KEY_BLOCK=blocks.key_block,
+        QUERY_BLOCK=blocks.query_block, KEY_BLOCK=blocks.key_block, SKIPS=skip_margin is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out, lse
 
 
+@triton.jit
+def _attend_tile_skipping(
+    b_acc, b_max, b_sum, b_q, p_k, p_v, o_k, o_v, scale, margin, D: tl.constexpr, BD: tl.constexpr
+):
+    """Add a whole tile of keys to the online softmax, and its values if any row has a score within the margin."""
+    b_k = _load_tile(p_k, o_k, o_k, False, D, BD)
+    b_v = _load_tile(p_v, o_v, o_v, False, D, BD)
+    # [BR, BT]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="tf32x3")
+    b_highest = tl.max(b_s, axis=1)
+    b_new_max = tl.maximum(b_max, b_highest)
+    b_shift = b_new_max * scale
+    b_p = tl.exp2(b_s * scale - b_shift[:, None])
+    b_decay = tl.exp2(b_max * scale - b_shift)
+    # Where no row is as near to its highest score so far, none has a new one: there is nothing to scale either.
+    if tl.min(b_new_max - b_highest) * scale <= margin:
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="tf32x3")
+    return b_acc, b_new_max, b_sum * b_decay + tl.sum(b_p, axis=1)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_query_blocks", "num_key_blocks"])
 def block_sparse_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_counts, p_indices, q_strides, k_strides, v_strides, out_strides, scale,
+    p_q, p_k, p_v, p_out, p_lse, p_counts, p_indices, q_strides, k_strides, v_strides, out_strides, scale, margin,
     num_tokens, num_query_blocks, num_key_blocks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, ALIGN: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    SKIPS: tl.constexpr,
 ):  # fmt: skip
     """One program attends from a tile of one head's rows to the blocks listed for them, then to the diagonal.
 
-    Later rows see more: they come first, so that no long program begins when the others end.
+    Later rows see more: they come first, so that no long program begins when the others end. The margin is that of
+    logarithms to base 2.
     """
     i_r = tl.num_programs(0) - 1 - tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
@@ -78,6 +110,8 @@ def block_sparse_kernel(
 
     b_acc = tl.zeros([BR, BD], tl.float32)
     b_max = tl.full([BR], float("-inf"), tl.float32)
+    if SKIPS:
+        b_max = tl.where(m_r, b_max, 1e30)  # rows behind the last token have no say in what is skipped
     b_sum = tl.zeros([BR], tl.float32)
     o_tile = tl.arange(0, BT)
     o_k, o_v = o_tile.to(tl.int64) * k_row * ALIGN, o_tile.to(tl.int64) * v_row * ALIGN
@@ -87,10 +121,15 @@ def block_sparse_kernel(
     for i_t in range(0, count * (KEY_BLOCK // BT)):
         first = tl.load(p_indices + i_t // (KEY_BLOCK // BT)) * KEY_BLOCK + i_t % (KEY_BLOCK // BT) * BT
         k_tile, v_tile = first * k_row.to(tl.int64) * ALIGN, first * v_row.to(tl.int64) * ALIGN
-        b_acc, b_max, b_sum = _attend_tile(
-            b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, o_tile, o_tile, scale,
-            False, False, D, BD,
-        )  # fmt: skip
+        if SKIPS:
+            b_acc, b_max, b_sum = _attend_tile_skipping(
+                b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, scale, margin, D, BD
+            )
+        else:
+            b_acc, b_max, b_sum = _attend_tile(
+                b_acc, b_max, b_sum, b_q, p_k + k_tile, p_v + v_tile, o_k, o_v, o_tile, o_tile, scale,
+                False, False, D, BD,
+            )  # fmt: skip
     stop = tl.minimum(first_row + BR, num_tokens)
     for i_t in range(i_block * QUERY_BLOCK, stop, BT):
         o_t = i_t + o_tile

@@ -92,6 +92,7 @@ SPARSE = _of(
     ("--sparse-block", "block_size", "tokens of a block of queries"),
     ("--sparse-stride", "stride", "xattention: tokens that get one score"),
     ("--sparse-similarity", "similarity", "spargeattn: how alike the rows of a block must be to be left out"),
+    ("--sparse-skip-margin", "skip_margin", "spargeattn: skip values with no score within X of the highest"),
     ("--sparse-divergence", "divergence", "flexprefill: how near to its estimate a head's attention must be"),
     ("--sparse-min-blocks", "min_blocks", "flexprefill: columns and diagonals that every head computes"),
 )

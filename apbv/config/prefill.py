@@ -66,12 +66,16 @@ class SparseConfig(Checked, name="sparse "):
         threshold: the share of a block of queries' estimated attention that the chosen blocks hold, τ. None: 0.9
             for ``"xattention"`` and 0.95 for ``"flexprefill"``, as their authors have it (the latter calls it γ),
             and 0.96 for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed,
-            and the result is that of dense attention.
+            and the result is that of dense attention where no values are skipped.
         block_size: queries of a block, 32, 64, 128 (all papers') or 256. A block has as many keys, but for
             ``"spargeattn"`` half as many.
         stride: of ``"xattention"``: tokens of a group, which has one score; it divides the block size.
         similarity: of ``"spargeattn"``: blocks whose rows have a mean cosine similarity of at most this, θ, are
             computed in any case; -1 .. 1. 0.3 in the APB-V paper.
+        skip_margin: of ``"spargeattn"``: λ, above 0. Of a chosen block the values are skipped where no query has a
+            score within λ of its highest so far; see :func:`apbv.kernels.block_sparse_attention`. Scores are
+            natural logarithms of weights; in the authors' code, where λ is ``pvthreshd``, they are to base 2,
+            which makes 1.44 times as much of it. None: no values are skipped.
         divergence: of ``"flexprefill"``: a head is query-aware where the square root of the divergence between its
             last queries' attention and what means of blocks say of it is below this, τ; 0 .. 1. 0.1 is its
             authors'. 0: all heads are vertical-slash, as MInference (Jiang et al., 2024) has most of them.
@@ -79,7 +83,7 @@ class SparseConfig(Checked, name="sparse "):
             head. 8 blocks of 128 tokens are its authors' minimum of 1024 tokens.
 
     Raises:
-        ValueError: the method is unknown, a number is out of range.
+        ValueError: the method is unknown, a number is out of range, or the method has no skip margin.
     """
 
     method: str = one_of(SPARSE_NAMES, "xattention")
@@ -87,6 +91,7 @@ class SparseConfig(Checked, name="sparse "):
     block_size: int = one_of((32, 64, 128, 256), 128)
     stride: int = integer(1, 256, 16, of="xattention")
     similarity: float = number("lie in -1 .. 1", lambda cosine: -1 <= cosine <= 1, 0.3, of="spargeattn")
+    skip_margin: float | None = number("be above 0", lambda margin: margin > 0, None, of="spargeattn")
     divergence: float = number("lie in 0 .. 1", lambda root: 0 <= root <= 1, 0.1, of="flexprefill")
     min_blocks: int = integer(1, _MOST_TOKENS, 8, of="flexprefill")
 
@@ -94,6 +99,8 @@ class SparseConfig(Checked, name="sparse "):
         super().__post_init__()
         if self.block_size % self.stride:
             raise ValueError(f"the stride {self.stride!r} does not divide blocks of {self.block_size} tokens")
+        skips = self.skip_margin is not None
+        refuse(skip_margin=skips, sparse_without_margin=self.method != "spargeattn" and self.method)
 
     @property
     def share(self) -> float:
@@ -102,8 +109,8 @@ class SparseConfig(Checked, name="sparse "):
 
     @property
     def computes_all(self) -> bool:
-        """Whether no blocks are left out, so that attention is dense."""
-        return self.share == 1
+        """Whether neither blocks nor values are left out, so that attention is dense."""
+        return self.share == 1 and self.skip_margin is None
 
     @property
     def key_block(self) -> int:

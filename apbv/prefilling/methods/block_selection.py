@@ -45,7 +45,8 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     block is not chosen in any case.
 
     That code may leave out all keys that a query sees, which the queries' own keys exclude here.
-    The second stage, which skips values of chosen blocks, is not implemented.
+    The second stage, which skips values, is the ``skip_margin`` of :func:`apbv.kernels.block_sparse_attention`.
+    There skipped weights count in the denominator, as in the paper; in the released code they do not.
     """
     queries, of_queries = block_means(q, config.block_size, backend=backend)
     center = k.mean(dim=2, dtype=torch.promote_types(k.dtype, torch.float32))
