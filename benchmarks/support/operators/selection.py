@@ -165,6 +165,7 @@ def _of_frames(
         lambda draw: (draw.randn(s.frames, s.height * s.width, s.hidden),),
         run,
         exact,
+        chosen=lambda ops, backend: "torch",
     )
 
 
@@ -217,4 +218,5 @@ def similarity(s: Sizes) -> Case:
         lambda draw: (draw.randn(count, s.hidden), draw.randn(s.hidden)),
         lambda ops, backend: (similarity_to(*ops, backend=backend),),
         _whole(reference.similarity_to),
+        chosen=lambda ops, backend: "torch",
     )
