@@ -44,13 +44,12 @@ from support.workloads import CONFIGS, build_model
 
 # Allowed difference, relative to the largest logit: two ways round differently in a few layers.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-DEMO = "demo"
 
 
 def load(options: argparse.Namespace, device: torch.device) -> ModelParts:
     """Build the model, with random weights, or load the packaged one."""
     dtype = getattr(torch, options.dtype)
-    if options.model == DEMO:
+    if options.model == "demo":
         model, _ = load_model(demo.model_path(), dtype, HostGroup.single(device))
     else:
         model = build_model(CONFIGS[options.model], dtype, device)
@@ -118,7 +117,7 @@ BATCH_COLUMNS |= {"tokens/s": "{tokens_per_s:.0f}", **_SPEED}
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[DEMO, *sorted(CONFIGS)], default="llama-small")
+    parser.add_argument("--model", choices=["demo", *sorted(CONFIGS)], default="llama-small")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048, 32768], help="KV that is there already")
     parser.add_argument("--new-tokens", type=COUNT, nargs="+", default=[1, 6], help="in one pass")
     parser.add_argument("--batch", type=COUNT, nargs="+", metavar="N", help="decode so many answers at a time")

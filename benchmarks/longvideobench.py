@@ -30,8 +30,6 @@ from support.evaluation.prompting import LETTERED, fill, request_of
 from support.evaluation.samples import Row, Sample, read_json, rows_of
 from support.evaluation.subtitles import interleaved, read_longvideobench
 
-MOST_OPTIONS = 5
-
 
 def read(options: argparse.Namespace) -> list[Sample]:
     """Read LongVideoBench's questions; those of the test split have no right answers, and are recorded only.
@@ -46,9 +44,7 @@ def read(options: argparse.Namespace) -> list[Sample]:
 
 
 def _sample(row: Row, folder: Path, subtitles: str) -> Sample:
-    choices = row.texts("candidates") or tuple(
-        text for number in range(MOST_OPTIONS) if (text := row.text(f"option{number}", default="N/A")) != "N/A"
-    )
+    choices = row.texts("candidates")
     answer = int(row.number("correct_choice")) if "correct_choice" in row else -1
     if answer >= len(choices):
         raise row.error(f"the answer {answer} is none of the {len(choices)} options")

@@ -81,11 +81,6 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
             }
 
 
-def _share(task: str, record: dict) -> str:
-    right, total = record["tasks"][task]
-    return percent_cell(right, total) if total else ""
-
-
 COLUMNS = {
     "hosts": "{hosts}",
     "method": "{method}",
@@ -94,7 +89,7 @@ COLUMNS = {
     "TTFT (ms)": "{ttft_ms:.1f}",
     "speed-up": "{speedup:.2f}",
     "same answer": "{same_answer}/{total}",
-    **{task: lambda record, task=task: _share(task, record) for task in EXACT_TASKS},
+    **{task: lambda record, task=task: percent_cell(*record["tasks"][task]) for task in EXACT_TASKS},
 }
 
 

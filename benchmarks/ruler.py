@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
         title = f"{task}, {num_tokens} tokens"
         for index in tqdm(range(options.samples), desc=title, disable=hosts.rank != 0 or None, leave=False):
             with hosts.local_stage("making a task"):
-                sample = make_task(task, options.first_sample + index, num_tokens, tokenizer)
+                sample = make_task(task, index, num_tokens, tokenizer)
                 inputs = read_task(parts, tokenizer, sample, hosts)
             said, state = answer_greedily(parts, inputs, hosts, config, sample.max_new_tokens)
             right += matched(tokenizer.decode(said, skip_special_tokens=True), sample.answers)
@@ -116,7 +116,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="lengths of the context")
     parser.add_argument("--samples", type=COUNT, default=20)
-    parser.add_argument("--first-sample", type=int, default=0, help="its number")
     add_shared(parser, "json")
     add_prefill_options(parser)
     add_host_options(parser)

@@ -51,7 +51,7 @@ def prompt_of(options: argparse.Namespace, num_tokens: int | None) -> tuple[int,
 
 def plan(options: argparse.Namespace) -> Iterator[dict]:
     """Predict every method on every number of hosts; full attention is one host's."""
-    shape = Shape.from_config(config_of(options.model), options.bytes_per_number)
+    shape = Shape.from_config(config_of(options.model))
     split = [method for method in options.methods if method != "full"]
     runs = [(1, "full")] * ("full" in options.methods) + list(itertools.product(options.hosts, split))
     for num_tokens in options.tokens or [None]:
@@ -169,7 +169,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     command.add_argument("--frames", type=COUNT, default=64, help="of a video prompt, where no --tokens are given")
     command.add_argument("--resolution", default="720p", help="HxW, or such as 720p")
     command.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    command.add_argument("--bytes-per-number", type=COUNT, default=2)
     add_settings(command.add_argument_group("fewer visual tokens"), REDUCE)
     help_ = "the share of attention within blocks that sparse attention computes, as measured (default 1)"
     command.add_argument("--density", type=float, default=1.0, help=help_)

@@ -48,7 +48,7 @@ def record(options: argparse.Namespace, hosts: HostGroup, way: Way, answers: lis
     """Return a JSON-ready record."""
     samples = {
         "ttft_ms": [answer.first_token * 1e3 for answer in answers],
-        "tpot_ms": [answer.per_token * 1e3 for answer in answers],
+        "tpot_ms": [(a.end - a.first_token) * 1e3 / max(a.num_tokens - 1, 1) for a in answers],
         "latency_ms": [answer.end * 1e3 for answer in answers],
     }
     return {
@@ -81,11 +81,6 @@ COLUMNS = {
 }
 
 
-def answers_at_once(text: str) -> int | None:
-    """Read a number, or ``all``."""
-    return None if text == "all" else COUNT(text)
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help='"demo" (default), a directory, or a hub id')
@@ -100,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ignore-eos", action="store_true", help="every answer has --max-new-tokens tokens")
     parser.add_argument(
         "--max-running",
-        type=answers_at_once,
+        type=lambda text: None if text == "all" else COUNT(text),
         nargs="+",
         default=[None],
         metavar="N|all",

@@ -18,7 +18,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -33,7 +33,7 @@ from apbv.planning import parse_resolution
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, add_prefill_settings, add_shared
-from support.bench import Bench, Case, Measured, Workload, measure, network_fields
+from support.bench import Bench, Case, Workload, measure, network_fields
 from support.prefill_presets import PRESETS, SWITCHES, cases_of
 from support.records import report
 from support.simulated import Link, Network
@@ -80,18 +80,21 @@ def plan(options: argparse.Namespace, hosts: HostGroup) -> tuple[list[Workload],
     return workloads, sorted(cases, key=lambda case: case.hosts > 1)
 
 
-def records(options: argparse.Namespace, bench: Bench, measured: list[Measured]) -> Iterator[dict]:
+def records(
+    options: argparse.Namespace, bench: Bench, workload: Workload, cases: list[Case], measured: list[list[dict]]
+) -> Iterator[dict]:
     """Yield one record per case of a workload; speed-ups are ratios of medians within the same run."""
-    median = [statistics.median(sample["ttft_ms"] for sample in entry.samples) for entry in measured]
-    for entry, ms in zip(measured, median, strict=True):
-        case, last = entry.case, entry.samples[-1]
+    times = [[sample["ttft_ms"] for sample in samples] for samples in measured]
+    median = list(map(statistics.median, times))
+    for case, samples, ttft_ms, ms in zip(cases, measured, times, median, strict=True):
+        last = samples[-1]
         simulated = bench.simulated and case.hosts > 1
         speedups = dict.fromkeys(BASELINES)
-        for other, others_ms in zip(measured, median, strict=True):
-            is_same = (other.case.hosts, other.case.network) in ((case.hosts, case.network), (1, None))
-            if other.case.label in BASELINES and is_same:
-                speedups[other.case.label] = others_ms / ms
-        ttft = percentiles([sample["ttft_ms"] for sample in entry.samples])
+        for other, others_ms in zip(cases, median, strict=True):
+            is_same = (other.hosts, other.network) in ((case.hosts, case.network), (1, None))
+            if other.label in BASELINES and is_same:
+                speedups[other.label] = others_ms / ms
+        ttft = percentiles(ttft_ms)
         yield {
             "benchmark": "throughput",
             "preset": options.preset,
@@ -102,9 +105,7 @@ def records(options: argparse.Namespace, bench: Bench, measured: list[Measured])
             "threads_per_host": bench.threads * (bench.hosts.size if case.hosts == 1 else 1),
             "model": options.model,
             "dtype": str(bench.model.dtype).removeprefix("torch."),
-            "frames": entry.workload.frames,
-            "height": entry.workload.height,
-            "width": entry.workload.width,
+            **asdict(workload),
             **{name: last[name] for name in ("method", "num_input_tokens", "num_video_tokens", "anchor_len")},
             "passing_len": last["passing_len"],
             "importance": case.config.importance,
@@ -112,14 +113,14 @@ def records(options: argparse.Namespace, bench: Bench, measured: list[Measured])
             "ttft_ms": ttft,
             "request_throughput": 1e3 / ttft["p50"],
             "stages_ms": {
-                name: statistics.median(sample["stages_ms"][name] for sample in entry.samples)
+                name: statistics.median(sample["stages_ms"][name] for sample in samples)
                 for name in last["stages_ms"]
             },
             "comm_bytes": last["comm_bytes"],
             # Simulated hosts share one process's memory, which does not tell what each of them would need.
             "peak_memory_bytes": None if simulated else last["peak_memory_bytes"],
             **{f"speedup_vs_{name}": speedup for name, speedup in speedups.items()},
-            "samples": {"ttft_ms": [sample["ttft_ms"] for sample in entry.samples]},
+            "samples": {"ttft_ms": ttft_ms},
             "warmup": options.warmup,
         }
 
@@ -170,7 +171,7 @@ def measured_records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[
         for workload in workloads:
             measured = measure(bench, workload, cases, options.rounds, options.warmup, bar)
             if hosts.rank == 0:
-                yield from records(options, bench, measured)
+                yield from records(options, bench, workload, cases, measured)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,7 +36,7 @@ from apbv.planning import parse_resolution
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.records import report
 from support.videos.clips import READERS, ClipSpec, make_clip
-from support.videos.comparing import leave_out, measure_jobs
+from support.videos.comparing import measure_jobs
 from support.videos.worker import ROADS, STAGES, Job
 
 WAYS = (*ROADS, *READERS)
@@ -63,14 +63,11 @@ def plan_jobs(job: Job, options: argparse.Namespace, ways: list[str]) -> Iterato
 
 def records(options: argparse.Namespace) -> Iterator[dict]:
     """Make the clip, and yield the figures of all ways that can be used here."""
-    ways, versions = [], {}
-    for way in options.ways:
-        try:
-            if way in READERS:
-                versions[READERS[way].package] = version(READERS[way].package)
-            ways.append(way)
-        except PackageNotFoundError as error:
-            leave_out(way, error)
+    packages = {way: READERS[way].package for way in options.ways if way in READERS}
+    versions = {each.name: each.version for each in distributions() if each.name in packages.values()}
+    ways = [way for way in options.ways if packages.get(way, "") in ("", *versions)]
+    if missing := set(packages.values()) - versions.keys():
+        tqdm.write(f"note: left out is what is not installed: {', '.join(sorted(missing))}", file=sys.stderr)
     with TemporaryDirectory() as temporary:
         folder, length = options.folder or Path(temporary), round(options.seconds * options.fps)
         spec = ClipSpec(*parse_resolution(options.resolution), options.gop, length, options.fps, options.video)

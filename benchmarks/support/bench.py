@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -19,7 +19,7 @@ from .arguments import DEFAULT_DTYPES
 from .simulated import Network, share_weights, simulate
 from .workloads import CONFIGS, build_model, text_prompt, video_prompt
 
-# Prefills a workload once on these hosts, with this model and these settings, and returns :func:`figures`.
+# Prefills a workload once on these hosts, with this model and these settings; returns times, and what really ran.
 Job = Callable[[HostGroup, torch.nn.Module, PrefillConfig], dict]
 
 
@@ -46,15 +46,6 @@ class Case:
     config: PrefillConfig
     hosts: int = 1
     network: Network | None = None
-
-
-@dataclass
-class Measured:
-    """The runs of one case on one workload."""
-
-    case: Case
-    workload: Workload
-    samples: list[dict] = field(default_factory=list)
 
 
 class Bench:
@@ -91,7 +82,15 @@ class Bench:
                 parts, prompt.batch, hosts, config.frame_parallel, prompt.query_start
             )
             hosts.barrier()
-            return figures(prefill(model, inputs, hosts=hosts, config=config, timer=StageTimer(hosts)))
+            state = prefill(model, inputs, hosts=hosts, config=config, timer=StageTimer(hosts))
+            return {
+                **state.timer.summary(),
+                "method": state.method,
+                "num_input_tokens": state.num_tokens,
+                "num_video_tokens": state.inputs.num_visual_tokens,
+                "anchor_len": state.layout.anchor_len,
+                "passing_len": state.layout.passing_len,
+            }
 
         return job
 
@@ -132,32 +131,19 @@ class Bench:
         return result
 
 
-def figures(state) -> dict:
-    """Return a prefill's times, and the method and lengths that really ran."""
-    return {
-        **state.timer.summary(),
-        "method": state.method,
-        "num_input_tokens": state.num_tokens,
-        "num_video_tokens": state.inputs.num_visual_tokens,
-        "anchor_len": state.layout.anchor_len,
-        "passing_len": state.layout.passing_len,
-    }
-
-
 def measure(
     bench: Bench, workload: Workload, cases: list[Case], rounds: int, warmup: int, bar: tqdm
-) -> list[Measured]:
-    """Run all cases of a workload in turn, round after round; only host 0 has the runs of a single host."""
+) -> list[list[dict]]:
+    """Run all cases of a workload in turn, round after round; return each case's figures, on host 0."""
     job = bench.prepare(workload)
-    measured = [Measured(case, workload) for case in cases]
+    samples: list[list[dict]] = [[] for _ in cases]
     for index in range(warmup + rounds):
-        for entry in measured:
-            bar.set_postfix_str(f"{entry.case.label}, {entry.case.hosts} hosts", refresh=True)
-            summary = bench.run(entry.case, job)
+        for case, own in zip(cases, samples, strict=True):
+            bar.set_postfix_str(f"{case.label}, {case.hosts} hosts", refresh=True)
+            found = bench.run(case, job)
+            own += [found] if index >= warmup else []
             bar.update()
-            if index >= warmup and summary:
-                entry.samples.append(summary)
-    return measured
+    return samples
 
 
 def network_fields(network: Network) -> dict:

@@ -35,11 +35,6 @@ class Answer:
     text: str
     num_tokens: int
 
-    @property
-    def per_token(self) -> float:
-        """The mean seconds from one token to the next."""
-        return (self.end - self.first_token) / max(self.num_tokens - 1, 1)
-
 
 def ask_engine(engine: Engine, options: argparse.Namespace) -> Answer:
     """Ask the engine without the server; collective."""

@@ -46,14 +46,13 @@ def build_ways(
         for label, config in configs.items()
     }
     if options.draft_host and options.preset is None:
-        moved = {
-            label: replace(config, draft_host=True) for label, config in wanted.items() if may_move_out(config)
-        }
-        wanted |= {f"{label}, draft host": config for label, config in moved.items()}
+        for label, config in list(wanted.items()):
+            strategy = STRATEGIES[config.strategy]
+            if strategy.needs_draft_model and not strategy.needs_verdicts and draft_tree(config) is None:
+                wanted[f"{label}, draft host"] = replace(config, draft_host=True)
     needs_draft = options.draft_host or any(STRATEGIES[c.strategy].needs_draft_model for c in wanted.values())
     last = hosts.size - 1
-    moves_out = options.draft_host and hosts.size > 1  # on one host a thread drafts
-    targets = hosts.subgroup(range(last)) if moves_out else hosts
+    targets = hosts.subgroup(range(last)) if options.draft_host else hosts
     model = draft = None
     if targets is not None:
         loaded = Engine.from_pretrained(options.model, hosts=targets, dtype=options.dtype)
@@ -77,16 +76,10 @@ def build_ways(
         group = hosts if beside else targets
         if group is None:
             return Way(label, config, None)
-        own = draft if not (beside and hosts.size > 1) or hosts.rank == last else None
+        own = draft if not beside or hosts.rank == last else None
         return Way(label, config, Engine(model, processor, group, prefill, options.model, config, own, caption))
 
     return [way("autoregressive", None), *(way(label, config) for label, config in wanted.items())]
-
-
-def may_move_out(config: SpeculativeConfig) -> bool:
-    """Tell whether a way's draft can work on a host of its own."""
-    strategy = STRATEGIES[config.strategy]
-    return strategy.needs_draft_model and not strategy.needs_verdicts and draft_tree(config) is None
 
 
 def records(options: argparse.Namespace, ways: list[Way]) -> Iterator[dict]:
@@ -145,7 +138,6 @@ def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, n
     written, seconds = total("num_written") if config.draft_host else drafted, total("draft_seconds")
     draft_ms = None if seconds is None else 1e3 * seconds / max(1, written)
     ratio = target_ms / draft_ms if draft_ms else None
-    idle = {f"{side}_idle_ms": total(f"{side}_idle_seconds") for side in ("target", "draft")}
     in_a_row = accepted / (total("num_rejections") + len(runs))
     per_forward = num_tokens / max(1, total("num_target_forwards"))
     gamma = drafted / max(1, rounds)  # a lookup may find fewer tokens than requested
@@ -162,7 +154,6 @@ def speculation(config: SpeculativeConfig, runs: list[dict], target_ms: float, n
         "accepted_in_a_row": in_a_row,
         "draft_ms_per_token": draft_ms,
         "verify_ms_per_round": 1e3 * total("verify_seconds") / max(1, rounds),
-        **{name: None if value is None else 1e3 * value for name, value in idle.items()},
         "cost_ratio": ratio,
         "predicted_decode_speedup": predicted,
     }

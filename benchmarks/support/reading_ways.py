@@ -11,17 +11,12 @@ PRESETS = ("methods", "systems", "importance", "table3", "table9", "anchor_query
 _SPARSE_BLOCK = 32  # queries; the papers' 128 are a large part of such short prompts
 
 
-def paper_lengths(num_visual: int) -> tuple[int, int]:
-    """Return the APB-V paper's l_a and l_p, which are fractions of the visual tokens."""
-    return -(-num_visual // 64), -(-num_visual // 128)
-
-
 def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     """Return a preset's ways by label; ``num_visual`` is a prompt's number of visual tokens.
 
     ``table3`` and ``table9`` are ablations of the APB-V paper: without parts, and by the anchor's length.
     """
-    anchor, passing = paper_lengths(num_visual)
+    anchor, passing = -(-num_visual // 64), -(-num_visual // 128)  # as fractions, the paper's l_a and l_p
     apbv = PrefillConfig(anchor_len=anchor, passing_len=passing)
     sparse = {name: SparseConfig(method=name, block_size=_SPARSE_BLOCK) for name in SPARSE_NAMES}
     methods = {name: PrefillConfig(method=name) for name in METHOD_NAMES}

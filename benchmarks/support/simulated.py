@@ -156,8 +156,6 @@ class SimulatedHost(HostGroup):
         self._read = self._machine.clock()
 
     def all_gather(self, tensor: Tensor) -> Exchange:
-        if self.size == 1:
-            return super().all_gather(tensor)
         tensor = tensor.contiguous()
         self.bytes_received += (self.size - 1) * tensor.nbytes
 
@@ -167,8 +165,6 @@ class SimulatedHost(HostGroup):
         return self._exchange(tensor, timing, torch.stack)
 
     def all_to_all(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Exchange:
-        if self.size == 1:
-            return super().all_to_all(tensors, shapes)
 
         def received(payloads: list[Sequence[Tensor]]) -> list[Tensor]:
             return [sent[self.rank].clone().view(*shape) for sent, shape in zip(payloads, shapes, strict=True)]
@@ -184,8 +180,6 @@ class SimulatedHost(HostGroup):
         return self._exchange([tensor.detach() for tensor in tensors], timing, received)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        if self.size == 1:
-            return tensor
 
         def timing(posts: list[_Post]) -> tuple[float, float]:
             seconds = (
@@ -198,18 +192,12 @@ class SimulatedHost(HostGroup):
         return tensor
 
     def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
-        if self.size == 1:
-            return list(values)
         return list(self._exchange(values, self._control_timing, lambda payloads: payloads[0]).wait())
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        if self.size == 1:
-            return data
         return self._exchange(data, self._control_timing, lambda payloads: payloads[0]).wait()
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
-        if self.size == 1:
-            return super().start_gathering(tensor)
         return self._exchange(tensor, self._control_timing, torch.stack)
 
     def _control_timing(self, posts: list[_Post]) -> tuple[float, float]:

@@ -33,6 +33,8 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def percent_cell(right: int, total: int) -> str:
-    """Format a share and its interval in percent: ``95.0 (89-98)``."""
+    """Format a share and its interval in percent: ``95.0 (89-98)``; nothing where there is no answer."""
+    if not total:
+        return ""
     low, high = wilson(right, total)
     return f"{100 * right / total:.1f} ({100 * low:.0f}-{100 * high:.0f})"

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import decoding
 import layer_traffic
 import pytest
 import torch
 
-from apbv import HostGroup, PrefillConfig
+from apbv import PrefillConfig
 from apbv.speculate.strategies import require_consistent
 
 from patience import HANGING, wait_for
@@ -93,8 +94,9 @@ def test_presets_cover_the_papers_sweeps():
     for name in DRAFT_PRESETS:
         configs = configs_of(name, 0.3)
         assert len(configs) > 1, name
+        hosts = SimpleNamespace(size=2, tensor_parallel_size=1)
         for config in configs.values():
-            require_consistent(config, PrefillConfig(on_single_host=True), HostGroup.single(), has_captioner=True)
+            require_consistent(config, PrefillConfig(), hosts, has_captioner=True)
     for label in ("STD", "Streaming"):
         config = configs_of("std1", 0.3)[label]
         assert (config.keep_tokens, config.num_draft_tokens) == (1024, 9)  # Section 4 of the paper

@@ -182,14 +182,6 @@ def test_views_of_a_draft(run, tmp_path):
     assert full["predicted"] > drawn["predicted"]
 
 
-def test_the_letter_that_is_asked_for_is_passed_on(run, tmp_path):
-    options = ["--clips", 1, "--folder", tmp_path / "clips", "--shots", 48, "--hosts", 2, "--passing-len", 3]
-    (record,), _ = run("passed_tokens", *options)
-    assert record["hosts"] == 2 and record["passing_len"] == 3
-    # The question's attention finds letters among noise.
-    assert record["of_asked"] > 2 * record["of_rest"]
-
-
 # ---- the server, and KV on its way to another process ----
 
 

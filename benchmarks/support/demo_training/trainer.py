@@ -75,6 +75,7 @@ DECAY_BEGINS = 0.3  # share of the training time
 RENEW_STEPS = {2: 3, 6: 20}  # steps between two renewals of a part of a grid's shot pool
 PRUNED_SHARE = 0.5  # of the draft's batches
 FEWEST_KEPT = 0.05  # of the visual tokens in a pruned batch
+LEARNED = ("model", "heads", "optimiser")  # what the state is of
 CHECKPOINT_SECONDS = 120
 LOG_SECONDS = 10
 
@@ -176,7 +177,7 @@ class Trainer:
         kept = None
         with torch.autocast("cpu", dtype=torch.bfloat16):
             if self.frozen:
-                visual = self.frozen.look_up(batch.grid, batch.places)
+                visual = self.frozen.embeddings[batch.grid][batch.places]
             else:
                 visual = encode_shots(self.model.model.visual, batches.pixels(batch.grid, batch.places))
                 dense = self.heads_loss(visual, batch.token_labels)
@@ -184,15 +185,14 @@ class Trainer:
                 loss = DENSE_WEIGHT * dense
             if self.teacher:
                 with torch.no_grad():
-                    seen = self.teacher_frozen.look_up(batch.grid, batch.places)
+                    seen = self.teacher_frozen.embeddings[batch.grid][batch.places]
                     wanted = answer_logits(self.teacher, batch, seen, chosen)
                 kept = self.draw_kept(visual.shape[0] * visual.shape[1] // len(batch.labels), generator)
             logits = answer_logits(self.model, batch, visual, chosen, kept)
         labels, weights = batch.labels.flatten()[chosen], batch.weights.flatten()[chosen]
         if self.teacher:
-            each = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(
-                -1
-            )
+            said, meant = logits.log_softmax(-1), wanted.log_softmax(-1)
+            each = F.kl_div(said, meant, reduction="none", log_target=True).sum(-1)
             labels = wanted.argmax(-1)
         else:
             each = F.cross_entropy(logits, labels, reduction="none")
@@ -220,14 +220,8 @@ class Trainer:
     def save(self) -> None:
         """Write the state, the checkpoint, the history and its plot."""
         self.out.mkdir(parents=True, exist_ok=True)
-        state = {
-            "model": self.model.state_dict(),
-            "heads": self.heads.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "step": self.step,
-            "elapsed": self.elapsed,
-            "history": self.history,
-        }
+        state = {name: getattr(self, name).state_dict() for name in LEARNED}
+        state |= {"step": self.step, "elapsed": self.elapsed, "history": self.history}
         unfinished = self.out / "state.pt.part"
         torch.save(state, unfinished)
         unfinished.replace(self.out / "state.pt")
@@ -242,9 +236,8 @@ class Trainer:
     def resume(self) -> None:
         """Restore the state in the output folder."""
         state = torch.load(self.out / "state.pt", weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.heads.load_state_dict(state["heads"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        for name in LEARNED:
+            getattr(self, name).load_state_dict(state[name])
         self.step, self.elapsed, self.history = state["step"], state["elapsed"], state["history"]
 
     def run(self, batches: BatchMaker) -> None:

@@ -71,6 +71,9 @@ class FrozenVision:
     Args:
         visual: the tower.
         batches: the batches whose pools are embedded.
+
+    Attributes:
+        embeddings: by grid, float [shots, grid^2, hidden].
     """
 
     _SHOTS_AT_ONCE = 64
@@ -88,10 +91,6 @@ class FrozenVision:
     def embed(self, grid: int, places: list[int]) -> None:
         """Compute the embeddings of some shots again."""
         self.embeddings[grid][places] = encode_shots(self.visual, self.batches.pixels(grid, places))
-
-    def look_up(self, grid: int, places: list[int]) -> torch.Tensor:
-        """Return the embeddings of some shots, float [shots, grid^2, hidden]."""
-        return self.embeddings[grid][places]
 
 
 def answer_logits(
@@ -119,13 +118,8 @@ def answer_logits(
     positions, mask = batch.positions, batch.mask
     length, behind = embeds.shape[1], mask.shape[2]
     if kept is not None:
-        seen = torch.cat(
-            [
-                torch.arange(batch.first_visual),
-                kept + batch.first_visual,
-                torch.arange(length - behind, length),
-            ]
-        )
+        first, last = torch.arange(batch.first_visual), torch.arange(length - behind, length)
+        seen = torch.cat([first, kept + batch.first_visual, last])
         embeds, positions, mask = embeds[:, seen], positions[..., seen], mask[..., seen]
     hidden = model.model.language_model(
         inputs_embeds=embeds,

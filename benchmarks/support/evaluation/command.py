@@ -121,19 +121,11 @@ class Benchmark:
     def main(self, arguments: list[str] | None = None) -> int:
         """Run the benchmark on this host, and return the exit status."""
         options = self.parse_arguments(arguments)
-        if options.table is None:
-            return run_on_hosts(
-                lambda hosts: self.run(options, hosts), options.timeout, options.tensor_parallel, options.device
-            )
-        try:
-            runs = read_runs(options.table)
-            if not runs:
-                raise ValueError("the files hold no results")
-            self.report(runs, options)
-        except ValueError as error:
-            sys.stderr.write(f"error: {error}\n")
-            return 1
-        return 0
+        if options.table is not None:
+            return run_on_hosts(lambda _: self.report(read_runs(options.table), options))
+        return run_on_hosts(
+            lambda hosts: self.run(options, hosts), options.timeout, options.tensor_parallel, options.device
+        )
 
     def run(self, options: argparse.Namespace, hosts: HostGroup) -> None:
         """Ask what has not been answered yet, and show the score; collective.
@@ -154,7 +146,9 @@ class Benchmark:
         try:
             with hosts.local_stage("opening the results"):
                 if hosts.is_leader:
-                    file = ResultsFile(options.results or _default_file(self.name, settings, options), settings)
+                    number = "" if options.shard is None else "-{}-of-{}".format(*options.shard)
+                    name = Path("results") / f"{self.name}-{digest_of(settings)}{number}.jsonl"
+                    file = ResultsFile(options.results or name, settings)
                     sys.stderr.write(f"results: {file.path}, with {len(file.answered)} answers so far\n")
             answered = {} if file is None else file.answered  # about files as large as those that are there now
             sizes = {key: record.get("file_sizes") for key, record in answered.items()}
@@ -183,6 +177,8 @@ class Benchmark:
 
     def report(self, runs: Sequence[Run], options: argparse.Namespace) -> None:
         """Print runs' scores, and write them where the options say."""
+        if not runs:
+            raise ValueError("the files hold no results")
         scores = [score(run, self.overall) for run in runs]
         print(markdown(runs, scores), flush=True)
         if options.json:
@@ -262,12 +258,6 @@ class Benchmark:
             job(engine, hosts)
         else:
             run_on(num_hosts, hosts, engine.model, simulated)
-
-
-def _default_file(name: str, settings: Mapping[str, Any], options: argparse.Namespace) -> Path:
-    """Return where answers with these settings are kept, of every shard by itself."""
-    number = "" if options.shard is None else "-{}-of-{}".format(*options.shard)
-    return Path("results") / f"{name}-{digest_of(settings)}{number}.jsonl"
 
 
 def _template(text: str) -> str:

@@ -111,7 +111,7 @@ def markdown(runs: Sequence[Run], scores: Sequence[Score]) -> str:
     rows = []
     for group in (ALL, *sorted(present)):
         counts = [score.groups.get(group, [0, 0]) for score in scores]
-        cells = [percent_cell(*count) if count[1] else "" for count in counts]
+        cells = [percent_cell(*count) for count in counts]
         totals = [count[1] for count in counts]
         asked = totals[0] if len(set(totals)) == 1 else ", ".join(map(str, totals))
         rows.append([": ".join(filter(None, group)), *cells, asked])

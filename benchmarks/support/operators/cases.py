@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from .attention import block, block_with_anchor, causal, query, verify
 from .case import Case, Sizes
-from .selection import importance, merge, merge_into_place, similarity, spatial, temporal, topk
+from .selection import importance, merge, merge_into_place, topk, visual_scores
 from .sparse import antidiagonals, listed_blocks, means
 
 
@@ -38,4 +38,4 @@ def cases(sizes: Sizes, tokens: list[int]) -> list[Case]:
         found += [topk(s), merge_into_place(s)]
         found += [listed_blocks(s, share) for share in (0.05, 0.1, 0.2, 0.5)]
         found += [*(antidiagonals(s, stride) for stride in (8, 16)), means(s)]
-    return [*found, merge(sizes), temporal(sizes), spatial(sizes), similarity(sizes)]
+    return [*found, merge(sizes), *visual_scores(sizes)]

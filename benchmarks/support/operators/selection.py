@@ -142,81 +142,51 @@ def topk(s: Sizes) -> Case:
     )
 
 
-def _of_frames(
-    s: Sizes,
-    op: str,
-    products: int,
-    run: Callable[[tuple, str], Outputs],
-    exact: Callable[[tuple], Iterator[Piece]],
-) -> Case:
-    """Build the case of a number for each visual token of a video.
+def visual_scores(s: Sizes) -> list[Case]:
+    """Build the cases of scoring a video's tokens: by change, by variety, and by similarity to one direction."""
+    count, label = s.frames * s.height * s.width, f"{s.frames} frames of {s.height} x {s.width}"
 
-    Args:
-        products: how many products of two tokens' embeddings there are.
-        run, exact: see :class:`.case.Case`.
-    """
-    count = s.frames * s.height * s.width
-    return Case(
-        op,
-        f"{s.frames} frames of {s.height} x {s.width}",
-        asdict(s),
-        2 * products * s.hidden,
-        lambda dtype: count * (s.hidden * dtype.itemsize + 4),
-        lambda draw: (draw.randn(s.frames, s.height * s.width, s.hidden),),
-        run,
-        exact,
-        chosen=lambda ops, backend: "torch",
-    )
+    def crops(length: int) -> list[int]:
+        """Return the lengths into which crops cut a side; the last may be shorter."""
+        return [min(_CROP, length - start) for start in range(0, length, _CROP)]
 
-
-def temporal(s: Sizes) -> Case:
-    """Build the case of the change from frame to frame."""
-    return _of_frames(
-        s,
-        "temporal_change",
-        2 * s.frames * s.height * s.width,
-        lambda ops, backend: (temporal_change(*ops, backend=backend),),
-        _whole(reference.temporal_change),
-    )
-
-
-def spatial(s: Sizes) -> Case:
-    """Build the case of the variety within crops."""
-    neighbours = sum(h * h for h in _crops(s.height)) * sum(w * w for w in _crops(s.width)) * s.frames
-
-    def exact(ops: tuple) -> Iterator[Piece]:
+    def exact_variety(ops: tuple) -> Iterator[Piece]:
         for frame in range(s.frames):
             one = slice(frame, frame + 1)
-            yield (
-                lambda outs, one=one: (outs[0][one],),
-                (reference.spatial_variety(ops[0][one], s.height, s.width, _CROP),),
-            )
+            variety = reference.spatial_variety(ops[0][one], s.height, s.width, _CROP)
+            yield lambda outs, one=one: (outs[0][one],), (variety,)
 
-    return _of_frames(
-        s,
-        "spatial_variety",
-        neighbours,
-        lambda ops, backend: (spatial_variety(*ops, s.height, s.width, _CROP, backend=backend),),
-        exact,
-    )
+    def case(op: str, products: int, run: Callable[[tuple, str], Tensor], exact) -> Case:
+        return Case(
+            op,
+            label,
+            asdict(s),
+            2 * products * s.hidden,
+            lambda dtype: count * (s.hidden * dtype.itemsize + 4),
+            lambda draw: (draw.randn(s.frames, s.height * s.width, s.hidden), draw.randn(s.hidden)),
+            lambda ops, backend: (run(ops, backend),),
+            exact,
+            chosen=lambda ops, backend: "torch",
+        )
 
-
-def _crops(length: int) -> list[int]:
-    """Return the lengths into which crops cut a side; the last may be shorter."""
-    return [min(_CROP, length - start) for start in range(0, length, _CROP)]
-
-
-def similarity(s: Sizes) -> Case:
-    """Build the case of the similarity of all visual tokens to one direction."""
-    count = s.frames * s.height * s.width
-    return Case(
-        "similarity_to",
-        f"{count} tokens",
-        asdict(s),
-        4 * count * s.hidden,
-        lambda dtype: (count + 1) * s.hidden * dtype.itemsize + 4 * count,
-        lambda draw: (draw.randn(count, s.hidden), draw.randn(s.hidden)),
-        lambda ops, backend: (similarity_to(*ops, backend=backend),),
-        _whole(reference.similarity_to),
-        chosen=lambda ops, backend: "torch",
-    )
+    neighbours = sum(h * h for h in crops(s.height)) * sum(w * w for w in crops(s.width)) * s.frames
+    return [
+        case(
+            "temporal_change",
+            2 * count,
+            lambda ops, backend: temporal_change(ops[0], backend=backend),
+            lambda ops: _whole(reference.temporal_change)(ops[:1]),
+        ),
+        case(
+            "spatial_variety",
+            neighbours,
+            lambda ops, backend: spatial_variety(ops[0], s.height, s.width, _CROP, backend=backend),
+            exact_variety,
+        ),
+        case(
+            "similarity_to",
+            2 * count,
+            lambda ops, backend: similarity_to(ops[0].flatten(0, 1), ops[1], backend=backend),
+            lambda ops: _whole(reference.similarity_to)((ops[0].flatten(0, 1), ops[1])),
+        ),
+    ]

@@ -41,7 +41,7 @@ class Contender:
 
 
 class Timer:
-    """A timer measures milliseconds per call on a device.
+    """Measures milliseconds per call on a device.
 
     Args:
         device, dtype: where and in what precision the ceilings are measured.
@@ -88,16 +88,6 @@ class Timer:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / len(sets)
-
-    def launching(self, run: Callable[[tuple], object], sets: list[tuple]) -> float:
-        """Measure the seconds until all calls are in a GPU's queue."""
-        synchronize(self.device)
-        began = time.perf_counter()
-        for operands in sets:
-            run(operands)
-        seconds = time.perf_counter() - began
-        synchronize(self.device)
-        return seconds
 
     def num_sets(self, size: int) -> int:
         """Return how many sets of so many bytes exceed a GPU's cache several times."""
@@ -188,7 +178,12 @@ def measure(timer: Timer, sets: list[tuple], entries: list[Contender], rounds: i
     launching = []
     for entry, own in zip(right, prepared, strict=True):
         for _ in range(warmup):
-            seconds = timer.launching(entry.run, own)
+            synchronize(timer.device)
+            began = time.perf_counter()
+            for operands in own:
+                entry.run(operands)
+            seconds = time.perf_counter() - began  # until all calls are in a GPU's queue
+        synchronize(timer.device)
         launching.append(seconds)
     for _ in range(rounds):
         for entry, own, seconds in zip(right, prepared, launching, strict=True):

@@ -42,11 +42,6 @@ def perform(job: Job, folder: Path, kept: Path | None = None) -> list[Measured]:
         return in_processes_of_their_own(job.hosts, measure, job, f"{meeting}/rendezvous", kept)
 
 
-def reference_of(job: Job) -> Job:
-    """Return the job that makes what this one should."""
-    return replace(job, way="pyav" if job.stage == "frames" else "transformers", hosts=1, reader="pyav")
-
-
 def max_difference(job: Job, made: Path, reference: Path) -> float | None:
     """Compare what a job made with the reference; None where they are not meant to be equal.
 
@@ -87,7 +82,8 @@ def measure_jobs(jobs: list[Job], spec: ClipSpec, rounds: int, folder: Path, bar
         for number, job in enumerate(jobs):
             reference = Path(scratch, f"reference-{job.stage}")
             if not reference.exists():
-                perform(reference_of(job), folder, reference)
+                way = "pyav" if job.stage == "frames" else "transformers"
+                perform(replace(job, way=way, hosts=1, reader="pyav"), folder, reference)
             made = Path(scratch, str(number))
             try:
                 samples[job] = [perform(job, folder, made)]
@@ -119,10 +115,8 @@ def figures_of(job: Job, spec: ClipSpec, samples: list[list[Measured]]) -> dict:
     median = statistics.median(seconds)
     return {
         "benchmark": "video",
-        **{
-            name: getattr(job, name)
-            for name in ("stage", "way", "hosts", "sampling", "threads", "pinned", "dtype")
-        },
+        **{name: getattr(job, name) for name in ("stage", "way", "hosts", "sampling", "pinned", "dtype")},
+        "threads_per_host": job.threads,
         "reader": job.reader if job.way == "transformers" else None,
         "seconds": median,
         "cpu_seconds": statistics.median(cpu_seconds),

@@ -6,7 +6,7 @@ embeddings, or the first token's logits.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -156,7 +156,8 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
     os.environ.update(OMP_NUM_THREADS=str(job.threads), LOCAL_RANK=str(rank))
     torch.set_num_threads(job.threads)
     if job.pinned:
-        os.sched_setaffinity(0, cores_of(rank, job.threads, sorted(os.sched_getaffinity(0))))
+        cores, first = sorted(os.sched_getaffinity(0)), rank * job.threads  # shared where there are too few
+        os.sched_setaffinity(0, [cores[n % len(cores)] for n in range(first, first + job.threads)])
     hosts = _join(rank, job.hosts, rendezvous)
     try:
         if hosts.device.type == "cpu":
@@ -182,11 +183,6 @@ def measure(rank: int, job: Job, rendezvous: str, kept: Path | None) -> Measured
         return measured
     finally:
         hosts.close()
-
-
-def cores_of(rank: int, count: int, cores: Sequence[int]) -> list[int]:
-    """Choose so many of a machine's cores for a host; hosts share them where there are too few."""
-    return [cores[number % len(cores)] for number in range(rank * count, (rank + 1) * count)]
 
 
 def _join(rank: int, size: int, rendezvous: str) -> HostGroup:
@@ -216,11 +212,10 @@ class Model:
     def __init__(self, job: Job, hosts: HostGroup):
         self._job, self._hosts = job, hosts
         self._model, self._processor = build(job, hosts.device)
-        self._run = getattr(self, f"_{job.stage}")
 
     def run(self, clip: Path, keeps: bool) -> Outcome:
         """Run the job's stage on a clip."""
-        return self._run(str(clip), StageTimer(self._hosts), keeps)
+        return getattr(self, f"_{self._job.stage}")(str(clip), StageTimer(self._hosts), keeps)
 
 
 def build(job: Job, device: torch.device):
