@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .runs import in_rows
 from .torch_importance import find_threshold
-from .triton_attention import segmented_attention
+from .triton_attention import verify_attention
 
 
 @triton.jit
@@ -143,7 +143,8 @@ def kv_importance(q_query: Tensor, k: Tensor, scale: float, reduce: str, *, lse:
     tile, rows_at_once, warps = (32, 32, 8) if k.dtype == torch.float32 else (128, 64, 4)
     rows = group * q_query.shape[2]
     if lse is None:
-        _, lse = segmented_attention(q_query, [(k, k)], scale, False)
+        nothing_masked = q_query.new_empty(q_query.shape[2], 0, dtype=torch.bool)
+        _, lse = verify_attention(q_query, k, k, scale, visible=nothing_masked)
     _importance_kernel[triton.cdiv(keys, tile), batch * kv_heads](
         q_query, k, lse, importance, q_query.stride()[:3], k.stride()[:3], lse.stride(), scale, rows, keys,
         KV_HEADS=kv_heads, GROUP=group, D=dim, PEAK=reduce == "peak", BT=tile, BR=rows_at_once, BD=padded,

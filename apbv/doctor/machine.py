@@ -36,7 +36,6 @@ def checks(hosts: HostGroup) -> Iterable[Check]:
     yield Check("processor", lambda _: processor())
     yield Check("CUDA", lambda _: cuda())
     yield Check("GPU", gpu)
-    yield Check("links", links)
 
 
 def versions(hosts: HostGroup) -> Found:
@@ -103,11 +102,7 @@ def cuda() -> Found:
     """
     listed = _ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     seen = listed.splitlines() if listed else []
-    built = f"torch {torch.__version__} is built " + (
-        f"for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "without CUDA: pytorch.org says how to get one with"
-    )
+    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         if not seen:
             raise CheckSkipped(f"there is no GPU to be seen; {built}")
@@ -120,7 +115,7 @@ def cuda() -> Found:
 
 
 def gpu(hosts: HostGroup) -> Found:
-    """Look up this host's GPU, and compute something on it.
+    """Look up this host's GPU and which GPUs read each other's memory, and compute something on it.
 
     Raises:
         CheckFailed: it computes wrongly.
@@ -134,25 +129,11 @@ def gpu(hosts: HostGroup) -> Found:
     if float((ones @ ones).sum()) != 256.0**3:
         raise CheckFailed(f"{properties.name} multiplies matrices of ones wrongly")
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {total / _GIBIBYTE:.1f} GiB"
-    return f"{text}, {free / _GIBIBYTE:.1f} GiB free", {}
-
-
-def links(hosts: HostGroup) -> Found:
-    """Look up which GPUs of this machine reach each other's memory, and how they are connected.
-
-    Raises:
-        CheckSkipped: this machine has fewer than two GPUs.
-    """
-    count = torch.cuda.device_count() if hosts.device.type == "cuda" else 0
-    if count < 2:
-        raise CheckSkipped("there are no two GPUs on this machine")
-    pairs = [
-        f"{a} of {b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)
-    ]
-    figures = {"without_peer_access": pairs, "topology": _ask("nvidia-smi", "topo", "-m")}
-    if not pairs:
-        return "every GPU reads every other's memory", figures
-    return f"no direct reads by {', '.join(pairs)}: exchanges go through host memory", figures
+    pairs = permutations(range(torch.cuda.device_count()), 2)
+    blind = [f"{a} of {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if blind:
+        text += f"; exchanges go through host memory for want of direct reads by {', '.join(blind)}"
+    return f"{text}, {free / _GIBIBYTE:.1f} GiB free", {"topology": _ask("nvidia-smi", "topo", "-m")}
 
 
 def _ask(*command: str) -> str | None:

@@ -60,15 +60,11 @@ def mlp_row_bytes(width: int, itemsize: int) -> int:
     return 3 * width * itemsize
 
 
-def norm_row_bytes(hidden: int, itemsize: int) -> int:
-    """Return what a norm holds of one row: copies in fp32, and the result before its weights."""
-    return hidden * (4 * _FP32_COPIES_OF_NORM + itemsize)
-
-
 def _row_wise_modules(parts: ModelParts) -> Iterator[tuple[nn.Module, int]]:
     """Return the decoder's modules that treat every row by itself, and what each holds of one."""
     decoder, itemsize = parts.language_model, parts.dtype.itemsize
-    norm_bytes = norm_row_bytes(decoder.config.hidden_size, itemsize)
+    # Of a row a norm holds copies in fp32, and the result before its weights.
+    norm_bytes = decoder.config.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize)
     for layer in decoder.layers:
         yield layer.input_layernorm, norm_bytes
         yield layer.post_attention_layernorm, norm_bytes
@@ -78,7 +74,7 @@ def _row_wise_modules(parts: ModelParts) -> Iterator[tuple[nn.Module, int]]:
 
 @dataclass(frozen=True)
 class _InChunks:
-    """An _InChunks applies a row-wise function to ``[1, S, d]``, in chunks of nearly equal length.
+    """Applies a row-wise function to ``[1, S, d]``, in chunks of nearly equal length.
 
     Attributes:
         forward: the function.
