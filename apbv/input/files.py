@@ -10,8 +10,6 @@ from ..hosts import HostGroup
 from ..stats import StageTimer
 from .video import VideoError, VideoInfo, probe
 
-_SIZE_BYTES = 8
-
 
 @dataclass(frozen=True)
 class FileIdentity:
@@ -76,7 +74,7 @@ class KnownVideos:
     A file that was written since, by its size and date, is probed again.
 
     Args:
-        limit: how many files are remembered. One of 100,000 packets takes 5 MB.
+        limit: how many files are remembered. One of 100,000 frames takes 2 MB.
     """
 
     def __init__(self, limit: int = 16):
@@ -122,15 +120,15 @@ def _probe_one(videos: KnownVideos, path: str, hosts: HostGroup, timer: StageTim
         if hosts.is_leader:
             info = videos.probe(path)
             if hosts.num_processes > 1:
-                data = _identify(path).size.to_bytes(_SIZE_BYTES, "big") + info.to_bytes()
+                data = info.to_bytes()
     data = hosts.broadcast_bytes(data)
     with hosts.local_stage("reading the video"):
         if hosts.is_leader:
             return info
-        size, expected = _identify(path).size, int.from_bytes(data[:_SIZE_BYTES], "big")
-        if size != expected:
-            raise VideoError(f"{path}: is {size} bytes long here, but {expected} bytes on {hosts.name_of(0)}")
-        return replace(VideoInfo.from_bytes(data[_SIZE_BYTES:]), path=path)
+        size, info = _identify(path).size, VideoInfo.from_bytes(data)
+        if size != info.num_bytes:
+            raise VideoError(f"{path}: is {size} bytes long here, but {info.num_bytes} on {hosts.name_of(0)}")
+        return replace(info, path=path)
 
 
 def _identify(path: str | Path) -> FileIdentity:
