@@ -4,7 +4,6 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -89,19 +88,22 @@ class Share:
 
         They are the share's own memory where that is possible, and valid until the next are asked for.
         """
-        wanted = (tuple(states[part.heads, part.rows] for states in self._layers[index]) for index in part.layers)
-        if self._device.type == "cuda":
-            return self._copied(wanted)
-        return (tuple(map(_with_adjoining_rows, states)) for states in wanted)
+        return (
+            self._copied(part) if self._computed is not None else (self._of(part, index) for index in part.layers)
+        )
 
     def in_place(self, part: Part) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values ``[H, T, D]`` of each layer where they lie, once they have been computed."""
         if self._computed is not None:
             self._computed.synchronize()
-        found = ((states[part.heads, part.rows] for states in self._layers[index]) for index in part.layers)
-        return [tuple(map(_with_adjoining_rows, states)) for states in found]
+        return [self._of(part, index) for index in part.layers]
 
-    def _copied(self, wanted: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _of(self, part: Part, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[H, T, D]`` such that each head's rows lie one behind the other."""
+        found = (states[part.heads, part.rows] for states in self._layers[layer])
+        return tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
+
+    def _copied(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy layers from the GPU, each while the one before is being sent, beside what else the GPU does."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_event(self._computed)
@@ -117,7 +119,8 @@ class Share:
 
         under_way = None
         try:
-            for number, states in enumerate(wanted):
+            for number, index in enumerate(part.layers):
+                states = tuple(each[part.heads, part.rows] for each in self._layers[index])
                 previous, under_way = under_way, start(states, number)
                 if previous is not None:
                     previous[1].synchronize()
@@ -130,17 +133,10 @@ class Share:
                 under_way[1].synchronize()
 
 
-def _with_adjoining_rows(states: Tensor) -> Tensor:
-    """Return ``[H, T, D]`` such that each head's rows lie one behind the other; copied only where they do not."""
-    dim = states.shape[2]
-    return states if states.stride()[1:] == (dim, 1) else states.contiguous()
-
-
 class Listener:
     """Takes connections, and serves each in a thread of its own.
 
-    A connection is a stranger's until it is trusted. Where there are many of these, each newcomer ends another: of
-    the address with the most, the one that came first.
+    A connection is a stranger's until it is trusted. Where there are many of these, each newcomer ends the first.
 
     Args:
         address: where to listen; port 0 takes any that is free.
@@ -162,7 +158,7 @@ class Listener:
         self._serve, self._idle_seconds = serve, idle_seconds
         self._lock, self._is_closed = threading.Lock(), False
         self._connections: dict[threading.Thread, socket.socket] = {}
-        self._strangers: dict[threading.Thread, str] = {}  # their addresses; who came first, first
+        self._strangers: dict[threading.Thread, None] = {}  # who came first, first
         self._acceptor = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
         self._acceptor.start()
 
@@ -186,7 +182,7 @@ class Listener:
     def _accept(self) -> None:
         while True:
             try:
-                connection, (host, *_) = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError as error:
                 if self._is_closed:
                     return
@@ -198,10 +194,9 @@ class Listener:
                 if self._is_closed:
                     connection.close()
                     return
-                self._connections[thread], self._strangers[thread] = connection, host
+                self._connections[thread], self._strangers[thread] = connection, None
                 if len(self._strangers) > MAX_STRANGERS:
-                    (most, _), *_ = Counter(self._strangers.values()).most_common(1)
-                    first = next(each for each, address in self._strangers.items() if address == most)
+                    first = next(iter(self._strangers))
                     del self._strangers[first]
                     sever(self._connections[first])
             try:
