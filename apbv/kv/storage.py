@@ -9,19 +9,17 @@ Sizes, checksums and a digest of the manifest reveal what was cut off or changed
 was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -33,8 +31,7 @@ from .facts import KVFacts, StorageError, cover_once, from_json, length, rows_of
 
 FORMAT, FORMAT_VERSION = "apbv-kv", 3
 MANIFEST_NAME = "manifest.json"
-_LOCK, _PROMPT, _SUBFOLDER = ".lock", "prompt.safetensors", "kv-"
-Read = TypeVar("Read")
+_PROMPT, _SUBFOLDER = "prompt.safetensors", "kv-"
 
 
 @dataclass(frozen=True)
@@ -189,13 +186,6 @@ def parse_manifest(record: Any, path: Path) -> Manifest:
     return manifest
 
 
-def _generation_in(path: str | Path) -> Any:
-    """Return the subfolder that a directory's manifest names; None where there is none to be read."""
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        return json.loads((Path(path) / MANIFEST_NAME).read_text(encoding="utf-8")).get("generation")
-    return None
-
-
 def digest_of(record: Any) -> str:
     """Compute the digest of a manifest's JSON without its digest."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -237,27 +227,6 @@ class SavedKV:
             if size != file.bytes:
                 raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
         return saved
-
-    @classmethod
-    def read_latest(cls, path: str | Path, read: Callable[["SavedKV"], Read]) -> Read:
-        """Open a directory and read from it, again where another save has replaced it meanwhile.
-
-        Raises:
-            StorageError: as :meth:`open`, or what was saved cannot be used, for whatever reason.
-        """
-        while True:
-            latest = _generation_in(path)
-            try:
-                saved = cls.open(path)
-                try:
-                    return read(saved)
-                except StorageError:
-                    raise
-                except Exception as error:  # what a hand has written may fail anywhere
-                    raise StorageError(f"the saved KV in {path} cannot be used: {error}") from error
-            except StorageError:
-                if _generation_in(path) == latest:
-                    raise
 
     def prompt(self) -> dict[str, Tensor]:
         """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``.
@@ -339,17 +308,17 @@ class Writer:
 
     Args:
         path: the directory, created if it is missing; all hosts must see the same one.
-        number: of this save, the same on all hosts (:meth:`new_number`).
+        name: of this save's subfolder, the same on all hosts (:meth:`new_name`).
     """
 
-    def __init__(self, path: Path, number: int):
-        self.path, self.generation = path, f"{_SUBFOLDER}{number:016x}"
-        self._folder, self._is_published = path / self.generation, False
+    def __init__(self, path: Path, name: str):
+        self.path, self.generation = path, name
+        self._folder, self._is_published = path / name, False
 
     @staticmethod
-    def new_number() -> int:
-        """Draw a number that no other save has."""
-        return secrets.randbits(62)
+    def new_name() -> str:
+        """Draw a name that no other save has."""
+        return _SUBFOLDER + secrets.token_hex(8)
 
     def write_shard(
         self, number: int, tokens: Sequence[range], kv_heads: range, layers: Sequence[tuple[Tensor, Tensor]]
@@ -385,7 +354,10 @@ class Writer:
         for file in manifest.files():
             path = self._folder / file.name
             if not path.exists() or path.stat().st_size != file.bytes:
-                raise StorageError(f"{path} is missing: every host has to see the same directory {self.path}")
+                raise StorageError(
+                    f"{path} is missing: every host has to see the same directory {self.path}, and none may save "
+                    "something else there meanwhile"
+                )
         manifest.require_complete(self.path)
         fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest
         _write_to_disk(fresh, manifest.to_json().encode())
@@ -408,30 +380,10 @@ class Writer:
         return StoredFile(name, len(content), zlib.crc32(content))
 
 
-@contextmanager
-def lock_for_saving(path: Path) -> Iterator[None]:
-    """Create a directory if it is missing, and keep other processes from saving to it.
-
-    Raises:
-        StorageError: another process is saving there, or the directory cannot be created.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / _LOCK, "w")  # noqa: SIM115  (closed below, and with the process)
-    except OSError as error:
-        raise StorageError(f"cannot save KV in {path}: {error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StorageError(f"another process is saving KV in {path}") from None
-        yield
-
-
 def _write_to_disk(path: Path, content: bytes) -> None:
     """Write a file to the disk, not only to the operating system's memory."""
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content)
             file.flush()

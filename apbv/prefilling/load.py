@@ -48,9 +48,14 @@ def load(
         if kv not in KV_PLACEMENTS:
             raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
         parts = None if model is None else inspect_model(model)
-        read, manifest = SavedKV.read_latest(path, lambda saved: (_read(saved, parts, hosts, kv), saved.manifest))
+        saved = SavedKV.open(path)
+        manifest, read = saved.manifest, _read(saved, parts, hosts, kv)
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
+    reduction = None
+    if (stored := manifest.reduction) is not None:
+        kept = torch.tensor(stored.kept, dtype=torch.int64)
+        reduction = Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept)
     return PrefillResult(
         method=manifest.method,
         exact=manifest.exact,
@@ -58,7 +63,7 @@ def load(
         timer=timer,
         model=lambda: ModelIdentity.of(manifest),
         video_sha256=manifest.visual and manifest.visual.sha256,
-        reduction=_stored_reduction(manifest),
+        reduction=reduction,
         **read,
     )
 
@@ -119,14 +124,6 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
         visual=visual,
         position_rule=manifest.position_rule,
     )
-
-
-def _stored_reduction(manifest: Manifest) -> Reduction | None:
-    stored = manifest.reduction
-    if stored is None:
-        return None
-    kept = torch.tensor(stored.kept, dtype=torch.int64)
-    return Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept)
 
 
 def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:

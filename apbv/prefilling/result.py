@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions
 from ..kv.offers import OfferedFolder, Offers
 from ..kv.placement import PlacedKV, ShardedKV
 from ..kv.sending import Share
-from ..kv.storage import Manifest, Shard, StoredReduction, VisualIdentity, Writer, lock_for_saving
+from ..kv.storage import Manifest, Shard, StoredReduction, VisualIdentity, Writer
 from ..kv.ticket import Ticket, new_token, new_transfer
 from ..layout import ContextLayout, split_evenly
 from ..model.digest import config_digest
@@ -198,8 +197,8 @@ class PrefillResult:
             path: the directory; all hosts have to see the same one.
 
         Raises:
-            StorageError: a file cannot be written, another process is saving there, the hosts do not share it, or
-                tokens were dropped inside the model, so that layers hold different tokens.
+            StorageError: a file cannot be written, the hosts do not share the directory, or tokens were dropped
+                inside the model, so that layers hold different tokens.
             HostError: another host failed.
         """
         path, hosts = Path(path), self.kv.hosts
@@ -208,24 +207,20 @@ class PrefillResult:
                 f"{self.reduction.method} has dropped tokens inside the model: KV whose layers hold different "
                 "tokens cannot be saved"
             )
-        with ExitStack() as stack:
+        name = hosts.broadcast_bytes(Writer.new_name().encode() if hosts.is_leader else b"").decode()
+        writer = Writer(path, name)
+        try:
+            with hosts.local_stage("saving the KV"):
+                written = self._write_shard(writer)
+            of_writers = hosts.gather_json(written and asdict(written))
             with hosts.local_stage("saving the KV"):
                 if hosts.is_leader:
-                    stack.enter_context(lock_for_saving(path))
-            (number,) = hosts.broadcast_ints([Writer.new_number()] if hosts.is_leader else None, 1)
-            writer = Writer(path, number)
-            try:
-                with hosts.local_stage("saving the KV"):
-                    written = self._write_shard(writer)
-                of_writers = hosts.gather_json(written and asdict(written))
-                with hosts.local_stage("saving the KV"):
-                    if hosts.is_leader:
-                        shards = tuple(from_json(Shard, each) for each in of_writers if each)
-                        writer.publish(self._manifest(writer, shards))
-            except BaseException:
-                if hosts.is_leader:
-                    writer.discard()
-                raise
+                    shards = tuple(from_json(Shard, each) for each in of_writers if each)
+                    writer.publish(self._manifest(writer, shards))
+        except BaseException:
+            if hosts.is_leader:
+                writer.discard()
+            raise
 
     def offer(self, offers: Offers) -> Ticket | None:
         """Offer the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.

@@ -18,7 +18,7 @@ from ...model.parts import VIDEO_FAMILIES, ModelParts
 from ...refusals import refuse
 from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows
-from ..memory import Room
+from ..memory import HostMemory, Room
 from ..reuse import StoredRows
 from . import EARLY_REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
@@ -65,7 +65,7 @@ def reduce_prompt(
     parts: ModelParts,
     inputs: ModelInputs,
     source: VisualRows,
-    room: Room,
+    hosts: HostGroup,
     config: PrefillConfig,
     timer: StageTimer,
 ) -> tuple[ModelInputs, VisualRows, Reduction]:
@@ -77,16 +77,20 @@ def reduce_prompt(
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
         source: makes the embeddings of this host's share.
-        room: the hosts, and what all this takes on this one.
         config: with a reduction before the language model.
 
     Raises:
         ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
             placeholders.
-        NotEnoughMemoryError: this host ran out of memory.
+        NotEnoughMemoryError: a host certainly has too little memory for its frames' embeddings, which every host
+            raises before they are encoded; or this host ran out of it.
         HostError: another host failed.
     """
-    settings, visual, hosts = config.reduce, inputs.visual, room.hosts
+    settings, visual = config.reduce, inputs.visual
+    embeddings = len(visual.pieces[hosts.rank]) * parts.row_width * parts.dtype.itemsize
+    stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
+    room = Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
+    room.require()
     num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
     with hosts.local_stage("encode"), room.explained("encoding"):
         rows = all_rows(parts, visual, source, num_bytes)
