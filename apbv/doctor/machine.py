@@ -18,7 +18,7 @@ from .examination import Check, CheckFailed, CheckSkipped, Finding
 
 # By distribution; those of a line are shown together.
 _PACKAGES = ("apbv", "torch", "transformers", "triton", "safetensors", "numpy")
-_ATTENTION = ("flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "flashinfer-python")
+_ATTENTION = ("flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python")
 _VIDEO = ("av", "torchcodec", "torchvision")
 _SERVING = ("starlette", "uvicorn", "pydantic", "prometheus-client", "opentelemetry-sdk", "nixl")
 # What changes how any of them works; the values of others are nobody's business.

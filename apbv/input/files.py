@@ -1,6 +1,5 @@
 """Files that prompts name: recognising one that was read before, and probing a video once, for all hosts."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,24 +34,6 @@ class FileIdentity:
         resolved = Path(path).resolve()
         found = resolved.stat()
         return cls(str(resolved), found.st_size, found.st_mtime_ns)
-
-    def sha256(self) -> str:
-        """Compute the SHA-256 of the file's content.
-
-        Raises:
-            ValueError: the file is not there any more, or was written since.
-        """
-        digest = hashlib.sha256()
-        try:
-            with open(self.path, "rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-            is_same = FileIdentity.of(self.path) == self
-        except OSError as error:
-            raise ValueError(f"cannot read {self.path} again: {error}") from error
-        if not is_same:
-            raise ValueError(f"{self.path} was changed after it was read")
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .audio import FRAMES_PER_TOKEN, AudioError, Sound, has_audio, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
-from .pixels import ImageReader, Progress, SourcePixels, VideoReader
+from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
@@ -174,34 +174,32 @@ class PromptReader:
         self, skeleton: Skeleton, visual: VisualInput, hosts: HostGroup, timer: StageTimer
     ) -> SourcePixels:
         """Return the pixels of a prompt's items, of which this host's share is read when it is asked for."""
-        mine, progress = visual.patches[hosts.rank], Progress(timer)
+        mine = visual.patches[hosts.rank]
         readers = []
         for run in visual.runs:
-            read, numbers = intersect(run, mine), visual.items_of(run)
-            if not read:
+            if not intersect(run, mine):
                 continue
-            source, per_patch = skeleton.sources[numbers[0]], 1
+            numbers = visual.items_of(run)
+            source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):
                 pictures = tuple(skeleton.sources[number] for number in numbers)
                 is_untiled = self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
-                reader = ImageReader(pictures, self.processor, progress, is_untiled)
+                reader = ImageReader(pictures, self.processor, timer, is_untiled)
             else:
-                per_patch = -(-len(source.frames) // len(run))
                 reader = VideoReader(
                     video=source.info,
                     frames=source.frames,
-                    num_merged=per_patch,
+                    num_merged=-(-len(source.frames) // len(run)),
                     grid=skeleton.grids[numbers[0]],
                     processor=self.processor,
+                    timer=timer,
                     device=self.parts.device,
                     dtype=self.parts.dtype,
                     config=self._config.video,
                     runs_ahead=hosts.has_own_process,
-                    progress=progress,
                 )
             readers.append((run, reader))
-            progress.total += len(read) * per_patch
-        return SourcePixels(tuple(readers), hosts.has_own_process)
+        return SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     @cached_property
     def _needs_pixels(self) -> bool:

@@ -158,7 +158,7 @@ class ShardedKV(PlacedKV):
 
     def gathered(self) -> GatheredKV:
         """Send all of the KV to host 0, and free the shares; collective. This KV must not be used afterwards."""
-        return GatheredKV(self.cache.release_to(self.hosts), self.num_tokens, self.hosts, self.is_whole)
+        return GatheredKV(self.cache.gather(self.hosts, releases=True), self.num_tokens, self.hosts, self.is_whole)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)

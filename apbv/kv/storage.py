@@ -29,7 +29,7 @@ from torch import Tensor
 from ..layout import intersect
 from .facts import KVFacts, StorageError, cover_once, from_json, length, rows_of
 
-FORMAT, FORMAT_VERSION = "apbv-kv", 3
+FORMAT, FORMAT_VERSION = "apbv-kv", 4
 MANIFEST_NAME = "manifest.json"
 _PROMPT, _SUBFOLDER = "prompt.safetensors", "kv-"
 
@@ -62,19 +62,16 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class VisualIdentity:
+class StoredVisual:
     """The videos and images that a prompt is about.
 
     Attributes:
         kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
         num_tokens: visual placeholder tokens, of all of them together.
-        sha256: digest of the file, or of the digests (in hex) of several, in prompt order; None where the caller
-            prepared the pixels.
     """
 
     kind: str
     num_tokens: int
-    sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ class Manifest(KVFacts):
     token_ids: tuple[int, ...]
     context_start: int
     query_start: int
-    visual: VisualIdentity | None
+    visual: StoredVisual | None
     density: float | None
     reduction: StoredReduction | None
     anchor_len: int

@@ -62,7 +62,6 @@ def load(
         density=manifest.density,
         timer=timer,
         model=lambda: ModelIdentity.of(manifest),
-        video_sha256=manifest.visual and manifest.visual.sha256,
         reduction=reduction,
         **read,
     )

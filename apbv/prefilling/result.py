@@ -1,7 +1,6 @@
 """The result of a prefill, which can be decoded, handed to transformers, or saved."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -16,13 +15,12 @@ from ..decode.runner import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
-from ..input.visual import VisualItem
 from ..kv.cache import ShardedCache, first_tokens
 from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions, digest_of_tokens, from_json
 from ..kv.offers import OfferedFolder, Offers
 from ..kv.placement import PlacedKV, ShardedKV
 from ..kv.sending import Share
-from ..kv.storage import Manifest, Shard, StoredReduction, VisualIdentity, Writer
+from ..kv.storage import Manifest, Shard, StoredReduction, StoredVisual, Writer
 from ..kv.ticket import Ticket, new_token, new_transfer
 from ..layout import ContextLayout, split_evenly
 from ..model.digest import config_digest
@@ -81,7 +79,6 @@ class PrefillResult:
         timer: stage times so far; ``timer.summary()`` is collective.
         kv: the KV, gathered on host 0 or sharded.
         model: returns the identity of the model that prefilled, for saved KV; called on demand: it reads weights.
-        video_sha256: for loaded KV the digest of the video file that it was computed from.
     """
 
     logits: Tensor = field(repr=False)
@@ -92,7 +89,6 @@ class PrefillResult:
     timer: StageTimer = field(repr=False)
     kv: PlacedKV = field(repr=False)
     model: Callable[[], ModelIdentity] = field(repr=False)
-    video_sha256: str | None = field(repr=False, default=None)
     reused: str | None = None
     reduction: Reduction | None = field(repr=False, default=None)
     density: float | None = None
@@ -310,7 +306,6 @@ class PrefillResult:
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of what all hosts have written; on the leader, which always holds some KV."""
         inputs, layout, reduction = self.inputs, self.layout, self.reduction
-        digest = inputs.visual and (_digest_of_files(inputs.visual.items) or self.video_sha256)
         return Manifest(
             **asdict(self._facts()),
             generation=writer.generation,
@@ -318,7 +313,7 @@ class PrefillResult:
             token_ids=tuple(inputs.input_ids[0].tolist()),
             context_start=inputs.context_start,
             query_start=inputs.query_start,
-            visual=inputs.visual and VisualIdentity(inputs.visual.kind, inputs.num_visual_tokens, digest),
+            visual=inputs.visual and StoredVisual(inputs.visual.kind, inputs.num_visual_tokens),
             density=self.density,
             reduction=reduction
             and StoredReduction(
@@ -329,14 +324,6 @@ class PrefillResult:
             prompt=writer.write_prompt(self.logits, self._positions()),
             shards=shards,
         )
-
-
-def _digest_of_files(items: Sequence[VisualItem]) -> str | None:
-    """Return the SHA-256 of a prompt's only file, or of the digests of several; None where that is not known."""
-    if any(item.source is None for item in items):
-        return None
-    digests = [item.source.file.sha256() for item in items]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:

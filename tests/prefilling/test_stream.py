@@ -16,6 +16,7 @@ from apbv.input.pixels import KeptPixels, SourcePixels, VideoReader, ahead
 from apbv.input.video import VideoError, probe, sample_uniform
 from apbv.input.visual import VisualInput, VisualItem
 from apbv.prefilling.encode import agree_on_chunks
+from apbv.stats import StageTimer
 
 import families
 import video_files
@@ -119,8 +120,10 @@ def test_a_failure_on_one_host_fails_all_and_breaks_nothing(pool, checkpoints, c
 
 def pixels_of(clip: Path | str, first: int = 0, num_patches: int = 6) -> tuple[SourcePixels, list[range]]:
     frames, grid = tuple(range(first, first + 2 * num_patches)), torch.tensor([[num_patches, 4, 6]])
-    reader = VideoReader(probe(clip), frames, 2, grid, families.build_processor("qwen2_vl"))
-    return SourcePixels(((range(num_patches), reader),)), [range(patch, patch + 1) for patch in range(num_patches)]
+    timer = StageTimer(HostGroup.single("cpu"))
+    reader = VideoReader(probe(clip), frames, 2, grid, families.build_processor("qwen2_vl"), timer)
+    chunks = [range(patch, patch + 1) for patch in range(num_patches)]
+    return SourcePixels(((range(num_patches), reader),), timer), chunks
 
 
 def test_kept_pixels_serve_two_towers_at_once(clip):
