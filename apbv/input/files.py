@@ -92,24 +92,24 @@ def probe_once(
         HostError: another host cannot read one, or has a prompt of more or fewer, or other files beside.
     """
     hosts.require_same("the number of videos, or an image file,", f"{len(paths)} {list(beside)}".encode())
-    return tuple(_probe_one(videos, path, hosts, timer) for path in paths)
-
-
-def _probe_one(videos: KnownVideos, path: str, hosts: HostGroup, timer: StageTimer) -> VideoInfo:
-    info, data = None, b""
-    with hosts.local_stage("reading the video"), timer.stage("decode_video"):
-        if hosts.is_leader:
-            info = videos.probe(path)
-            if hosts.num_processes > 1:
-                data = info.to_bytes()
-    data = hosts.broadcast_bytes(data)
-    with hosts.local_stage("reading the video"):
-        if hosts.is_leader:
-            return info
-        size, info = _identify(path).size, VideoInfo.from_bytes(data)
-        if size != info.num_bytes:
-            raise VideoError(f"{path}: is {size} bytes long here, but {info.num_bytes} on {hosts.name_of(0)}")
-        return replace(info, path=path)
+    infos = []
+    for path in paths:
+        info, data = None, b""
+        with hosts.local_stage("reading the video"), timer.stage("decode_video"):
+            if hosts.is_leader:
+                info = videos.probe(path)
+                data = info.to_bytes() if hosts.num_processes > 1 else b""
+        data = hosts.broadcast_bytes(data)
+        with hosts.local_stage("reading the video"):
+            if not hosts.is_leader:
+                size, told = _identify(path).size, VideoInfo.from_bytes(data)
+                if size != told.num_bytes:
+                    raise VideoError(
+                        f"{path}: is {size} bytes long here, but {told.num_bytes} on {hosts.name_of(0)}"
+                    )
+                info = replace(told, path=path)
+        infos.append(info)
+    return tuple(infos)
 
 
 def _identify(path: str | Path) -> FileIdentity:

@@ -5,7 +5,6 @@ The library, the script and the server all read by this.
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -136,7 +135,7 @@ class PromptReader:
         heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*heard, *sounds]))
-        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing, self._needs_pixels)
+        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
     def read(
         self,
@@ -176,10 +175,9 @@ class PromptReader:
         """Return the pixels of a prompt's items, of which this host's share is read when it is asked for."""
         mine = visual.patches[hosts.rank]
         readers = []
-        for run in visual.runs:
+        for run, numbers in visual.runs:
             if not intersect(run, mine):
                 continue
-            numbers = visual.items_of(run)
             source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):
                 pictures = tuple(skeleton.sources[number] for number in numbers)
@@ -200,16 +198,6 @@ class PromptReader:
                 )
             readers.append((run, reader))
         return SourcePixels(tuple(readers), timer, hosts.has_own_process)
-
-    @cached_property
-    def _needs_pixels(self) -> bool:
-        """Whether the processor needs real images, as those that work on arrays do."""
-        try:
-            empty = torch.empty(3, 64, 64, dtype=torch.uint8, device="meta")
-            self.processor.image_processor(images=[empty], return_tensors="pt")
-            return False
-        except Exception:  # of whatever kind: then it is given images
-            return True
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
         """Check token ids that come instead of a prompt."""

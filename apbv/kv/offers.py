@@ -180,7 +180,7 @@ class Offers:
             if listener is not None:  # it was another process that cannot listen
                 listener.close()
             raise
-        self._listener, self.address = listener, (reachable, listener.port)
+        self._listener, self.address = listener, (reachable, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
 

@@ -93,13 +93,6 @@ class PrefillResult:
     reduction: Reduction | None = field(repr=False, default=None)
     density: float | None = None
 
-    def __repr__(self) -> str:
-        reused = "" if self.reused is None else f", reused={self.reused!r}"
-        if self.reduction is not None:
-            reused += f", reduced by {self.reduction.method!r}"
-        what = f"{self.num_tokens} tokens, method={self.method!r}, exact={self.exact}, kv={self.kv.placement!r}"
-        return f"PrefillResult({what}{reused}, {self.kv.hosts})"
-
     @property
     def num_tokens(self) -> int:
         """n, the tokens of the prompt."""
