@@ -183,8 +183,8 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
                 source = next((part[name] for name in (kind, "path") if part.get(name) is not None), None)
             if source is None:
                 raise PromptError(
-                    "a content part must be a dictionary of the type text with a text, or of the type image, video "
-                    f"or audio with a local file as its 'image', 'video', 'audio' or 'path', got {part!r:.200}"
+                    "a content part must be a dictionary of the type text with a text, or of the type image, "
+                    f"video or audio with a local file as its 'image', 'video' or 'audio', got {part!r:.200}"
                 )
             files[kind].append(source)
             parts.append({"type": kind})

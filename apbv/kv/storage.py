@@ -5,11 +5,10 @@ The directory holds ``manifest.json`` and, in the subfolder that the manifest na
 one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is what one writer
 held: some runs of tokens, and a range of KV heads.
 
-Sizes, checksums and a digest of the manifest reveal what was cut off or changed. A crash at any moment leaves what
+Sizes, checksums and digests reveal what was cut off or changed. A crash at any moment leaves what
 was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
 """
 
-import hashlib
 import json
 import os
 import secrets
@@ -19,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -27,9 +25,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..layout import intersect
-from .facts import KVFacts, StorageError, cover_once, from_json, length, rows_of
+from .facts import KVFacts, StorageError, cover_once, digest_of_tokens, from_json, length, rows_of
 
-FORMAT, FORMAT_VERSION = "apbv-kv", 4
+FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
 _PROMPT, _SUBFOLDER = "prompt.safetensors", "kv-"
 
@@ -131,9 +129,8 @@ class Manifest(KVFacts):
             yield from shard.files
 
     def to_json(self) -> str:
-        """Return the content of ``manifest.json``, with its digest."""
-        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        return json.dumps({**record, "sha256": digest_of(record)})
+        """Return the content of ``manifest.json``."""
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
 
     def require_complete(self, path: Path) -> None:
         """Check that each token of each KV head is in exactly one shard, and each layer of a shard in a file.
@@ -142,9 +139,10 @@ class Manifest(KVFacts):
             StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
                 explain which visual tokens are left.
         """
-        if len(self.token_ids) != self.num_tokens or any(
-            len(shard.files) != self.num_layers for shard in self.shards
-        ):
+        is_whole = (
+            len(self.token_ids) == self.num_tokens and digest_of_tokens(self.token_ids) == self.tokens_sha256
+        )
+        if not is_whole or any(len(shard.files) != self.num_layers for shard in self.shards):
             raise StorageError(f"the manifest for {path} does not name every token and every layer")
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
@@ -159,33 +157,6 @@ class Manifest(KVFacts):
         shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
         if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
             raise StorageError(f"the shards for {path} do not hold every token exactly once")
-
-
-def parse_manifest(record: Any, path: Path) -> Manifest:
-    """Turn the JSON of a directory's ``manifest.json`` into a manifest.
-
-    Raises:
-        StorageError: the manifest is of another format, incomplete, or was changed.
-    """
-    name = path / MANIFEST_NAME
-    if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
-        raise StorageError(f"{name} is not a manifest of saved KV")
-    digest, version = record.pop("sha256", None), record.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise StorageError(f"saved KV in {path} has format {version}; this version reads {FORMAT_VERSION}")
-    if digest != digest_of({"format": FORMAT, "format_version": version, **record}):
-        raise StorageError(f"{name} was changed since it was saved: its digest is wrong")
-    try:
-        manifest = from_json(Manifest, record)
-    except StorageError as error:
-        raise StorageError(f"{name} is not a manifest of saved KV: {error}") from error
-    manifest.require_complete(path)
-    return manifest
-
-
-def digest_of(record: Any) -> str:
-    """Compute the digest of a manifest's JSON without its digest."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 class SavedKV:
@@ -209,13 +180,15 @@ class SavedKV:
         path = Path(path)
         try:
             record = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-            saved = cls(path, parse_manifest(record, path))
-        except StorageError:
-            raise
+            version = record.pop("format_version", None)
+            if version != FORMAT_VERSION:
+                raise StorageError(f"it has format {version}; this version reads {FORMAT_VERSION}")
+            saved = cls(path, from_json(Manifest, record))
+            saved.manifest.require_complete(path)
         except FileNotFoundError:
             raise StorageError(f"there is no saved KV in {path}: it has no {MANIFEST_NAME}") from None
-        except (OSError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply, or too long
-            raise StorageError(f"cannot read {path / MANIFEST_NAME}: {error}") from error
+        except (AttributeError, OSError, OverflowError, RecursionError, RuntimeError, ValueError) as error:
+            raise StorageError(f"{path / MANIFEST_NAME} is not a manifest of saved KV: {error}") from error
         for file in saved.manifest.files():
             try:
                 size = (saved._folder / file.name).stat().st_size
@@ -251,10 +224,9 @@ class SavedKV:
         tokens = range(manifest.num_tokens) if tokens is None else tokens
         wanted = [tokens] if isinstance(tokens, range) else tokens
         kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
-        for run in wanted:
-            _require_within(run, manifest.num_tokens, "tokens")
-        _require_within(kv_heads, manifest.num_kv_heads, "KV heads")
-        _require_within(range(index, index + 1), manifest.num_layers, "layers")
+        sizes = [(run, manifest.num_tokens) for run in wanted] + [(kv_heads, manifest.num_kv_heads)]
+        if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(manifest.num_layers):
+            raise ValueError(f"there are no such parts of the KV in {self.path}: {index}, {wanted}, {kv_heads}")
         shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
         for shard in manifest.shards:
@@ -396,12 +368,6 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _require_within(run: range, count: int, what: str) -> None:
-    """Raise ValueError unless a range is one of some things that are numbered from 0."""
-    if run.step != 1 or not 0 <= run.start <= run.stop <= count:
-        raise ValueError(f"{run} is not within the {count} {what}")
 
 
 def _require_inside(name: str) -> None:

@@ -13,7 +13,6 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
-from ..layout import LayoutError
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
@@ -26,7 +25,6 @@ from .exchange import LocalVisual, encode_and_exchange
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
 from .reduction import make_late_reducer
-from .reduction.choosing import Reduction
 from .reduction.early import reduce_prompt, reduces_first, require_reducible
 from .reduction.late import LateReducer, run_and_reduce
 from .result import PrefillResult, identify
@@ -100,7 +98,7 @@ def prefill(
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-        method = _plan(inputs, hosts, config, watcher, reduction)
+        method = _plan(inputs, hosts, config, watcher)
         memory = host_memory(
             parts.model.config,
             method.layout,
@@ -148,29 +146,14 @@ def prefill(
     )
 
 
-def _plan(
-    inputs: ModelInputs,
-    hosts: HostGroup,
-    config: PrefillConfig,
-    watcher: Watcher | None,
-    reduction: Reduction | None,
-) -> PrefillMethod:
+def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher: Watcher | None) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
-
-    Args:
-        reduction: what has been left out of the prompt before.
 
     Raises:
         ValueError: a length does not fit the prompt, or a watcher does not see the question with this method.
     """
     method_type = resolve_method(config, hosts.size)
-    try:
-        layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
-    except LayoutError as error:
-        if reduction is None:
-            raise
-        tokens = f"{reduction.num_after} of {reduction.num_before} visual tokens"
-        raise LayoutError(f"{error}; {reduction.method} leaves {tokens}") from error
+    layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
     if not layout.is_split and method_type.splits:
         if hosts.is_leader:
             warn_caller(

@@ -92,14 +92,10 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
         StorageError: the KV is refused; the message says why.
     """
     writer, reader = saved.manifest, identify(parts)
-    member, _ = parts.tensor_parallel
-    for name, what in (
-        ("family", "a model of another family"),
-        ("config_sha256", "a model with another configuration"),
-        ("weights_sha256", "a model with other weights"),
-    ):
-        if name == "weights_sha256" and member != 0:
-            continue  # the digest is of the first KV head, which only the first member has
+    compared = {"family": "a model of another family", "config_sha256": "a model with another configuration"}
+    if parts.tensor_parallel[0] == 0:  # the digest is of the first KV head, which only the first member has
+        compared["weights_sha256"] = "a model with other weights"
+    for name, what in compared.items():
         if getattr(writer, name) != getattr(reader, name):
             raise StorageError(
                 f"the KV in {saved.path} was computed by {what}: {writer.model} ({writer.family}), "

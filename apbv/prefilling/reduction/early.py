@@ -22,7 +22,7 @@ from ..memory import HostMemory, Room
 from ..reuse import StoredRows
 from . import EARLY_REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
-from .frames import EarlyReducer, KeptRows, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
+from .frames import EarlyReducer, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
 
 
 def reduces_first(config: PrefillConfig) -> bool:
@@ -136,30 +136,31 @@ def choose_rows(
         keep_all(range(done, video.patches.start))
         done, place = video.patches.stop, video.in_frames
         shared = shared_video(parts, inputs, video, rows, hosts)
-        found = reducer(shared, share) if share else KeptRows.chosen(shared, torch.empty(0, dtype=torch.long))
-        kept[place.start : place.stop] = _agreed_mask(found, shared)
-        for host, frames in enumerate(_frames_of_hosts(found, shared)):
-            owned[host].append(range(video.patches.start + frames.start, video.patches.start + frames.stop))
-        values += [found.values, _ending_rows(visual, video, rows, owned, hosts)]
+        nothing = torch.empty(0, dtype=torch.long)
+        frames, places, rows_kept = reducer(shared, share) if share else shared.kept(nothing)
+        kept[place.start : place.stop] = _agreed_mask(places, shared)
+        for host, of_host in enumerate(_frames_of_hosts(frames, shared)):
+            owned[host].append(range(video.patches.start + of_host.start, video.patches.start + of_host.stop))
+        values += [rows_kept, _ending_rows(visual, video, rows, owned, hosts)]
     keep_all(range(done, visual.num_temporal_patches))
     return kept, _joined(owned), torch.cat(values)
 
 
-def _agreed_mask(found: KeptRows, video: SharedVideo) -> Tensor:
+def _agreed_mask(places: Tensor, video: SharedVideo) -> Tensor:
     """Return which tokens of a video are kept on any host: bool ``[T * h * w]``; collective."""
     mask = torch.zeros(video.num_frames * video.frame_size, dtype=torch.uint8)
-    mask[found.places] = 1
+    mask[places] = 1
     if video.replicated:
         video.hosts.require_same("the choice of visual tokens", mask.numpy().tobytes())
         return mask.bool()
     return video.hosts.all_gather(mask.to(video.rows.device)).wait().any(dim=0).cpu()
 
 
-def _frames_of_hosts(found: KeptRows, video: SharedVideo) -> list[range]:
+def _frames_of_hosts(frames: range, video: SharedVideo) -> list[range]:
     """Return for every host the frames whose kept tokens it has; collective."""
     if video.replicated:
-        return [found.frames] * video.hosts.size
-    ends = video.hosts.gather_floats([found.frames.start, found.frames.stop])[:: video.hosts.tensor_parallel_size]
+        return [frames] * video.hosts.size
+    ends = video.hosts.gather_floats([frames.start, frames.stop])[:: video.hosts.tensor_parallel_size]
     return [range(int(start), int(stop)) for start, stop in ends]
 
 
