@@ -119,13 +119,6 @@ class ContextLayout:
         spans = (self.anchor_slice(host), *(self.blocks[v] for v in self.virtual_hosts(host)))
         return (*spans, self.query) if host == 0 else spans
 
-    def owner(self, token: int) -> int:
-        """Return the host that keeps the KV of a token."""
-        for host in range(self.num_hosts):
-            if any(token in span for span in self.cache_spans(host)):
-                return host
-        raise IndexError(f"token {token} is not one of the prompt's {self.num_tokens}")
-
 
 def plan_layout(
     *,
@@ -157,10 +150,8 @@ def plan_layout(
     """
     if not 0 <= context_start <= query_start < num_tokens:
         raise LayoutError(
-            f"a prompt needs 0 <= context_start <= query_start < num_tokens, got context_start={context_start}, "
-            f"query_start={query_start}, num_tokens={num_tokens}: the query after the context is empty"
-            if query_start >= num_tokens
-            else f"context_start={context_start} lies outside 0 .. query_start={query_start}"
+            f"a prompt needs 0 <= context_start <= query_start < num_tokens, or its query is empty, got "
+            f"context_start={context_start}, query_start={query_start}, num_tokens={num_tokens}"
         )
     if anchor_len is not None and anchor_len >= query_start > 0:
         raise LayoutError(

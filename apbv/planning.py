@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from . import demo
-from .config import DTYPE_NAMES, PrefillConfig, ReduceConfig, SpeculativeConfig
+from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
 from .config.checks import is_int, require_types
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
@@ -24,7 +24,6 @@ from .model.tensor_parallel import require_divisible
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import resolve_method
-from .prefilling.reduction import LATE_REDUCERS
 from .prefilling.reduction.early import reduces_first, require_usable
 from .prefilling.reduction.late import require_layers
 from .speculate.strategies import STRATEGIES, prunes
@@ -50,7 +49,7 @@ class Plan:
         method, kv: the method that would run, and where it would place the KV.
         num_tokens: the prompt's tokens, before any are left out.
         num_visual_tokens: those of them that stand for the video.
-        num_left: how many tokens the last layer reads.
+        num_left: about how many tokens the last layer reads.
         weights: of the model, on one process.
         draft: of the draft model and its KV; 0 without one.
         overhead: assumed for the device's own libraries.
@@ -149,7 +148,7 @@ def plan(
     require_usable(prefill.reduce, config.model_type, None)
     require_divisible(config, tensor_parallel)
     device, itemsize = choose_device(), _itemsize(config, dtype)
-    num_layers = DecoderSizes.from_config(config).layers
+    require_layers(prefill.reduce, DecoderSizes.from_config(config).layers)
     if device_memory is None:
         device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
     height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
@@ -173,16 +172,14 @@ def plan(
             chunk = patch * min(share, max(1, most_in_a_chunk(share * patch, patch, most) // patch))
             if reduces_first(prefill):
                 num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
-        left = [num_tokens - num_visual + kept for kept in visual_by_layer(prefill.reduce, num_layers, num_visual)]
-        stop -= num_tokens - left[0]
-        layout = method.plan(hosts, left[0], start, stop, prefill)
+        ratio = 1.0 if prefill.reduce is None or prefill.reduce.leaves_all else prefill.reduce.ratio
+        num_left = num_tokens - num_visual + max(1, round(num_visual * ratio)) if num_visual else num_tokens
+        # What is left out between layers is counted with all of them.
+        num_read = num_left if reduces_first(prefill) else num_tokens
+        stop -= num_tokens - num_read
+        layout = method.plan(hosts, num_read, start, stop, prefill)
         visual = range(start, stop) if num_visual else range(0)
-        options = of_model | {
-            "visual": visual,
-            "depth": sum(left) / left[0],
-            "num_encoded": num_encoded,
-            "chunk": chunk,
-        }
+        options = of_model | {"visual": visual, "num_encoded": num_encoded, "chunk": chunk}
         memory = [host_memory(config, layout, host, prefill.kv, **options) for host in range(hosts)]
         return Plan(
             model=name,
@@ -190,7 +187,7 @@ def plan(
             kv=prefill.kv,
             num_tokens=num_tokens,
             num_visual_tokens=num_visual,
-            num_left=left[-1],
+            num_left=num_left,
             weights=weights,
             draft=draft_of(num_tokens, num_visual),
             overhead=_GPU_OVERHEAD if device.type == "cuda" else 0,
@@ -207,20 +204,6 @@ def plan(
     planned, counts = of(num_frames or tokens), range(1, _MOST_SEARCHED)
     most = bisect(counts, False, key=is_too_much)
     return replace(planned, most=None if most == len(counts) else most)
-
-
-def visual_by_layer(reduce: ReduceConfig | None, num_layers: int, num_visual: int) -> list[int]:
-    """Return about how many visual tokens every layer reads.
-
-    Raises:
-        ValueError: the model has too few layers.
-    """
-    if reduce is None or reduce.leaves_all:
-        return [num_visual] * num_layers
-    require_layers(reduce, num_layers)
-    ends = LATE_REDUCERS[reduce.method].choose_layers(reduce, num_layers) if reduce.is_late else (0,)
-    done = [sum(layer >= end for end in ends) / len(ends) for layer in range(num_layers)]
-    return [max(1, round(num_visual * reduce.ratio**share)) for share in done]
 
 
 def parse_resolution(text: str) -> tuple[int, int]:

@@ -123,13 +123,9 @@ def test_every_token_is_kept_by_the_host_of_its_block(request):
         for block, span in enumerate(layout.blocks):
             owners += [request.host_of_block(block)] * len(span)
         owners += [0] * (request.num_tokens - request.query_start)
-    assert [layout.owner(token) for token in range(request.num_tokens)] == owners
     for host in range(request.num_hosts):
         kept = tokens(layout.cache_spans(host))
         assert kept == [token for token, owner in enumerate(owners) if owner == host]
-    for stranger in (-1, request.num_tokens):
-        with pytest.raises(IndexError):
-            layout.owner(stranger)
 
 
 @given(requests())
@@ -163,7 +159,7 @@ def test_sharing_out_gives_every_token_to_one_host(num_hosts, num_tokens, zigzag
     assert layout.is_split == (num_tokens >= num_hosts * (2 if zigzag else 1))
     for spans_of in (layout.local_spans, layout.cache_spans):
         assert sorted(token for host in range(num_hosts) for token in tokens(spans_of(host))) == everything
-    assert layout.last_token_host == layout.owner(num_tokens - 1)
+    assert any(num_tokens - 1 in span for span in layout.cache_spans(layout.last_token_host))
     lengths = [len(block) for block in layout.blocks]
     assert not lengths or max(lengths) - min(lengths) <= 1
 

@@ -6,7 +6,7 @@ visual tokens. So its rows are counted apart from those of images and video, als
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,6 @@ class AudioInput:
             part = intersect(range(start, stop), units)
             if part:
                 yield spectrogram[:, (part.start - start) * self.unit : (part.stop - start) * self.unit]
-
-    def without_spectrograms(self) -> "AudioInput":
-        """Return the same with the spectrograms released."""
-        return replace(self, spectrograms=None)
 
 
 def audio_from_batch(

@@ -1,6 +1,5 @@
 """Files that prompts name: recognising one that was read before, and probing a video once, for all hosts."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +8,6 @@ from pathlib import Path
 from ..hosts import HostGroup
 from ..stats import StageTimer
 from .video import VideoError, VideoInfo, probe
-
-_SIZE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -38,24 +35,6 @@ class FileIdentity:
         found = resolved.stat()
         return cls(str(resolved), found.st_size, found.st_mtime_ns)
 
-    def sha256(self) -> str:
-        """Compute the SHA-256 of the file's content.
-
-        Raises:
-            ValueError: the file is not there any more, or was written since.
-        """
-        digest = hashlib.sha256()
-        try:
-            with open(self.path, "rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-            is_same = FileIdentity.of(self.path) == self
-        except OSError as error:
-            raise ValueError(f"cannot read {self.path} again: {error}") from error
-        if not is_same:
-            raise ValueError(f"{self.path} was changed after it was read")
-        return digest.hexdigest()
-
 
 @dataclass(frozen=True)
 class Source:
@@ -76,7 +55,7 @@ class KnownVideos:
     A file that was written since, by its size and date, is probed again.
 
     Args:
-        limit: how many files are remembered. One of 100,000 packets takes 5 MB.
+        limit: how many files are remembered. One of 100,000 frames takes 2 MB.
     """
 
     def __init__(self, limit: int = 16):
@@ -113,24 +92,24 @@ def probe_once(
         HostError: another host cannot read one, or has a prompt of more or fewer, or other files beside.
     """
     hosts.require_same("the number of videos, or an image file,", f"{len(paths)} {list(beside)}".encode())
-    return tuple(_probe_one(videos, path, hosts, timer) for path in paths)
-
-
-def _probe_one(videos: KnownVideos, path: str, hosts: HostGroup, timer: StageTimer) -> VideoInfo:
-    info, data = None, b""
-    with hosts.local_stage("reading the video"), timer.stage("decode_video"):
-        if hosts.is_leader:
-            info = videos.probe(path)
-            if hosts.num_processes > 1:
-                data = _identify(path).size.to_bytes(_SIZE_BYTES, "big") + info.to_bytes()
-    data = hosts.broadcast_bytes(data)
-    with hosts.local_stage("reading the video"):
-        if hosts.is_leader:
-            return info
-        size, expected = _identify(path).size, int.from_bytes(data[:_SIZE_BYTES], "big")
-        if size != expected:
-            raise VideoError(f"{path}: is {size} bytes long here, but {expected} bytes on {hosts.name_of(0)}")
-        return replace(VideoInfo.from_bytes(data[_SIZE_BYTES:]), path=path)
+    infos = []
+    for path in paths:
+        info, data = None, b""
+        with hosts.local_stage("reading the video"), timer.stage("decode_video"):
+            if hosts.is_leader:
+                info = videos.probe(path)
+                data = info.to_bytes() if hosts.num_processes > 1 else b""
+        data = hosts.broadcast_bytes(data)
+        with hosts.local_stage("reading the video"):
+            if not hosts.is_leader:
+                size, told = _identify(path).size, VideoInfo.from_bytes(data)
+                if size != told.num_bytes:
+                    raise VideoError(
+                        f"{path}: is {size} bytes long here, but {told.num_bytes} on {hosts.name_of(0)}"
+                    )
+                info = replace(told, path=path)
+        infos.append(info)
+    return tuple(infos)
 
 
 def _identify(path: str | Path) -> FileIdentity:

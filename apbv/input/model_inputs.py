@@ -89,7 +89,7 @@ class ModelInputs:
     def without_pixels(self) -> "ModelInputs":
         """Return the same prompt with its pixels and spectrograms released."""
         visual = self.visual and replace(self.visual, pixels=None)
-        return replace(self, visual=visual, audio=self.audio and self.audio.without_spectrograms())
+        return replace(self, visual=visual, audio=self.audio and replace(self.audio, spectrograms=None))
 
     def at_vllm_positions(self, parts: ModelParts) -> "ModelInputs":
         """Return the same prompt at the positions that vLLM gives it, for KV that vLLM is to continue from.
@@ -257,16 +257,18 @@ def visual_from_batch(
     Raises:
         PromptError: no pixels, or not those of the prompt's placeholders.
     """
-    kinds = _kinds(parts, input_ids)
+    # InternVL has one placeholder, which here is a video's.
+    is_image = (input_ids == parts.image_token_id) & (parts.family != "internvl")
+    kinds = ["image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()]
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
         raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")
-    images, videos = _images(parts, batch), _videos(parts, batch, kinds.count("video"))
+    left = {kind: _items(parts, batch, kind, kinds.count(kind)) for kind in ("image", "video")}
     found: list[_Found] = []
     start = 0
     row_starts: list[int] = []
     while start < len(kinds):
         kind = kinds[start]
-        item, num_rows, values = next(images if kind == "image" else videos, (None, 0, {}))
+        item, num_rows, values = next(left[kind], (None, 0, {}))
         if item is None or kinds[start : start + num_rows] != [kind] * num_rows:
             raise PromptError(
                 f"the prompt's {len(kinds)} placeholder tokens are not those of the pixels that were given, which "
@@ -275,7 +277,7 @@ def visual_from_batch(
         row_starts += equal_row_starts(start, item.num_patches, num_rows, item.num_ending_rows)
         start += num_rows
         found.append((item, num_rows, values))
-    if next(images, None) or next(videos, None):
+    if any(next(items, None) for items in left.values()):
         raise PromptError("pixels were given of more images or videos than the prompt has placeholders for")
     visual = share_out([item for item, _, _ in found], [*row_starts, start], hosts, frame_parallel)
     given = [
@@ -284,55 +286,40 @@ def visual_from_batch(
     return visual.with_pixels(GivenPixels(given))
 
 
-def _kinds(parts: ModelParts, input_ids: Tensor) -> list[str]:
-    """Say of every placeholder whether it is an image's or a video's; of InternVL's, which has one, a video's."""
-    is_image = input_ids == parts.image_token_id
-    if parts.family == "internvl":
-        is_image = torch.zeros_like(is_image)
-    return ["image" if image else "video" for image in is_image[parts.is_visual(input_ids)].tolist()]
+def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int) -> Iterator[_Found]:
+    """Take the images or the videos of a batch apart.
 
-
-def _videos(parts: ModelParts, batch: Mapping[str, Any], num_rows: int) -> Iterator[_Found]:
-    # InternVL has one name for both, and encodes a video frame and a tile of an image alike.
-    pixels = batch.get("pixel_values" if parts.family == "internvl" else "pixel_values_videos")
-    if pixels is None:
+    Args:
+        num_rows: of all videos together, which have as many as one another where they have no grids.
+    """
+    is_internvl = parts.family == "internvl"  # it has one name for both, and encodes frames and tiles alike
+    name = "pixel_values" if kind == "image" or is_internvl else "pixel_values_videos"
+    pixels, grids = batch.get(name), batch.get(f"{kind}_grid_thw")
+    if pixels is None or (kind == "image" and is_internvl):
         return
-    if batch.get("video_grid_thw") is not None:
-        yield from _in_grids(parts, "video", "pixel_values_videos", batch)
-        return
-    videos = pixels if pixels.dim() == 5 else pixels[None]
-    for video in videos:
-        item = VisualItem("video", len(video), parts.num_rows_ending_video, PIXEL_COPIES * video[0].nbytes)
-        values = {"pixel_values_videos": video[None] if pixels.dim() == 5 else video}
-        yield item, num_rows // len(videos), values
-
-
-def _images(parts: ModelParts, batch: Mapping[str, Any]) -> Iterator[_Found]:
-    pixels = batch.get("pixel_values")
-    if pixels is None or parts.family == "internvl":
-        return
-    if batch.get("image_grid_thw") is not None:
-        yield from _in_grids(parts, "image", "pixel_values", batch)
-        return
-    counts = torch.as_tensor(batch.get("batch_num_images", [1] * len(pixels))).tolist()
-    of_sample = [count for count in counts for _ in range(count)]
-    for number, size in enumerate(torch.as_tensor(batch["image_sizes"]).cpu()):
-        values = {
-            "pixel_values": pixels[number : number + 1],
-            "image_sizes": size[None],
-            # transformers asks of it only whether it is 1.
-            "batch_num_images": torch.tensor([of_sample[number]]),
-        }
-        item = VisualItem("image", patch_bytes=PIXEL_COPIES * pixels[number].nbytes)
-        yield item, parts.num_image_rows(size, of_sample[number] == 1), values
-
-
-def _in_grids(parts: ModelParts, kind: str, name: str, batch: Mapping[str, Any]) -> Iterator[_Found]:
-    """Take items of Qwen's kind apart, whose patches lie side by side, by their grids (time, height, width)."""
-    first, grids = 0, f"{kind}_grid_thw"
-    for grid in torch.as_tensor(batch[grids]).cpu():
-        num_patches, count = int(grid[0]), int(grid.prod())
-        pixels = batch[name][first : first + count]
-        item = VisualItem(kind, num_patches, patch_bytes=PIXEL_COPIES * pixels.nbytes // num_patches)
-        yield item, count // parts.patches_per_row, {name: pixels, grids: grid[None]}
-        first += count
+    if grids is not None:  # Qwen's patches lie side by side; a grid is (time, height, width)
+        first = 0
+        for grid in torch.as_tensor(grids).cpu():
+            num_patches, count = int(grid[0]), int(grid.prod())
+            own = pixels[first : first + count]
+            item = VisualItem(kind, num_patches, patch_bytes=PIXEL_COPIES * own.nbytes // num_patches)
+            yield item, count // parts.patches_per_row, {name: own, f"{kind}_grid_thw": grid[None]}
+            first += count
+    elif kind == "video":
+        videos = pixels if pixels.dim() == 5 else pixels[None]
+        for video in videos:
+            item = VisualItem("video", len(video), parts.num_rows_ending_video, PIXEL_COPIES * video[0].nbytes)
+            values = {"pixel_values_videos": video[None] if pixels.dim() == 5 else video}
+            yield item, num_rows // len(videos), values
+    else:
+        counts = torch.as_tensor(batch.get("batch_num_images", [1] * len(pixels))).tolist()
+        of_sample = [count for count in counts for _ in range(count)]
+        for number, size in enumerate(torch.as_tensor(batch["image_sizes"]).cpu()):
+            values = {
+                "pixel_values": pixels[number : number + 1],
+                "image_sizes": size[None],
+                # transformers asks of it only whether it is 1.
+                "batch_num_images": torch.tensor([of_sample[number]]),
+            }
+            item = VisualItem("image", patch_bytes=PIXEL_COPIES * pixels[number].nbytes)
+            yield item, parts.num_image_rows(size, of_sample[number] == 1), values

@@ -6,13 +6,13 @@ memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from threading import Lock
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,27 +34,35 @@ class SourcePixels:
 
     Attributes:
         readers: of every run of temporal patches (:attr:`~apbv.input.visual.VisualInput.runs`).
+        timer: is told how many frames and images have been read.
         runs_ahead: whether a thread makes chunks before they are asked for, or the caller's thread when it asks.
     """
 
     readers: tuple[tuple[range, "VideoReader | ImageReader"], ...]
+    timer: StageTimer
     runs_ahead: bool = True
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
-        with ExitStack() as stack:
-            pixels = stack.enter_context(closing(self._read(chunks)))
-            if self.runs_ahead:
-                pixels = stack.enter_context(closing(ahead(pixels)))
+        with closing(ahead(self._read(chunks)) if self.runs_ahead else self._read(chunks)) as pixels:
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
-        for run, reader in self.readers:
-            inside = [chunk for chunk in chunks if chunk.start in run]
-            if not inside:
+        inside = [[chunk for chunk in chunks if chunk.start in run] for run, _ in self.readers]
+        done, total = (
+            0,
+            sum(
+                sum(map(len, mine)) * reader.num_merged
+                for mine, (_, reader) in zip(inside, self.readers, strict=True)
+            ),
+        )
+        for mine, (run, reader) in zip(inside, self.readers, strict=True):
+            if not mine:
                 continue
-            with closing(reader.read([_shifted(chunk, run) for chunk in inside])) as read:
-                for chunk, what in zip(inside, read, strict=True):
+            with closing(reader.read([_shifted(chunk, run) for chunk in mine])) as read:
+                for chunk, what in zip(mine, read, strict=True):
+                    done += len(what)
+                    self.timer.progress("decode_video", done, total)
                     values, ready = reader.prepare(what)
                     del what
                     yield PixelChunk(values, chunk, reader.kind, ready)
@@ -90,49 +98,36 @@ class KeptPixels:
     """
 
     def __init__(self, pixels: Pixels):
-        self._pixels, self._lock = pixels, Lock()
-        self._kept: list[PixelChunk] = []
+        self._pixels, self._lock, self._is_closed = pixels, Lock(), False
+        self._kept: list[PixelChunk | Exception | None] = []  # in the end what ended them
         self._source: Iterator[PixelChunk] | None = None
-        self._error: BaseException | None = None
-        self._is_complete = self._is_closed = False
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`; the chunks are those that the first caller wants."""
-        number = 0
-        while (chunk := self._chunk(number, chunks)) is not None:
+        for number in count():
+            with self._lock:
+                if self._is_closed:
+                    raise ValueError("the request whose pixels these are has ended")
+                self._source = self._source or self._pixels.chunks(chunks)
+                if number == len(self._kept):
+                    try:
+                        self._kept.append(next(self._source, None))
+                    except Exception as error:
+                        self._kept.append(error)
+                chunk = self._kept[number]
+            if chunk is None:
+                return
+            if isinstance(chunk, Exception):
+                raise chunk
             yield chunk
-            number += 1
+            del chunk
 
     def close(self) -> None:
         """End the threads that read, and forget the pixels."""
         with self._lock:
-            self._is_closed = True
-            self._kept, self._error, source, self._source = [], None, self._source, None
-            if source is not None:
-                source.close()
-
-    def _chunk(self, number: int, chunks: Sequence[range]) -> PixelChunk | None:
-        with self._lock:
-            if self._is_closed:
-                raise ValueError("the request whose pixels these are has ended")
-            if number < len(self._kept):
-                return self._kept[number]
-            if self._error is not None:
-                raise self._error
-            if self._is_complete:
-                return None
-            if self._source is None:
-                self._source = self._pixels.chunks(chunks)
-            try:
-                chunk = next(self._source, None)
-            except BaseException as error:
-                self._error = error
-                raise
-            if chunk is None:
-                self._is_complete = True
-            else:
-                self._kept.append(chunk)
-            return chunk
+            self._is_closed, self._kept = True, []
+            if self._source is not None:
+                self._source.close()
 
 
 def _shifted(patches: range, run: range) -> range:
@@ -159,30 +154,6 @@ def _joined(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: torch.cat([torch.as_tensor(values[name]) for values in items]) for name in items[0]}
 
 
-@dataclass
-class Progress:
-    """How many of this host's frames and images have been read.
-
-    Attributes:
-        timer: is told of it; None: nobody is.
-        total: of how many.
-    """
-
-    timer: StageTimer | None = None
-    total: int = 0
-    _done: int = field(default=0, init=False)
-
-    def add(self, count: int) -> None:
-        """Say that so many more have been read."""
-        self._done += count
-        if self.timer is not None:
-            self.timer.progress("decode_video", self._done, self.total)
-
-    def stage(self, name: str, track: str | None = None) -> AbstractContextManager:
-        """Time a stage."""
-        return nullcontext() if self.timer is None else self.timer.stage(name, track)
-
-
 @dataclass(frozen=True)
 class VideoReader:
     """Reads the frames of one video.
@@ -193,10 +164,10 @@ class VideoReader:
         num_merged: the frames of one temporal patch.
         grid: ``[1, 3]`` patches (time, height, width) of the whole video, where the model has such a grid.
         processor: the model's transformers processor.
+        timer: the request's stage times.
         device, dtype: of the vision tower; on a GPU pixels are made there, else (None, too) in fp32 on the CPU.
         config: how frames are decoded.
         runs_ahead: whether threads decode frames before they are asked for.
-        progress: is told of frames.
     """
 
     kind = "video"
@@ -206,11 +177,11 @@ class VideoReader:
     num_merged: int
     grid: Tensor | None
     processor: Any
+    timer: StageTimer
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
     config: VideoConfig = field(default_factory=VideoConfig)
     runs_ahead: bool = True
-    progress: Progress = field(default_factory=Progress)
 
     @cached_property
     def _side_stream(self) -> "torch.cuda.Stream | None":
@@ -219,31 +190,28 @@ class VideoReader:
     def read(self, chunks: Sequence[range]) -> Iterator[Tensor]:
         """Decode frames: uint8 ``[t, H, W, 3]``; see :meth:`SourcePixels.chunks`."""
         frames = self.frames[chunks[0].start * self.num_merged : chunks[-1].stop * self.num_merged]
-        size = len(chunks[0]) * self.num_merged
-        with closing(self._in_threads(frames, size) if self.runs_ahead else self._in_turn(frames, size)) as read:
-            for chunk in read:
-                self.progress.add(len(chunk))
+        size, threads = len(chunks[0]) * self.num_merged, self.config.threads or 0
+        if not self.runs_ahead:
+            for start in range(0, len(frames), size):
+                with self.timer.stage("decode_video"):
+                    chunk = read_frames(self.video, frames[start : start + size], threads)
                 yield torch.as_tensor(chunk)
+            return
 
-    def _in_threads(self, frames: Sequence[int], size: int) -> Iterator[np.ndarray | Tensor]:
         def at_work(thread: int) -> AbstractContextManager:
-            return self.progress.stage("decode_video", f"decode_video {thread}")
+            return self.timer.stage("decode_video", f"decode_video {thread}")
 
-        threads, device = self.config.threads or 0, str(self.device or "cpu")
-        return iter_frames(self.video, frames, size, threads, self.config.backend, device, at_work)
-
-    def _in_turn(self, frames: Sequence[int], size: int) -> Iterator[np.ndarray]:
-        for start in range(0, len(frames), size):
-            with self.progress.stage("decode_video"):
-                chunk = read_frames(self.video, frames[start : start + size], self.config.threads or 0)
-            yield chunk
+        device = str(self.device or "cpu")
+        chunks = iter_frames(self.video, frames, size, threads, self.config.backend, device, at_work)
+        with closing(chunks):
+            yield from map(torch.as_tensor, chunks)
 
     @torch.no_grad()
     def prepare(self, read: Tensor) -> "tuple[dict[str, Tensor], torch.cuda.Event | None]":
         """Make pixels of frames; see :meth:`SourcePixels.chunks`."""
         side = self._side_stream
         # The stage lies within the stream, whose time counts.
-        with nullcontext() if side is None else torch.cuda.stream(side), self.progress.stage("preprocess"):
+        with nullcontext() if side is None else torch.cuda.stream(side), self.timer.stage("preprocess"):
             if side is None:
                 return preprocess_frames(self.processor, read, self.grid), None
             if not read.is_cuda:
@@ -260,16 +228,16 @@ class ImageReader:
     Attributes:
         pictures: the images.
         processor: the model's transformers processor; it is used by one thread at a time.
-        progress: is told of images.
+        timer: the request's stage times.
         is_untiled: whether the processor is not to cut images into tiles, as LLaVA-OneVision's does with an image
             that is the only one of its sample.
     """
 
-    kind = "image"
+    kind, num_merged = "image", 1
 
     pictures: tuple[Picture, ...]
     processor: Any
-    progress: Progress = field(default_factory=Progress)
+    timer: StageTimer
     is_untiled: bool = False
 
     @property
@@ -280,15 +248,14 @@ class ImageReader:
     def read(self, chunks: Sequence[range]) -> Iterator[list[Any]]:
         """Decode images; see :meth:`SourcePixels.chunks`."""
         for chunk in chunks:
-            with self.progress.stage("decode_video"):
+            with self.timer.stage("decode_video"):
                 images = [picture.load() for picture in self.pictures[chunk.start : chunk.stop]]
-            self.progress.add(len(images))
             yield images
 
     @torch.no_grad()
     def prepare(self, read: list[Any]) -> tuple[dict[str, Any], None]:
         """Make pixels of images; see :meth:`SourcePixels.chunks`."""
-        with self.progress.stage("preprocess"):
+        with self.timer.stage("preprocess"):
             shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
             images = [shown] if self.is_untiled else shown
             values = image_values(process(self.processor, self.processor.image_token * len(shown), images=images))

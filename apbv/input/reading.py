@@ -5,7 +5,6 @@ The library, the script and the server all read by this.
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .audio import FRAMES_PER_TOKEN, AudioError, Sound, has_audio, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
-from .pixels import ImageReader, Progress, SourcePixels, VideoReader
+from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
@@ -136,7 +135,7 @@ class PromptReader:
         heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
             sounds.append(self._hear(path, [*heard, *sounds]))
-        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing, self._needs_pixels)
+        return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
     def read(
         self,
@@ -174,44 +173,31 @@ class PromptReader:
         self, skeleton: Skeleton, visual: VisualInput, hosts: HostGroup, timer: StageTimer
     ) -> SourcePixels:
         """Return the pixels of a prompt's items, of which this host's share is read when it is asked for."""
-        mine, progress = visual.patches[hosts.rank], Progress(timer)
+        mine = visual.patches[hosts.rank]
         readers = []
-        for run in visual.runs:
-            read, numbers = intersect(run, mine), visual.items_of(run)
-            if not read:
+        for run, numbers in visual.runs:
+            if not intersect(run, mine):
                 continue
-            source, per_patch = skeleton.sources[numbers[0]], 1
+            source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):
                 pictures = tuple(skeleton.sources[number] for number in numbers)
                 is_untiled = self.parts.family == "llava_onevision" and len(skeleton.rendered.pictures) > 1
-                reader = ImageReader(pictures, self.processor, progress, is_untiled)
+                reader = ImageReader(pictures, self.processor, timer, is_untiled)
             else:
-                per_patch = -(-len(source.frames) // len(run))
                 reader = VideoReader(
                     video=source.info,
                     frames=source.frames,
-                    num_merged=per_patch,
+                    num_merged=-(-len(source.frames) // len(run)),
                     grid=skeleton.grids[numbers[0]],
                     processor=self.processor,
+                    timer=timer,
                     device=self.parts.device,
                     dtype=self.parts.dtype,
                     config=self._config.video,
                     runs_ahead=hosts.has_own_process,
-                    progress=progress,
                 )
             readers.append((run, reader))
-            progress.total += len(read) * per_patch
-        return SourcePixels(tuple(readers), hosts.has_own_process)
-
-    @cached_property
-    def _needs_pixels(self) -> bool:
-        """Whether the processor needs real images, as those that work on arrays do."""
-        try:
-            empty = torch.empty(3, 64, 64, dtype=torch.uint8, device="meta")
-            self.processor.image_processor(images=[empty], return_tensors="pt")
-            return False
-        except Exception:  # of whatever kind: then it is given images
-            return True
+        return SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
         """Check token ids that come instead of a prompt."""

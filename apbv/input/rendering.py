@@ -117,7 +117,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     """
     prompt, context = asked.prompt, asked.context
     if asked.messages is None:
-        videos, images, sounds = (list(map(_local, each)) for each in (asked.videos, asked.pictures, asked.sounds))
+        videos, images, sounds = (list(each) for each in (asked.videos, asked.pictures, asked.sounds))
         shown = "video" if videos else "images" if images else "audio" if sounds else None
         try:
             refuse(context=context is not None and "context", source=shown)
@@ -127,8 +127,8 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             raise PromptError("the prompt is empty")
         if context is not None and not context.strip():
             raise PromptError("the context is empty")
-        content = [{"type": "video"}] * len(videos) + [{"type": "image"}] * len(images)
-        content += [{"type": "audio"}] * len(sounds)
+        sources = {"video": videos, "image": images, "audio": sounds}
+        content = [{"type": kind} for kind, each in sources.items() for _ in each]
         text = prompt.strip() if context is None else f"{context.strip()}\n\n{prompt.strip()}"
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
         question = [f"\n\n{prompt.strip()}"] if context is not None else None
@@ -175,20 +175,18 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
             raise PromptError(f"a message's content must be a text or a list of parts, got {content!r:.200}")
         parts = []
         for part in content:
-            if not isinstance(part, Mapping):
-                raise PromptError(f"a content part must be a dictionary with a type, got {part!r:.200}")
-            kind = part.get("type")
-            if kind == "text":
-                if not isinstance(part.get("text"), str):
-                    raise PromptError(f"a text part must have a text, got {part!r:.200}")
+            kind, source = part.get("type") if isinstance(part, Mapping) else None, None
+            if kind == "text" and isinstance(part.get("text"), str):
                 parts.append({"type": "text", "text": part["text"]})
                 continue
-            if kind not in files:
-                raise PromptError(f"a content part must be text, image, video or audio, not {kind!r}")
-            source = next((part[name] for name in (kind, "path") if part.get(name) is not None), None)
+            if kind in files:
+                source = next((part[name] for name in (kind, "path") if part.get(name) is not None), None)
             if source is None:
-                raise PromptError(f"{kind} parts must name a local file as {kind!r} or 'path', got {part!r:.200}")
-            files[kind].append(_local(source))
+                raise PromptError(
+                    "a content part must be a dictionary of the type text with a text, or of the type image, "
+                    f"video or audio with a local file as its 'image', 'video' or 'audio', got {part!r:.200}"
+                )
+            files[kind].append(source)
             parts.append({"type": kind})
         plain.append({"role": message["role"], "content": parts})
     if not any(text.strip() for message in plain for text in text_parts(message)):
@@ -207,17 +205,10 @@ def _find_question(rendered: str, question: Sequence[str]) -> int | None:
 
 
 def _path(source: Any, what: str) -> str:
-    """Return the path of a video or of audio, which come as files only."""
+    """Return the path of a video or of audio, which come as local files only."""
     if not isinstance(source, str | Path):
         raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
     return str(source)
-
-
-def _local(source: Any) -> Any:
-    """Return a source as it is, unless it is an address."""
-    if isinstance(source, str) and source.startswith(("http://", "https://")):
-        raise PromptError(f"videos, images and audio must be local files, not {source:.200}")
-    return source
 
 
 def text_parts(message: Message) -> list[str]:

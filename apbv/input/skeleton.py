@@ -79,7 +79,6 @@ def lay_out(
     videos: Sequence[SampledVideo],
     sounds: Sequence[Sound],
     tokenizing: AbstractContextManager,
-    needs_pixels: bool = False,
 ) -> Skeleton:
     """Lay out a prompt of videos, images and sounds.
 
@@ -89,11 +88,9 @@ def lay_out(
         videos: in prompt order.
         sounds: those that belong to no video, likewise.
         tokenizing: entered while the processor is used.
-        needs_pixels: whether the processor has to be given images, and not only their shapes.
 
     Raises:
-        PromptError: the text has other placeholders, or an image that the processor needs cannot be decoded, or
-            some videos are heard and others are not.
+        PromptError: the text has other placeholders, or some videos are heard and others are not.
     """
     silent, pictures = [video.info.path for video in videos if video.sound is None], rendered.pictures
     if silent and len(silent) < len(videos):
@@ -108,8 +105,7 @@ def lay_out(
         ", ".join(str(picture.image) for picture in pictures if isinstance(picture.image, Path)) or "an image"
     ]
     if pictures:
-        load = Picture.load if needs_pixels else Picture.without_pixels
-        images = [load(picture) for picture in pictures]
+        images = [picture.without_pixels() for picture in pictures]
         # As transformers' own chats have them: all of a prompt's are one sample, not one each.
         calls.append({"images": [images] if parts.family == "llava_onevision" else images})
     with tokenizing:

@@ -10,7 +10,6 @@ others; and the call of the model that encodes it, in :mod:`apbv.prefilling.enco
 adjacent: what alternates with another's, such as a video and its sound, is several items each.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,35 +176,22 @@ class VisualInput:
         mine = self.patches[self.host]
         return replace(self, pixels=pixels if mine else None, chunk_bytes=chunk_bytes)
 
-    @cached_property
-    def _item_stops(self) -> list[int]:
-        return [patches.stop for patches in self.item_patches]
-
-    def items_of(self, patches: range) -> range:
-        """Return the numbers of the items that adjacent temporal patches, at least one, belong to."""
-        first, last = (bisect_right(self._item_stops, patch) for patch in (patches.start, patches.stop - 1))
-        return range(first, last + 1)
-
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
-        (number,) = self.items_of(patches)
-        return self.items[number].num_ending_rows if patches.stop == self._item_stops[number] else 0
+        ends = zip(self.items, self.item_patches, strict=True)
+        return next((item.num_ending_rows for item, own in ends if own.stop == patches.stop), 0)
 
     @cached_property
-    def runs(self) -> tuple[range, ...]:
-        """The temporal patches that one reader reads: those of a video, and those of all images side by side."""
-        runs: list[range] = []
+    def runs(self) -> tuple[tuple[range, range], ...]:
+        """The temporal patches that one reader reads, and their items: a video, or all images side by side."""
+        runs: list[tuple[range, range]] = []
         for number, patches in enumerate(self.item_patches):
             if number and self.items[number].kind == self.items[number - 1].kind == "image":
-                runs[-1] = range(runs[-1].start, patches.stop)
+                before, items = runs.pop()
+                runs.append((range(before.start, patches.stop), range(items.start, number + 1)))
             else:
-                runs.append(patches)
+                runs.append((patches, range(number, number + 1)))
         return tuple(runs)
-
-    @cached_property
-    def patch_bytes(self) -> tuple[int, ...]:
-        """For every temporal patch an estimate of the memory in use while it is encoded."""
-        return tuple(item.patch_bytes for item in self.items for _ in range(item.num_patches))
 
     def chunks(self, host: int, num_bytes: int) -> list[range]:
         """Return the temporal patches that a host encodes at a time, each time of one run.
@@ -214,11 +200,11 @@ class VisualInput:
             num_bytes: how much memory their frames, pixels and activations may take, if a single one does not take
                 more.
         """
-        costs = self.patch_bytes
+        costs = _costs(self.items)
         longest = max(sum(costs[share.start : share.stop]) for share in self.patches)
         most = most_in_a_chunk(longest, max(costs), num_bytes)
         share, chunks = self.patches[host], []
-        for run in self.runs:
+        for run, _ in self.runs:
             chunks += _cut(intersect(run, share), costs, most)
         return chunks
 
@@ -250,7 +236,7 @@ def share_out(
         row_starts: where the rows of every temporal patch start, and where the last one's end.
         frame_parallel: each host encodes its share, instead of all.
     """
-    costs = [item.patch_bytes for item in items for _ in range(item.num_patches)]
+    costs = _costs(items)
     everything = range(len(costs))
     return VisualInput(
         items=tuple(items),
@@ -259,6 +245,11 @@ def share_out(
         row_starts=tuple(row_starts),
         replicated=not frame_parallel,
     )
+
+
+def _costs(items: Sequence[VisualItem]) -> list[int]:
+    """Return for every temporal patch an estimate of the memory in use while it is encoded."""
+    return [item.patch_bytes for item in items for _ in range(item.num_patches)]
 
 
 def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:

@@ -61,11 +61,6 @@ class GrowingLayer(DynamicLayer):
         self.buffers = (_buffer(like, num_rows), _buffer(like, num_rows))
         self.hold(*(buffer[:, :, :num_rows] for buffer in self.buffers))
 
-    def take_over(self, other: "GrowingLayer") -> None:
-        """Start with another layer's rows and buffers; that layer must not append any more."""
-        self.hold(other.keys, other.values)
-        self.buffers = other.buffers
-
     def has_room(self, count: int) -> bool:
         """Return whether the buffers hold the rows, which a caller may have replaced, and fit ``count`` more."""
         if self.buffers is None or self.buffers[0].shape[2] < self.keys.shape[2] + count:
@@ -261,10 +256,6 @@ class ShardedLayer(GrowingLayer):
             self.keys = self.keys[:, :, :tokens_to_remove]
             self.values = self.values[:, :, :tokens_to_remove]
 
-    def release(self) -> None:
-        """Free the rows, which another host has received."""
-        self.keys = self.values = self.buffers = None
-
     def _store(self, key_states: Tensor, value_states: Tensor) -> None:
         """Copy the rows that this host owns, so that the other local rows can be freed."""
         num_rows = sum(map(len, self._owned_rows))
@@ -354,8 +345,12 @@ class ShardedCache(Cache):
         """Return the bytes of keys and values on this host."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
 
-    def gather(self, hosts: HostGroup, to_host: int = 0) -> DynamicCache | None:
+    def gather(self, hosts: HostGroup, to_host: int = 0, releases: bool = False) -> DynamicCache | None:
         """Collect the whole KV on one host, in position order; collective.
+
+        Args:
+            releases: free each layer's share as soon as it has been sent, so that ``to_host`` never holds much
+                more than one copy of the KV. This cache must not be used afterwards.
 
         Returns:
             A transformers cache with ``[1, Hkv, n, D]`` per layer on ``to_host``, None elsewhere; n is the
@@ -364,40 +359,28 @@ class ShardedCache(Cache):
         Raises:
             HostError: a host failed meanwhile.
         """
+        gathered: list[GrowingLayer] = []
         if hosts.size == 1:
-            return DynamicCache((layer.keys, layer.values) for layer in self.layers)
-        return self._gather(hosts, to_host, releases=False)
-
-    def release_to(self, hosts: HostGroup) -> DynamicCache | None:
-        """Gather the whole KV on host 0, and free each layer's share as soon as it has been sent; collective.
-
-        So host 0 never holds much more than one copy of the KV. This cache must not be used afterwards.
-        """
-        if hosts.size > 1:
-            return self._gather(hosts, 0, releases=True)
-        layers = [GrowingLayer() for _ in self.layers]
-        for layer, share in zip(layers, self.layers, strict=True):
-            layer.take_over(share)
-        return growing_cache(layers)
-
-    def _gather(self, hosts: HostGroup, to_host: int, releases: bool) -> DynamicCache | None:
-        exchange, spans = self._start_gather(0, hosts, to_host)
-        gathered = []
+            for share in self.layers:
+                gathered.append(GrowingLayer())
+                gathered[-1].hold(share.keys, share.values)
+                gathered[-1].buffers = share.buffers if releases else None
+            return growing_cache(gathered)
+        exchange = self._start_gather(0, hosts, to_host)
         for index, share in enumerate(self.layers):
-            shares, owned = exchange.wait(), spans
+            shares, owned = exchange.wait(), [self.owned_spans(host, index) for host in range(hosts.size)]
             if releases:
-                share.release()
+                share.keys = share.values = share.buffers = None
             if index + 1 < len(self.layers):
-                exchange, spans = self._start_gather(index + 1, hosts, to_host)
+                exchange = self._start_gather(index + 1, hosts, to_host)
             if hosts.rank == to_host:
                 gathered.append(_in_position_order(shares, owned))
         return growing_cache(gathered) if hosts.rank == to_host else None
 
-    def _start_gather(self, index: int, hosts: HostGroup, to_host: int) -> tuple[Exchange, list[list[range]]]:
-        """Start gathering a layer; return with it which of its tokens each host sends."""
-        layer, spans = self.layers[index], [self.owned_spans(host, index) for host in range(hosts.size)]
-        counts = [sum(map(len, owned)) for owned in spans]
-        return hosts.gather_rows(torch.stack([layer.keys, layer.values]), counts, to_host, dim=3), spans
+    def _start_gather(self, index: int, hosts: HostGroup, to_host: int) -> Exchange:
+        layer = self.layers[index]
+        counts = [sum(map(len, self.owned_spans(host, index))) for host in range(hosts.size)]
+        return hosts.gather_rows(torch.stack([layer.keys, layer.values]), counts, to_host, dim=3)
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -87,14 +87,13 @@ class OfferedFolder:
 
 @dataclass(eq=False)
 class Offer:
-    """KV that waits to be fetched.
+    """KV that waits to be fetched, or has ended.
 
     Attributes:
         transfer, token: as in the ticket.
-        share: the KV that this process holds; None where it lies in a folder, and once it is free.
-        folder: the KV of all hosts on disk.
+        held: the KV that this process holds in memory, or that of all hosts on disk; None once it is free.
         began: when it was offered, in seconds of the monotonic clock.
-        lives_until: when it ends by itself.
+        lives_until: when it ends by itself, or who still reads from what has ended is cut off.
         ticket: on host 0, once every process has its share.
         readers: who began to fetch.
         confirmed: who has all.
@@ -104,26 +103,19 @@ class Offer:
 
     transfer: str
     token: str
-    share: Share | None
-    folder: OfferedFolder | None
+    held: Share | OfferedFolder | None
     began: float
     lives_until: float
     ticket: Ticket | None = None
     readers: set[str] = field(default_factory=set)
     confirmed: set[str] = field(default_factory=set)
     how: str | None = None
-    ended: float = 0.0
     streams: set[socket.socket] = field(default_factory=set)
 
-
-class AlreadyFetched(StorageError):
-    """All readers of this KV have confirmed."""
-
-
-def gone(transfer: str, how: str) -> StorageError:
-    """Return the error of who asks for KV that has ended."""
-    kind = AlreadyFetched if how == "fetched" else StorageError
-    return kind(f"the KV of transfer {transfer} {ENDINGS[how]}")
+    def require_alive(self) -> None:
+        """Raise StorageError if it has ended."""
+        if self.how is not None:
+            raise StorageError(f"the KV of transfer {self.transfer} {ENDINGS[self.how]}")
 
 
 class Offers:
@@ -169,14 +161,13 @@ class Offers:
     ):
         self.directory, self._seconds, self._on_end = directory, seconds, on_end
         self._leads = hosts.is_leader
-        self._offers: OrderedDict[str, Offer] = OrderedDict()  # the oldest first
-        self._past: OrderedDict[str, tuple[str, str]] = OrderedDict()  # token and ending
+        self._offers: dict[str, Offer] = {}  # the oldest first
+        self._past: OrderedDict[str, Offer] = OrderedDict()  # what has ended, the latest last
         self._exposer: Exposer | None = None
         self._making_exposer = threading.Lock()
-        self._ending: set[Offer] = set()  # with readers that are still to hear of it
         self._changed, self._is_closed = threading.Condition(), False
         actions = {"fetch": self._fetch, "begin": self._begin, "done": self._done}
-        self._actions = actions | {"drop": self._dropped, "end": self._told}
+        self._actions = actions | {"drop": self._told, "end": self._told}
         listener = None
         try:
             with hosts.local_stage("listening for consumers of KV"):
@@ -189,7 +180,7 @@ class Offers:
             if listener is not None:  # it was another process that cannot listen
                 listener.close()
             raise
-        self._listener, self.address = listener, (reachable, listener.port)
+        self._listener, self.address = listener, (reachable, listener.server_address[1])
         self._clock = threading.Thread(target=self._watch, name="kv-offers", daemon=True)
         self._clock.start()
 
@@ -206,14 +197,12 @@ class Offers:
             StorageError: nothing is offered any more.
         """
         now = time.monotonic()
-        in_memory = isinstance(held, Share)
-        share, folder = (held, None) if in_memory else (None, held)
         # Host 0 decides, once it is published; the others end by themselves only where they do not hear of it.
         lives_until = math.inf if self._leads else now + 3 * self._seconds
         with self._changed:
             if self._is_closed:
                 raise StorageError("no KV can be offered any more: the server is ending")
-            self._offers[transfer] = Offer(transfer, token, share, folder, now, lives_until)
+            self._offers[transfer] = Offer(transfer, token, held, now, lives_until)
             self._changed.notify_all()
 
     def publish(self, ticket: Ticket) -> None:
@@ -277,21 +266,19 @@ class Offers:
         with self._changed:
             if offer.how is not None:
                 return
-            offer.how, offer.ended = how, time.monotonic()
-            del self._offers[offer.transfer]
-            self._past[offer.transfer] = offer.token, how
+            offer.how, offer.lives_until = how, time.monotonic() + _GRACE_SECONDS
+            self._past[offer.transfer] = self._offers.pop(offer.transfer)
             if len(self._past) > _REMEMBERED:
                 self._past.popitem(last=False)
             if offer.streams:
-                self._ending.add(offer)
                 self._changed.notify_all()
                 return  # the last of them frees it
         self._free(offer)
 
     def _free(self, offer: Offer) -> None:
-        offer.share = None
-        if offer.folder is not None:
-            offer.folder.remove()
+        if isinstance(offer.held, OfferedFolder):
+            offer.held.remove()
+        offer.held = None
         if offer.ticket is None:
             return
         if offer.how != "closed":  # then all processes close theirs
@@ -313,19 +300,18 @@ class Offers:
             with self._changed:
                 if self._is_closed:
                     return
+                waiting = [*self._offers.values(), *(offer for offer in self._past.values() if offer.streams)]
                 now = time.monotonic()
-                late = [offer for offer in self._ending if offer.ended + _GRACE_SECONDS <= now]
-                expired = [offer for offer in self._offers.values() if offer.lives_until <= now]
-                if not late and not expired:
-                    moments = [offer.lives_until for offer in self._offers.values()]
-                    moments += [offer.ended + _GRACE_SECONDS for offer in self._ending]
-                    self._changed.wait(min([moment - now for moment in moments] + [threading.TIMEOUT_MAX]))
-                    continue
+                late = [offer for offer in waiting if offer.lives_until <= now]
+                if not late:
+                    soonest = min((offer.lives_until - now for offer in waiting), default=math.inf)
+                    self._changed.wait(min(soonest, threading.TIMEOUT_MAX))
                 for offer in late:
-                    self._ending.discard(offer)
-                    for connection in offer.streams:
-                        sever(connection)
-            for offer in expired:
+                    if offer.how is not None:
+                        offer.lives_until = math.inf
+                        for connection in offer.streams:
+                            sever(connection)
+            for offer in late:
                 self._end(offer, "expired")
 
     # What others ask for.
@@ -336,20 +322,23 @@ class Offers:
             action = self._actions.get(str(request.get("do")))
             if action is None:
                 raise StorageError(f"cannot do {request.get('do')!r:.40}")
-            with suppress(AlreadyFetched):  # for which each action has an answer of its own
-                self._find(request)
+            offer = self._find(request)
             trust()
-            action(connection, request)
+            if offer.how == "fetched" and request["do"] == "done":  # the answer to it may have been lost
+                send_message(connection, {})
+                return
+            offer.require_alive()
+            action(connection, request, offer)
         except StorageError as error:
             send_message(connection, {"error": str(error)})
 
-    def _fetch(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        with self._reading(connection, request) as offer:
+    def _fetch(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
+        with self._reading(connection, request, offer):
             self._send(connection, request, offer)
 
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
-        share = offer.share
-        if share is None:
+        share = offer.held
+        if not isinstance(share, Share):
             raise StorageError(f"the KV of transfer {offer.transfer} lies in a directory")
         tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
         part = share.part(tokens, kv_heads, layers)
@@ -358,14 +347,12 @@ class Offers:
             with self._rdma().exposing(share, part) as window:
                 send_message(connection, {**held, "window": window})
                 read_message(connection, 2 * self._seconds)  # who reads has all of it
-                if offer.how is not None:
-                    raise gone(offer.transfer, offer.how)
+                offer.require_alive()
                 send_message(connection, {})  # and it was here until now
             return
         send_message(connection, held)
         for index, states in zip(layers, share.in_host_memory(part), strict=True):
-            if offer.how is not None:
-                raise gone(offer.transfer, offer.how)
+            offer.require_alive()
             send_message(connection, {"layer": index})
             send_message(connection, {"crc32": send_rows(connection, states)})
 
@@ -384,44 +371,38 @@ class Offers:
                 self._exposer = Exposer()
             return self._exposer
 
-    def _begin(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        with self._reading(connection, request):
+    def _begin(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
+        with self._reading(connection, request, offer):
             send_message(connection, {})
 
-    def _done(self, connection: socket.socket, request: dict[str, Any]) -> None:
+    def _done(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         reader, num_readers = reader_of(request)
-        with suppress(AlreadyFetched):  # confirmed before; the answer to that may have been lost
-            offer = self._find(request)
-            with self._changed:
-                offer.confirmed.add(reader)
-                is_complete = len(offer.confirmed) >= num_readers
-            if is_complete:
-                self._end(offer, "fetched")
+        with self._changed:
+            offer.confirmed.add(reader)
+            is_complete = len(offer.confirmed) >= num_readers
+        if is_complete:
+            self._end(offer, "fetched")
         send_message(connection, {})
 
-    def _dropped(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        self._end(self._find(request), "dropped")
-        send_message(connection, {})
-
-    def _told(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        how = str(request.get("how"))
+    def _told(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
+        how = "dropped" if request["do"] == "drop" else str(request.get("how"))
         if how not in ENDINGS:
             raise StorageError(f"KV cannot end by {how!r:.40}")
-        self._end(self._find(request), how)
+        self._end(offer, how)
         send_message(connection, {})
 
     @contextmanager
-    def _reading(self, connection: socket.socket, request: dict[str, Any]) -> Iterator[Offer]:
+    def _reading(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> Iterator[None]:
         """Count a connection as one that reads, and free what has ended behind the last of them."""
         reader, _ = reader_of(request)
         with self._changed:
-            offer = self._find(request)
+            offer.require_alive()
             offer.streams.add(connection)
             if not offer.readers:
                 offer.lives_until += self._seconds if self._leads else 0.0
             offer.readers.add(reader)
         try:
-            yield offer
+            yield
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # which hold KV that has to be free now
             raise
@@ -429,29 +410,25 @@ class Offers:
             with self._changed:
                 offer.streams.discard(connection)
                 is_last = offer.how is not None and not offer.streams
-                self._ending -= {offer} if is_last else set()
             if is_last:
                 self._free(offer)
 
     def _find(self, request: dict[str, Any]) -> Offer:
-        """Return the offer that a request names.
+        """Return the offer that a request names, which may have ended.
 
         Raises:
-            StorageError: there is none, it has ended, or the request does not know its secret.
+            StorageError: there is none, or the request does not know its secret.
         """
         transfer, token = request.get("transfer"), request.get("token")
         if not isinstance(transfer, str) or not isinstance(token, str):
             raise StorageError("a request must name its transfer and its token")
         with self._changed:
-            offer = self._offers.get(transfer)
-            secret, how = (offer.token, None) if offer else self._past.get(transfer, ("", None))
-            if not secret:
-                raise StorageError(f"there is no KV of transfer {transfer:.40}")
-            if not hmac.compare_digest(secret.encode(), token.encode(errors="replace")):
-                raise StorageError(f"the token for transfer {transfer} is wrong")
-            if offer is None:
-                raise gone(transfer, how)
-            return offer
+            offer = self._offers.get(transfer) or self._past.get(transfer)
+        if offer is None:
+            raise StorageError(f"there is no KV of transfer {transfer:.40}")
+        if not hmac.compare_digest(offer.token.encode(), token.encode(errors="replace")):
+            raise StorageError(f"the token for transfer {transfer} is wrong")
+        return offer
 
 
 def remove_orphans(parent: Path) -> None:

@@ -3,7 +3,6 @@
 Callers use the interface :class:`PlacedKV`, and need not know which of the two they have.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import chain
 from typing import ClassVar
@@ -20,8 +19,8 @@ from .select import collect_kv, select_kv
 Layers = list[tuple[Tensor, Tensor]]  # of every decoder layer keys and values, [1, Hkv, T, D]
 
 
-class PlacedKV(ABC):
-    """The KV of one prompt, wherever it lies.
+class PlacedKV:
+    """The KV of one prompt, wherever it lies: what :class:`GatheredKV` and :class:`ShardedKV` have in common.
 
     Attributes:
         placement: its name in :data:`apbv.config.KV_PLACEMENTS`.
@@ -45,51 +44,6 @@ class PlacedKV(ABC):
         if self.cache is not None and (surplus := self.cache.get_seq_length() - self.num_tokens) > 0:
             self.cache.crop(-surplus)
         return self.cache
-
-    @abstractmethod
-    def to_dynamic_cache(self, host: int) -> DynamicCache | None:
-        """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
-
-        The cache may share memory with this KV. Where it is not :attr:`is_whole`, layers have different lengths.
-
-        Raises:
-            ValueError: the KV cannot be given to that host.
-        """
-
-    @abstractmethod
-    def held(self) -> tuple[Sequence[range], Layers] | None:
-        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it holds none.
-
-        For KV that :attr:`is_whole`.
-        """
-
-    @abstractmethod
-    def prefix(self, num_tokens: int, layout: ContextLayout) -> "PlacedKV | None":
-        """Return a view of the KV before the query; None where the hosts hold the query's KV in shares, too."""
-
-    @abstractmethod
-    def behind(self, layout: ContextLayout) -> "PlacedKV":
-        """Return this prefix's KV as that of a longer prompt, whose query is still to be appended.
-
-        This KV itself stays unchanged.
-        """
-
-    @abstractmethod
-    def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
-        """Copy some tokens' KV to host 0, and return None elsewhere; collective.
-
-        Args:
-            chosen: see :func:`apbv.kv.select.select_kv`.
-        """
-
-    @abstractmethod
-    def first_layers(self, count: int) -> DynamicCache | None:
-        """Return the first decoder layers' KV on host 0, None elsewhere; collective. It may share memory."""
-
-    @property
-    @abstractmethod
-    def whole(self) -> DynamicCache | None:
-        """The prompt's KV without a copy; None where it is not all on this host. Not collective."""
 
     @property
     def num_bytes(self) -> int:
@@ -116,30 +70,53 @@ class GatheredKV(PlacedKV):
         self.hosts, self.num_tokens, self.is_whole = hosts, num_tokens, is_whole
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
+        """Return a separate cache with the prompt's KV ``[1, Hkv, n, D]`` on one host, None elsewhere; collective.
+
+        The cache may share memory with this KV. Where it is not :attr:`is_whole`, layers have different lengths.
+
+        Raises:
+            ValueError: the KV cannot be given to that host.
+        """
         if host != 0:
             raise ValueError(f"the KV was gathered on host 0; prefill with kv='sharded' to get it on host {host}")
         return self.whole
 
     @property
     def whole(self) -> DynamicCache | None:
+        """The prompt's KV without a copy; None where it is not all on this host. Not collective."""
         return None if self.cache is None else first_tokens(self.cache, self.num_tokens, DynamicCache())
 
     def held(self) -> tuple[Sequence[range], Layers] | None:
+        """Return which of the prompt's tokens this host holds, in row order, and their KV; None: it holds none.
+
+        For KV that :attr:`is_whole`.
+        """
         if self.cache is None:
             return None
         return [range(self.num_tokens)], [(layer.keys, layer.values) for layer in self.whole.layers]
 
     def prefix(self, num_tokens: int, layout: ContextLayout) -> "GatheredKV":
+        """Return a view of the KV before the query; None where the hosts hold the query's KV in shares, too."""
         view = None if self.cache is None else first_tokens(self.cache, num_tokens, DynamicCache())
         return GatheredKV(view, num_tokens, self.hosts)
 
     def behind(self, layout: ContextLayout) -> "GatheredKV":
+        """Return this prefix's KV as that of a longer prompt, whose query is still to be appended.
+
+        This KV itself stays unchanged.
+        """
         return GatheredKV(self.whole, layout.num_tokens, self.hosts)
 
     def select(self, chosen: Sequence[Tensor]) -> DynamicCache | None:
+        """Copy some tokens' KV to host 0, and return None elsewhere; collective.
+
+        Args:
+            chosen: see :func:`apbv.kv.select.select_kv`.
+        """
         return None if self.cache is None else select_kv(self.whole, chosen)
 
     def first_layers(self, count: int) -> DynamicCache | None:
+        """Return the first decoder layers' KV on host 0, None elsewhere; collective. It may share memory."""
         cache = self.whole
         if cache is not None:
             cache.layers = cache.layers[:count]
@@ -147,7 +124,10 @@ class GatheredKV(PlacedKV):
 
 
 class ShardedKV(PlacedKV):
-    """KV that lies in shares on all hosts, over which attention to it is merged (APB-V, Eq. 5)."""
+    """KV that lies in shares on all hosts, over which attention to it is merged (APB-V, Eq. 5).
+
+    Its methods are those of :class:`GatheredKV`.
+    """
 
     placement = "sharded"
 
@@ -158,7 +138,7 @@ class ShardedKV(PlacedKV):
 
     def gathered(self) -> GatheredKV:
         """Send all of the KV to host 0, and free the shares; collective. This KV must not be used afterwards."""
-        return GatheredKV(self.cache.release_to(self.hosts), self.num_tokens, self.hosts, self.is_whole)
+        return GatheredKV(self.cache.gather(self.hosts, releases=True), self.num_tokens, self.hosts, self.is_whole)
 
     def to_dynamic_cache(self, host: int) -> DynamicCache | None:
         cache = self.cache.gather(self.hosts, host)

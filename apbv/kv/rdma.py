@@ -10,22 +10,20 @@ Needs the extra ``rdma``; import it only where RDMA is asked for.
 import base64
 import secrets
 import select
-import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from torch import Tensor
 
-from .facts import Run, StorageError, rows_of
-from .receiving import Reception, Wanted
+from .facts import StorageError, rows_of
+from .receiving import Source, Wanted
 from .sending import Part, Share
-from .ticket import Ticket
-from .wire import Address, connect, raise_error_of, read_message, send_message, unreachable
+from .wire import Address, Severed, ask_on
 
 _POLL_SECONDS = 2e-4
 _BACK_END = "UCX"
@@ -61,143 +59,95 @@ class Exposer:
                     self._agent.deregister_memory(registered, backends=[_BACK_END])
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A source whose memory may be read: what it holds of what is wanted, and where."""
-
-    address: Address
-    connection: socket.socket
-    agent: str
-    memory: tuple[str, int]
-    runs: tuple[Run, ...]
-    kv_heads: Run
-    layers: list[
-        list[tuple[int, int]]
-    ]  # of every layer's keys and values the address, and bytes from head to head
+@contextmanager
+def rdma_sources(buffers: Sequence[Tensor]) -> Iterator[Callable[[Address, Wanted], "RdmaSource"]]:
+    """Open sources that read to these buffers; see :func:`apbv.kv.receiving.received`."""
+    agent = _new_agent()
+    regions = [(buffer.data_ptr(), buffer.nbytes, 0, "") for buffer in buffers if buffer.numel()]
+    registered = agent.register_memory(regions, "DRAM", backends=[_BACK_END]) if regions else None
+    try:
+        yield partial(RdmaSource, agent)
+    finally:
+        if registered is not None:
+            agent.deregister_memory(registered, backends=[_BACK_END])
 
 
-class RdmaReception(Reception):
-    """Reads layers out of the sources' memory; arguments as of :class:`apbv.kv.receiving.Reception`.
+class RdmaSource(Source):
+    """A source whose memory is read.
 
-    Raises:
-        StorageError: a source cannot be reached, refuses, or has no RDMA.
+    Args:
+        agent: NIXL's.
+        address, wanted: as of :class:`apbv.kv.receiving.Source`.
     """
 
-    def __init__(self, ticket: Ticket, wanted: Wanted, reader: dict[str, Any], timeout: float):
-        super().__init__(ticket, wanted, reader, timeout)
-        self._agent, self._sources, self._handles, self._num_begun = _new_agent(), [], {}, 0
-        regions = [(buffer.data_ptr(), buffer.nbytes, 0, "") for buffer in self._buffers if buffer.numel()]
-        self._registered = self._agent.register_memory(regions, "DRAM", backends=[_BACK_END]) if regions else None
-        try:
-            for address in dict.fromkeys(ticket.sources):
-                self._sources.append(self._open(address))
-            self._require_complete((source.runs, source.kv_heads) for source in self._sources)
-        except BaseException:
-            self.close()
-            raise
+    request: ClassVar[dict[str, Any]] = {"do": "fetch", "rdma": True}
 
-    def _await_layer(self, number: int) -> None:
-        self._num_given += 1
-        try:
-            for source in self._sources:
-                self._require_there(source)  # before more is read from memory that may be free
-            while self._num_begun < min(number + len(self._buffers), len(self._wanted.layers)):
-                self._begin(self._num_begun)
-                self._num_begun += 1
-            for source, handle in self._handles.pop(number):
-                self._wait_for(source, handle)
-            if self._num_given == len(self._wanted.layers):
-                for source in self._sources:
-                    self._require_kept(source)
-        except StorageError:
-            raise
-        except Exception as error:  # NIXL has a class of its own for every kind
-            raise StorageError(f"{self._name} cannot be read: {error}") from error
+    def __init__(self, agent: nixl_agent, address: Address, wanted: Wanted):
+        self._agent = agent
+        super().__init__(address, wanted)
 
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for handles in self._handles.values():
-            for _, handle in handles:
-                handle.release()
-        self._handles.clear()
-        for source in self._sources:
-            source.connection.close()
-            self._agent.remove_remote_agent(source.agent)
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered, backends=[_BACK_END])
-
-    def _open(self, address: Address) -> _Source:
-        connection = None
+    def begin(self, reply: dict[str, Any]) -> None:
+        super().begin(reply)
         try:
-            connection = connect(address, self._timeout)
-            send_message(connection, {**self._request, "rdma": True})
-            reply = read_message(connection, self._timeout)
-            raise_error_of(reply)
-            runs, kv_heads = self._held_part(reply)
             window = reply["window"]
-            kind, device = window["memory"]
-            agent = self._agent.add_remote_agent(base64.b64decode(window["agent"]))
-            return _Source(address, connection, agent, (kind, device), runs, kv_heads, window["layers"])
-        except BaseException as error:
-            if connection is not None:
-                connection.close()
-            if isinstance(error, OSError):
-                raise unreachable(address, error) from error
-            if isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, StorageError):
-                raise StorageError(f"{address[0]}:{address[1]} does not say where its KV can be read") from error
-            raise
+            self._kind, self._device = window["memory"]
+            self._layers = window["layers"]  # of every layer's keys and values the address, and bytes per head
+            self._name = self._agent.add_remote_agent(base64.b64decode(window["agent"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError("a source of KV does not say where it can be read") from error
 
-    def _begin(self, number: int) -> None:
-        """Begin to read a layer from all sources."""
-        buffer, size = self._buffer(number), self._ticket.torch_dtype.itemsize
-        row_bytes, self._handles[number] = self._ticket.head_dim * size, []
-        for source in self._sources:
-            here, there = [], []
-            for states, (start, stride) in zip(buffer, source.layers[number], strict=True):
-                for head in range(*source.kv_heads):
-                    own = states[head - self._wanted.kv_heads.start]
-                    first = start + (head - source.kv_heads[0]) * stride
-                    for rows, places in rows_of(source.runs, [self._wanted.tokens]):
-                        count = (rows.stop - rows.start) * row_bytes
-                        here.append((own.data_ptr() + places.start * row_bytes, count, 0))
-                        there.append((first + rows.start * row_bytes, count, source.memory[1]))
-            if not here:
-                continue
-            handle = self._agent.initialize_xfer(
-                "READ",
-                self._agent.get_xfer_descs(here, "DRAM"),
-                self._agent.get_xfer_descs(there, source.memory[0]),
-                source.agent,
-                backends=[_BACK_END],
-            )
-            self._handles[number].append((source, handle))
-            self._agent.transfer(handle)
+    def receive(self, index: int, buffer: Tensor) -> None:
+        wanted = self.wanted
+        with self.described(f"in layer {index} of {wanted.ticket.num_layers}"):
+            handle, deadline = None, time.monotonic() + wanted.timeout
+            try:
+                handle = self._start(index, buffer)
+                while handle and (state := self._agent.check_xfer_state(handle)) != "DONE":
+                    if state != "PROC":
+                        raise StorageError(f"{wanted.name} cannot be read: {state}")
+                    self._require_there()
+                    if time.monotonic() > deadline:
+                        raise StorageError(f"reading {wanted.name} took more than {wanted.timeout:g} s")
+                    time.sleep(_POLL_SECONDS)
+            except (StorageError, OSError):
+                raise
+            except Exception as error:  # NIXL has a class of its own for every kind
+                raise StorageError(f"{wanted.name} cannot be read: {error}") from error
+            finally:
+                if handle:
+                    handle.release()
+            if index == wanted.layers[-1]:  # have the source say that its memory was kept until now
+                ask_on(self.connection, {}, wanted.timeout)
 
-    def _require_there(self, source: _Source) -> None:
-        if select.select([source.connection], [], [], 0)[0]:
-            raise self._broke_off(source.address)
+    def _start(self, index: int, buffer: Tensor) -> Any:
+        """Begin to read a layer; return NIXL's handle, None where there is nothing to read."""
+        self._require_there()  # before more is read from memory that may be free
+        wanted, (kind, device) = self.wanted, (self._kind, self._device)
+        row_bytes = wanted.ticket.head_dim * wanted.ticket.torch_dtype.itemsize
+        here, there = [], []
+        for states, (start, stride) in zip(buffer, self._layers[index - wanted.layers.start], strict=True):
+            for head in range(*self.kv_heads):
+                own = states[head - wanted.kv_heads.start].data_ptr()
+                first = start + (head - self.kv_heads[0]) * stride
+                for rows, places in rows_of(self.runs, [wanted.tokens]):
+                    count = (rows.stop - rows.start) * row_bytes
+                    here.append((own + places.start * row_bytes, count, 0))
+                    there.append((first + rows.start * row_bytes, count, device))
+        if not here:
+            return None
+        handle = self._agent.initialize_xfer(
+            "READ",
+            self._agent.get_xfer_descs(here, "DRAM"),
+            self._agent.get_xfer_descs(there, kind),
+            self._name,
+            backends=[_BACK_END],
+        )
+        self._agent.transfer(handle)
+        return handle
 
-    def _require_kept(self, source: _Source) -> None:
-        """Have a source say that its memory was kept until all of it has been read."""
-        try:
-            send_message(source.connection, {})
-            raise_error_of(read_message(source.connection, self._timeout))
-        except OSError as error:
-            raise self._broke_off(source.address) from error
-
-    def _wait_for(self, source: _Source, handle) -> None:
-        deadline = time.monotonic() + self._timeout
-        while (state := self._agent.check_xfer_state(handle)) != "DONE":
-            host, port = source.address
-            if state != "PROC":
-                raise StorageError(f"the memory of {host}:{port} cannot be read: {state}")
-            self._require_there(source)
-            if time.monotonic() > deadline:
-                raise StorageError(f"reading the memory of {host}:{port} took more than {self._timeout:g} s")
-            time.sleep(_POLL_SECONDS)
-        handle.release()
+    def _require_there(self) -> None:
+        if select.select([self.connection], [], [], 0)[0]:
+            raise Severed
 
 
 def _new_agent() -> nixl_agent:

@@ -1,231 +1,163 @@
-"""Receiving KV from all processes that hold it, each layer while the one before is being used."""
+"""Receiving KV from the processes that hold it, layer by layer."""
 
-import socket
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .facts import Run, StorageError, cover_once, rows_of
+from .facts import StorageError, cover_once, rows_of
 from .ticket import Ticket
-from .wire import (
-    Address,
-    Severed,
-    connect,
-    raise_error_of,
-    read_message,
-    receive_rows,
-    send_message,
-    sever,
-    unreachable,
-)
+from .wire import Address, Severed, ask_on, connect, read_message, receive_rows, sever, unreachable
 
-_BUFFERS = 3  # layers in memory at once: one being used, the others being received
-_ENDING_SECONDS = 5.0
+_BUFFERS = 2  # layers in memory at once: one being used, the other being received
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The part of a prompt's KV that a consumer wants: token numbers, KV heads of the whole model, and layers."""
+    """The part of a prompt's KV that a consumer wants.
 
-    tokens: range
-    kv_heads: range
-    layers: range
-
-
-class Reception(ABC):
-    """KV on its way: an iterator over the layers.
-
-    Every layer is keys and values ``[H, T, D]`` in host memory, in buffers that are reused: they are valid until
-    the next layer is asked for.
-
-    Args:
-        ticket: where the KV is.
-        wanted: which part of it.
+    Attributes:
+        tokens, kv_heads, layers: token numbers, KV heads of the whole model, and layers.
+        ticket: what names the KV.
         reader: who reads, as the requests name him.
         timeout: seconds without any progress after which a wait ends.
     """
 
-    def __init__(self, ticket: Ticket, wanted: Wanted, reader: dict[str, Any], timeout: float):
-        self._ticket, self._wanted, self._timeout = ticket, wanted, timeout
-        self._name = f"the KV of transfer {ticket.transfer}"
-        ends = {name: [run.start, run.stop] for name, run in vars(wanted).items()}
-        self._request = {"do": "fetch", "transfer": ticket.transfer, "token": ticket.token, **ends, **reader}
-        shape = 2, len(wanted.kv_heads), len(wanted.tokens), ticket.head_dim
-        count = min(_BUFFERS, len(wanted.layers))
-        self._buffers = [torch.empty(shape, dtype=ticket.torch_dtype) for _ in range(count)]
-        self._num_given, self._is_closed = 0, False
+    tokens: range
+    kv_heads: range
+    layers: range
+    ticket: Ticket
+    reader: dict[str, Any]
+    timeout: float
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self
+    @property
+    def name(self) -> str:
+        """What errors call the KV."""
+        return f"the KV of transfer {self.ticket.transfer}"
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return the next layer, and give the buffers of the one before back.
 
-        Raises:
-            StorageError: a source cannot be reached, refuses, has ended, or what it sent was damaged on the way.
-        """
-        number = self._num_given
-        try:
-            if number == len(self._wanted.layers):
-                raise StopIteration
-            if self._is_closed:
-                raise StorageError(f"{self._name} is not being read any more")
-            self._await_layer(number)
-        except BaseException:
-            self.close()
-            raise
-        keys, values = self._buffer(number)
-        return keys, values
+class Source:
+    """A process that holds KV, and the connection by which it sends some of it.
 
-    @abstractmethod
-    def _await_layer(self, number: int) -> None:
-        """Wait until a layer is in its buffer; count it as given, which frees the one before.
+    Attributes:
+        runs, kv_heads: which of the wanted tokens and KV heads it has.
 
-        Raises:
-            StorageError: it will never be there.
-        """
+    Raises:
+        StorageError: it cannot be reached, or refuses.
+    """
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the reading; nothing that was read may be used any more."""
+    request: ClassVar[dict[str, Any]] = {"do": "fetch"}
 
-    def _buffer(self, number: int) -> Tensor:
-        return self._buffers[number % len(self._buffers)]
+    def __init__(self, address: Address, wanted: Wanted):
+        self.wanted, self.address, self.connection = wanted, address, None
+        with self.described("at once"):
+            self.connection = connect(address, wanted.timeout)
+            ends = {name: [run.start, run.stop] for name, run in vars(wanted).items() if isinstance(run, range)}
+            known = {"transfer": wanted.ticket.transfer, "token": wanted.ticket.token}
+            self.begin(ask_on(self.connection, {**self.request, **known, **ends, **wanted.reader}, wanted.timeout))
 
-    def _require_complete(self, held: Iterator[tuple[tuple[Run, ...], Run]]) -> None:
-        """Raise StorageError unless the sources together hold every token that is wanted exactly once."""
-        if not cover_once(held, self._wanted.kv_heads, self._wanted.tokens):
-            raise StorageError(f"the sources of {self._name} do not hold every token exactly once")
-
-    def _held_part(self, reply: dict[str, Any]) -> tuple[tuple[Run, ...], Run]:
-        """Read which of the wanted tokens and KV heads a source has.
+    def begin(self, reply: dict[str, Any]) -> None:
+        """Read which of the wanted tokens and KV heads the source has.
 
         Raises:
             StorageError: it has others, or does not say it as it must.
         """
-        wanted = self._wanted
+        tokens, kv_heads = self.wanted.tokens, self.wanted.kv_heads
         try:
-            runs = tuple((start, stop) for start, stop in reply["tokens"])
-            first, last = reply["kv_heads"]
-            edges = [wanted.tokens.start, *(edge for run in runs for edge in run), wanted.tokens.stop]
-            if not runs:
-                return (), (wanted.kv_heads.start,) * 2
-            if edges == sorted(edges) and wanted.kv_heads.start <= first <= last <= wanted.kv_heads.stop:
-                return runs, (first, last)
+            self.runs = tuple((start, stop) for start, stop in reply["tokens"])
+            self.kv_heads = first, last = tuple(reply["kv_heads"]) if self.runs else (kv_heads.start,) * 2
+            edges = [tokens.start, *(edge for run in self.runs for edge in run), tokens.stop]
+            if edges == sorted(edges) and kv_heads.start <= first <= last <= kv_heads.stop:
+                return
         except (KeyError, TypeError, ValueError):
             pass
         raise StorageError("a source of KV does not say which of it it has")
 
-    def _broke_off(self, source: Address, place: str = "") -> StorageError:
-        return StorageError(f"{source[0]}:{source[1]} broke off{place}: {self._name} is gone, or its process is")
+    def receive(self, index: int, buffer: Tensor) -> None:
+        """Receive the next layer, number ``index``, to its places in keys and values ``[2, H, T, D]``.
 
-
-class SocketReception(Reception):
-    """Receives layers by TCP, with one thread for each source; arguments as of :class:`Reception`."""
-
-    def __init__(self, ticket: Ticket, wanted: Wanted, reader: dict[str, Any], timeout: float):
-        super().__init__(ticket, wanted, reader, timeout)
-        self._changed = threading.Condition()
-        self._held: dict[Address, tuple[tuple[Run, ...], Run]] = {}  # what each source said it has
-        self._received = dict.fromkeys(ticket.sources, 0)  # layers
-        self._error: StorageError | None = None
-        self._connections: list[socket.socket] = []
-        self._threads = [
-            threading.Thread(target=self._receive, args=(source,), name="kv-receiver", daemon=True)
-            for source in self._received
-        ]
-        for thread in self._threads:
-            thread.start()
+        Raises:
+            StorageError: it will never be there, or was damaged on the way.
+        """
+        wanted = self.wanted
+        heads = slice(*(head - wanted.kv_heads.start for head in self.kv_heads))
+        places = [place for _, place in rows_of(self.runs, [wanted.tokens])]
+        with self.described(f"in layer {index} of {wanted.ticket.num_layers}"):
+            if read_message(self.connection, wanted.timeout).get("layer") != index:
+                raise StorageError(f"layer {index} of {wanted.name} did not come in its turn")
+            # The order of sending: keys, values; of each head by head; and of a head run by run.
+            rows = (head[None, place] for states in buffer for head in states[heads] for place in places)
+            checksum = receive_rows(self.connection, rows)
+            if read_message(self.connection, wanted.timeout).get("crc32") != checksum:
+                raise StorageError(f"layer {index} of {wanted.name} was damaged on its way: its checksum is wrong")
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-            for connection in self._connections:
-                sever(connection)
-        for thread in self._threads:
-            thread.join(_ENDING_SECONDS)
+        """End the connection, also for a thread that waits for it."""
+        sever(self.connection)
+        self.connection.close()
 
-    def _await_layer(self, number: int) -> None:
-        with self._changed:
-            self._num_given += 1
-            self._changed.notify_all()
-            while self._error is None and min(self._received.values()) <= number:
-                if self._is_closed:
-                    raise StorageError(f"{self._name} is not being read any more")
-                if not self._changed.wait(2 * self._timeout):  # the threads know better what is missing
-                    raise StorageError(f"no layer of {self._name} came for {2 * self._timeout:g} s")
-            error = self._error
-        if number == 0 and len(self._held) == len(self._received):  # else a source has failed
-            self._require_complete(self._held.values())
-        if error is not None:  # also one that comes of two sources that have sent the same rows
-            raise error
-
-    def _receive(self, source: Address) -> None:
-        """Fetch what one source holds; runs in a thread of its own."""
-        error = None
+    @contextmanager
+    def described(self, place: str) -> Iterator[None]:
+        """Turn what goes wrong with a connection into a StorageError."""
         try:
-            with connect(source, self._timeout) as connection:
-                with self._changed:
-                    if self._is_closed:
-                        return
-                    self._connections.append(connection)
-                self._receive_from(connection, source)
-        except StorageError as refusal:
-            error = refusal
-        except Severed:
-            layer = self._wanted.layers.start + self._received[source]
-            place = f"in layer {layer} of {self._ticket.num_layers}" if source in self._held else "at once"
-            error = self._broke_off(source, f" {place}")
-        except OSError as failure:
-            error = unreachable(source, failure)
-        except Exception as failure:
-            error = StorageError(f"{self._name} cannot be received: {failure!r}")
-        with self._changed:
-            if self._error is None and not self._is_closed:
-                self._error = error
-            self._changed.notify_all()
+            yield
+        except BaseException as error:
+            if place == "at once" and self.connection is not None:
+                self.connection.close()
+            host, port = self.address
+            if isinstance(error, Severed):
+                gone = f"{self.wanted.name} is gone, or its process is"
+                raise StorageError(f"{host}:{port} broke off {place}: {gone}") from error
+            if isinstance(error, OSError):
+                raise unreachable(self.address, error) from error
+            raise
 
-    def _receive_from(self, connection: socket.socket, source: Address) -> None:
-        send_message(connection, self._request)
-        runs, kv_heads = self._held_part(self._message(connection))
-        with self._changed:
-            self._held[source] = runs, kv_heads
-        first = self._wanted.kv_heads.start
-        heads = slice(kv_heads[0] - first, kv_heads[1] - first)
-        places = [place for _, place in rows_of(runs, [self._wanted.tokens])]
-        for number, index in enumerate(self._wanted.layers):
-            if not self._may_receive(number):
-                return
-            if self._message(connection).get("layer") != index:
-                raise StorageError(f"layer {index} of {self._name} did not come in its turn")
-            # The order of sending: keys, values; of each head by head; and of a head run by run.
-            states = (head for states in self._buffer(number) for head in states[heads])
-            rows = (head[None, place] for head in states for place in places)
-            checksum = receive_rows(connection, rows)
-            if self._message(connection).get("crc32") != checksum:
-                raise StorageError(f"layer {index} of {self._name} was damaged on its way: its checksum is wrong")
-            with self._changed:
-                self._received[source] += 1
-                self._changed.notify_all()
 
-    def _message(self, connection: socket.socket) -> dict[str, Any]:
-        message = read_message(connection, self._timeout)
-        raise_error_of(message)
-        return message
+def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Receive layers from all sources at a time, each layer while the one before is being used.
 
-    def _may_receive(self, number: int) -> bool:
-        """Wait until the buffer for a layer is free; return False where nothing is wanted any more.
+    Every layer is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for.
 
-        The layer that was given last is still being used.
-        """
-        with self._changed:
-            while not self._is_closed and number >= len(self._buffers) + max(0, self._num_given - 1):
-                if not self._changed.wait(self._timeout):
-                    raise StorageError(f"nobody has taken a layer of {self._name} for {self._timeout:g} s")
-            return not self._is_closed
+    Args:
+        open_sources: makes of the buffers a context of what opens a source, where it is not :class:`Source`.
+
+    Raises:
+        StorageError: a source cannot be reached, refuses, has ended, or what it sent was damaged on the way.
+    """
+    addresses, layers = list(dict.fromkeys(wanted.ticket.sources)), list(wanted.layers)
+    shape = 2, len(wanted.kv_heads), len(wanted.tokens), wanted.ticket.head_dim
+    dtype = wanted.ticket.torch_dtype
+    buffers = [torch.empty(shape, dtype=dtype) for _ in range(min(_BUFFERS, len(layers)))]
+    with ExitStack() as stack:
+        open_source = stack.enter_context(open_sources(buffers) if open_sources else nullcontext(Source))
+        pool = stack.enter_context(ThreadPoolExecutor(len(addresses), thread_name_prefix="kv-receiver"))
+        sources = []
+
+        def opened(address: Address) -> None:
+            source = open_source(address, wanted)
+            stack.callback(source.close)
+            sources.append(source)
+
+        def begin(number: int) -> list:
+            buffer = buffers[number % len(buffers)]
+            return [pool.submit(source.receive, layers[number], buffer) for source in sources]
+
+        _all_of([pool.submit(opened, address) for address in addresses])
+        held = ((source.runs, source.kv_heads) for source in sources)
+        if not cover_once(held, wanted.kv_heads, wanted.tokens):
+            raise StorageError(f"the sources of {wanted.name} do not hold every token exactly once")
+        coming = begin(0) if layers else []
+        for number in range(len(layers)):
+            _all_of(coming)
+            coming = begin(number + 1) if number + 1 < len(layers) else []
+            yield tuple(buffers[number % len(buffers)])
+
+
+def _all_of(futures: list) -> None:
+    """Wait until all futures are done, or raise the first error."""
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .facts import StorageError
-from .receiving import SocketReception, Wanted
+from .receiving import Wanted, received
 from .ticket import Ticket
 from .wire import ask
 
@@ -39,27 +39,25 @@ class RemoteKV:
     def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1, transport: str = "tcp"):
         self.ticket, self._timeout = ticket, timeout
         self._reader = {"reader": secrets.token_hex(16), "num_readers": num_readers}
-        self._saved = self._reception = None
+        self._saved = self._reading = self._open_sources = None
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
         if ticket.path is not None:
             self._open_folder()
-        elif transport == "tcp":
-            self._receive = SocketReception
-        else:
+        elif transport == "rdma":
             try:
-                from .rdma import RdmaReception
+                from .rdma import rdma_sources
             except ImportError as error:
                 raise StorageError(f"KV cannot be read by RDMA here: {error}") from error
-            self._receive = RdmaReception
+            self._open_sources = rdma_sources
 
     def layers(
         self, tokens: range, kv_heads: range | None = None, layers: range | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Begin to read, and return an iterator over the layers in their order.
+        """Return an iterator over the layers in their order, which begins to read when it is asked for the first.
 
-        Each is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for; these are received
-        meanwhile, a few of them ahead.
+        Each is keys and values ``[H, T, D]`` in host memory, valid until the next is asked for, which is received
+        meanwhile.
 
         Args:
             tokens: a range of token numbers.
@@ -77,12 +75,12 @@ class RemoteKV:
         for name, run in asked.items():
             if run.step != 1 or not 0 <= run.start <= run.stop <= sizes[name]:
                 raise ValueError(f"{name} {run} are not within the KV's {sizes[name]}")
-        wanted = Wanted(**asked)
         if self._saved is not None:
-            return (self._saved.layer(index, wanted.tokens, wanted.kv_heads) for index in wanted.layers)
+            return (self._saved.layer(index, asked["tokens"], asked["kv_heads"]) for index in asked["layers"])
         self.close()
-        self._reception = self._receive(ticket, wanted, self._reader, self._timeout)
-        return self._reception
+        wanted = Wanted(**asked, ticket=ticket, reader=self._reader, timeout=self._timeout)
+        self._reading = received(wanted, self._open_sources)
+        return self._reading
 
     def confirm(self) -> None:
         """Say that this reader has all that it wanted. The KV ends once all readers have said so.
@@ -94,9 +92,9 @@ class RemoteKV:
 
     def close(self) -> None:
         """End whatever is still being received."""
-        if self._reception is not None:
-            self._reception.close()
-            self._reception = None
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
 
     def __enter__(self) -> "RemoteKV":
         return self

@@ -2,11 +2,13 @@
 
 import logging
 import socket
+import socketserver
+import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 _logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 64  # connections that have shown no secret yet
-_BACKLOG = 128
 _ENDING_SECONDS = 5.0
+_POLL_SECONDS = 0.05  # after which a listener that ends notices
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,22 @@ class Share:
 
         They are the share's own memory where that is possible, and valid until the next are asked for.
         """
-        wanted = (tuple(states[part.heads, part.rows] for states in self._layers[index]) for index in part.layers)
-        if self._device.type == "cuda":
-            return self._copied(wanted)
-        return (tuple(map(_with_adjoining_rows, states)) for states in wanted)
+        return (
+            self._copied(part) if self._computed is not None else (self._of(part, index) for index in part.layers)
+        )
 
     def in_place(self, part: Part) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values ``[H, T, D]`` of each layer where they lie, once they have been computed."""
         if self._computed is not None:
             self._computed.synchronize()
-        found = ((states[part.heads, part.rows] for states in self._layers[index]) for index in part.layers)
-        return [tuple(map(_with_adjoining_rows, states)) for states in found]
+        return [self._of(part, index) for index in part.layers]
 
-    def _copied(self, wanted: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _of(self, part: Part, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[H, T, D]`` such that each head's rows lie one behind the other."""
+        found = (states[part.heads, part.rows] for states in self._layers[layer])
+        return tuple(x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in found)
+
+    def _copied(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy layers from the GPU, each while the one before is being sent, beside what else the GPU does."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_event(self._computed)
@@ -117,7 +122,8 @@ class Share:
 
         under_way = None
         try:
-            for number, states in enumerate(wanted):
+            for number, index in enumerate(part.layers):
+                states = tuple(each[part.heads, part.rows] for each in self._layers[index])
                 previous, under_way = under_way, start(states, number)
                 if previous is not None:
                     previous[1].synchronize()
@@ -130,17 +136,10 @@ class Share:
                 under_way[1].synchronize()
 
 
-def _with_adjoining_rows(states: Tensor) -> Tensor:
-    """Return ``[H, T, D]`` such that each head's rows lie one behind the other; copied only where they do not."""
-    dim = states.shape[2]
-    return states if states.stride()[1:] == (dim, 1) else states.contiguous()
-
-
-class Listener:
+class Listener(socketserver.ThreadingTCPServer):
     """Takes connections, and serves each in a thread of its own.
 
-    A connection is a stranger's until it is trusted. Where there are many of these, each newcomer ends another: of
-    the address with the most, the one that came first.
+    A connection is a stranger's until it is trusted. Where there are many of these, each newcomer ends the first.
 
     Args:
         address: where to listen; port 0 takes any that is free.
@@ -151,85 +150,76 @@ class Listener:
         OSError: it cannot listen there.
     """
 
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 128
+
     def __init__(
         self,
         address: Address,
         serve: Callable[[socket.socket, Callable[[], None]], None],
         idle_seconds: float,
     ):
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._serve, self._idle_seconds = serve, idle_seconds
-        self._lock, self._is_closed = threading.Lock(), False
-        self._connections: dict[threading.Thread, socket.socket] = {}
-        self._strangers: dict[threading.Thread, str] = {}  # their addresses; who came first, first
-        self._acceptor = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread | None] = {}
+        self._strangers: dict[socket.socket, None] = {}  # who came first, first
+        super().__init__(address, socketserver.BaseRequestHandler)
+        self._acceptor = threading.Thread(
+            target=self.serve_forever, args=(_POLL_SECONDS,), name="kv-listener", daemon=True
+        )
         self._acceptor.start()
-
-    @property
-    def port(self) -> int:
-        """The port on which it listens."""
-        return self._socket.getsockname()[1]
 
     def close(self) -> None:
         """Listen no more, end all connections, and wait a few seconds for their threads."""
+        self.shutdown()
         with self._lock:
-            self._is_closed = True
-            connections = list(self._connections.items())
-        sever(self._socket)
-        for _, connection in connections:
+            connections = dict(self._connections)
+        for connection in connections:
             sever(connection)
-        for thread in [self._acceptor, *(thread for thread, _ in connections)]:
+        for thread in [self._acceptor, *filter(None, connections.values())]:
             thread.join(_ENDING_SECONDS)
-        self._socket.close()
+        self.server_close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, (host, *_) = self._socket.accept()
-            except OSError as error:
-                if self._is_closed:
-                    return
-                _logger.warning("a connection for KV could not be taken: %s", error)
-                time.sleep(0.1)  # such as too many open files
-                continue
-            thread = threading.Thread(target=self._run, args=(connection,), name="kv-sender", daemon=True)
-            with self._lock:
-                if self._is_closed:
-                    connection.close()
-                    return
-                self._connections[thread], self._strangers[thread] = connection, host
-                if len(self._strangers) > MAX_STRANGERS:
-                    (most, _), *_ = Counter(self._strangers.values()).most_common(1)
-                    first = next(each for each, address in self._strangers.items() if address == most)
-                    del self._strangers[first]
-                    sever(self._connections[first])
-            try:
-                thread.start()
-            except RuntimeError as error:  # such as too many threads
-                _logger.warning("a connection for KV could not be served: %s", error)
-                self._forget(thread)
-                connection.close()
-
-    def _run(self, connection: socket.socket) -> None:
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Take a connection."""
         try:
-            with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.settimeout(self._idle_seconds)
-                self._serve(connection, self._trust)
+            connection, address = super().get_request()
         except OSError as error:
+            _logger.warning("a connection for KV could not be taken: %s", error)
+            time.sleep(0.1)  # such as too many open files
+            raise
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(self._idle_seconds)
+        with self._lock:
+            self._connections[connection] = self._strangers[connection] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                first = next(iter(self._strangers))
+                del self._strangers[first]
+                sever(first)
+        return connection, address
+
+    def finish_request(self, request: socket.socket, client_address: Any) -> None:
+        """Serve a connection, in its thread."""
+        thread = threading.current_thread()
+        thread.name = "kv-sender"
+        with self._lock:
+            self._connections[request] = thread
+        self._serve(request, lambda: self._forget(self._strangers, request))
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Close a connection."""
+        self._forget(self._strangers, request)
+        self._forget(self._connections, request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: socket.socket, client_address: Any) -> None:
+        """Log what went wrong with a connection."""
+        if isinstance(error := sys.exc_info()[1], OSError):
             _logger.info("a connection for KV ended early: %s", error)
-        except Exception:
+        else:
             _logger.exception("a request for KV failed")
-        finally:
-            self._forget(threading.current_thread())
 
-    def _trust(self) -> None:
-        """Let the connection that this thread serves stay, however many others come."""
+    def _forget(self, connections: dict, connection: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(threading.current_thread(), None)
-
-    def _forget(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._strangers.pop(thread, None)
-            del self._connections[thread]
+            connections.pop(connection, None)

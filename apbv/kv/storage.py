@@ -5,23 +5,19 @@ The directory holds ``manifest.json`` and, in the subfolder that the manifest na
 one file with ``keys`` and ``values``, ``[H_kv, T, D]``, after RoPE, in token order. A shard is what one writer
 held: some runs of tokens, and a range of KV heads.
 
-Sizes, checksums and a digest of the manifest reveal what was cut off or changed. A crash at any moment leaves what
+Sizes, checksums and digests reveal what was cut off or changed. A crash at any moment leaves what
 was saved before, or nothing: saving again writes another subfolder, and then replaces the manifest in one step.
 """
 
-import fcntl
-import hashlib
 import json
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -29,12 +25,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..layout import intersect
-from .facts import KVFacts, StorageError, cover_once, from_json, length, rows_of
+from .facts import KVFacts, StorageError, cover_once, digest_of_tokens, from_json, length, rows_of
 
-FORMAT, FORMAT_VERSION = "apbv-kv", 3
+FORMAT_VERSION = 4
 MANIFEST_NAME = "manifest.json"
-_LOCK, _PROMPT, _SUBFOLDER = ".lock", "prompt.safetensors", "kv-"
-Read = TypeVar("Read")
+_PROMPT, _SUBFOLDER = "prompt.safetensors", "kv-"
 
 
 @dataclass(frozen=True)
@@ -65,19 +60,16 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class VisualIdentity:
+class StoredVisual:
     """The videos and images that a prompt is about.
 
     Attributes:
         kind: ``"video"`` or ``"image"``, or ``"mixed"`` of a prompt with both.
         num_tokens: visual placeholder tokens, of all of them together.
-        sha256: digest of the file, or of the digests (in hex) of several, in prompt order; None where the caller
-            prepared the pixels.
     """
 
     kind: str
     num_tokens: int
-    sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ class Manifest(KVFacts):
     token_ids: tuple[int, ...]
     context_start: int
     query_start: int
-    visual: VisualIdentity | None
+    visual: StoredVisual | None
     density: float | None
     reduction: StoredReduction | None
     anchor_len: int
@@ -137,9 +129,8 @@ class Manifest(KVFacts):
             yield from shard.files
 
     def to_json(self) -> str:
-        """Return the content of ``manifest.json``, with its digest."""
-        record = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
-        return json.dumps({**record, "sha256": digest_of(record)})
+        """Return the content of ``manifest.json``."""
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
 
     def require_complete(self, path: Path) -> None:
         """Check that each token of each KV head is in exactly one shard, and each layer of a shard in a file.
@@ -148,9 +139,10 @@ class Manifest(KVFacts):
             StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
                 explain which visual tokens are left.
         """
-        if len(self.token_ids) != self.num_tokens or any(
-            len(shard.files) != self.num_layers for shard in self.shards
-        ):
+        is_whole = (
+            len(self.token_ids) == self.num_tokens and digest_of_tokens(self.token_ids) == self.tokens_sha256
+        )
+        if not is_whole or any(len(shard.files) != self.num_layers for shard in self.shards):
             raise StorageError(f"the manifest for {path} does not name every token and every layer")
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
@@ -165,40 +157,6 @@ class Manifest(KVFacts):
         shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
         if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
             raise StorageError(f"the shards for {path} do not hold every token exactly once")
-
-
-def parse_manifest(record: Any, path: Path) -> Manifest:
-    """Turn the JSON of a directory's ``manifest.json`` into a manifest.
-
-    Raises:
-        StorageError: the manifest is of another format, incomplete, or was changed.
-    """
-    name = path / MANIFEST_NAME
-    if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
-        raise StorageError(f"{name} is not a manifest of saved KV")
-    digest, version = record.pop("sha256", None), record.pop("format_version", None)
-    if version != FORMAT_VERSION:
-        raise StorageError(f"saved KV in {path} has format {version}; this version reads {FORMAT_VERSION}")
-    if digest != digest_of({"format": FORMAT, "format_version": version, **record}):
-        raise StorageError(f"{name} was changed since it was saved: its digest is wrong")
-    try:
-        manifest = from_json(Manifest, record)
-    except StorageError as error:
-        raise StorageError(f"{name} is not a manifest of saved KV: {error}") from error
-    manifest.require_complete(path)
-    return manifest
-
-
-def _generation_in(path: str | Path) -> Any:
-    """Return the subfolder that a directory's manifest names; None where there is none to be read."""
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        return json.loads((Path(path) / MANIFEST_NAME).read_text(encoding="utf-8")).get("generation")
-    return None
-
-
-def digest_of(record: Any) -> str:
-    """Compute the digest of a manifest's JSON without its digest."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 class SavedKV:
@@ -222,13 +180,15 @@ class SavedKV:
         path = Path(path)
         try:
             record = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-            saved = cls(path, parse_manifest(record, path))
-        except StorageError:
-            raise
+            version = record.pop("format_version", None)
+            if version != FORMAT_VERSION:
+                raise StorageError(f"it has format {version}; this version reads {FORMAT_VERSION}")
+            saved = cls(path, from_json(Manifest, record))
+            saved.manifest.require_complete(path)
         except FileNotFoundError:
             raise StorageError(f"there is no saved KV in {path}: it has no {MANIFEST_NAME}") from None
-        except (OSError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply, or too long
-            raise StorageError(f"cannot read {path / MANIFEST_NAME}: {error}") from error
+        except (AttributeError, OSError, OverflowError, RecursionError, RuntimeError, ValueError) as error:
+            raise StorageError(f"{path / MANIFEST_NAME} is not a manifest of saved KV: {error}") from error
         for file in saved.manifest.files():
             try:
                 size = (saved._folder / file.name).stat().st_size
@@ -237,27 +197,6 @@ class SavedKV:
             if size != file.bytes:
                 raise StorageError(f"{saved._folder / file.name} has {size} bytes instead of {file.bytes}")
         return saved
-
-    @classmethod
-    def read_latest(cls, path: str | Path, read: Callable[["SavedKV"], Read]) -> Read:
-        """Open a directory and read from it, again where another save has replaced it meanwhile.
-
-        Raises:
-            StorageError: as :meth:`open`, or what was saved cannot be used, for whatever reason.
-        """
-        while True:
-            latest = _generation_in(path)
-            try:
-                saved = cls.open(path)
-                try:
-                    return read(saved)
-                except StorageError:
-                    raise
-                except Exception as error:  # what a hand has written may fail anywhere
-                    raise StorageError(f"the saved KV in {path} cannot be used: {error}") from error
-            except StorageError:
-                if _generation_in(path) == latest:
-                    raise
 
     def prompt(self) -> dict[str, Tensor]:
         """Read ``logits [1, V]`` of the last token and ``position_ids``, ``[3, n]`` or ``[n]``.
@@ -285,10 +224,9 @@ class SavedKV:
         tokens = range(manifest.num_tokens) if tokens is None else tokens
         wanted = [tokens] if isinstance(tokens, range) else tokens
         kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
-        for run in wanted:
-            _require_within(run, manifest.num_tokens, "tokens")
-        _require_within(kv_heads, manifest.num_kv_heads, "KV heads")
-        _require_within(range(index, index + 1), manifest.num_layers, "layers")
+        sizes = [(run, manifest.num_tokens) for run in wanted] + [(kv_heads, manifest.num_kv_heads)]
+        if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(manifest.num_layers):
+            raise ValueError(f"there are no such parts of the KV in {self.path}: {index}, {wanted}, {kv_heads}")
         shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
         for shard in manifest.shards:
@@ -339,17 +277,17 @@ class Writer:
 
     Args:
         path: the directory, created if it is missing; all hosts must see the same one.
-        number: of this save, the same on all hosts (:meth:`new_number`).
+        name: of this save's subfolder, the same on all hosts (:meth:`new_name`).
     """
 
-    def __init__(self, path: Path, number: int):
-        self.path, self.generation = path, f"{_SUBFOLDER}{number:016x}"
-        self._folder, self._is_published = path / self.generation, False
+    def __init__(self, path: Path, name: str):
+        self.path, self.generation = path, name
+        self._folder, self._is_published = path / name, False
 
     @staticmethod
-    def new_number() -> int:
-        """Draw a number that no other save has."""
-        return secrets.randbits(62)
+    def new_name() -> str:
+        """Draw a name that no other save has."""
+        return _SUBFOLDER + secrets.token_hex(8)
 
     def write_shard(
         self, number: int, tokens: Sequence[range], kv_heads: range, layers: Sequence[tuple[Tensor, Tensor]]
@@ -385,7 +323,10 @@ class Writer:
         for file in manifest.files():
             path = self._folder / file.name
             if not path.exists() or path.stat().st_size != file.bytes:
-                raise StorageError(f"{path} is missing: every host has to see the same directory {self.path}")
+                raise StorageError(
+                    f"{path} is missing: every host has to see the same directory {self.path}, and none may save "
+                    "something else there meanwhile"
+                )
         manifest.require_complete(self.path)
         fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest
         _write_to_disk(fresh, manifest.to_json().encode())
@@ -408,30 +349,10 @@ class Writer:
         return StoredFile(name, len(content), zlib.crc32(content))
 
 
-@contextmanager
-def lock_for_saving(path: Path) -> Iterator[None]:
-    """Create a directory if it is missing, and keep other processes from saving to it.
-
-    Raises:
-        StorageError: another process is saving there, or the directory cannot be created.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = open(path / _LOCK, "w")  # noqa: SIM115  (closed below, and with the process)
-    except OSError as error:
-        raise StorageError(f"cannot save KV in {path}: {error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StorageError(f"another process is saving KV in {path}") from None
-        yield
-
-
 def _write_to_disk(path: Path, content: bytes) -> None:
     """Write a file to the disk, not only to the operating system's memory."""
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content)
             file.flush()
@@ -447,12 +368,6 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _require_within(run: range, count: int, what: str) -> None:
-    """Raise ValueError unless a range is one of some things that are numbered from 0."""
-    if run.step != 1 or not 0 <= run.start <= run.stop <= count:
-        raise ValueError(f"{run} is not within the {count} {what}")
 
 
 def _require_inside(name: str) -> None:

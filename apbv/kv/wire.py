@@ -72,7 +72,7 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
     """Read a message of which every byte has to be there within some seconds.
 
     Raises:
-        StorageError: what came is no message of this protocol.
+        StorageError: what came is no message of this protocol, or says that something is wrong.
         OSError: nothing came in time, or the connection broke.
     """
     deadline, before = time.monotonic() + seconds, connection.gettimeout()
@@ -98,6 +98,8 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
         raise StorageError(f"a message cannot be read: {error}") from None
     if not isinstance(message, dict):
         raise StorageError("a message is not an object")
+    if (error := message.get("error")) is not None:
+        raise StorageError(str(error)[:1000])
     return message
 
 
@@ -148,21 +150,20 @@ def ask(address: Address, request: dict[str, Any], timeout: float) -> None:
     """
     try:
         with connect(address, timeout) as connection:
-            send_message(connection, request)
-            reply = read_message(connection, timeout)
+            ask_on(connection, request, timeout)
     except OSError as error:
         raise unreachable(address, error) from error
-    raise_error_of(reply)
 
 
-def raise_error_of(message: dict[str, Any]) -> None:
-    """Raise what the other end says is wrong.
+def ask_on(connection: socket.socket, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Send a request, and return the answer.
 
     Raises:
-        StorageError: it says so.
+        StorageError: it refuses.
+        OSError: the connection broke, or nothing came in time.
     """
-    if (error := message.get("error")) is not None:
-        raise StorageError(str(error)[:1000])
+    send_message(connection, request)
+    return read_message(connection, timeout)
 
 
 def unreachable(address: Address, error: OSError) -> StorageError:

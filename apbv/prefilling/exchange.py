@@ -7,7 +7,7 @@ request.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -161,20 +161,6 @@ def _exchange(
     return rounds.local
 
 
-@dataclass
-class _Round:
-    """A round that is under way."""
-
-    number: int
-    rows: Exchange
-    failures: Exchange
-
-    def has_failed(self) -> bool:
-        """Wait until the round is complete, and return whether a host failed."""
-        self.rows.wait()
-        return bool(self.failures.wait().any())
-
-
 class _Rounds:
     """The exchange of all hosts' rows of one kind, chunk by chunk.
 
@@ -186,12 +172,13 @@ class _Rounds:
     def __init__(self, parts: ModelParts, shares: _Shares, layout: ContextLayout, hosts: HostGroup):
         self._shares, self._hosts = shares, hosts
         # before[t]: rows before token t, so that a span of tokens maps to a run of rows.
-        before = torch.nn.functional.pad(shares.is_row.long().cumsum(0), (1, 0))
+        before = torch.nn.functional.pad(shares.is_row.long().cumsum(0), (1, 0)).tolist()
         self._needed = [
-            [range(int(before[span.start]), int(before[span.stop])) for span in layout.local_spans(host)]
+            [range(before[span.start], before[span.stop]) for span in layout.local_spans(host)]
             for host in range(hosts.size)
         ]
-        self._stays_here = shares.source.replicated or hosts.size == 1
+        # Whose rows this host takes, and who takes its own.
+        self._partners = [hosts.rank] if shares.source.replicated or hosts.size == 1 else [*range(hosts.size)]
         num_rows = sum(map(len, self._needed[hosts.rank]))
         width = parts.language_model.config.hidden_size
         self._nothing = torch.empty(0, shares.num_streams * width, dtype=parts.dtype, device=parts.device)
@@ -199,7 +186,7 @@ class _Rounds:
 
     def run(self, chunks: Iterator[Tensor], timer: StageTimer, check: Callable[[], None]) -> Exception | None:
         """Encode and exchange everything, or as much as there is until a host fails; return this host's error."""
-        under_way: deque[_Round] = deque()
+        under_way: deque[tuple[int, Exchange, Exchange]] = deque()
         error, go_on = None, True
         for number in range(max(map(len, self._shares.chunks))):
             outgoing = None
@@ -209,87 +196,78 @@ class _Rounds:
                     outgoing = self._outgoing(number, chunks)
                 except Exception as caught:
                     error = caught
-            if outgoing is None:
-                outgoing = [
-                    self._nothing.new_zeros(count, self._nothing.shape[1]) for count in self._counts(number)
-                ]
             under_way.append(self._start(number, outgoing, error is not None))
             if len(under_way) == _MOST_ROUNDS_UNDER_WAY:
-                go_on, failure = self._finish(under_way.popleft(), timer)
+                go_on, failure = self._finish(*under_way.popleft(), timer)
                 error = error or failure
             if not go_on:
                 break
         for late in under_way:
-            _, failure = self._finish(late, timer)
+            _, failure = self._finish(*late, timer)
             error = error or failure
         return error
 
-    def _rows_of(self, host: int, number: int) -> range:
+    def _chunk(self, sender: int, number: int) -> range:
         """Return the rows of a host's chunk; none behind its last."""
-        chunks = self._shares.chunks[host]
+        chunks = self._shares.chunks[sender]
         return self._shares.source.rows_of(chunks[number]) if number < len(chunks) else range(0)
 
-    def _counts(self, number: int) -> list[int]:
-        """Count the rows that this host sends to each host."""
-        made = self._rows_of(self._hosts.rank, number)
-        return [sum(len(intersect(made, run)) for run in runs) for runs in self._needed]
+    def _sent(self, sender: int, number: int, receiver: int) -> list[range]:
+        """Return those rows of a host's chunk that another one needs, of each of its runs."""
+        return [intersect(self._chunk(sender, number), run) for run in self._needed[receiver]]
 
     def _outgoing(self, number: int, chunks: Iterator[Tensor]) -> list[Tensor]:
         """Make the rows of this host's next chunk, and sort them by receiver."""
-        made = self._rows_of(self._hosts.rank, number)
+        rank, made = self._hosts.rank, self._chunk(self._hosts.rank, number)
         # A reduction may have left no row of a chunk, which the source makes all the same.
-        has_chunk = number < len(self._shares.chunks[self._hosts.rank])
-        rows = next(chunks, self._nothing) if has_chunk else self._nothing
+        rows = next(chunks, self._nothing) if number < len(self._shares.chunks[rank]) else self._nothing
         if len(rows) != len(made):
             raise ValueError(
                 f"the model's tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
             )
-        return [
-            torch.cat([rows[:0], *(rows[_shift(intersect(made, run), -made.start)] for run in runs)])
-            for runs in (
-                self._needed[self._hosts.rank : self._hosts.rank + 1] if self._stays_here else self._needed
-            )
-        ]
+        outgoing = []
+        for host in self._partners:
+            sent = [rows[run.start - made.start : run.stop - made.start] for run in self._sent(rank, number, host)]
+            outgoing.append(torch.cat([rows[:0], *sent]))
+        return outgoing
 
-    def _start(self, number: int, outgoing: list[Tensor], failed: bool) -> _Round:
+    def _start(self, number: int, outgoing: list[Tensor] | None, failed: bool) -> tuple[int, Exchange, Exchange]:
+        """Send a round's rows, or as many zeros; return its number, and the rows and failures that come."""
+        rank, width = self._hosts.rank, self._nothing.shape[1]
+        if outgoing is None:
+            counts = [sum(map(len, self._sent(rank, number, host))) for host in self._partners]
+            outgoing = [self._nothing.new_zeros(count, width) for count in counts]
         failures = self._hosts.start_gathering(torch.tensor([failed], dtype=torch.uint8))
-        if self._stays_here:
-            return _Round(number, Exchange(lambda: outgoing), failures)
-        needed = self._needed[self._hosts.rank]
-        counts = [
-            sum(len(intersect(self._rows_of(host, number), run)) for run in needed)
-            for host in range(self._hosts.size)
-        ]
-        shapes = [(count, self._nothing.shape[1]) for count in counts]
-        return _Round(number, self._hosts.all_to_all(outgoing, shapes), failures)
+        if len(self._partners) == 1:
+            return number, Exchange(lambda: outgoing), failures
+        shapes = [(sum(map(len, self._sent(host, number, rank))), width) for host in self._partners]
+        return number, self._hosts.all_to_all(outgoing, shapes), failures
 
-    def _finish(self, round_: _Round, timer: StageTimer) -> tuple[bool, Exception | None]:
+    def _finish(
+        self, number: int, rows: Exchange, failures: Exchange, timer: StageTimer
+    ) -> tuple[bool, Exception | None]:
         """Put a round's rows into their places; return whether all hosts go on, and what failed here."""
         failure = None
         try:
             with timer.stage("exchange"):
-                if not round_.has_failed():
-                    self._place(round_.number, round_.rows.wait())
+                received = rows.wait()
+                if not failures.wait().any():
+                    for host, of_host in zip(self._partners, received, strict=True):
+                        self._place(self._sent(host, number, self._hosts.rank), of_host)
         except HostError:
             raise
         except Exception as caught:  # the caller's on_stage, say: to be told in the next round
             failure = caught
-        return not round_.has_failed(), failure
+        rows.wait()
+        return not failures.wait().any(), failure
 
-    def _place(self, number: int, received: Sequence[Tensor]) -> None:
-        senders = [self._hosts.rank] if self._stays_here else range(self._hosts.size)
-        for host, rows in zip(senders, received, strict=True):
-            made, taken, place = self._rows_of(host, number), 0, 0
-            for run in self._needed[self._hosts.rank]:
-                part = intersect(made, run)
-                if part:
-                    start = place + part.start - run.start
-                    streams = rows[taken : taken + len(part)].split(self.local[0].shape[1], dim=-1)
-                    for local, stream in zip(self.local, streams, strict=True):
-                        local[start : start + len(part)] = stream
-                    taken += len(part)
-                place += len(run)
-
-
-def _shift(run: range, by: int) -> slice:
-    return slice(run.start + by, run.stop + by)
+    def _place(self, sent: list[range], rows: Tensor) -> None:
+        taken = place = 0
+        for part, run in zip(sent, self._needed[self._hosts.rank], strict=True):
+            if part:
+                start = place + part.start - run.start
+                streams = rows[taken : taken + len(part)].split(self.local[0].shape[1], dim=-1)
+                for local, stream in zip(self.local, streams, strict=True):
+                    local[start : start + len(part)] = stream
+                taken += len(part)
+            place += len(run)

@@ -13,7 +13,6 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
 from ..kv.placement import ShardedKV
-from ..layout import LayoutError
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
@@ -23,10 +22,9 @@ from ..warn import warn_caller
 from .cancelling import Cancelling, Stop
 from .encode import TowerRows, VisualRows
 from .exchange import LocalVisual, encode_and_exchange
-from .memory import HostMemory, Room, host_memory
+from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
 from .reduction import make_late_reducer
-from .reduction.choosing import Reduction
 from .reduction.early import reduce_prompt, reduces_first, require_reducible
 from .reduction.late import LateReducer, run_and_reduce
 from .result import PrefillResult, identify
@@ -81,43 +79,54 @@ def prefill(
         require_same_sharding(parts, hosts)
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
-        if not isinstance(model_inputs, ModelInputs):
-            model_inputs = ModelInputs.from_processor(
-                parts, model_inputs, hosts, config.frame_parallel, query_len=config.query_len
+        inputs = model_inputs
+        if not isinstance(inputs, ModelInputs):
+            inputs = ModelInputs.from_processor(
+                parts, inputs, hosts, config.frame_parallel, query_len=config.query_len
             )
-        model_inputs.require_room(parts.max_position_embeddings)
-        require_reducible(config.reduce, model_inputs)
-        reducer = make_late_reducer(config, parts, model_inputs)
+        inputs.require_room(parts.max_position_embeddings)
+        require_reducible(config.reduce, inputs)
+        reducer = make_late_reducer(config, parts, inputs)
         if reducer is not None and watcher is not None:
             raise ValueError(f"{reducer.name} drops tokens between layers: a prefill with it cannot be observed")
-        is_reduced_first = reduces_first(config)
-        method = None if is_reduced_first else _plan(model_inputs, hosts, config, watcher)
-        room = _room_of(parts, model_inputs, method, hosts, config, reducer)
-    hosts.require_same("the prompt", model_inputs.input_ids.numpy().tobytes())
+    hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
-    if encoded is None:
-        encoded = TowerRows(parts, model_inputs.visual, timer)
-    room.require()
+    encoded = encoded or TowerRows(parts, inputs.visual, timer)
     reduction = None
-    if is_reduced_first:
-        model_inputs, encoded, reduction = reduce_prompt(parts, model_inputs, encoded, room, config, timer)
-        with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
-            method = _plan(model_inputs, hosts, config, watcher, reduction)
-            room = _room_of(parts, model_inputs, method, hosts, config)
-    layout = method.layout
+    if reduces_first(config):
+        inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
-    cancelling = Cancelling(hosts, stop)
-    chunk_bytes = config.video.chunk_bytes
+    # Plan.
+    with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
+        method = _plan(inputs, hosts, config, watcher)
+        memory = host_memory(
+            parts.model.config,
+            method.layout,
+            hosts.rank,
+            config.kv,
+            itemsize=parts.dtype.itemsize,
+            device=parts.device,
+            tensor_parallel=parts.tensor_parallel[1],
+            visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
+            certain_depth=None if reducer is None else reducer.layers[0],
+        )
+        room, cancelling = Room(memory, inputs.num_tokens, hosts), Cancelling(hosts, stop)
+    room.require()
+
+    # Encode.
     with room.explained("encoding"):
         visual = encode_and_exchange(
-            parts, model_inputs, encoded, layout, hosts, timer, chunk_bytes, cancelling.here
+            parts, inputs, encoded, method.layout, hosts, timer, config.video.chunk_bytes, cancelling.here
         )
     del encoded  # which has the rows of a reduced prompt
-    with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, last_stage, shards = _forward(parts, model_inputs, visual, method, watcher, reducer, cancelling)
 
+    # Run the language model.
+    with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
+        logits, last_stage, shards = _forward(parts, inputs, visual, method, watcher, reducer, cancelling)
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
+
+    # Hand over.
     kv = ShardedKV(shards, hosts)
     if config.kv == "gathered":
         with hosts.collective_stage("handoff"), room.explained("handoff"), timer.stage("handoff"):
@@ -125,11 +134,11 @@ def prefill(
     timer.mark_prefilled()
     return PrefillResult(
         logits=logits,
-        layout=layout,
+        layout=method.layout,
         method=method.name,
         exact=method.gives_exact_kv and reduction is None,
         density=None if method.blocks is None else method.blocks.density(hosts),
-        inputs=model_inputs.without_pixels(),
+        inputs=inputs.without_pixels(),
         timer=timer,
         kv=kv,
         model=partial(identify, parts),
@@ -137,29 +146,14 @@ def prefill(
     )
 
 
-def _plan(
-    inputs: ModelInputs,
-    hosts: HostGroup,
-    config: PrefillConfig,
-    watcher: Watcher | None,
-    reduction: Reduction | None = None,
-) -> PrefillMethod:
+def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher: Watcher | None) -> PrefillMethod:
     """Choose the method and its layout for a prompt.
-
-    Args:
-        reduction: what has been left out of the prompt before.
 
     Raises:
         ValueError: a length does not fit the prompt, or a watcher does not see the question with this method.
     """
     method_type = resolve_method(config, hosts.size)
-    try:
-        layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
-    except LayoutError as error:
-        if reduction is None:
-            raise
-        tokens = f"{reduction.num_after} of {reduction.num_before} visual tokens"
-        raise LayoutError(f"{error}; {reduction.method} leaves {tokens}") from error
+    layout = method_type.plan(hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
     if not layout.is_split and method_type.splits:
         if hosts.is_leader:
             warn_caller(
@@ -175,33 +169,6 @@ def _plan(
             "the question is split over the hosts, too"
         )
     return method
-
-
-def _room_of(
-    parts: ModelParts,
-    inputs: ModelInputs,
-    method: PrefillMethod | None,
-    hosts: HostGroup,
-    config: PrefillConfig,
-    reducer: LateReducer | None = None,
-) -> Room:
-    """Return what a prompt takes: its frames' embeddings where a method is not planned yet, else its prefill."""
-    if method is None:
-        embeddings = len(inputs.visual.pieces[hosts.rank]) * parts.row_width * parts.dtype.itemsize
-        stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
-        return Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
-    memory = host_memory(
-        parts.model.config,
-        method.layout,
-        hosts.rank,
-        config.kv,
-        itemsize=parts.dtype.itemsize,
-        device=parts.device,
-        tensor_parallel=parts.tensor_parallel[1],
-        visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
-        certain_depth=None if reducer is None else reducer.layers[0],
-    )
-    return Room(memory, inputs.num_tokens, hosts)
 
 
 def passes_blocks_on(config: PrefillConfig, hosts: HostGroup) -> bool:

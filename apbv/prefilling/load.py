@@ -48,17 +48,21 @@ def load(
         if kv not in KV_PLACEMENTS:
             raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
         parts = None if model is None else inspect_model(model)
-        read, manifest = SavedKV.read_latest(path, lambda saved: (_read(saved, parts, hosts, kv), saved.manifest))
+        saved = SavedKV.open(path)
+        manifest, read = saved.manifest, _read(saved, parts, hosts, kv)
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
+    reduction = None
+    if (stored := manifest.reduction) is not None:
+        kept = torch.tensor(stored.kept, dtype=torch.int64)
+        reduction = Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept)
     return PrefillResult(
         method=manifest.method,
         exact=manifest.exact,
         density=manifest.density,
         timer=timer,
         model=lambda: ModelIdentity.of(manifest),
-        video_sha256=manifest.visual and manifest.visual.sha256,
-        reduction=_stored_reduction(manifest),
+        reduction=reduction,
         **read,
     )
 
@@ -88,14 +92,10 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
         StorageError: the KV is refused; the message says why.
     """
     writer, reader = saved.manifest, identify(parts)
-    member, _ = parts.tensor_parallel
-    for name, what in (
-        ("family", "a model of another family"),
-        ("config_sha256", "a model with another configuration"),
-        ("weights_sha256", "a model with other weights"),
-    ):
-        if name == "weights_sha256" and member != 0:
-            continue  # the digest is of the first KV head, which only the first member has
+    compared = {"family": "a model of another family", "config_sha256": "a model with another configuration"}
+    if parts.tensor_parallel[0] == 0:  # the digest is of the first KV head, which only the first member has
+        compared["weights_sha256"] = "a model with other weights"
+    for name, what in compared.items():
         if getattr(writer, name) != getattr(reader, name):
             raise StorageError(
                 f"the KV in {saved.path} was computed by {what}: {writer.model} ({writer.family}), "
@@ -119,14 +119,6 @@ def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -
         visual=visual,
         position_rule=manifest.position_rule,
     )
-
-
-def _stored_reduction(manifest: Manifest) -> Reduction | None:
-    stored = manifest.reduction
-    if stored is None:
-        return None
-    kept = torch.tensor(stored.kept, dtype=torch.int64)
-    return Reduction(stored.method, stored.ratio, stored.num_before, len(kept), kept)
 
 
 def _layout(manifest: Manifest, num_hosts: int) -> ContextLayout:

@@ -70,7 +70,6 @@ def host_memory(
     device: torch.device,
     tensor_parallel: int = 1,
     visual: range = range(0),
-    depth: float | None = None,
     certain_depth: int | None = None,
     num_encoded: int = 0,
     chunk: int = 0,
@@ -85,14 +84,11 @@ def host_memory(
         device: where it computes, which decides how long rows are cut.
         tensor_parallel: T, the processes that share a host's model.
         visual: from the first visual token to the last.
-        depth: of how many layers of all these tokens the KV is kept; None: of all layers.
         certain_depth: how many layers certainly read all these tokens; None: all.
         num_encoded: of how many visual tokens the host has embeddings before some are left out.
         chunk: what encodes a chunk of the video.
     """
     sizes = DecoderSizes.from_config(config)
-    num_layers = sizes.layers if depth is None else depth
-    num_certain = certain_depth or sizes.layers
     # The bytes of a token's hidden state, of its queries, and of its K and V in a layer.
     hidden = sizes.hidden * itemsize
     query = ceil(sizes.heads / tensor_parallel) * sizes.head_dim * itemsize
@@ -108,7 +104,7 @@ def host_memory(
     mlp = 3 * num_rows * hidden + min(num_rows, chunk_rows(device, mlp_row)) * (mlp_row + hidden)
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize)
     layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)
-    kept, passing = round(num_layers * num_kept * kv_row), _passing(layout, host, query, kv_row)
+    kept, passing = sizes.layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + num_deepstack_layers(config))}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
@@ -116,10 +112,11 @@ def host_memory(
     stages = {
         "encoding": encoding,
         "prefill": {"KV kept here": kept, "activations": layer, "passing KV": passing},
-        "handoff": {"KV": max(round(num_layers * gathered_row), kept), "layers on their way": moving},
+        "handoff": {"KV": max(sizes.layers * gathered_row, kept), "layers on their way": moving},
     }
     states = num_rows * (hidden + query + kv_row)
-    certain = {"prefill": (num_certain - 1) * num_kept * kv_row + states, "handoff": num_certain * gathered_row}
+    depth = certain_depth or sizes.layers
+    certain = {"prefill": (depth - 1) * num_kept * kv_row + states, "handoff": depth * gathered_row}
     return HostMemory(kept, stages, certain)
 
 

@@ -18,7 +18,7 @@ from .encode import agree_on_chunks
 from .forward import prefill
 from .reduction.early import require_reducible
 from .result import PrefillResult
-from .reuse import Prefix, Reuse, prefill_question
+from .reuse import Reuse, prefill_question
 from .stages import Watcher
 
 
@@ -30,7 +30,7 @@ class ReadRequest:
         request: the request; the model has positions enough for prompt and answer.
         rendered: the prompt's text and its files.
         inputs: the model's inputs; this host's pixels, where they are needed, are still to be read.
-        prefix: the stored KV of the tokens before the question; None where there is none.
+        prefix: an earlier prefill with the KV of the tokens before the question; None where there is none.
         videos: the videos that were asked about.
         kept: the pixels, where they are kept for a draft.
     """
@@ -38,7 +38,7 @@ class ReadRequest:
     request: Request
     rendered: RenderedPrompt
     inputs: ModelInputs
-    prefix: Prefix | None
+    prefix: PrefillResult | None
     videos: tuple[SampledVideo, ...] = ()
     kept: KeptPixels | None = None
 
@@ -122,7 +122,10 @@ class Prefiller:
             self._hosts.require_same("the files that are heard", repr(heard).encode())
         prefix = None if self._reuse is None else self._reuse.find_prefix(inputs, self._hosts)
         kept = None
-        if pixels is not None and (self._reads_all_frames or not self._is_known(inputs, prefix)):
+        is_known = prefix is not None or (
+            self._reuse is not None and self._reuse.has_embeddings(inputs, self._hosts)
+        )
+        if pixels is not None and (self._reads_all_frames or not is_known):
             if self._reads_all_frames:
                 kept = KeptPixels(pixels)
             chunk_bytes = self._config.video.chunk_bytes
@@ -160,7 +163,3 @@ class Prefiller:
         if self._reuse is not None:
             self._reuse.store_prefix(state)
         return replace(state, reused=reused)
-
-    def _is_known(self, inputs: ModelInputs, prefix: Prefix | None) -> bool:
-        """Return whether the KV or the embeddings of the visual input are known; collective."""
-        return prefix is not None or (self._reuse is not None and self._reuse.has_embeddings(inputs, self._hosts))

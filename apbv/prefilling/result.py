@@ -1,8 +1,6 @@
 """The result of a prefill, which can be decoded, handed to transformers, or saved."""
 
-import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -17,13 +15,12 @@ from ..decode.runner import Decoder
 from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..input.request import Request
-from ..input.visual import VisualItem
 from ..kv.cache import ShardedCache, first_tokens
 from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions, digest_of_tokens, from_json
 from ..kv.offers import OfferedFolder, Offers
 from ..kv.placement import PlacedKV, ShardedKV
 from ..kv.sending import Share
-from ..kv.storage import Manifest, Shard, StoredReduction, VisualIdentity, Writer, lock_for_saving
+from ..kv.storage import Manifest, Shard, StoredReduction, StoredVisual, Writer
 from ..kv.ticket import Ticket, new_token, new_transfer
 from ..layout import ContextLayout, split_evenly
 from ..model.digest import config_digest
@@ -82,7 +79,6 @@ class PrefillResult:
         timer: stage times so far; ``timer.summary()`` is collective.
         kv: the KV, gathered on host 0 or sharded.
         model: returns the identity of the model that prefilled, for saved KV; called on demand: it reads weights.
-        video_sha256: for loaded KV the digest of the video file that it was computed from.
     """
 
     logits: Tensor = field(repr=False)
@@ -93,17 +89,9 @@ class PrefillResult:
     timer: StageTimer = field(repr=False)
     kv: PlacedKV = field(repr=False)
     model: Callable[[], ModelIdentity] = field(repr=False)
-    video_sha256: str | None = field(repr=False, default=None)
     reused: str | None = None
     reduction: Reduction | None = field(repr=False, default=None)
     density: float | None = None
-
-    def __repr__(self) -> str:
-        reused = "" if self.reused is None else f", reused={self.reused!r}"
-        if self.reduction is not None:
-            reused += f", reduced by {self.reduction.method!r}"
-        what = f"{self.num_tokens} tokens, method={self.method!r}, exact={self.exact}, kv={self.kv.placement!r}"
-        return f"PrefillResult({what}{reused}, {self.kv.hosts})"
 
     @property
     def num_tokens(self) -> int:
@@ -200,8 +188,8 @@ class PrefillResult:
             path: the directory; all hosts have to see the same one.
 
         Raises:
-            StorageError: a file cannot be written, another process is saving there, the hosts do not share it, or
-                tokens were dropped inside the model, so that layers hold different tokens.
+            StorageError: a file cannot be written, the hosts do not share the directory, or tokens were dropped
+                inside the model, so that layers hold different tokens.
             HostError: another host failed.
         """
         path, hosts = Path(path), self.kv.hosts
@@ -210,24 +198,20 @@ class PrefillResult:
                 f"{self.reduction.method} has dropped tokens inside the model: KV whose layers hold different "
                 "tokens cannot be saved"
             )
-        with ExitStack() as stack:
+        name = hosts.broadcast_bytes(Writer.new_name().encode() if hosts.is_leader else b"").decode()
+        writer = Writer(path, name)
+        try:
+            with hosts.local_stage("saving the KV"):
+                written = self._write_shard(writer)
+            of_writers = hosts.gather_json(written and asdict(written))
             with hosts.local_stage("saving the KV"):
                 if hosts.is_leader:
-                    stack.enter_context(lock_for_saving(path))
-            (number,) = hosts.broadcast_ints([Writer.new_number()] if hosts.is_leader else None, 1)
-            writer = Writer(path, number)
-            try:
-                with hosts.local_stage("saving the KV"):
-                    written = self._write_shard(writer)
-                of_writers = hosts.gather_json(written and asdict(written))
-                with hosts.local_stage("saving the KV"):
-                    if hosts.is_leader:
-                        shards = tuple(from_json(Shard, each) for each in of_writers if each)
-                        writer.publish(self._manifest(writer, shards))
-            except BaseException:
-                if hosts.is_leader:
-                    writer.discard()
-                raise
+                    shards = tuple(from_json(Shard, each) for each in of_writers if each)
+                    writer.publish(self._manifest(writer, shards))
+        except BaseException:
+            if hosts.is_leader:
+                writer.discard()
+            raise
 
     def offer(self, offers: Offers) -> Ticket | None:
         """Offer the KV to a consumer elsewhere, such as vLLM with apbv's connector; collective.
@@ -317,7 +301,6 @@ class PrefillResult:
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of what all hosts have written; on the leader, which always holds some KV."""
         inputs, layout, reduction = self.inputs, self.layout, self.reduction
-        digest = inputs.visual and (_digest_of_files(inputs.visual.items) or self.video_sha256)
         return Manifest(
             **asdict(self._facts()),
             generation=writer.generation,
@@ -325,7 +308,7 @@ class PrefillResult:
             token_ids=tuple(inputs.input_ids[0].tolist()),
             context_start=inputs.context_start,
             query_start=inputs.query_start,
-            visual=inputs.visual and VisualIdentity(inputs.visual.kind, inputs.num_visual_tokens, digest),
+            visual=inputs.visual and StoredVisual(inputs.visual.kind, inputs.num_visual_tokens),
             density=self.density,
             reduction=reduction
             and StoredReduction(
@@ -336,14 +319,6 @@ class PrefillResult:
             prompt=writer.write_prompt(self.logits, self._positions()),
             shards=shards,
         )
-
-
-def _digest_of_files(items: Sequence[VisualItem]) -> str | None:
-    """Return the SHA-256 of a prompt's only file, or of the digests of several; None where that is not known."""
-    if any(item.source is None for item in items):
-        return None
-    digests = [item.source.file.sha256() for item in items]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def own_heads(num_kv_heads: int, hosts: HostGroup) -> range:

@@ -28,7 +28,7 @@ from .result import PrefillResult
 
 
 class ByteBoundedCache:
-    """A ByteBoundedCache drops the least recently used values when they exceed a number of bytes.
+    """Drops the least recently used values when they exceed a number of bytes.
 
     Args:
         max_bytes: the limit for all values together; a larger single value is not stored.
@@ -59,30 +59,6 @@ class ByteBoundedCache:
         while self.num_bytes > self.max_bytes:
             _, (_, freed) = self._entries.popitem(last=False)
             self.num_bytes -= freed
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The beginning of an earlier prompt, up to its question, with this host's KV of it.
-
-    Attributes:
-        state: the earlier prompt's prefill, whose KV is cut before the question.
-    """
-
-    state: PrefillResult
-
-    @classmethod
-    def of(cls, state: PrefillResult) -> "Prefix | None":
-        """Return the prefix of a prefilled prompt; None where the question's KV cannot be cut off."""
-        kv = state.kv.prefix(state.inputs.query_start, state.layout)
-        return None if kv is None else cls(replace(state, kv=kv))
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that this prefix keeps allocated."""
-        inputs = self.state.inputs
-        tensors = [self.state.logits, inputs.input_ids, inputs.position_ids]
-        return self.state.kv.num_bytes + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -165,8 +141,11 @@ class Reuse:
         source, num_rows, put = visual.identity, len(visual.pieces[visual.host]), self._cache.put
         return StoringRows(TowerRows(parts, visual, timer), num_rows, lambda rows: put(source, rows, rows.nbytes))
 
-    def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> Prefix | None:
-        """Return the stored prefix of an earlier prompt that began as this, if all hosts have it; collective."""
+    def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> PrefillResult | None:
+        """Return the stored prefill of an earlier prompt that began as this, if all hosts have it; collective.
+
+        Its KV ends before the question.
+        """
         if self.mode != "kv":
             return None
         prefix = self._cache.get(_prefix_key(inputs))
@@ -174,20 +153,28 @@ class Reuse:
 
     def store_prefix(self, state: PrefillResult) -> None:
         """Store the KV of a prompt up to its question, if the prompt can be recognised again."""
-        key = _prefix_key(state.inputs)
-        prefix = Prefix.of(state) if self.mode == "kv" and key is not None else None
-        if prefix is not None:
-            self._cache.put(key, prefix, prefix.num_bytes)
+        key, inputs = _prefix_key(state.inputs), state.inputs
+        if self.mode != "kv" or key is None:
+            return
+        kv = state.kv.prefix(inputs.query_start, state.layout)
+        if kv is not None:  # else the question's KV cannot be cut off
+            tensors = [state.logits, inputs.input_ids, inputs.position_ids]
+            num_bytes = kv.num_bytes + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            self._cache.put(key, replace(state, kv=kv), num_bytes)
 
 
-def prefill_question(parts: ModelParts, inputs: ModelInputs, prefix: Prefix, timer: StageTimer) -> PrefillResult:
+def prefill_question(
+    parts: ModelParts, inputs: ModelInputs, before: PrefillResult, timer: StageTimer
+) -> PrefillResult:
     """Prefill a prompt's question on top of the stored KV of the tokens before it; collective.
+
+    Args:
+        before: as :meth:`Reuse.find_prefix` returned it.
 
     Returns:
         The result as of :func:`apbv.prefill`; it is ``exact`` where the stored KV is.
     """
-    before, start = prefix.state, inputs.query_start
-    hosts = before.kv.hosts
+    start, hosts = inputs.query_start, before.kv.hosts
     layout = replace(before.layout, query=range(before.layout.query.start, inputs.num_tokens))
     position = int(inputs.position_ids[..., start].flatten()[-1])
     with hosts.collective_stage("prefill"), timer.stage("prefill"):

@@ -96,10 +96,6 @@ class Stage:
         place[local] = torch.arange(len(local))
         return place[tokens]
 
-    def in_prompt(self, tokens: Tensor) -> Tensor:
-        """Return the numbers in the prompt of some tokens of this stage."""
-        return tokens if self.tokens is None else self.tokens[tokens]
-
     @cached_property
     def owned_visual(self) -> list[Tensor]:
         """The visual tokens that each host keeps, in cache order."""
@@ -127,7 +123,8 @@ class Stage:
     def next(self, method: PrefillMethod, layers: range, left: Tensor) -> "Stage":
         """Return the stage behind this one, of the tokens ``left``, ascending."""
         num_before = int((left < self.query_start).sum())
-        return Stage(layers, method, num_before, self.is_visual[left], self.in_prompt(left))
+        tokens = left if self.tokens is None else self.tokens[left]
+        return Stage(layers, method, num_before, self.is_visual[left], tokens)
 
 
 @dataclass
@@ -145,15 +142,11 @@ class HiddenRows:
     query: Tensor | None = None
     deepstack: list[Tensor] = field(default_factory=list)
 
-    def take_local(self) -> Tensor:
-        """Return :attr:`local`, and forget it."""
-        local, self.local = self.local, None
-        return local
-
-    def take_query(self) -> Tensor:
-        """Return :attr:`query`, and forget it."""
-        query, self.query = self.query, None
-        return query
+    def take(self, name: str) -> Tensor | None:
+        """Return :attr:`local` or :attr:`query`, and forget it."""
+        taken = getattr(self, name)
+        setattr(self, name, None)
+        return taken
 
 
 class Watcher:
@@ -253,11 +246,11 @@ def run_stage(
     with _shown_to(watcher, stage, part, method, has_question=not method.separate_query) as attention:
         options = {"cache": cache, "attention": cancelling.before_each(attention), **extra}
         del extra
-        result.local = _run(part, [rows.take_local()], positions, options)
+        result.local = _run(part, [rows.take("local")], positions, options)
     if method.separate_query:  # only now can the question see all of the context
         attention = NewTokenAttention(parts.backend, hosts=stage.hosts)
         with _shown_to(watcher, stage, part, attention, has_context=False) as attention:
-            question = [rows.take_query()]
+            question = [rows.take("query")]
             if stage.tokens is None:
                 question = [parts.embed_tokens(inputs.input_ids[:, inputs.query_start :].to(parts.device))]
             positions = inputs.position_ids[..., inputs.query_start :]
@@ -273,11 +266,11 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
     """
     hosts, wanted = stage.hosts, [left[tokens] for tokens in following.local]
     nothing = torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
-    result = HiddenRows(query=rows.take_query())
-    local = nothing if rows.local is None else rows.take_local()[0]
+    result = HiddenRows(query=rows.take("query"))
+    local = nothing if rows.local is None else rows.take("local")[0]
     if result.query is not None and not following.method.separate_query:
         # What rode along with the context only ranked keys; the question's own states go on.
-        local[stage.local[hosts.rank] >= stage.query_start] = result.take_query()[0]
+        local[stage.local[hosts.rank] >= stage.query_start] = result.take("query")[0]
     result.local = move_rows(local, stage.local, stage.owner, wanted, hosts)[None]
     del local
     num_to_add = max(0, parts.num_deepstack_layers - following.layers.start)

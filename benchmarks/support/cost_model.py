@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
-from apbv import PrefillConfig
+from apbv import PrefillConfig, ReduceConfig
 from apbv.layout import ContextLayout, intersect, split_evenly
 from apbv.model.parts import num_deepstack_layers
 from apbv.model.sizes import DecoderSizes
-from apbv.planning import visual_by_layer
 from apbv.prefilling import methods
+from apbv.prefilling.reduction import LATE_REDUCERS
+from apbv.prefilling.reduction.late import require_layers
 
 # "block_to_earlier": an exact method's blocks attend to everything before them. Full attention is one block that
 # attends to itself.
@@ -244,6 +245,20 @@ def cost_of_prompt(
         is_last = number == len(runs) - 1
         costs.append(cost(layers, config.method, layouts[-1], video=shown, density=density, is_last=is_last))
     return layouts[0], [sum(others, first) for first, *others in zip(*costs, strict=True)]
+
+
+def visual_by_layer(reduce: ReduceConfig | None, num_layers: int, num_visual: int) -> list[int]:
+    """Return about how many visual tokens every layer reads.
+
+    Raises:
+        ValueError: the model has too few layers.
+    """
+    if reduce is None or reduce.leaves_all:
+        return [num_visual] * num_layers
+    require_layers(reduce, num_layers)
+    ends = LATE_REDUCERS[reduce.method].choose_layers(reduce, num_layers) if reduce.is_late else (0,)
+    done = [sum(layer >= end for end in ends) / len(ends) for layer in range(num_layers)]
+    return [max(1, round(num_visual * reduce.ratio**share)) for share in done]
 
 
 def _host_cost(shape, method, layout, host, separate, video, is_last) -> HostCost:

@@ -65,8 +65,10 @@ def test_unusable(tmp_path, name, make, reason):
 def test_first_frame_destroyed(tmp_path):
     path = encode(tmp_path / "b.mp4")
     at, size, *_ = packets_of(path)[0]
-    with pytest.raises(VideoError, match=r"a\.mp4: .*cannot be decoded"):
-        probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
+    info = probe(overwrite(path, tmp_path / "a.mp4", at, b"\0" * size))
+    assert np.array_equal(
+        read_frames(info, range(info.num_frames)), decode_all(path)[10:]
+    )  # the groups that begin
 
 
 @each_choice(suffix=["mp4", "mkv", "avi"], length=[1, 60])
@@ -101,9 +103,10 @@ def test_a_frame_is_no_better_than_one_that_it_refers_to(tmp_path):
     """A B-frame comes out of the decoder before the damaged frame that it was predicted from."""
     path = encode(tmp_path / "b.mp4", n=20, gop=20, bframes=1, x264="b-adapt=0:scenecut=0", size=(144, 192))
     info, reference = probe(path), decode_all(path)
-    forward = next(i for i, p in enumerate(info.packets.pts) if i > 8 and p > info.packets.pts[i + 1])
-    between = info.frame_packets.tolist().index(forward + 1)
-    at, size = int(info.packets.pos[forward]), int(info.packets.size[forward])
+    packets = packets_of(path)
+    forward = next(i for i in range(9, 20) if packets[i][2] > packets[i + 1][2])
+    between = info.pts.tolist().index(packets[forward + 1][2])
+    at, size, *_ = packets[forward]
     noise = np.random.default_rng(0).integers(1, 256, 60, np.uint8).tobytes()
     for offset in range(30, size - 60, 5):
         broken = overwrite(path, tmp_path / "a.mp4", at + offset, noise)
@@ -116,14 +119,14 @@ def test_a_frame_is_no_better_than_one_that_it_refers_to(tmp_path):
         pytest.fail("no damage that the decoder notices and conceals")
     assert not frames[-2].is_corrupt
     for indices in ([between], range(between + 1), range(20)):
-        with pytest.raises(VideoError, match=rf"a\.mp4: frame {between} cannot be decoded: the data is damaged"):
+        with pytest.raises(VideoError, match=r"a\.mp4: a frame cannot be decoded: the data is damaged"):
             read_frames(probe(broken), indices)
     assert np.array_equal(read_frames(probe(broken), range(between)), reference[:between])
 
 
 def test_file_replaced_after_probe(tmp_path):
     info = probe(encode(tmp_path / "a.mp4"))
-    encode(tmp_path / "a.mp4", draw=lambda i, h, w: picture(3 * i, h, w))
+    encode(tmp_path / "a.mp4", n=49, draw=lambda i, h, w: picture(3 * i, h, w))
     with pytest.raises(VideoError, match="changed since it was probed"):
         read_frames(info, [20])
     (tmp_path / "a.mp4").unlink()

@@ -20,10 +20,10 @@ def test_a_file_is_probed_again_only_when_it_was_written(tmp_path):
     videos, path = KnownVideos(), tmp_path / "a.mp4"
     encode(path, n=20)
     first = videos.probe(path)
-    assert videos.probe(str(path)).packets is first.packets
+    assert videos.probe(str(path)).pts is first.pts
     (tmp_path / "link.mp4").symlink_to(path)
     linked = videos.probe(tmp_path / "link.mp4")
-    assert linked.packets is first.packets and linked.path == str(tmp_path / "link.mp4")
+    assert linked.pts is first.pts and linked.path == str(tmp_path / "link.mp4")
     encode(path, n=30)
     assert videos.probe(path).num_frames == 30
 
@@ -36,8 +36,8 @@ def test_only_the_latest_files_are_remembered(tmp_path):
     first = [videos.probe(path) for path in paths[:2]]
     videos.probe(paths[0])
     videos.probe(paths[2])  # the second, which was not used again, makes room
-    assert videos.probe(paths[0]).packets is first[0].packets
-    assert videos.probe(paths[1]).packets is not first[1].packets
+    assert videos.probe(paths[0]).pts is first[0].pts
+    assert videos.probe(paths[1]).pts is not first[1].pts
 
 
 def share_job(hosts: HostGroup, paths: list[str | None]):
@@ -62,7 +62,7 @@ def test_the_leader_tells_the_others_what_it_found(pool, tmp_path):
     for found in (data, told):
         found = type(expected).from_bytes(found)
         assert np.array_equal(found.timestamps, expected.timestamps)
-        assert np.array_equal(found.packets.pos, expected.packets.pos)
+        assert np.array_equal(found.pts, expected.pts)
     assert pool.run(2, share_job, [None, None]) == [[], []]
 
 

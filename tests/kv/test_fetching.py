@@ -66,17 +66,6 @@ def test_a_reader_that_stops_does_not_keep_what_has_ended(monkeypatch):
     assert ended == [(ticket.transfer, "dropped", ticket.num_bytes, True)]
 
 
-def test_a_consumer_that_does_not_read_gives_up(offers):
-    """So that its threads do not wait for ever for somebody who has forgotten them."""
-    ticket = offer(offers, made_up(**BIG))
-    kv = RemoteKV(ticket, timeout=0.2)
-    reading = kv.layers(range(ticket.num_tokens))
-    next(reading)
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kv-receiver"])
-    with pytest.raises(StorageError, match="nobody has taken a layer"):
-        list(reading)
-
-
 def test_a_silent_source_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         for call in (fetch, drop):

@@ -1,7 +1,6 @@
 """KV read out of another process's memory by RDMA; without such a network NIXL takes shared memory or TCP."""
 
 import json
-import select
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -65,8 +64,7 @@ def test_nobody_reads_on_from_kv_that_has_ended(ticket):
         reading = kv.layers(range(1000))
         next(reading)
         drop(ticket)
-        wait_for(lambda: select.select([reading._sources[0].connection], [], [], 0)[0])
-        with pytest.raises(StorageError, match="broke off"):
-            next(reading)
+        with pytest.raises(StorageError, match=r"broke off|was dropped"):
+            list(reading)
     with pytest.raises(StorageError, match="was dropped by its consumer"):
         fetch(ticket, transport="rdma")

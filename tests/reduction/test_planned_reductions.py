@@ -31,8 +31,9 @@ def test_about_as_many_tokens_are_left_and_as_much_kv(pool, tmp_path, name, meth
     planned = plan(path, num_frames=FRAMES, resolution=SIZE, hosts=num_hosts, prefill=config, device_memory=memory)
     results = pool.run(num_hosts, kept_job, config)
     assert planned.num_left == pytest.approx(results[0][0], rel=0.3)
-    held = sum(kv for _, kv in results)
-    assert sum(host.kv for host in planned.hosts) == pytest.approx(held, rel=0.3)
+    held, estimate = sum(kv for _, kv in results), sum(host.kv for host in planned.hosts)
+    # What is left out between layers is estimated as if it were not.
+    assert estimate == pytest.approx(held, rel=0.3) if not reduce.is_late else held < estimate
 
 
 def kept_job(hosts: HostGroup, config: PrefillConfig) -> tuple[int, int]:

@@ -92,5 +92,5 @@ def test_what_cannot_be_reduced_is_refused_on_every_host(pool):
     for *without_video, anchor, unlike in pool.run(2, refusal_job, pictures):
         assert all("the prompt has images only" in refused for refused in without_video[::2])
         assert all("the prompt has no video" in refused for refused in without_video[1::2])
-        assert "anchor_len=30 leaves no context" in anchor and "dycoke leaves 6 of 60 visual tokens" in anchor
+        assert "anchor_len=30 leaves no context" in anchor
         assert unlike.startswith("HostError: ") and "or the model of host 1 differs" in unlike

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from apbv import demo
-from apbv.input.video import probe
 from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.ticket import Ticket
 
@@ -24,6 +23,7 @@ from collector import Collector, values_of
 from patience import HANGING, wait_for
 from pool import exit_statuses
 from servers import HAND_OVER, KEY, Server, Stream, data_url, in_thread, part, serving, text
+from video_files import packets_of
 
 DESCRIBE, CLIP = "describe the clip shot by shot", "clips/a clip.mp4"
 DEMO_TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, K and V, heads, numbers, bytes of each
@@ -107,8 +107,7 @@ def test_answers_to_several_at_once_are_those_to_each_alone(server):
 def test_a_video_that_only_the_second_host_finds_damaged(server, media):
     """Its second half is: the hosts agree, and go on."""
     data = bytearray((media / CLIP).read_bytes())
-    info = probe(media / CLIP)
-    for pos, size in zip(info.packets.pos[-20:].tolist(), info.packets.size[-20:].tolist(), strict=True):
+    for pos, size, *_ in packets_of(media / CLIP)[-20:]:
         data[pos + 5 : pos + size] = bytes(size - 5)
     (media / "half.mp4").write_bytes(data)
     for url in ("half.mp4", data_url(media / "half.mp4")):

@@ -17,8 +17,7 @@ All this is done with PyAV. torchcodec may decode instead, on a GPU or by itself
 Rotation and mirroring metadata are applied. The sample aspect ratio is ignored: pixels come as stored.
 """
 
-from .info import VideoError, VideoInfo
-from .probing import probe
+from .file import VideoError, VideoInfo, probe
 from .reading import ahead, iter_frames, read_frames, require_backend, sample_fps, sample_uniform
 
 __all__ = [

@@ -1,24 +1,23 @@
 """Choosing which frames of a video are read, and reading them by the back end that is asked for."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ...config import VIDEO_BACKEND_NAMES, require_frame_rate
 from ...hosts import fair_share_of_cores
-from .decoding import pyav_chunks
-from .info import VideoError, VideoInfo
+from .decoding import AtWork, pyav_chunks
+from .file import VideoError, VideoInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Item = TypeVar("Item")
 _END = object()
-AtWork = Callable[[int], AbstractContextManager]
 
 
 def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
@@ -82,8 +81,8 @@ def read_frames(info: VideoInfo, indices: Sequence[int], threads: int = 0) -> np
     The result is bit-equal to decoding the whole file and picking the frames. Arguments and errors are those of
     :func:`iter_frames`, of which this is the only chunk.
     """
-    with closing(iter_frames(info, indices, max(len(indices), 1), threads)) as chunks:
-        return next(chunks, np.empty((0, info.height, info.width, 3), np.uint8))
+    chunks = list(iter_frames(info, indices, max(len(indices), 1), threads))  # all: an error may come behind
+    return chunks[0] if chunks else np.empty((0, info.height, info.width, 3), np.uint8)
 
 
 def iter_frames(
@@ -116,8 +115,9 @@ def iter_frames(
             waits for room.
 
     Raises:
-        VideoError: a frame of the next chunk cannot be decoded, or it or what it needs is damaged so that the
-            decoder notices; or the frame size changes; or the file no longer holds the packets that were probed.
+        VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
+            does not come; or the frame size changes, or the file. It may be raised before the frame's own chunk,
+            and behind the last.
         ValueError: the indices do not ascend, or chunk_len < 1, or no such back end; at once, as all that follow.
         IndexError: an index is out of range.
         ImportError: torchcodec is asked for, and cannot be loaded.

@@ -9,14 +9,14 @@ as one. Frames of another time than was asked for, as it gives out of MPEG trans
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .info import VideoError, VideoInfo
+from .decoding import AtWork
+from .file import VideoError, VideoInfo
 
 
 def load_decoder() -> type:
@@ -39,7 +39,7 @@ def torchcodec_chunks(
     chunk_len: int,
     threads: int,
     device: str,
-    at_work: Callable[[int], AbstractContextManager],
+    at_work: AtWork,
 ) -> Iterator[np.ndarray | Tensor]:
     """Decode frames chunk by chunk.
 
@@ -58,65 +58,54 @@ def torchcodec_chunks(
     Raises:
         VideoError: torchcodec cannot decode a frame of the next chunk, or gives out another than was probed.
     """
-    reader = _Reader(decoder_type, info, threads, device)
-    for start in range(0, len(wanted), chunk_len):
-        with at_work(0):
-            chunk = reader.decode(wanted[start : start + chunk_len])
-        yield chunk
-        del chunk
+    if not len(info.pts):
+        raise _error(info, "its packets do not tell the frames' times")
+    if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
+        raise _error(info, "it is mirrored")
+    try:
+        decoder = decoder_type(
+            info.path,
+            dimension_order="NHWC",
+            num_ffmpeg_threads=threads,
+            device=device,
+            custom_frame_mappings=_frame_mappings(info),
+        )
+        for start in range(0, len(wanted), chunk_len):
+            with at_work(0):
+                frames = list(wanted[start : start + chunk_len])
+                batch = decoder.get_frames_at(frames)
+                _check(info, frames, batch)
+                chunk = batch.data
+                if chunk.is_cuda:
+                    torch.cuda.current_stream(chunk.device).synchronize()
+            yield chunk if chunk.is_cuda else chunk.numpy()
+            del batch, chunk
+    except VideoError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise _error(info, str(error)) from error
 
 
-class _Reader:
-    """A file that torchcodec has opened; VideoError where it cannot be read as it was probed."""
+def _frame_mappings(info: VideoInfo) -> str:
+    """What ffprobe would say of the frames, in JSON."""
+    durations, are_keys = np.append(np.diff(info.pts), 1), np.isin(info.pts, info.keys[:, 0])
+    frames = [
+        {"pts": pts, "duration": duration, "key_frame": int(key)}
+        for pts, duration, key in zip(info.pts.tolist(), durations.tolist(), are_keys, strict=True)
+    ]
+    return json.dumps({"frames": frames})
 
-    def __init__(self, decoder_type: type, info: VideoInfo, threads: int, device: str):
-        self._info = info
-        if info.packets is None:
-            raise self._error("its packets do not tell the frames' times")
-        if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
-            raise self._error("it is mirrored")
-        self._pts = info.packets.pts[info.frame_packets]
-        try:
-            self._decoder = decoder_type(
-                info.path,
-                dimension_order="NHWC",
-                num_ffmpeg_threads=threads,
-                device=device,
-                custom_frame_mappings=self._frame_mappings(),
-            )
-        except (RuntimeError, ValueError) as error:
-            raise self._error(str(error)) from error
 
-    def decode(self, frames: Sequence[int]) -> np.ndarray | Tensor:
-        """Decode frames: uint8 ``[len(frames), height, width, 3]``."""
-        try:
-            batch = self._decoder.get_frames_at(list(frames))
-        except (RuntimeError, ValueError) as error:
-            raise self._error(f"a frame among {frames[0]}..{frames[-1]}: {error}") from error
-        self._check_times(frames, batch.pts_seconds.numpy())
-        if tuple(batch.data.shape[1:]) != (self._info.height, self._info.width, 3):
-            raise self._error("the frame size changes within the video")
-        if batch.data.is_cuda:
-            torch.cuda.current_stream(batch.data.device).synchronize()
-            return batch.data
-        return batch.data.numpy()
+def _check(info: VideoInfo, frames: list[int], batch) -> None:
+    """Refuse frames of other times or of another size than were asked for."""
+    times, pts = info.timestamps, info.pts
+    # The time base is not known here, but what a tick lasts is, unless all is one frame.
+    tick = times[-1] / (pts[-1] - pts[0]) if len(pts) > 1 else 0
+    if tick and np.abs(batch.pts_seconds.numpy() - times[frames] - pts[0] * tick).max() > tick / 2:
+        raise _error(info, f"it gives out other frames than {frames[0]}..{frames[-1]}")
+    if tuple(batch.data.shape[1:3]) != (info.height, info.width):
+        raise _error(info, "the frame size changes within the video")
 
-    def _frame_mappings(self) -> str:
-        """What ffprobe would say of the frames, in JSON."""
-        durations = np.append(np.diff(self._pts), 1).tolist()
-        keys = self._info.packets.key[self._info.frame_packets].tolist()
-        frames = [
-            {"pts": pts, "duration": duration, "key_frame": int(key)}
-            for pts, duration, key in zip(self._pts.tolist(), durations, keys, strict=True)
-        ]
-        return json.dumps({"frames": frames})
 
-    def _check_times(self, frames: Sequence[int], seconds: np.ndarray) -> None:
-        times, pts = self._info.timestamps[list(frames)], self._pts
-        # The time base is not known here, but what a tick lasts is, unless all is one frame.
-        tick = self._info.timestamps[-1] / (pts[-1] - pts[0]) if len(pts) > 1 else 0
-        if tick and np.abs(seconds - times - pts[0] * tick).max() > tick / 2:
-            raise self._error(f"it gives out other frames than {frames[0]}..{frames[-1]}")
-
-    def _error(self, reason: str) -> VideoError:
-        return VideoError(f"{self._info.path}: torchcodec cannot decode it: {reason}")
+def _error(info: VideoInfo, reason: str) -> VideoError:
+    return VideoError(f"{info.path}: torchcodec cannot decode it: {reason}")

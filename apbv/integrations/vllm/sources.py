@@ -48,7 +48,7 @@ class Saved:
         saved = SavedKV.open(path)
         saved.require_whole_prompt()
         manifest = saved.manifest
-        uuid = manifest.visual and (manifest.visual.sha256 or manifest.generation)
+        uuid = manifest.visual and manifest.generation
         return cls(str(path), manifest.generation, KVFacts.of(manifest), uuid)
 
     @property

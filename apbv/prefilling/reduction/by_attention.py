@@ -6,7 +6,7 @@ from torch import Tensor
 from ...config import ReduceConfig
 from ..stages import HiddenRows, Stage
 from .attention import QuestionAttention
-from .choosing import keep_best
+from .choosing import count_of, keep_best
 from .late import LateReducer, Selection
 
 _LAYER = 2  # K of the paper
@@ -31,7 +31,7 @@ class FastV(LateReducer):
         return QuestionAttention(torch.full((1, len(stage.question)), 1 / len(stage.question)))
 
     def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
-        return Selection(keep_best(attention[0], self.count(self.settings.ratio)))
+        return Selection(keep_best(attention[0], count_of(self.settings.ratio, self.num_visual)))
 
 
 _STEPS = 3
@@ -63,4 +63,5 @@ class PyramidDrop(LateReducer):
 
     def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
         step = self.layers.index(stage.layers.stop) + 1
-        return Selection(keep_best(attention[0], self.count(self.settings.ratio ** (step / len(self.layers)))))
+        share = self.settings.ratio ** (step / len(self.layers))
+        return Selection(keep_best(attention[0], count_of(share, self.num_visual)))

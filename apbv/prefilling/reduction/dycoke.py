@@ -57,7 +57,7 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
     """
     size = video.frame_size
     if count < size:
-        return KeptRows.chosen(video, keep_even(size, count))
+        return video.kept(keep_even(size, count))
     whole, compared = plan_windows(video.num_frames, size, count)
     references = [sorted({compared[frame][0] for frame in share if frame in compared}) for share in video.shares]
     fetched = video.fetch(references, video.embeddings)
@@ -72,7 +72,7 @@ def keep_by_dycoke(video: SharedVideo, count: int) -> KeptRows:
         else:
             continue
         places.append(frame * size + kept)
-    return KeptRows.chosen(video, torch.cat(places))
+    return video.kept(torch.cat(places))
 
 
 def _similarity(rows: Tensor, others: Tensor) -> Tensor:

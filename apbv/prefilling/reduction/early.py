@@ -18,11 +18,11 @@ from ...model.parts import VIDEO_FAMILIES, ModelParts
 from ...refusals import refuse
 from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows
-from ..memory import Room
+from ..memory import HostMemory, Room
 from ..reuse import StoredRows
 from . import EARLY_REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
-from .frames import EarlyReducer, KeptRows, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
+from .frames import EarlyReducer, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
 
 
 def reduces_first(config: PrefillConfig) -> bool:
@@ -65,7 +65,7 @@ def reduce_prompt(
     parts: ModelParts,
     inputs: ModelInputs,
     source: VisualRows,
-    room: Room,
+    hosts: HostGroup,
     config: PrefillConfig,
     timer: StageTimer,
 ) -> tuple[ModelInputs, VisualRows, Reduction]:
@@ -77,16 +77,20 @@ def reduce_prompt(
     Args:
         inputs: a prompt that :func:`require_reducible` lets pass, the same on every host.
         source: makes the embeddings of this host's share.
-        room: the hosts, and what all this takes on this one.
         config: with a reduction before the language model.
 
     Raises:
         ValueError: a frame cannot be read, or the vision tower makes another number of rows than the prompt has
             placeholders.
-        NotEnoughMemoryError: this host ran out of memory.
+        NotEnoughMemoryError: a host certainly has too little memory for its frames' embeddings, which every host
+            raises before they are encoded; or this host ran out of it.
         HostError: another host failed.
     """
-    settings, visual, hosts = config.reduce, inputs.visual, room.hosts
+    settings, visual = config.reduce, inputs.visual
+    embeddings = len(visual.pieces[hosts.rank]) * parts.row_width * parts.dtype.itemsize
+    stages = {stage: {"embeddings": embeddings} for stage in ("encoding", "reduction")}
+    room = Room(HostMemory(0, stages, {"reduction": embeddings}), inputs.num_tokens, hosts)
+    room.require()
     num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, config.video.chunk_bytes)
     with hosts.local_stage("encode"), room.explained("encoding"):
         rows = all_rows(parts, visual, source, num_bytes)
@@ -132,30 +136,31 @@ def choose_rows(
         keep_all(range(done, video.patches.start))
         done, place = video.patches.stop, video.in_frames
         shared = shared_video(parts, inputs, video, rows, hosts)
-        found = reducer(shared, share) if share else KeptRows.chosen(shared, torch.empty(0, dtype=torch.long))
-        kept[place.start : place.stop] = _agreed_mask(found, shared)
-        for host, frames in enumerate(_frames_of_hosts(found, shared)):
-            owned[host].append(range(video.patches.start + frames.start, video.patches.start + frames.stop))
-        values += [found.values, _ending_rows(visual, video, rows, owned, hosts)]
+        nothing = torch.empty(0, dtype=torch.long)
+        frames, places, rows_kept = reducer(shared, share) if share else shared.kept(nothing)
+        kept[place.start : place.stop] = _agreed_mask(places, shared)
+        for host, of_host in enumerate(_frames_of_hosts(frames, shared)):
+            owned[host].append(range(video.patches.start + of_host.start, video.patches.start + of_host.stop))
+        values += [rows_kept, _ending_rows(visual, video, rows, owned, hosts)]
     keep_all(range(done, visual.num_temporal_patches))
     return kept, _joined(owned), torch.cat(values)
 
 
-def _agreed_mask(found: KeptRows, video: SharedVideo) -> Tensor:
+def _agreed_mask(places: Tensor, video: SharedVideo) -> Tensor:
     """Return which tokens of a video are kept on any host: bool ``[T * h * w]``; collective."""
     mask = torch.zeros(video.num_frames * video.frame_size, dtype=torch.uint8)
-    mask[found.places] = 1
+    mask[places] = 1
     if video.replicated:
         video.hosts.require_same("the choice of visual tokens", mask.numpy().tobytes())
         return mask.bool()
     return video.hosts.all_gather(mask.to(video.rows.device)).wait().any(dim=0).cpu()
 
 
-def _frames_of_hosts(found: KeptRows, video: SharedVideo) -> list[range]:
+def _frames_of_hosts(frames: range, video: SharedVideo) -> list[range]:
     """Return for every host the frames whose kept tokens it has; collective."""
     if video.replicated:
-        return [found.frames] * video.hosts.size
-    ends = video.hosts.gather_floats([found.frames.start, found.frames.stop])[:: video.hosts.tensor_parallel_size]
+        return [frames] * video.hosts.size
+    ends = video.hosts.gather_floats([frames.start, frames.stop])[:: video.hosts.tensor_parallel_size]
     return [range(int(start), int(stop)) for start, stop in ends]
 
 

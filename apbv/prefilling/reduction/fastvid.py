@@ -21,8 +21,6 @@ What is different here:
   add noise instead.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -38,18 +36,6 @@ _NUM_NEIGHBOURS = 4  # k
 _OWN_SHARE = 0.6  # beta
 
 
-class Budget(NamedTuple):
-    """How many tokens of a segment's frames are kept.
-
-    Attributes:
-        salient: for every frame of the segment, how many by their salience.
-        anchors: the anchor frames, by their number within the segment, and how many each keeps by density.
-    """
-
-    salient: list[int]
-    anchors: dict[int, int]
-
-
 def cut_segments(similar: Tensor) -> list[range]:
     """Cut a video of T frames into segments (DySeg).
 
@@ -63,11 +49,15 @@ def cut_segments(similar: Tensor) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def share_budget(counts: list[int], frame_size: int) -> Budget:
+def share_budget(counts: list[int], frame_size: int) -> tuple[list[int], dict[int, int]]:
     """Share what a segment may keep out over its frames.
 
     Args:
         counts: how many tokens each frame of the segment may contribute.
+
+    Returns:
+        For every frame how many by their salience; the anchor frames, by their number within the segment, and how
+        many each keeps by density.
     """
     salient = [count * 2 // 5 for count in counts]
     dense = [count - taken for count, taken in zip(counts, salient, strict=True)]
@@ -75,8 +65,8 @@ def share_budget(counts: list[int], frame_size: int) -> Budget:
         frames = range(0, len(counts), interval)
         shares = [len(share) for share in split_evenly(range(sum(dense)), len(frames))]
         if all(share <= frame_size - salient[frame] for frame, share in zip(frames, shares, strict=True)):
-            return Budget(salient, dict(zip(frames, shares, strict=True)))
-    return Budget(salient, dict(enumerate(dense)))
+            return salient, dict(zip(frames, shares, strict=True))
+    return salient, dict(enumerate(dense))
 
 
 def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
@@ -101,7 +91,7 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     for segment in of_hosts[rank]:
         within = rows[segment.start - mine.start : segment.stop - mine.start]
         budget = share_budget(counts[segment.start : segment.stop], size)
-        chosen, kept = _reduce_segment(within, video.hidden_size, budget)
+        chosen, kept = _reduce_segment(within, video.hidden_size, *budget)
         places.append(segment.start * size + chosen)
         values.append(kept)
     return KeptRows(mine, torch.cat(places), torch.cat(values))
@@ -111,11 +101,14 @@ def _from_first_to_last(segments: list[range]) -> range:
     return range(segments[0].start, segments[-1].stop) if segments else range(0)
 
 
-def _reduce_segment(rows: Tensor, hidden_size: int, budget: Budget) -> tuple[Tensor, Tensor]:
+def _reduce_segment(
+    rows: Tensor, hidden_size: int, salient: list[int], anchor_shares: dict[int, int]
+) -> tuple[Tensor, Tensor]:
     """Keep a segment's salient tokens, and merge the rest into the densest ones of its anchor frames.
 
     Args:
         rows: ``[F, h * w, (1 + L) * d]``.
+        salient, anchor_shares: as of :func:`share_budget`.
 
     Returns:
         Places ``[K]`` within the segment, ascending, in host memory, and what is kept there.
@@ -125,11 +118,11 @@ def _reduce_segment(rows: Tensor, hidden_size: int, budget: Budget) -> tuple[Ten
     state = torch.zeros(len(flat), dtype=torch.long)  # 0: to be merged, 1: salient, 2: an anchor token
     for frame, tokens in enumerate(embeddings):
         salience = (tokens @ tokens.mean(dim=0)).cpu()
-        state[frame * size + keep_best(salience, budget.salient[frame])] = 1
-        if frame in budget.anchors:
+        state[frame * size + keep_best(salience, salient[frame])] = 1
+        if frame in anchor_shares:
             rest = (state[frame * size : (frame + 1) * size] == 0).nonzero().flatten()
             dense = density_peaks(tokens[rest.to(tokens.device)]).cpu()
-            state[frame * size + rest[keep_best(dense, budget.anchors[frame])]] = 2
+            state[frame * size + rest[keep_best(dense, anchor_shares[frame])]] = 2
     anchors, others = (state == 2).nonzero().flatten(), (state == 0).nonzero().flatten()
     values = flat.clone()
     if len(anchors) and len(others):

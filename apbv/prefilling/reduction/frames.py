@@ -5,6 +5,7 @@ A *frame* is a temporal patch here: what the model makes of one frame, or of sev
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,20 @@ from torch import Tensor
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...model.parts import ModelParts
+
+
+class KeptRows(NamedTuple):
+    """The rows of a video that a host has after a reduction.
+
+    Attributes:
+        frames: the numbers of the frames to which they belong; in the hosts' order these are all frames.
+        places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
+        values: ``[K, (1 + L) * d]``. A row that was made of several has the place of one of them.
+    """
+
+    frames: range
+    places: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,16 @@ class SharedVideo:
         counts = [sum(frame in share for frame in wanted[rank]) for share in self.shares]
         return torch.cat(self.hosts.all_to_all(outgoing, [(count, *rows.shape[1:]) for count in counts]).wait())
 
+    def kept(self, places: Tensor) -> KeptRows:
+        """Keep rows as they are.
+
+        Args:
+            places: ``[K]``, ascending, which ones; those of other hosts' frames are ignored.
+        """
+        first, size = self.mine.start * self.frame_size, len(self.mine) * self.frame_size
+        places = places[(places >= first) & (places < first + size)]
+        return KeptRows(self.mine, places, self.rows.flatten(0, 1)[(places - first).to(self.rows.device)])
+
     def gather(self, local: Tensor) -> Tensor:
         """Give every host what each computed of its frames; collective.
 
@@ -89,33 +114,6 @@ class SharedVideo:
             local = self.hosts.broadcast(local.contiguous())  # so that all of them choose by the same numbers
             return local.cpu()
         return torch.cat(self.hosts.gather_rows(local, [*map(len, self.shares)]).wait()).cpu()
-
-
-@dataclass(frozen=True)
-class KeptRows:
-    """The rows of a video that a host has after a reduction.
-
-    Attributes:
-        frames: the numbers of the frames to which they belong; in the hosts' order these are all frames.
-        places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
-        values: ``[K, (1 + L) * d]``. A row that was made of several has the place of one of them.
-    """
-
-    frames: range
-    places: Tensor
-    values: Tensor
-
-    @classmethod
-    def chosen(cls, video: SharedVideo, places: Tensor) -> "KeptRows":
-        """Keep rows as they are.
-
-        Args:
-            places: ``[K]``, ascending, which ones; those of other hosts' frames are ignored.
-        """
-        first, size = video.mine.start * video.frame_size, len(video.mine) * video.frame_size
-        places = places[(places >= first) & (places < first + size)]
-        values = video.rows.flatten(0, 1)[(places - first).to(video.rows.device)]
-        return cls(video.mine, places, values)
 
 
 # Keeps ``count`` tokens of a video, or fewer where that does not come out even, and at least one; collective.

@@ -121,11 +121,7 @@ class HippoAttention(LateReducer):
         return Relevance()
 
     def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
-        count = _num_left(self.settings, self.num_visual, num_in_frames(self.parts, self.inputs))
+        num_in_videos = num_in_frames(self.parts, self.inputs)
+        count = self.num_visual - num_in_videos + count_of(self.settings.ratio, num_in_videos)
         scores = with_relevance(self.parts, self.inputs, self._semantics, attention)
         return Selection(keep_best(scores, count))
-
-
-def _num_left(settings: ReduceConfig, num_visual: int, num_in_videos: int) -> int:
-    """Return how many visual tokens are left, of which only those of videos' frames are ever left out."""
-    return num_visual - num_in_videos + count_of(settings.ratio, num_in_videos)

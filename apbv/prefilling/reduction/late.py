@@ -16,7 +16,7 @@ from ...model.parts import ModelParts
 from ..cancelling import Cancelling
 from ..methods import PrefillMethod, method_alone
 from ..stages import HiddenRows, Stage, Watcher, next_rows, run_stage
-from .choosing import Reduction, count_of
+from .choosing import Reduction
 
 
 class Selection(NamedTuple):
@@ -113,10 +113,6 @@ class LateReducer(ABC):
         kept = numbers[left[is_visual[left]]]
         by_layer = tuple(self.num_visual - num_tokens + layout.num_tokens for layout in layouts)
         return Reduction(self.name, self.settings.ratio, self.num_visual, len(kept), kept, by_layer)
-
-    def count(self, share: float) -> int:
-        """Return how many tokens a share of the prompt's visual tokens is: rounded, and at least one."""
-        return count_of(share, self.num_visual)
 
 
 def run_and_reduce(

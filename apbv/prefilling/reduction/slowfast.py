@@ -16,8 +16,6 @@ What is different here:
 - Where there are fewer tokens to keep than frames, evenly spaced frames keep one each.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,24 +26,14 @@ from .frames import KeptRows, SharedVideo
 _FAST_SHARE = 4  # the fast pathway takes a quarter of all tokens
 
 
-class Pathways(NamedTuple):
-    """Which frames are kept in full, and how the others are pooled.
+def plan_pathways(num_frames: int, height: int, width: int, count: int) -> tuple[set, set, int]:
+    """Share ``count`` tokens out between both pathways.
 
-    Attributes:
-        slow: the frames in full.
-        fast: the frames that are pooled.
-        side: p, the tokens along a pooled square's side.
+    Returns:
+        The frames that are kept in full, those that are pooled, and p, the tokens along a pooled square's side.
     """
-
-    slow: frozenset[int]
-    fast: frozenset[int]
-    side: int
-
-
-def plan_pathways(num_frames: int, height: int, width: int, count: int) -> Pathways:
-    """Share ``count`` tokens out between both pathways."""
     if count < num_frames:
-        return Pathways(frozenset(), frozenset(keep_even(num_frames, count).tolist()), max(height, width))
+        return set(), set(keep_even(num_frames, count).tolist()), max(height, width)
     side, most = 1, max(num_frames, count // _FAST_SHARE)
     while num_frames * _num_squares(height, width, side) > most:
         side += 1
@@ -53,20 +41,21 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> Pathw
     num_slow = (
         num_frames if pooled == whole else min(num_frames, (count - num_frames * pooled) // (whole - pooled))
     )
-    slow = frozenset(keep_even(num_frames, num_slow).tolist())
-    return Pathways(slow, frozenset(range(num_frames)) - slow, side)
+    slow = set(keep_even(num_frames, num_slow).tolist())
+    return slow, set(range(num_frames)) - slow, side
 
 
 def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
     """Keep at most ``count`` tokens, some of them means of several; every host reduces its own frames."""
-    size, paths = video.frame_size, plan_pathways(video.num_frames, video.height, video.width, count)
+    size = video.frame_size
+    slow, fast, side = plan_pathways(video.num_frames, video.height, video.width, count)
     places, values = [torch.empty(0, dtype=torch.long)], [video.rows[:0].flatten(0, 1)]
     for frame, rows in zip(video.mine, video.rows, strict=True):
-        if frame in paths.slow:
+        if frame in slow:
             places.append(frame * size + torch.arange(size))
             values.append(rows)
-        elif frame in paths.fast:
-            centres, means = _pooled(rows, video.height, video.width, paths.side)
+        elif frame in fast:
+            centres, means = _pooled(rows, video.height, video.width, side)
             places.append(frame * size + centres)
             values.append(means)
     return KeptRows(video.mine, torch.cat(places), torch.cat(values))

@@ -59,7 +59,8 @@ class SparseVLM(LateReducer):
         # is not finite there would be an error, which would break the group of hosts.
         mine = [int(torch.linalg.matrix_rank(attention.nan_to_num()))] if stage.hosts.is_leader else None
         (rank,) = stage.hosts.broadcast_ints(mine, 1)
-        num_dropped = _num_dropped(self.settings, len(self.layers), num_visual, rank)
+        strength = 1 - self.settings.ratio ** (1 / len(self.layers))  # λ
+        num_dropped = min(round(strength * (num_visual - rank)), num_visual - 1)
         scores = attention.mean(dim=0)
         kept = keep_best(scores, num_visual - num_dropped)
         dropped = torch.ones(num_visual, dtype=torch.bool)
@@ -67,7 +68,7 @@ class SparseVLM(LateReducer):
         dropped = dropped.nonzero().flatten()
         if not len(dropped):
             return Selection(kept)
-        recycled = dropped[keep_best(scores[dropped], _num_recycled(len(dropped)))]
+        recycled = dropped[keep_best(scores[dropped], int(_RECYCLED * len(dropped)) + 1)]
         centres, values = _merge(stage, self._visual_states(stage, rows), recycled)
         return Selection(torch.cat([kept, centres]).sort().values, centres, values)
 
@@ -85,22 +86,6 @@ class SparseVLM(LateReducer):
         return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown
 
 
-def _num_dropped(settings: ReduceConfig, num_steps: int, num_visual: int, rank: int) -> int:
-    """Return how many of V visual tokens a step drops: λ (V − rank P), but not all."""
-    strength = 1 - settings.ratio ** (1 / num_steps)
-    return min(round(strength * (num_visual - rank)), num_visual - 1)
-
-
-def _num_recycled(num_dropped: int) -> int:
-    """Return how many of the dropped tokens are merged."""
-    return int(_RECYCLED * num_dropped) + 1
-
-
-def _num_clusters(num_recycled: int) -> int:
-    """Return into how many tokens they are merged."""
-    return num_recycled // _TOKENS_PER_CLUSTER + 1
-
-
 def _merge(stage: Stage, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Merge some visual tokens to fewer; return the tokens that stand for them, ascending, and their states.
 
@@ -113,7 +98,7 @@ def _merge(stage: Stage, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor
     hosts, tokens = stage.hosts, stage.is_visual.nonzero().flatten()[chosen]
     wanted = [tokens] + [tokens[:0]] * (hosts.size - 1)
     states = move_rows(states, stage.owned_visual, stage.owner, wanted, hosts)
-    count = _num_clusters(len(chosen))
+    count = len(chosen) // _TOKENS_PER_CLUSTER + 1
     found = None
     if hosts.is_leader:
         centres, cluster = cluster_by_density(states, count)
