@@ -156,10 +156,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             options.draft_host = any(config.draft_host for config in configurations(options).values())
     except ValueError as error:
         parser.error(str(error))
-    num_targets = int(os.environ.get("WORLD_SIZE", 1)) - options.draft_host
-    if not num_targets:
-        parser.error("a draft host needs at least two hosts: start them with torchrun")
     if options.strategies is None:
+        num_targets = int(os.environ.get("WORLD_SIZE", 1)) - options.draft_host
         passes = num_targets > 1 and METHODS[options.method].passes_on
         options.strategies = [name for name, way in STRATEGIES.items() if passes or not way.needs_passing]
     return options

@@ -52,6 +52,8 @@ def build_ways(
                 wanted[f"{label}, draft host"] = replace(config, draft_host=True)
     needs_draft = options.draft_host or any(STRATEGIES[c.strategy].needs_draft_model for c in wanted.values())
     last = hosts.size - 1
+    if options.draft_host and not last:
+        raise ValueError("a draft host needs at least two hosts: start them with torchrun")
     targets = hosts.subgroup(range(last)) if options.draft_host else hosts
     model = draft = None
     if targets is not None:
