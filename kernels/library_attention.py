@@ -265,6 +265,8 @@ def attend_natively(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         out, lse = attend_masked(q, k, v, visible.tril() if causal else visible, scale)
         return out.to(q.dtype), lse
+    if scale <= 0:  # by which that kernel multiplies its mask, too
+        q, scale = q * scale, 1.0
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 

@@ -79,8 +79,9 @@ def test_any_lengths_lie_anywhere(backend, shape):
     ("backend", "dtype", "dim", "group", "queries", "keys", "scale"),
     [
         ("torch", torch.float32, 128, 4, 5, [8200, 9], 0.1),
-        ("torch", torch.float16, 80, 7, 63, [129, 111], 0.1),
+        ("torch", torch.float32, 80, 7, 63, [129, 111], -0.1),
         ("torch", torch.bfloat16, 16, 4, 129, [111, 63], 0.2),
+        ("torch", torch.float16, 16, 2, 9, [31], 0.0),
         ("triton", torch.float32, 256, 1, 5, [300, 33], -0.1),
         ("triton", TRITON_DTYPES[-1], 128, 4, 65, [51, 33], 0.1),
         ("triton", torch.float16, 80, 7, 11, [69, 51], 0.0),
