@@ -235,7 +235,9 @@ def apply_template(
         PromptError: an option is no variable of a template but an argument of transformers' call, or the template
             refuses the chat.
     """
-    template = _template_of(processor)
+    template = getattr(processor, "chat_template", None)
+    if isinstance(template, Mapping):  # of several
+        template = template.get("default")
     if template is None:
         return "\n\n".join("".join(text_parts(message)) for message in messages), False
     chat = _without_developers(messages) if not re.search("""["']developer["']""", template) else list(messages)
@@ -249,12 +251,6 @@ def apply_template(
         return processor.apply_chat_template(chat, tokenize=False, **options), True
     except Exception as error:  # templates raise what they like
         raise PromptError(f"the chat template refuses the chat: {error}") from error
-
-
-def _template_of(processor) -> str | None:
-    """Return the chat template's text; of several templates that of the default one."""
-    template = getattr(processor, "chat_template", None)
-    return template.get("default") if isinstance(template, Mapping) else template
 
 
 def _reads_parts(processor) -> bool:

@@ -232,7 +232,10 @@ def run_stage(
             watcher.on_nothing()
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
         return HiddenRows()
-    part = _part_of(parts, layers)
+    part = parts
+    if len(layers) < parts.num_layers:
+        with_norm = layers.stop == parts.num_layers  # which follows only the last layer
+        part = replace(parts, language_model=some_layers(parts.language_model, layers, with_norm))
     result = HiddenRows(deepstack=rows.deepstack[len(layers) :])
     extra = {}
     if rows.deepstack:
@@ -342,14 +345,6 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
     wanted = [everything if len(tokens) else everything[:0] for tokens in stage.local]
     mine = q[0, :, stage.rows_of(held[hosts.rank]).to(q.device)].transpose(0, 1)
     return move_rows(mine, held, stage.owner, wanted, hosts).transpose(0, 1)[None]
-
-
-def _part_of(parts: ModelParts, layers: range) -> ModelParts:
-    """Return parts whose language model is these layers; the last norm follows only the last layer."""
-    if len(layers) == parts.num_layers:
-        return parts
-    with_norm = layers.stop == parts.num_layers
-    return replace(parts, language_model=some_layers(parts.language_model, layers, with_norm))
 
 
 def _run(parts: ModelParts, hidden: list[Tensor], positions: Tensor, options: dict) -> Tensor:

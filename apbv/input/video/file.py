@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from itertools import chain
 
 import av
@@ -278,7 +279,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
     path = os.fsdecode(path)
     with VideoFile(path) as file:
         pts, keys = file.list_times(check)
-        rate = float(file.stream.average_rate or file.stream.guessed_rate or 1)
+        rate = Fraction(file.stream.average_rate or file.stream.guessed_rate or 1)
         unit = file.stream.time_base
         if len(pts):
             first = next(file.frames_from(keys[0], {int(pts[0])}))
@@ -296,7 +297,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             # Where decoding times stand for presentation times, they are the right ones, in the wrong order.
             times = np.sort(times)
         # The difference first, in integers: a late start must not cost precision.
-        timestamps = (times - times[0]) * float(unit)
+        timestamps = (times - times[0]) * unit.numerator / unit.denominator
         transpose, flip_vertical, flip_horizontal = _orientation(file, first)
         return VideoInfo(
             path=path,
@@ -304,7 +305,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
             timestamps=timestamps,
             height=first.width if transpose else first.height,
             width=first.height if transpose else first.width,
-            fps=(len(times) - 1) / float(timestamps[-1]) if len(times) > 1 else rate,
+            fps=(len(times) - 1) / float(timestamps[-1]) if len(times) > 1 else float(rate),
             transpose=transpose,
             flip_vertical=flip_vertical,
             flip_horizontal=flip_horizontal,
