@@ -1,6 +1,7 @@
 """Loads a saved prefill from disk, on any number of hosts."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..input.visual import VisualInput, VisualItem
 from ..kv.cache import ShardedCache
 from ..kv.facts import ModelIdentity, StorageError
 from ..kv.placement import GatheredKV, ShardedKV
-from ..kv.storage import Manifest, SavedKV
+from ..kv.storage import MANIFEST_NAME, Manifest, SavedKV
 from ..layout import ContextLayout, plan_layout, split_evenly
 from ..model.parts import ModelParts, inspect_model
 from ..stats import StageTimer
@@ -48,8 +49,7 @@ def load(
         if kv not in KV_PLACEMENTS:
             raise ValueError(f"kv must be one of {', '.join(KV_PLACEMENTS)}, not {kv!r}")
         parts = None if model is None else inspect_model(model)
-        saved = SavedKV.open(path)
-        manifest, read = saved.manifest, _read(saved, parts, hosts, kv)
+        manifest, read = _read_latest(Path(path), parts, hosts, kv)
     hosts.require_same("the saved KV", repr(manifest).encode())
     timer.mark_prefilled()
     reduction = None
@@ -65,6 +65,29 @@ def load(
         reduction=reduction,
         **read,
     )
+
+
+def _read_latest(
+    path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str
+) -> tuple[Manifest, dict[str, Any]]:
+    """Read what a directory holds, again where another save has replaced it meanwhile; errors are StorageErrors."""
+    while True:
+        before = _content_of(path / MANIFEST_NAME)
+        try:
+            saved = SavedKV.open(path)
+            return saved.manifest, _read(saved, parts, hosts, kv)
+        except Exception as error:  # what a hand has written may fail anywhere
+            if _content_of(path / MANIFEST_NAME) != before:
+                continue
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(f"the saved KV in {path} cannot be used: {error}") from error
+
+
+def _content_of(path: Path) -> bytes | None:
+    with suppress(OSError):
+        return path.read_bytes()
+    return None
 
 
 def _read(saved: SavedKV, parts: ModelParts | None, hosts: HostGroup, kv: str) -> dict[str, Any]:
