@@ -70,7 +70,7 @@ def load(
 def _read_latest(
     path: Path, parts: ModelParts | None, hosts: HostGroup, kv: str
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Read what a directory holds, again where another save has replaced it meanwhile; errors are StorageErrors."""
+    """Read what a directory holds, again where another save has replaced it meanwhile."""
     while True:
         before = _content_of(path / MANIFEST_NAME)
         try:
