@@ -1,10 +1,9 @@
-"""Measure how KV gets from the hosts that prefilled it to another process: over TCP, and by a directory.
+"""Measure how KV gets from the hosts that prefilled it to another process, over TCP.
 
-    torchrun --nproc-per-node 2 benchmarks/kv_transfer.py --tokens 8192 --directory /dev/shm
+    torchrun --nproc-per-node 2 benchmarks/kv_transfer.py --tokens 8192
 
-The KV is made up, of the shapes of a real model. Both ways go through the same offer and the same consumer, a
-process of its own without the engine, which copies every layer to memory of its own as it comes. They take turns,
-round by round. In an extra first round the consumer compares digests of what it got.
+The KV is made up, of the shapes of a real model. The consumer is a process of its own without the
+engine, which copies every layer to memory of its own as it comes. In an extra first round it compares digests.
 """
 
 import argparse
@@ -12,7 +11,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
-from pathlib import Path
 
 import torch
 
@@ -31,7 +29,6 @@ from support.arguments import COUNT, add_shared
 from support.kv_consumer import Consumer, digest_of
 from support.records import report
 
-WAYS = ("tcp", "directory")
 QUESTION_LEN, HEAD_DIM = 32, 128
 SHAPES = {"qwen2.5-vl-3b": (36, 2), "qwen2.5-vl-7b": (28, 4)}  # decoder layers and KV heads, in bf16
 
@@ -81,57 +78,45 @@ def transfer(
     }
 
 
-def measure(hosts: HostGroup, name: str, options: argparse.Namespace) -> dict[str, list[dict]]:
-    """Return each way's rounds on the leader; collective."""
+def measure(hosts: HostGroup, name: str, options: argparse.Namespace) -> list[dict]:
+    """Return the rounds on the leader; collective."""
     state = made_up_prefill(hosts, *SHAPES[name], options.tokens)
-    rounds: dict[str, list[dict]] = {way: [] for way in WAYS}
-    with (
-        Offers(hosts) as memory,
-        Offers(hosts, directory=options.directory) as folder,
-        closing(Consumer()) if hosts.is_leader else nullcontext() as consumer,
-    ):
-        ways = {"tcp": memory, "directory": folder}
+    with Offers(hosts) as offers, closing(Consumer()) if hosts.is_leader else nullcontext() as consumer:
         whole = state.to_dynamic_cache()
-        for way, offers in ways.items():
-            checked = transfer(state, offers, consumer, digests=True)
-            sent = whole and digest_of((layer.keys[0], layer.values[0]) for layer in whole.layers)
-            if hosts.is_leader and checked["digest"] != sent:
-                raise ValueError(f"what came by {way} is not what was sent")
+        checked = transfer(state, offers, consumer, digests=True)
+        sent = whole and digest_of((layer.keys[0], layer.values[0]) for layer in whole.layers)
+        if hosts.is_leader and checked["digest"] != sent:
+            raise ValueError("what came is not what was sent")
         del whole
-        for number in range(options.rounds):
-            for way in WAYS if number % 2 else reversed(WAYS):
-                rounds[way].append(transfer(state, ways[way], consumer))
-    return rounds
+        return [transfer(state, offers, consumer) for _ in range(options.rounds)]
 
 
 def records(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield the medians of each way, on the leader; collective."""
+    """Yield the medians of each model's KV, on the leader; collective."""
     for name in options.shapes:
-        for way, rounds in measure(hosts, name, options).items():
-            if not hosts.is_leader:
-                continue
-            times = ("offer_ms", "first_layer_ms", "fetch_ms", "total_ms")
-            samples = {key: [each[key] for each in rounds] for key in times}
-            medians = {key: statistics.median(values) for key, values in samples.items()}
-            num_bytes = rounds[0]["num_bytes"]
-            yield {
-                "benchmark": "kv_transfer",
-                "way": way,
-                "shape": name,
-                "hosts": hosts.size,
-                "num_tokens": options.tokens,
-                "num_bytes": num_bytes,
-                **medians,
-                "gigabytes_per_second": num_bytes / medians["total_ms"] / 1e6,
-                "samples": samples,
-            }
+        rounds = measure(hosts, name, options)
+        if not hosts.is_leader:
+            continue
+        times = ("offer_ms", "first_layer_ms", "fetch_ms", "total_ms")
+        samples = {key: [each[key] for each in rounds] for key in times}
+        medians = {key: statistics.median(values) for key, values in samples.items()}
+        num_bytes = rounds[0]["num_bytes"]
+        yield {
+            "benchmark": "kv_transfer",
+            "shape": name,
+            "hosts": hosts.size,
+            "num_tokens": options.tokens,
+            "num_bytes": num_bytes,
+            **medians,
+            "gigabytes_per_second": num_bytes / medians["total_ms"] / 1e6,
+            "samples": samples,
+        }
 
 
 COLUMNS = {
     "KV of": "{shape}",
     "tokens": "{num_tokens}",
     "MB": lambda record: f"{record['num_bytes'] / 1e6:.0f}",
-    "way": "{way}",
     "offer (ms)": "{offer_ms:.0f}",
     "first layer": "{first_layer_ms:.0f}",
     "fetch (ms)": "{fetch_ms:.0f}",
@@ -144,7 +129,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=COUNT, default=8192, help="512 at least")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--directory", type=Path, default=Path("/dev/shm/apbv-kv-transfer"))
     add_shared(parser, "json", rounds=5)
     return parser.parse_args(arguments)
 

@@ -4,12 +4,9 @@ Every process of a prefill group has its :class:`Offers`. Host 0's decides when 
 others.
 """
 
-import fcntl
 import hmac
 import logging
 import math
-import re
-import shutil
 import socket
 import threading
 import time
@@ -18,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ..hosts import HostGroup
 from .facts import StorageError
@@ -48,8 +44,6 @@ _REQUEST_SECONDS = 10.0  # for a request to arrive
 _TELLING_SECONDS = 5.0  # for another host to hear that an offer has ended
 _GRACE_SECONDS = 1.0  # for who is reading when an offer ends to be told, between two layers
 _REMEMBERED = 1024
-_LOCK = ".offered"
-_NAME = re.compile("[0-9a-f]{32}")
 # How an offer ends, and what who comes later is told of its KV.
 ENDINGS = {
     "fetched": "has been fetched already",
@@ -60,38 +54,13 @@ ENDINGS = {
 }
 
 
-class OfferedFolder:
-    """Holds the KV of one transfer on disk until it is removed; one process owns it.
-
-    Args:
-        parent: the directory in which to make it.
-        transfer: its name.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
-
-    def __init__(self, parent: Path, transfer: str):
-        self.path = parent / transfer
-        try:
-            self.path.mkdir(parents=True)
-            self._lock = _locked(self.path / _LOCK, "x")
-        except OSError as error:
-            raise StorageError(f"cannot offer KV in {parent}: {error}") from error
-
-    def remove(self) -> None:
-        """Remove the directory with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.close()
-
-
 @dataclass(eq=False)
 class Offer:
     """KV that waits to be fetched, or has ended.
 
     Attributes:
         transfer, token: as in the ticket.
-        held: the KV that this process holds in memory, or that of all hosts on disk; None once it is free.
+        held: the KV that this process holds; None once it is free.
         began: when it was offered, in seconds of the monotonic clock.
         lives_until: when it ends by itself, or who still reads from what has ended is cut off.
         ticket: on host 0, once every process has its share.
@@ -103,7 +72,7 @@ class Offer:
 
     transfer: str
     token: str
-    held: Share | OfferedFolder | None
+    held: Share | None
     began: float
     lives_until: float
     ticket: Ticket | None = None
@@ -123,7 +92,7 @@ class Offers:
 
     An offer ends when all its readers have confirmed (``"fetched"``), when its consumer or :meth:`drop` drops it
     (``"dropped"``), after its time (``"expired"``), for :meth:`make_room` (``"displaced"``) or at :meth:`close`
-    (``"closed"``). Its memory is then free, or its folder removed.
+    (``"closed"``). Its memory is then free.
 
     Construct it on all processes of a group; that is collective.
 
@@ -134,14 +103,11 @@ class Offers:
         advertised: the address that consumers get; None: ``host``, or where that is all of a machine's addresses
             the one by which others reach it.
         seconds: how long an offer waits for its consumer; twice as long once somebody has begun to fetch.
-        directory: a folder that producers and consumers share, in which KV is saved in place of being given out
-            from memory; the same for all processes.
         on_end: called on the leader with an offer's transfer, how it ended, and the bytes of its KV on all hosts,
             once they are free here. It may come from any thread, and must not block.
 
     Attributes:
         address: where this process gives out KV.
-        directory: as above.
 
     Raises:
         OSError: a process cannot listen there.
@@ -156,23 +122,19 @@ class Offers:
         port: int = 0,
         advertised: str | None = None,
         seconds: float = 120.0,
-        directory: Path | None = None,
         on_end: OnEnd | None = None,
     ):
-        self.directory, self._seconds, self._on_end = directory, seconds, on_end
+        self._seconds, self._on_end = seconds, on_end
         self._leads = hosts.is_leader
         self._offers: dict[str, Offer] = {}  # the oldest first
         self._past: OrderedDict[str, Offer] = OrderedDict()  # what has ended, the latest last
         self._exposer: Exposer | None = None
         self._making_exposer = threading.Lock()
         self._changed, self._is_closed = threading.Condition(), False
-        actions = {"fetch": self._fetch, "begin": self._begin, "done": self._done}
-        self._actions = actions | {"drop": self._told, "end": self._told}
+        self._actions = {"fetch": self._fetch, "done": self._done, "drop": self._told, "end": self._told}
         listener = None
         try:
             with hosts.local_stage("listening for consumers of KV"):
-                if directory is not None and self._leads:
-                    remove_orphans(directory)
                 reachable = advertised or reachable_address(host)
                 process = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
                 listener = Listener((host, port and port + process), self._serve, _IDLE_SECONDS)
@@ -190,7 +152,7 @@ class Offers:
     def __exit__(self, *error) -> None:
         self.close()
 
-    def hold(self, transfer: str, token: str, held: Share | OfferedFolder) -> None:
+    def hold(self, transfer: str, token: str, held: Share) -> None:
         """Offer what this process holds of a transfer's KV.
 
         Raises:
@@ -276,8 +238,6 @@ class Offers:
         self._free(offer)
 
     def _free(self, offer: Offer) -> None:
-        if isinstance(offer.held, OfferedFolder):
-            offer.held.remove()
         offer.held = None
         if offer.ticket is None:
             return
@@ -338,8 +298,6 @@ class Offers:
 
     def _send(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         share = offer.held
-        if not isinstance(share, Share):
-            raise StorageError(f"the KV of transfer {offer.transfer} lies in a directory")
         tokens, kv_heads, layers = (range_of(request, name) for name in ("tokens", "kv_heads", "layers"))
         part = share.part(tokens, kv_heads, layers)
         held = {"tokens": part.runs, "kv_heads": part.kv_heads}
@@ -370,10 +328,6 @@ class Offers:
                     raise StorageError(f"{self.address[0]} has no RDMA: {error}") from error
                 self._exposer = Exposer()
             return self._exposer
-
-    def _begin(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
-        with self._reading(connection, request, offer):
-            send_message(connection, {})
 
     def _done(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         reader, num_readers = reader_of(request)
@@ -429,26 +383,3 @@ class Offers:
         if not hmac.compare_digest(offer.token.encode(), token.encode(errors="replace")):
             raise StorageError(f"the token for transfer {transfer} is wrong")
         return offer
-
-
-def remove_orphans(parent: Path) -> None:
-    """Remove the folders whose owners have ended without having removed them."""
-    for lock in parent.glob(f"*/{_LOCK}"):
-        if not _NAME.fullmatch(lock.parent.name):
-            continue
-        try:
-            held = _locked(lock, "r+")
-        except OSError:
-            continue  # it has an owner, or is being removed
-        shutil.rmtree(lock.parent, ignore_errors=True)
-        held.close()
-
-
-def _locked(path: Path, mode: str) -> IO:
-    file = open(path, mode)  # noqa: SIM115  (held until the folder is removed)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file

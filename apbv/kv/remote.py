@@ -1,6 +1,6 @@
-"""A consumer's side of a transfer: the KV that a ticket names, from the producers' memory or from a directory.
+"""A consumer's side of a transfer: the KV that a ticket names, from the producers' memory.
 
-Consumers are other engines' processes: it needs torch and the standard library, and for a directory safetensors.
+Consumers are other engines' processes: it needs torch and the standard library.
 """
 
 import secrets
@@ -32,19 +32,16 @@ class RemoteKV:
 
     Raises:
         ValueError: there is no such transport.
-        StorageError: the ticket's directory does not hold its KV, or no more, or that of a reduced prompt; or
-            there is no RDMA here.
+        StorageError: there is no RDMA here.
     """
 
     def __init__(self, ticket: Ticket, timeout: float = 30.0, num_readers: int = 1, transport: str = "tcp"):
         self.ticket, self._timeout = ticket, timeout
         self._reader = {"reader": secrets.token_hex(16), "num_readers": num_readers}
-        self._saved = self._reading = self._open_sources = None
+        self._reading = self._open_sources = None
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
-        if ticket.path is not None:
-            self._open_folder()
-        elif transport == "rdma":
+        if transport == "rdma":
             try:
                 from .rdma import rdma_sources
             except ImportError as error:
@@ -75,8 +72,6 @@ class RemoteKV:
         for name, run in asked.items():
             if run.step != 1 or not 0 <= run.start <= run.stop <= sizes[name]:
                 raise ValueError(f"{name} {run} are not within the KV's {sizes[name]}")
-        if self._saved is not None:
-            return (self._saved.layer(index, asked["tokens"], asked["kv_heads"]) for index in asked["layers"])
         self.close()
         wanted = Wanted(**asked, ticket=ticket, reader=self._reader, timeout=self._timeout)
         self._reading = received(wanted, self._open_sources)
@@ -101,15 +96,6 @@ class RemoteKV:
 
     def __exit__(self, *error) -> None:
         self.close()
-
-    def _open_folder(self) -> None:
-        from .storage import SavedKV
-
-        ticket = self.ticket
-        _tell(ticket, "begin", self._timeout, self._reader)
-        self._saved = SavedKV.open(ticket.path)
-        self._saved.require_whole_prompt()
-        ticket.require_equal(self._saved.manifest, ticket.path)
 
 
 def drop(ticket: Ticket, timeout: float = 5.0) -> None:

@@ -28,8 +28,6 @@ class Ticket(KVFacts):
         token: a 256-bit secret as hex digits, which whoever fetches must present; no log may contain it.
         sources: address and port of every process that holds KV. The first is host 0's, which also takes the
             confirmation, and the order to drop the KV.
-        path: the directory that holds the KV, as :mod:`apbv.kv.storage` reads it; None where it comes from the
-            sources' memory.
 
     Raises:
         StorageError: a value is not what it must be.
@@ -39,15 +37,12 @@ class Ticket(KVFacts):
     transfer: str
     token: str = field(repr=False)
     sources: tuple[tuple[str, int], ...]
-    path: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
         for name, digits in _HEX_DIGITS.items():
             if len(value := getattr(self, name)) != digits or not set(value) <= set("0123456789abcdef"):
                 raise malformed(name)
-        if self.path == "":
-            raise malformed("path")
         are_sources = all(host and 0 < port < 65536 for host, port in self.sources)
         if not 0 < len(self.sources) <= _MOST_SOURCES or not are_sources:
             raise malformed("sources")

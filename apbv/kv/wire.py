@@ -7,7 +7,6 @@ A connection carries one request and its reply. The request names what to do, th
   and row by row, and a message with their checksum.
 - ``fetch`` with ``rdma`` is answered by where the KV lies in memory, which may be read until the connection ends
   (see :mod:`apbv.kv.rdma`). Who has read all of it sends a message, and is answered where it was kept until then.
-- ``begin`` says that a reader begins with KV that lies in a directory.
 - ``done`` says that a reader has all it wanted, ``drop`` that nobody will fetch the KV.
 - ``end`` says to another source of the transfer that it has ended, and how.
 

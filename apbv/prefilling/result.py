@@ -17,7 +17,7 @@ from ..input.model_inputs import ModelInputs
 from ..input.request import Request
 from ..kv.cache import ShardedCache, first_tokens
 from ..kv.facts import KVFacts, ModelIdentity, StorageError, digest_of_positions, digest_of_tokens, from_json
-from ..kv.offers import OfferedFolder, Offers
+from ..kv.offers import Offers
 from ..kv.placement import PlacedKV, ShardedKV
 from ..kv.sending import Share
 from ..kv.storage import Manifest, Shard, StoredReduction, StoredVisual, Writer
@@ -219,7 +219,7 @@ class PrefillResult:
         A consumer makes the prompt anew, with all its visual tokens: a reduced prompt is refused.
 
         The KV stays in the memory of the processes that hold it until the offer ends, whatever becomes of this
-        result, and a consumer fetches it from there. Where the offers have a directory, it is saved there instead.
+        result, and a consumer fetches it from there.
 
         Args:
             offers: this process's.
@@ -230,7 +230,7 @@ class PrefillResult:
 
         Raises:
             ValueError: visual tokens were left out of the prompt.
-            StorageError: the KV cannot be saved, or nothing can be offered any more.
+            StorageError: nothing can be offered any more.
             HostError: another host failed.
         """
         hosts = self.kv.hosts
@@ -239,31 +239,20 @@ class PrefillResult:
         transfer, token = hosts.broadcast_bytes(drawn).decode().split()
         try:
             with hosts.local_stage("offering the KV"):
-                held = self._held_for(offers, transfer)
+                held = self.kv.held()
                 if held is not None:
-                    offers.hold(transfer, token, held)
+                    offers.hold(transfer, token, Share(held[0], self._own_heads(), held[1]))
                 facts = asdict(self._facts()) if hosts.is_leader else {}
-            path = None if offers.directory is None else offers.directory / transfer
-            if path is not None:
-                self.save(path)
             sources = hosts.gather_json(None if held is None else offers.address)
             if not hosts.is_leader:
                 return None
             sources = tuple((host, port) for host, port in filter(None, sources))
-            ticket = Ticket(transfer=transfer, token=token, sources=sources, path=path and str(path), **facts)
+            ticket = Ticket(transfer=transfer, token=token, sources=sources, **facts)
             offers.publish(ticket)
             return ticket
         except BaseException:
             offers.drop(transfer)
             raise
-
-    def _held_for(self, offers: Offers, transfer: str) -> Share | OfferedFolder | None:
-        """Return what this process has to offer of a transfer's KV; None where it has nothing."""
-        hosts = self.kv.hosts
-        if offers.directory is not None:
-            return OfferedFolder(offers.directory, transfer) if hosts.is_leader else None
-        held = self.kv.held()
-        return held and Share(held[0], self._own_heads(), held[1])
 
     def _facts(self) -> KVFacts:
         """Describe the KV, on the leader."""

@@ -112,10 +112,10 @@ def _offering(hosts: HostGroup, folder: Path, prefill: dict) -> None:
     """Prefill and offer; and see to it that nothing holds the KV but the offer.
 
     Args:
-        prefill: also ``tensor_parallel``, ``directory``, and ``text``, in place of the demo's video.
+        prefill: also ``tensor_parallel``, and ``text``, in place of the demo's video.
     """
-    asked = {"tensor_parallel": 1, "directory": None, "text": None}
-    parallel, directory, text = (prefill.get(name, usual) for name, usual in asked.items())
+    asked = {"tensor_parallel": 1, "text": None}
+    parallel, text = (prefill.get(name, usual) for name, usual in asked.items())
     if parallel > 1:
         hosts = HostGroup.from_process_group(hosts.process_group, "cpu", GROUP_TIMEOUT, tensor_parallel=parallel)
     config = PrefillConfig(**{name: value for name, value in prefill.items() if name not in asked})
@@ -124,7 +124,7 @@ def _offering(hosts: HostGroup, folder: Path, prefill: dict) -> None:
     def note(transfer: str, how: str, num_bytes: int) -> None:
         _write(folder / "ended", f"{how} {num_bytes}")
 
-    with Offers(hosts, directory=directory, on_end=note) as offers:
+    with Offers(hosts, on_end=note) as offers:
         about = {} if text else {"video": demo.video_path(), "num_frames": FRAMES}
         state = engine.prefill(text or QUESTION, **about)
         ticket = state.offer(offers)

@@ -20,17 +20,14 @@ def offer_all(folder: Path, states: dict[str, "apbv.PrefillResult"], hosts: "apb
         with open(folder / ENDS, "a") as file:
             file.write(json.dumps([transfer, how, num_bytes]) + "\n")
 
-    (folder / "kv").mkdir(exist_ok=True)
     with (
         Offers(hosts, seconds=3600.0, on_end=note) as offers,
         Offers(hosts, seconds=0.01, on_end=note) as short,
-        Offers(hosts, seconds=3600.0, directory=folder / "kv", on_end=note) as shared,
     ):
         tickets = {}
         for name, state in states.items():
             tickets[name] = [state.offer(offers) for _ in range(NUM_TICKETS)]
             tickets[f"{name}, expired"] = [state.offer(short)]
-            tickets[f"{name}, directory"] = [state.offer(shared) for _ in range(2)]
         pids = hosts.gather_json(pid)
         if hosts.is_leader:
             params = {name: [ticket.to_params() for ticket in several] for name, several in tickets.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from apbv import HostError, HostGroup, StorageError
 from apbv.kv import offers as offers_module
-from apbv.kv.offers import OfferedFolder, Offers
+from apbv.kv.offers import Offers
 from apbv.kv.remote import RemoteKV, drop
 from apbv.kv.sending import Share
 from apbv.kv.ticket import new_token, new_transfer
@@ -147,25 +147,6 @@ def other_host_job(hosts: HostGroup) -> None:
 
 def test_what_host_0_forgets_expires_all_the_same():
     simulate(2, other_host_job)
-
-
-def test_a_folder_outlives_no_offer_and_no_crash(tmp_path, ended):
-    """What a crashed server has left is removed by the next; what another one offers is not."""
-    alive, crashed = new_transfer(), new_transfer()
-    theirs = OfferedFolder(tmp_path, alive)
-    with pytest.raises(StorageError, match="cannot offer KV"):
-        OfferedFolder(tmp_path, alive)
-    OfferedFolder(tmp_path, crashed)._lock.close()
-    (tmp_path / "clip").mkdir()
-    (tmp_path / "clip" / ".offered").touch()  # not ours
-    with Offers(HostGroup.single("cpu"), directory=tmp_path) as offers:
-        assert {path.name for path in tmp_path.iterdir()} == {alive, "clip"}
-        mine = new_transfer()
-        offers.hold(mine, new_token(), OfferedFolder(tmp_path, mine))
-        assert (tmp_path / mine).exists()
-    assert {path.name for path in tmp_path.iterdir()} == {alive, "clip"}
-    theirs.remove()
-    assert not (tmp_path / alive).exists()
 
 
 # ---- where it listens ----

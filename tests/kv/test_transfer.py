@@ -3,7 +3,6 @@
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,23 +47,6 @@ def test_a_consumer_gets_the_bytes_that_the_hosts_hold(pool, tmp_path, hosts, nu
             list(RemoteKV(found.ticket).layers(range(n)))
 
 
-def test_a_directory_is_read_as_memory_is_and_removed_at_the_end(pool, tmp_path):
-    with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8, directory=tmp_path / "shared") as found:
-        folder = tmp_path / "shared" / found.ticket.transfer
-        assert found.ticket.path == str(folder) and len(found.ticket.sources) == 1
-        for name, other in (("tokens_sha256", "0" * 64), ("weights_sha256", "0"), ("exact", True)):
-            with pytest.raises(StorageError, match=f"its {name} differs"):
-                RemoteKV(changed(found.ticket, **{name: other}))
-        with RemoteKV(found.ticket) as remote:
-            n = found.ticket.num_tokens
-            assert_same(remote.layers(range(5, n), range(1)), found.layers, slice(5, n), slice(1))
-            remote.confirm()
-        wait_for(found.ending)
-        assert not folder.exists() and found.ending() == f"fetched {found.ticket.num_bytes}"
-        with pytest.raises(StorageError, match="has been fetched already"):
-            RemoteKV(found.ticket)
-
-
 def test_an_offer_ends_when_all_readers_have_confirmed(pool, tmp_path):
     """As the two halves of a tensor-parallel consumer would, at the same time; one of them after a failure."""
     with offered(pool, 2, tmp_path / "kv", kv="sharded", passing_len=8) as found:
@@ -99,28 +81,24 @@ def test_what_a_consumer_drops_is_free_on_all_hosts(pool, tmp_path):
                 list(RemoteKV(ticket).layers(range(ticket.num_tokens)))
 
 
-def failing_job(hosts: HostGroup, directory: Path) -> list[str]:
-    """The leader cannot say which model it was; from memory, and by a directory."""
+def failing_job(hosts: HostGroup) -> str:
+    """The leader cannot say which model it was."""
 
     def fail():
         raise OSError("weights that are gone")
 
     engine = Engine.from_pretrained("demo", hosts=hosts, dtype="float32", prefill=PrefillConfig(kv="sharded"))
-    found = []
-    for place in (None, directory):
-        state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
-        memory = of_memory([(layer.keys, layer.values) for layer in state.kv.cache.layers])
-        with Offers(hosts, directory=place) as offers:
-            with pytest.raises((OSError, HostError)) as error:
-                replace(state, model=fail).offer(offers)
-            found.append(str(error.value))
-            del state, error
-            gc.collect()
-            assert is_free(memory)
+    state = engine.prefill(QUESTION, video=demo.video_path(), num_frames=FRAMES)
+    memory = of_memory([(layer.keys, layer.values) for layer in state.kv.cache.layers])
+    with Offers(hosts) as offers:
+        with pytest.raises((OSError, HostError)) as error:
+            replace(state, model=fail).offer(offers)
+        found = str(error.value)
+        del state, error
+        gc.collect()
+        assert is_free(memory)
     return found
 
 
-def test_an_offer_that_fails_on_one_host_fails_on_all_and_leaves_nothing(pool, tmp_path):
-    for found in pool.run(2, failing_job, tmp_path):
-        assert all("weights that are gone" in message for message in found)
-    assert not list(tmp_path.iterdir())
+def test_an_offer_that_fails_on_one_host_fails_on_all_and_leaves_nothing(pool):
+    assert all("weights that are gone" in message for message in pool.run(2, failing_job))

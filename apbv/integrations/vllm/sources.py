@@ -184,8 +184,6 @@ class Sources:
             return Saved.open(self._inside_root(path))
         for host, _ in ticket.sources:
             self._require_allowed(host)
-        if ticket.path is not None:
-            ticket = replace(ticket, path=str(self._inside_root(ticket.path)))
         return Offered(ticket, self._num_readers, self._timeout, self._transport)
 
     def _inside_root(self, path: str) -> Path:
