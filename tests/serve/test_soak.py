@@ -48,8 +48,10 @@ class Client:
 
     def chat(self, draw) -> None:
         body = {"max_tokens": draw.randint(1, 8), "ignore_eos": True, "temperature": draw.choice([0, 0.8])}
-        assert self._chat("x " * draw.randint(1, 40), **body)["usage"]["completion_tokens"] == body["max_tokens"]
-        assert "error" in self._chat("x", 400, **draw.choice([{"n": 2}, {"max_tokens": 10**6}]))
+        count = draw.choice([1, 1, 3])
+        usage = self._chat("x " * draw.randint(1, 40), **body, n=count)["usage"]
+        assert usage["completion_tokens"] == count * body["max_tokens"]
+        assert "error" in self._chat("x", 400, **draw.choice([{"n": 129}, {"max_tokens": 10**6}]))
 
     def hand_over(self, draw) -> None:
         reply = self._chat("x " * draw.randint(1, 80), max_tokens=1, kv_transfer_params=HAND_OVER)
