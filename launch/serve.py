@@ -103,7 +103,7 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     reuse.add_argument("--reuse", choices=REUSE_MODES, help="keep embeddings (exact) or KV (default: nothing)")
     reuse.add_argument("--reuse-mib", type=positive(int), default=4096, help="in each process (default 4096)")
     transfer = parser.add_argument_group("handing KV over to another server, such as vLLM")
-    transfer.add_argument("--kv-transfer", metavar="tcp|DIR", help="from memory, or by a folder that both share")
+    transfer.add_argument("--kv-transfer", choices=["tcp"], help="from the memory of each process, by TCP")
     transfer.add_argument("--kv-host", metavar="ADDRESS", help="where to reach this machine (default: found out)")
     transfer.add_argument("--kv-port", type=int, metavar="BASE", help="process p uses BASE + p (default: any)")
     transfer.add_argument("--kv-seconds", type=positive(float, 86_400), help="to fetch KV in (default 120)")
@@ -145,8 +145,6 @@ def _check(options: argparse.Namespace) -> None:
         for name in ("kv_host", "kv_port", "kv_seconds"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --kv-transfer")
-    elif options.kv_transfer != "tcp" and not Path(options.kv_transfer).is_dir():
-        raise ValueError(f"--kv-transfer {options.kv_transfer} is no folder, and not tcp")
     last = (options.kv_port or 0) + int(os.environ.get("WORLD_SIZE", 1)) - 1
     if options.kv_port is not None and not 0 <= options.kv_port <= last <= _LAST_PORT:
         raise ValueError(f"--kv-port must leave a port up to {_LAST_PORT} for each process, not {options.kv_port}")
@@ -202,7 +200,6 @@ def transfer_settings(options: argparse.Namespace) -> "TransferSettings | None":
         host=options.kv_host or _own_address(options.host),
         port=options.kv_port or 0,
         seconds=options.kv_seconds or 120.0,
-        directory=None if options.kv_transfer == "tcp" else Path(options.kv_transfer).resolve(),
     )
 
 

@@ -44,13 +44,11 @@ class TransferSettings:
 
     Attributes:
         host, port, seconds: where each process listens for consumers, and how long KV waits for them.
-        directory: a folder that the consumers share, in place of the hosts' memory.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     seconds: float = 120.0
-    directory: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +182,6 @@ def _offers(
         host=settings.host,
         port=settings.port,
         seconds=settings.seconds,
-        directory=settings.directory,
         on_end=None if scheduler is None else scheduler.end_offer,
     )
     return stack.enter_context(offers)

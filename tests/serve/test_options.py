@@ -8,7 +8,6 @@ from apbv.launch.serve import parse_arguments, settings_of, transfer_settings, w
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
-    "--kv-transfer /no/such/folder": "no folder, and not tcp",
     "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535 for each process",
     "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports from --kv-port 7999 on",
     "--kv-transfer tcp --reduce dycoke": "--kv-transfer hands whole prompts over",
@@ -69,7 +68,7 @@ def test_where_consumers_find_a_process(monkeypatch):
         options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
         found = transfer_settings(options)
         assert found.host == expected if expected else not found.host.startswith("127.")
-        assert (found.port, found.seconds, found.directory) == (0, 120.0, None)
+        assert (found.port, found.seconds) == (0, 120.0)
 
 
 def test_a_grace_beyond_torchruns_is_warned_of_once_per_machine(monkeypatch, capsys):

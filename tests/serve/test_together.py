@@ -111,16 +111,14 @@ def test_asked_to_end_a_server_refuses_who_waits_and_cuts_who_runs_after_the_gra
     assert "stopping" in str(answer.end())
 
 
-def test_answers_are_single_beside_a_draft_kv_in_a_folder_ends_and_a_host_that_dies_ends_all(tmp_path):
-    folder = tmp_path / "kv"
-    folder.mkdir()
+def test_answers_are_single_beside_a_draft_kv_that_nobody_fetches_ends_and_a_host_that_dies_ends_all(tmp_path):
     options = ["--model", "demo", "--media-dir", demo.video_path().parent, "--speculate", "vanilla"]
-    with serving(tmp_path / "out", *options, "--kv-transfer", folder, "--kv-seconds", 0.2) as server:
+    with serving(tmp_path / "out", *options, "--kv-transfer", "tcp", "--kv-seconds", 0.2) as server:
         assert "one answer at a time: a draft is made for one answer" in server.printed()
         video = [part("video", "clip.mp4"), text("which letter has the border: red")]
         handed = server.ask(video, extra_body={"kv_transfer_params": HAND_OVER, "num_frames": 64})
         ticket = Ticket.from_params(handed.model_extra["kv_transfer_params"])
-        assert folder.resolve() == Path(ticket.path).parent
+        assert ticket.transfer
         with running(server, ignore_eos=True, max_tokens=3000) as read:
             waiting = Stream(server, max_tokens=3)
             server.wait_until("apbv:num_requests_waiting", 1)
@@ -131,7 +129,6 @@ def test_answers_are_single_beside_a_draft_kv_in_a_folder_ends_and_a_host_that_d
         assert server.metric("apbv:spec_decode_num_drafts_total") > 0
         server.wait_until("apbv:kv_transfers_total", 1, how="expired")
         wait_until_idle(server)
-        assert not any(folder.iterdir())
         streams = [Stream(server, max_tokens=3000, extra_body={"ignore_eos": True}) for _ in range(2)]
         server.wait_until("apbv:num_requests_waiting", 1)
         server.processes[1].kill()
