@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingParams, SpeculativeConfig
-from ..hosts import HostGroup
+from ..hosts import Exchange, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -20,7 +20,6 @@ from ..prefilling.exchange import LocalVisual
 from ..prefilling.reduction.frames import frame_shape
 from ..prefilling.result import PrefillResult
 from .drafters import Drafter, ModelDrafter
-from .link import ReceivedScores
 
 
 @torch.no_grad()
@@ -106,7 +105,7 @@ class DraftTask:
         keep: the policy that chooses the visual tokens which the draft sees; None where none can be chosen.
         sampling: how tokens are drawn.
         vocab_size: the target's; on a draft host the smaller one of target and draft.
-        awaited: on a draft host the scores, which come later; None where none do.
+        awaited: on a draft host what arrives when the target knows the scores; None where none are needed.
         leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
@@ -124,7 +123,7 @@ class DraftTask:
     sampling: SamplingParams
     vocab_size: int
     leave_last: bool = False
-    awaited: ReceivedScores | None = None
+    awaited: Exchange | None = None
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
@@ -185,7 +184,7 @@ class Draft:
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
         successor: builds what replaces a provisional draft, which drafts until the target's scores have come.
-        awaited: these scores.
+        awaited: what arrives when they come.
         takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
             verified tokens may replace its own.
     """
@@ -194,7 +193,7 @@ class Draft:
     num_visual: int
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
-    awaited: ReceivedScores | None = None
+    awaited: Exchange | None = None
     takes_target_kv: bool = False
 
 

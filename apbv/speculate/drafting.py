@@ -12,7 +12,8 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, read_config
 from ..model.parts import ModelParts, inspect_model, require_supported
-from .beside import BesideDraft, DraftHost, beside_draft
+from .beside import BesideDraft, DraftHost
+from .link import Pair
 from .strategies import (
     make_watcher,
     reads,
@@ -153,7 +154,8 @@ class Drafting:
                 return tokenizer.encode(text, add_special_tokens=False)
 
             return TakingTurns(models.target, models.draft, hosts, config, tokenize, self._captioner)
-        way = beside_draft(models.target, models.draft, hosts, config)
+        pair = Pair.of(hosts, config)
+        way = DraftHost(models.draft, config, pair) if pair.is_draft else BesideDraft(models.target, config, pair)
         hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())
         return way
 
