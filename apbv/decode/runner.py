@@ -8,14 +8,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..hosts import HostGroup
-from ..kernels.backends import choose
-from ..kv.cache import ShardedCache, keep_of_last, last_rows, rows_left_out, writing_at
+from ..kv.cache import keep_of_last, last_rows, rows_left_out, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import ChosenKV, LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
-from ..warn import warn_caller
-from .graphs import CaptureError, RecordedSteps
+from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,6 @@ def forward(
     return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
 
 
-# Windows and trees are shorter; of longer inputs, such as a prompt's end, hardly two are equally long.
-MOST_CAPTURED = 64
-
-
 class ModelRunner:
     """Runs a language model over new tokens, and appends their KV to a cache.
 
@@ -88,18 +82,14 @@ class ModelRunner:
 
     def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
         self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
-        self._recorded = RecordedSteps(parts.device) if may_record(parts, hosts) else None
+        self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
     @torch.no_grad()
     def run(self, new: NewTokens, last_only: bool = False) -> Tensor:
         """Run the model on S tokens; return the logits after each, ``[S, V]``, or after the last, ``[1, V]``."""
         if self._recorded is not None and len(new) <= MOST_CAPTURED:
-            try:
-                return self._run_recorded(new, last_only)
-            except CaptureError as error:
-                self._recorded = None
-                give_up_graphs(self._parts, error)
+            return self._run_recorded(new, last_only)
         device = self._parts.device
         visible = None if new.visible is None else to_device(new.visible, device)
         attention = NewTokenAttention(self._parts.backend, visible, self._hosts, self._prompt)
@@ -107,11 +97,7 @@ class ModelRunner:
         return forward(self._parts, to_device(new.ids, device), positions, self._cache, attention, last_only)
 
     def _run_recorded(self, new: NewTokens, last_only: bool) -> Tensor:
-        """Run a step from the second of its size on as a CUDA graph.
-
-        Raises:
-            CaptureError: the step cannot be recorded; it has not run, and no token was appended.
-        """
+        """Run a step from the second of its size on as a CUDA graph."""
         layers = self._cache.layers
         has_room = all(layer.has_room(len(new)) for layer in layers)
         if not has_room or [id(layer.buffers) for layer in layers] != [id(pair) for pair in self._buffers]:
@@ -130,21 +116,20 @@ class ModelRunner:
         return logits
 
 
-class _Step:
+class _Step(Step):
     """One kind of step: its inputs at fixed addresses, and the forward pass over them."""
 
     def __init__(
         self, parts: ModelParts, cache: DynamicCache, prompt: ChosenKV | None, kind: tuple[int, bool, int | None]
     ):
         """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N."""
-        self._parts, self._cache, self._prompt = parts, cache, prompt
         count, self._last_only, num_masked = kind
-        numbers = torch.zeros(3 * count + 1, dtype=torch.int64, device=parts.device)
-        self._numbers, (self._ids, self._positions, self._places, self._num_keys) = (
-            numbers,
-            numbers.split([count, count, count, 1]),
-        )
-        self._visible = None if num_masked is None else numbers.new_empty(count, num_masked, dtype=torch.bool)
+        super().__init__(parts, count, 2 * count + 1)
+        self._cache, self._prompt = cache, prompt
+        self._positions, self._places, self._num_keys = self._others.split([count, count, 1])
+        self._visible = None
+        if num_masked is not None:
+            self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
         left_out = rows_left_out(cache)
         # Of a prompt from which tokens were dropped inside the model, later layers have fewer rows.
         self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
@@ -152,12 +137,7 @@ class _Step:
     def take(self, new: NewTokens, num_rows: int) -> None:
         """Take the inputs of the next step, behind ``num_rows`` rows of the cache; the host waits for nothing."""
         stop = num_rows + len(new)
-        known = [*new.positions, *range(num_rows, stop), stop]
-        if isinstance(new.ids, Tensor):
-            self._ids.copy_(new.ids)
-            fill(self._numbers[len(new) :], known)
-        else:
-            fill(self._numbers, [*new.ids, *known])
+        self.hold(new.ids, [*new.positions, *range(num_rows, stop), stop])
         if self._visible is not None:
             fill(self._visible, new.visible)
 
@@ -176,42 +156,6 @@ class _Step:
             )
 
 
-def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
-    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
-    if not wants_graphs(parts):
-        return False
-    obstacle = why_not_captured(parts, hosts)
-    if obstacle is not None:
-        warn_caller(f"decoding without CUDA graphs: {obstacle}")
-    return obstacle is None
-
-
-def give_up_graphs(parts: ModelParts, error: CaptureError) -> None:
-    """Warn that a step could not be recorded, and remember that for answers to come."""
-    if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may be spared
-        parts.capture_failures.append(str(error))
-    warn_caller(f"decoding goes on without CUDA graphs: {error}")
-
-
-def wants_graphs(parts: ModelParts) -> bool:
-    """Return whether a model's steps are to be recorded where they can be: on a GPU, if not switched off."""
-    return parts.decode.cuda_graphs == "auto" and parts.device.type == "cuda"
-
-
-def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
-    """Return what keeps a model's steps from being captured on its GPU, or None if nothing does."""
-    if hosts is not None:
-        return "the KV lies in shares, over which hosts exchange results in every layer"
-    if parts.tensor_parallel[1] > 1:
-        return "the members of a host exchange results in every layer"
-    if parts.capture_failures:
-        return parts.capture_failures[0]
-    backend = choose(parts.backend, torch.empty(0, dtype=parts.dtype, device=parts.device))
-    if backend != "triton":
-        return f"the {backend} attention waits for the number of keys"
-    return None
-
-
 class Decoder:
     """Runs the model over tokens that are already chosen, and rolls the last of them back. Collective.
 
@@ -223,17 +167,19 @@ class Decoder:
         next_position: rotary position of the first new token.
 
     Attributes:
+        cache: the cache that tokens are appended to; None on hosts that run nothing.
+        next_position: the rotary position of the next token.
         runs_ahead: whether this process alone runs the model, on a GPU, which can then be given a step before the
             host knows the token of the step before.
     """
 
     def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
-        self._position = next_position
-        self._cache = kv.continued()
-        self._runner = None if self._cache is None else ModelRunner(parts, self._cache, kv.attending)
+        self.next_position = next_position
+        self.cache = kv.continued()
+        self._runner = None if self.cache is None else ModelRunner(parts, self.cache, kv.attending)
         self.hosts = kv.hosts
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
-        self.runs_ahead = self._cache is not None and is_alone and parts.device.type == "cuda"
+        self.runs_ahead = self.cache is not None and is_alone and parts.device.type == "cuda"
 
     def advance(
         self,
@@ -252,8 +198,8 @@ class Decoder:
         Returns:
             The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
         """
-        new = NewTokens(tokens, self._position, depths, visible)
-        self._position += len(tokens)
+        new = NewTokens(tokens, self.next_position, depths, visible)
+        self.next_position += len(tokens)
         return None if self._runner is None else self._runner.run(new, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
@@ -262,20 +208,10 @@ class Decoder:
         Args:
             kept: their numbers in 0 .. count - 1, ascending.
         """
-        if self._cache is not None and len(kept) < count:
-            keep_of_last(self._cache, count, kept)
-        self._position += len(kept) - count
-
-    @property
-    def cache(self) -> DynamicCache | ShardedCache | None:
-        """The cache that tokens are appended to; None on hosts that run nothing."""
-        return self._cache
-
-    @property
-    def next_position(self) -> int:
-        """The rotary position of the next token."""
-        return self._position
+        if self.cache is not None and len(kept) < count:
+            keep_of_last(self.cache, count, kept)
+        self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""
-        return last_rows(self._cache, count)
+        return last_rows(self.cache, count)

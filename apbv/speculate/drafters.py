@@ -139,7 +139,7 @@ class ModelDrafter:
             choices.append(choice)
             rows += [] if row is None else [row]
             missing = choice.tokens  # which the host does not know yet
-        drafted = Choice.read_all(choices) if choices else []
+        drafted = Choice.joined(choices).read() if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]
         return Proposal(drafted, torch.cat(rows) if rows else None)
 
@@ -156,7 +156,7 @@ class ModelDrafter:
                 new = NewTokens(ids, position, [depth - 1] * len(nodes), visible)
                 logits = self._runner.run(new)[:, : self._vocab_size]
             levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
-        drafted = Choice.read_all(levels) if levels else []
+        drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
         return Proposal(drafted)
 
