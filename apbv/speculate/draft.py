@@ -43,18 +43,21 @@ def prefill_draft(
     is_visual = parts.is_visual(inputs.input_ids[0])
     text, visual = (~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
-    merged = _collect(parts, inputs, kept_visual, hosts, rows)
+    shown = sound = None
+    if len(kept_visual):
+        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts)
+    if inputs.audio is not None:
+        everything = torch.arange(inputs.num_audio_tokens)
+        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts)
     if not hosts.is_leader:
         return None
+    merged = LocalVisual.of_rows(shown, parts, sound)
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
 
 
 @torch.no_grad()
 def run_prompt(
-    parts: ModelParts,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    merged: LocalVisual | None = None,
+    parts: ModelParts, input_ids: Tensor, position_ids: Tensor, merged: LocalVisual | None = None
 ) -> DynamicCache:
     """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return its KV."""
     embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
@@ -67,19 +70,6 @@ def run_prompt(
         **extra,
     )
     return cache
-
-
-def _collect(
-    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
-) -> LocalVisual:
-    """Gather the rows of the kept visual tokens, and of all sound, in order, on host 0; collective."""
-    shown = sound = None
-    if len(kept_visual):
-        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts)
-    if inputs.audio is not None:
-        everything = torch.arange(inputs.num_audio_tokens)
-        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts)
-    return LocalVisual.of_rows(shown, parts, sound)
 
 
 def _collect_rows(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup) -> Tensor | None:

@@ -1,13 +1,11 @@
 """Drafters, which propose tokens for the target to verify. They run on host 0.
 
 A drafter is not told which of its tokens were accepted: it is given all tokens so far, keeps the KV that it has
-already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong. Only a
-:class:`Learner` is also given the target's logits for the new tokens.
+already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,7 +56,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place in range(shorter) if first[place] != second[place]), shorter)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes how a sequence goes on."""
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
@@ -67,24 +65,24 @@ class Drafter(Protocol):
         Raises:
             NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for this prompt.
         """
-
-
-@runtime_checkable
-class Learner(Drafter, Protocol):
-    """Adapts to the target while it drafts; only where both take turns."""
+        raise NotImplementedError
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``.
+        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by default nothing.
 
-        The first new token, which the prefill chose, is never among them.
+        The first new token, which the prefill chose, is never among them. Only where both take turns.
         """
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with a language model, on top of its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
     probable next tokens.
+
+    Attributes:
+        newest_kv: where the draft is the target itself on less of the prompt, gives the KV that takes the place of
+            this drafter's own of verified tokens (STD: dense KV for sparse).
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
@@ -118,15 +116,8 @@ class ModelDrafter:
         self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
         self._tree, self._drafted = Tree.chain(0), [-1]
         self._nodes_in_cache: list[int] = []  # the nodes of the last tree whose KV follows that of these tokens
-        self._newest_kv: NewestKV | None = None
+        self.newest_kv: NewestKV | None = None
         self._num_replaced = 0
-
-    def take_target_kv(self, newest_kv: NewestKV) -> None:
-        """Replace this drafter's KV of verified tokens by the target's from now on, which saw the whole prompt.
-
-        Only for a draft that is the target itself on less of the prompt (STD: dense KV takes the place of sparse).
-        """
-        self._newest_kv = newest_kv
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         missing = self._roll_back(tokens)
@@ -235,9 +226,9 @@ class ModelDrafter:
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
-        if self._newest_kv is not None:
+        if self.newest_kv is not None:
             count = self._num_replaced
-            replace_last(self._cache, len(self._cached) - count, self._newest_kv(len(known) - count))
+            replace_last(self._cache, len(self._cached) - count, self.newest_kv(len(known) - count))
             self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
@@ -253,7 +244,7 @@ class ModelDrafter:
         return path
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts what followed the last tokens where they occurred before (prompt lookup).
 
     Args:

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
 from ..timeline import Recorder
-from .drafters import Drafter, Learner, Proposal, pack_tokens, unpack_tokens
+from .drafters import Drafter, Proposal, pack_tokens, unpack_tokens
 from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree
 from .verify import verify_window
@@ -67,7 +67,7 @@ def generate_speculatively(
             # All new tokens but the last are in the KV then, and no others.
             decoder.take_back(len(shape), path[: len(new)])
             details["accepted"] = len(path) - 1
-        if is_drafting and isinstance(drafter, Learner):
+        if is_drafting and drafter is not None:
             drafter.learn(new, rows[: len(new)])
         stats.rounds += is_drafting
         stats.num_target_forwards += 1
