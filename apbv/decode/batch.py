@@ -4,8 +4,7 @@ The newest tokens of all answers are rows of one input, ``[1, R]``, each at its 
 model's matrix products are of R rows. Attention takes every row to the KV of its own prompt, where that lies.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -124,7 +123,7 @@ class Batch:
             raise ValueError("only answers to prompts whose KV is gathered on this host are decoded together")
         if self._stream is not None:
             self._wait_for(answer)
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):  # and on its GPU; nothing changes where it is None
             member = Member(answer)
         self._members.append(member)
         return member
@@ -150,7 +149,7 @@ class Batch:
             RuntimeError, ...: what the model's forward pass raises. No member got a token, and all may go on.
         """
         fresh = [member for member in self._members if not member.tokens]
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             if fresh:
                 choice = self._choose(fresh, torch.stack([member.answer.logits for member in fresh]))
                 chosen, arriving = fresh, choice.fetch()
@@ -229,15 +228,6 @@ class Batch:
         layers = answer.decoder.cache.layers
         for tensor in (answer.logits, *(states for layer in layers for states in (layer.keys, layer.values))):
             tensor.record_stream(self._stream)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Make this batch's stream the current one, where it has one."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._parts.device), torch.cuda.stream(self._stream):
-            yield
 
 
 def why_not_together(parts: ModelParts) -> str | None:

@@ -1,7 +1,6 @@
 """Running a language model over new tokens behind a cache, step by step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,33 +13,6 @@ from ..model.attention import ChosenKV, LayerAttention, NewTokenAttention, apbv_
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
 from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Holds S text tokens that a model is to run.
-
-    Attributes:
-        ids: the tokens. A tensor ``[S]`` lies on the device, and the host need not know what it holds.
-        position: rotary position of the first.
-        depths: by how much each token's position exceeds that; None: they are consecutive.
-        visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
-            those up to itself.
-    """
-
-    ids: Sequence[int] | Tensor
-    position: int
-    depths: Sequence[int] | None = None
-    visible: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def positions(self) -> list[int]:
-        """The rotary position of each token; for M-RoPE time, height and width advance together."""
-        depths = range(len(self)) if self.depths is None else self.depths
-        return [self.position + depth for depth in depths]
 
 
 def forward(
@@ -86,33 +58,51 @@ class ModelRunner:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
     @torch.no_grad()
-    def run(self, new: NewTokens, last_only: bool = False) -> Tensor:
-        """Run the model on S tokens; return the logits after each, ``[S, V]``, or after the last, ``[1, V]``."""
-        if self._recorded is not None and len(new) <= MOST_CAPTURED:
-            return self._run_recorded(new, last_only)
-        device = self._parts.device
-        visible = None if new.visible is None else to_device(new.visible, device)
-        attention = NewTokenAttention(self._parts.backend, visible, self._hosts, self._prompt)
-        positions = to_device(new.positions, device)
-        return forward(self._parts, to_device(new.ids, device), positions, self._cache, attention, last_only)
+    def run(
+        self,
+        ids: Sequence[int] | Tensor,
+        positions: Sequence[int],
+        visible: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Run the model on S text tokens.
 
-    def _run_recorded(self, new: NewTokens, last_only: bool) -> Tensor:
+        Args:
+            ids: the tokens. A tensor ``[S]`` lies on the device, and the host need not know what it holds.
+            positions: the rotary position of each; for M-RoPE time, height and width advance together.
+            visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
+                those up to itself.
+
+        Returns:
+            The logits after each token, ``[S, V]``, or after the last, ``[1, V]``.
+        """
+        if self._recorded is not None and len(ids) <= MOST_CAPTURED:
+            return self._run_recorded(ids, positions, visible, last_only)
+        parts, device = self._parts, self._parts.device
+        there = None if visible is None else to_device(visible, device)
+        attention = NewTokenAttention(parts.backend, there, self._hosts, self._prompt)
+        ids, positions = to_device(ids, device), to_device(positions, device)
+        return forward(parts, ids, positions, self._cache, attention, last_only)
+
+    def _run_recorded(
+        self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, last_only: bool
+    ) -> Tensor:
         """Run a step from the second of its size on as a CUDA graph."""
-        layers = self._cache.layers
-        has_room = all(layer.has_room(len(new)) for layer in layers)
+        layers, count = self._cache.layers, len(ids)
+        has_room = all(layer.has_room(count) for layer in layers)
         if not has_room or [id(layer.buffers) for layer in layers] != [id(pair) for pair in self._buffers]:
             # Before there are new buffers: with the old ones a second copy of the KV would be in memory.
             self._recorded.clear()
             self._buffers = []
         for layer in layers if not has_room else ():
-            layer.make_room(len(new))
+            layer.make_room(count)
         self._buffers = [layer.buffers for layer in layers]
-        kind = len(new), last_only, None if new.visible is None else new.visible.shape[1]
+        kind = count, last_only, None if visible is None else visible.shape[1]
         step = self._recorded.of_kind(kind, lambda: _Step(self._parts, self._cache, self._prompt, kind))
-        step.take(new, layers[0].keys.shape[2])
+        step.take(ids, positions, visible, layers[0].keys.shape[2])
         logits = self._recorded.compute(kind)
         for layer in layers:
-            layer.extend(len(new))
+            layer.extend(count)
         return logits
 
 
@@ -134,12 +124,14 @@ class _Step(Step):
         # Of a prompt from which tokens were dropped inside the model, later layers have fewer rows.
         self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
 
-    def take(self, new: NewTokens, num_rows: int) -> None:
+    def take(
+        self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, num_rows: int
+    ) -> None:
         """Take the inputs of the next step, behind ``num_rows`` rows of the cache; the host waits for nothing."""
-        stop = num_rows + len(new)
-        self.hold(new.ids, [*new.positions, *range(num_rows, stop), stop])
+        stop = num_rows + len(ids)
+        self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:
-            fill(self._visible, new.visible)
+            fill(self._visible, visible)
 
     def compute(self) -> Tensor:
         """Run the model on what was taken, write the new KV into the cache's buffers, and return the logits."""
@@ -192,15 +184,15 @@ class Decoder:
 
         Args:
             tokens: a tensor ``[S]`` on the device is not waited for.
-            depths, visible: of tokens that form a tree; see :class:`NewTokens`. The root has depth 0 and
+            depths, visible: of tokens that form a tree; see :meth:`ModelRunner.run`. The root has depth 0 and
                 follows the sequence.
 
         Returns:
             The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
         """
-        new = NewTokens(tokens, self.next_position, depths, visible)
+        positions = [self.next_position + depth for depth in depths or range(len(tokens))]
         self.next_position += len(tokens)
-        return None if self._runner is None else self._runner.run(new, last_only)
+        return None if self._runner is None else self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
         """Roll back the last ``count`` tokens: drop their KV, but that of the kept ones, such as a tree's path.

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingParams
-from ..decode.runner import ModelRunner, NewTokens
+from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
 from ..kv.cache import appending_in_place, keep_of_last, replace_last
 from ..kv.select import select_kv
@@ -143,9 +143,8 @@ class ModelDrafter(Drafter):
                 above = tree.children[tree.inner_levels[depth - 1][0]][0]  # the first node of their level
                 ids = levels[-1].tokens.index_select(0, self._indices(node - above for node in nodes))
                 visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
-                position = self._position + self._num_cached
-                new = NewTokens(ids, position, [depth - 1] * len(nodes), visible)
-                logits = self._runner.run(new)[:, : self._vocab_size]
+                positions = [self._position + self._num_cached + depth - 1] * len(nodes)
+                logits = self._runner.run(ids, positions, visible)[:, : self._vocab_size]
             levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
         drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
@@ -204,8 +203,9 @@ class ModelDrafter(Drafter):
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after the last."""
-        new = NewTokens(tokens, self._position + self._num_cached)
-        return self._runner.run(new, last_only=True)[:, : self._vocab_size]
+        first = self._position + self._num_cached
+        logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
+        return logits[:, : self._vocab_size]
 
     def _choose(self, logits: Tensor, index: int) -> tuple[Choice, Tensor | None]:
         return choose_tokens(logits, self._config, [index], PURPOSE_DRAFT)

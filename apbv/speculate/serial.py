@@ -1,7 +1,5 @@
 """Speculative decoding in turn: a chain or a tree of tokens is drafted, then verified."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
@@ -102,22 +100,14 @@ def _draft(
     """Draft on host 0, at most a tree; return it on every host, or None where the draft is switched off."""
     hosts, most, proposal, numbers = answer.hosts, limit.num_drafted, None, None
     if hosts.is_leader:
-        proposal = _propose(drafter, answer.tokens, limit, pace, stats)
+        if pace.is_losing():
+            stats.switch_off(LOSING, len(answer.tokens))
+        else:
+            tree = limit.cut(pace.next_window())
+            try:
+                proposal = drafter.propose(answer.tokens, tree) if tree.num_drafted else Proposal([])
+            except NotFiniteError as error:
+                stats.switch_off(f"it gave {error}", len(answer.tokens))
         numbers = [SWITCHED_OFF, *[0] * most] if proposal is None else pack_tokens(proposal.tokens, most)
     numbers = hosts.broadcast_ints(numbers, most + 1)
     return None if numbers[0] == SWITCHED_OFF else proposal or Proposal(unpack_tokens(numbers))
-
-
-def _propose(
-    drafter: Drafter, tokens: Sequence[int], limit: Tree, pace: Pace, stats: SpeculationStats
-) -> Proposal | None:
-    """Draft as many levels as promise most; return None where the draft is switched off."""
-    if pace.is_losing():
-        stats.switch_off(LOSING, len(tokens))
-        return None
-    tree = limit.cut(pace.next_window())
-    try:
-        return drafter.propose(tokens, tree) if tree.num_drafted else Proposal([])
-    except NotFiniteError as error:
-        stats.switch_off(f"it gave {error}", len(tokens))
-        return None
