@@ -14,7 +14,7 @@ from ..hosts import AgreedError, HostGroup
 from ..logprobs import TokenLogprobs, log_probabilities
 from ..transfer import fetch, to_device
 from .runner import Decoder
-from .sampling import Choice, NotFiniteError, biased, choose_each, forbid, penalised
+from .sampling import Choice, biased, choose_each, forbid, penalised
 
 NO_TOKEN = -1  # what host 0 sends the other hosts where NaN or infinite logits allow no token
 
@@ -142,17 +142,12 @@ class Answer:
         rows = [row for row, index in enumerate(indices) if index < first]
         return forbid(logits, rows, self.eos_token_ids) if rows and self.eos_token_ids else logits
 
-    def changes_logits_at(self, index: int) -> bool:
-        """Return whether :meth:`allowed` changes the logits for this index in the sequence."""
-        sampling, is_early = self.sampling, index < self.prompt_len + self.sampling.min_tokens
-        return bool(sampling.logit_bias) or sampling.looks_back or (is_early and bool(self.eos_token_ids))
-
     @cached_property
     def _prompt_there(self) -> Tensor:
         """The different tokens of the prompt, where the logits lie."""
         return self.prompt_ids.unique().to(self.logits.device)
 
-    def agree(self, arriving: Callable[[], list[int]] | None) -> tuple[int, bool]:
+    def agree(self, arriving: Callable[[], tuple[list[int], list[int]]] | None) -> tuple[int, bool]:
         """Return the token that arrives from host 0's device as :meth:`choose` does; collective.
 
         Args:
@@ -160,11 +155,8 @@ class Answer:
         """
         chosen = None
         if arriving is not None:
-            try:
-                (token,) = arriving()
-                chosen = [token, self.cut([token])[1]]
-            except NotFiniteError:
-                chosen = [NO_TOKEN, True]
+            (token,), (is_finite,) = arriving()
+            chosen = [token, self.cut([token])[1]] if is_finite else [NO_TOKEN, True]
         token, has_ended = self.hosts.broadcast_ints(chosen, 2)
         self.require_token(token)
         return token, bool(has_ended)

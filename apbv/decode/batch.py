@@ -4,8 +4,7 @@ The newest tokens of all answers are rows of one input, ``[1, R]``, each at its 
 model's matrix products are of R rows. Attention takes every row to the KV of its own prompt, where that lies.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -124,7 +123,7 @@ class Batch:
             raise ValueError("only answers to prompts whose KV is gathered on this host are decoded together")
         if self._stream is not None:
             self._wait_for(answer)
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):  # and on its GPU; nothing changes where it is None
             member = Member(answer)
         self._members.append(member)
         return member
@@ -150,10 +149,10 @@ class Batch:
             RuntimeError, ...: what the model's forward pass raises. No member got a token, and all may go on.
         """
         fresh = [member for member in self._members if not member.tokens]
-        with self._on_stream():
+        with torch.cuda.stream(self._stream):
             if fresh:
                 choice = self._choose(fresh, torch.stack([member.answer.logits for member in fresh]))
-                chosen, arriving = fresh, choice.fetch_rows()
+                chosen, arriving = fresh, choice.fetch()
             else:
                 chosen, arriving = self._advance()
         for member, token, is_finite in zip(chosen, *arriving(), strict=True):
@@ -163,7 +162,7 @@ class Batch:
         self._members = [member for member in self._members if not member.has_ended]
         return advanced
 
-    def _advance(self) -> tuple[list[Member], Callable[[], tuple[list[int], list[bool]]]]:
+    def _advance(self) -> tuple[list[Member], Callable[[], tuple[list[int], list[int]]]]:
         """Give the device what it has to do now; return whose tokens are chosen, and what waits for them."""
         if self._given is not None and all(member.has_ended for member in self._given[0]):
             self._given = None
@@ -171,7 +170,7 @@ class Batch:
         if self._given is None:
             return [], lambda: ([], [])
         members, choice = self._given
-        arriving = choice.fetch_rows()
+        arriving = choice.fetch()
         # Where this raises, the tokens that arrive are fetched again.
         looks_back = any(member.answer.sampling.looks_back for member in self._members if not member.has_ended)
         self._given = self._give(self._given) if self._runs_ahead and not looks_back else None
@@ -211,14 +210,13 @@ class Batch:
         """Choose the next token of each member by its row of logits ``[R, V]``."""
         answers, counts = [member.answer for member in members], [member.kv.num_run for member in members]
         places = [answer.prompt_len + count for answer, count in zip(answers, counts, strict=True)]
-        given = logits
-        changed = [row for row, answer in enumerate(answers) if answer.changes_logits_at(places[row])]
-        if changed:
-            rows = [answers[row].allowed(logits[row : row + 1], [places[row]]) for row in changed]
-            logits = logits.index_copy(0, to_device(changed, logits.device, torch.int64), torch.cat(rows))
+        given = logits.split(1)
+        allowed = [answer.allowed(row, [place]) for answer, row, place in zip(answers, given, places, strict=True)]
+        if any(row is not before for row, before in zip(allowed, given, strict=True)):
+            logits = torch.cat(allowed)
         choice = choose_each(logits, [answer.sampling for answer in answers], places)
-        for row, answer in enumerate(answers):
-            answer.tell_of(given[row : row + 1], choice.tokens[row : row + 1])
+        for answer, row, token in zip(answers, given, choice.tokens.split(1), strict=True):
+            answer.tell_of(row, token)
         return choice
 
     def _wait_for(self, answer: Answer) -> None:
@@ -230,15 +228,6 @@ class Batch:
         layers = answer.decoder.cache.layers
         for tensor in (answer.logits, *(states for layer in layers for states in (layer.keys, layer.values))):
             tensor.record_stream(self._stream)
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Make this batch's stream the current one, where it has one."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._parts.device), torch.cuda.stream(self._stream):
-            yield
 
 
 def why_not_together(parts: ModelParts) -> str | None:

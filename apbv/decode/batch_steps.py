@@ -11,8 +11,8 @@ from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
-from .graphs import CaptureError, RecordedSteps
-from .runner import MOST_CAPTURED, forward, give_up_graphs, may_record
+from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
+from .runner import forward
 
 # There are graphs for 1, 2, 4, 8, 16, 24, … answers, and for KV of up to 1,024, 4,096, 16,384, … rows.
 _EXACT_SIZES, _SIZE_STEP, _FEWEST_ROWS = 4, 8, 1024
@@ -89,7 +89,7 @@ class BatchRunner:
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
         records = self._looks_up and may_record(parts, None)
-        self._recorded = RecordedSteps(parts.device) if records else None
+        self._recorded = RecordedSteps(parts) if records else None
 
     @torch.no_grad()
     def run(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
@@ -121,17 +121,13 @@ class BatchRunner:
         if self._recorded is not None and len(kvs) <= MOST_CAPTURED:
             kind = *_rounded_up(len(kvs), most_rows), differ
             self._recorded.of_kind(kind, lambda: _Step(self._parts, *kind)).take(ids, kvs)
-            try:
-                return self._recorded.compute(kind)[: len(kvs)]
-            except CaptureError as error:
-                self._recorded = None
-                give_up_graphs(self._parts, error)
+            return self._recorded.compute(kind)[: len(kvs)]
         step = _Step(self._parts, len(kvs), most_rows, differ)
         step.take(ids, kvs)
         return step.compute()
 
 
-class _Step:
+class _Step(Step):
     """One pass over R answers at most, of so many rows at most; its inputs stay where they are.
 
     Args:
@@ -139,22 +135,17 @@ class _Step:
     """
 
     def __init__(self, parts: ModelParts, size: int, most_rows: int, layers_differ: bool):
-        self._parts, self._size, self._most_rows = parts, size, most_rows
-        self._numbers = torch.zeros(3 * size, dtype=torch.int64, device=parts.device)
-        self._ids, self._positions, self._lengths = self._numbers.split(size)
+        super().__init__(parts, size, 2 * size)
+        self._most_rows = most_rows
+        self._positions, self._lengths = self._others.split(size)
         self._places = self._numbers.new_zeros(parts.num_layers, 3, size)
         self._left_out = self._numbers.new_zeros(parts.num_layers, size) if layers_differ else None
         self._held: list[object] = []
 
     def take(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> None:
         """Take the inputs of the next pass; the host waits for nothing."""
-        rest = self._size - len(kvs)
-        known = [kv.position for kv in kvs] + [0] * rest + [kv.num_rows for kv in kvs] + [-1] * rest
-        if isinstance(ids, Tensor):
-            self._ids[: len(kvs)].copy_(ids)
-            fill(self._numbers[self._size :], known)
-        else:
-            fill(self._numbers, [*ids, *[0] * rest, *known])
+        rest = len(self._ids) - len(kvs)
+        self.hold(ids, [kv.position for kv in kvs] + [0] * rest + [kv.num_rows for kv in kvs] + [-1] * rest)
         held = [kv.place for kv in kvs]
         if held != self._held:
             buffers = zip(*(kv.buffers for kv in kvs), strict=True)

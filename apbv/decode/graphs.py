@@ -6,13 +6,19 @@ with room behind it (:class:`apbv.kv.cache.GrowingLayer`), which attention gets 
 size of step and one set of buffers: a longer answer gets new buffers, and then new graphs.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ..hosts import HostGroup
+from ..kernels.backends import choose
+from ..model.parts import ModelParts
+from ..transfer import fill
+from ..warn import warn_caller
 
 
 class CaptureError(Exception):
@@ -79,9 +85,28 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class RecordableStep(Protocol):
-    """One kind of step, whose inputs stay where they are."""
+class Step(ABC):
+    """One kind of step, whose inputs stay where they are.
 
+    Args:
+        size: the largest number of tokens that it runs.
+        num_others: how many numbers it needs besides them.
+    """
+
+    def __init__(self, parts: ModelParts, size: int, num_others: int):
+        self._parts = parts
+        self._numbers = torch.zeros(size + num_others, dtype=torch.int64, device=parts.device)
+        self._ids, self._others = self._numbers.split([size, num_others])
+
+    def hold(self, ids: Sequence[int] | Tensor, others: Sequence[int]) -> None:
+        """Take tokens, which may lie on the device, and all other numbers; the host waits for nothing."""
+        if isinstance(ids, Tensor):
+            self._ids[: len(ids)].copy_(ids)
+            fill(self._others, others)
+        else:
+            fill(self._numbers, [*ids, *[0] * (len(self._ids) - len(ids)), *others])
+
+    @abstractmethod
     def compute(self) -> Tensor:
         """Run the model on the inputs, and return the logits."""
 
@@ -89,35 +114,71 @@ class RecordableStep(Protocol):
 class RecordedSteps:
     """Runs steps of a model, from the second of a kind on as CUDA graphs.
 
-    The first of a kind runs as it is: it compiles kernels, and lets libraries allocate what they keep.
+    The first of a kind runs as it is: it compiles kernels, and lets libraries allocate what they keep. Where one
+    cannot be recorded, a warning says why, and all run as they are from then on.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, parts: ModelParts):
+        self._parts, self._records = parts, True
         self.clear()
 
     def clear(self) -> None:
         """Forget all steps; their pool of memory goes with the last graph."""
-        self._steps: dict[tuple, RecordableStep] = {}
+        self._steps: dict[tuple, Step] = {}
         self._computes: dict[tuple, Callable[[], Tensor]] = {}  # of those that have run: how to do it again
         self._recorder: GraphRecorder | None = None
 
-    def of_kind(self, kind: tuple, make: Callable[[], RecordableStep]) -> RecordableStep:
+    def of_kind(self, kind: tuple, make: Callable[[], Step]) -> Step:
         """Return the step of a kind; it is made if there is none."""
         if kind not in self._steps:
             self._steps[kind] = make()
         return self._steps[kind]
 
     def compute(self, kind: tuple) -> Tensor:
-        """Compute a step, whose inputs are in place.
-
-        Raises:
-            CaptureError: it cannot be recorded; it has not run.
-        """
+        """Compute a step, whose inputs are in place."""
         step = self._steps[kind]
-        if self._computes.get(kind) == step.compute:
-            self._recorder = self._recorder or GraphRecorder(self._device)
-            self._computes[kind] = self._recorder.record(step.compute)
+        if self._records and self._computes.get(kind) == step.compute:
+            self._recorder = self._recorder or GraphRecorder(self._parts.device)
+            try:
+                self._computes[kind] = self._recorder.record(step.compute)
+            except CaptureError as error:
+                self._records, self._computes, self._recorder = False, {}, None
+                if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may be spared
+                    self._parts.capture_failures.append(str(error))
+                warn_caller(f"decoding goes on without CUDA graphs: {error}")
         logits = self._computes.get(kind, step.compute)()
         self._computes.setdefault(kind, step.compute)
         return logits
+
+
+# Windows and trees are shorter; of longer inputs, such as a prompt's end, hardly two are equally long.
+MOST_CAPTURED = 64
+
+
+def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
+    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
+    if not wants_graphs(parts):
+        return False
+    obstacle = why_not_captured(parts, hosts)
+    if obstacle is not None:
+        warn_caller(f"decoding without CUDA graphs: {obstacle}")
+    return obstacle is None
+
+
+def wants_graphs(parts: ModelParts) -> bool:
+    """Return whether a model's steps are to be recorded where they can be: on a GPU, if not switched off."""
+    return parts.decode.cuda_graphs == "auto" and parts.device.type == "cuda"
+
+
+def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
+    """Return what keeps a model's steps from being captured on its GPU, or None if nothing does."""
+    if hosts is not None:
+        return "the KV lies in shares, over which hosts exchange results in every layer"
+    if parts.tensor_parallel[1] > 1:
+        return "the members of a host exchange results in every layer"
+    if parts.capture_failures:
+        return parts.capture_failures[0]
+    backend = choose(parts.backend, torch.empty(0, dtype=parts.dtype, device=parts.device))
+    if backend != "triton":
+        return f"the {backend} attention waits for the number of keys"
+    return None

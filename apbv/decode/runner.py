@@ -1,48 +1,18 @@
 """Running a language model over new tokens behind a cache, step by step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from ..hosts import HostGroup
-from ..kernels.backends import choose
-from ..kv.cache import ShardedCache, keep_of_last, last_rows, rows_left_out, writing_at
+from ..kv.cache import keep_of_last, last_rows, rows_left_out, writing_at
 from ..kv.placement import PlacedKV
 from ..model.attention import ChosenKV, LayerAttention, NewTokenAttention, apbv_attention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
-from ..warn import warn_caller
-from .graphs import CaptureError, RecordedSteps
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Holds S text tokens that a model is to run.
-
-    Attributes:
-        ids: the tokens. A tensor ``[S]`` lies on the device, and the host need not know what it holds.
-        position: rotary position of the first.
-        depths: by how much each token's position exceeds that; None: they are consecutive.
-        visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
-            those up to itself.
-    """
-
-    ids: Sequence[int] | Tensor
-    position: int
-    depths: Sequence[int] | None = None
-    visible: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def positions(self) -> list[int]:
-        """The rotary position of each token; for M-RoPE time, height and width advance together."""
-        depths = range(len(self)) if self.depths is None else self.depths
-        return [self.position + depth for depth in depths]
+from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
 
 
 def forward(
@@ -69,10 +39,6 @@ def forward(
     return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
 
 
-# Windows and trees are shorter; of longer inputs, such as a prompt's end, hardly two are equally long.
-MOST_CAPTURED = 64
-
-
 class ModelRunner:
     """Runs a language model over new tokens, and appends their KV to a cache.
 
@@ -88,78 +54,84 @@ class ModelRunner:
 
     def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
         self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
-        self._recorded = RecordedSteps(parts.device) if may_record(parts, hosts) else None
+        self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
     @torch.no_grad()
-    def run(self, new: NewTokens, last_only: bool = False) -> Tensor:
-        """Run the model on S tokens; return the logits after each, ``[S, V]``, or after the last, ``[1, V]``."""
-        if self._recorded is not None and len(new) <= MOST_CAPTURED:
-            try:
-                return self._run_recorded(new, last_only)
-            except CaptureError as error:
-                self._recorded = None
-                give_up_graphs(self._parts, error)
-        device = self._parts.device
-        visible = None if new.visible is None else to_device(new.visible, device)
-        attention = NewTokenAttention(self._parts.backend, visible, self._hosts, self._prompt)
-        positions = to_device(new.positions, device)
-        return forward(self._parts, to_device(new.ids, device), positions, self._cache, attention, last_only)
+    def run(
+        self,
+        ids: Sequence[int] | Tensor,
+        positions: Sequence[int],
+        visible: Tensor | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """Run the model on S text tokens.
 
-    def _run_recorded(self, new: NewTokens, last_only: bool) -> Tensor:
-        """Run a step from the second of its size on as a CUDA graph.
+        Args:
+            ids: the tokens. A tensor ``[S]`` lies on the device, and the host need not know what it holds.
+            positions: the rotary position of each; for M-RoPE time, height and width advance together.
+            visible: bool ``[S, N]``: which of the last N tokens in the cache, these included, each one sees; None:
+                those up to itself.
 
-        Raises:
-            CaptureError: the step cannot be recorded; it has not run, and no token was appended.
+        Returns:
+            The logits after each token, ``[S, V]``, or after the last, ``[1, V]``.
         """
-        layers = self._cache.layers
-        has_room = all(layer.has_room(len(new)) for layer in layers)
+        if self._recorded is not None and len(ids) <= MOST_CAPTURED:
+            return self._run_recorded(ids, positions, visible, last_only)
+        parts, device = self._parts, self._parts.device
+        there = None if visible is None else to_device(visible, device)
+        attention = NewTokenAttention(parts.backend, there, self._hosts, self._prompt)
+        ids, positions = to_device(ids, device), to_device(positions, device)
+        return forward(parts, ids, positions, self._cache, attention, last_only)
+
+    def _run_recorded(
+        self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, last_only: bool
+    ) -> Tensor:
+        """Run a step from the second of its size on as a CUDA graph."""
+        layers, count = self._cache.layers, len(ids)
+        has_room = all(layer.has_room(count) for layer in layers)
         if not has_room or [id(layer.buffers) for layer in layers] != [id(pair) for pair in self._buffers]:
             # Before there are new buffers: with the old ones a second copy of the KV would be in memory.
             self._recorded.clear()
             self._buffers = []
         for layer in layers if not has_room else ():
-            layer.make_room(len(new))
+            layer.make_room(count)
         self._buffers = [layer.buffers for layer in layers]
-        kind = len(new), last_only, None if new.visible is None else new.visible.shape[1]
+        kind = count, last_only, None if visible is None else visible.shape[1]
         step = self._recorded.of_kind(kind, lambda: _Step(self._parts, self._cache, self._prompt, kind))
-        step.take(new, layers[0].keys.shape[2])
+        step.take(ids, positions, visible, layers[0].keys.shape[2])
         logits = self._recorded.compute(kind)
         for layer in layers:
-            layer.extend(len(new))
+            layer.extend(count)
         return logits
 
 
-class _Step:
+class _Step(Step):
     """One kind of step: its inputs at fixed addresses, and the forward pass over them."""
 
     def __init__(
         self, parts: ModelParts, cache: DynamicCache, prompt: ChosenKV | None, kind: tuple[int, bool, int | None]
     ):
         """Allocate the inputs of ``kind``: S, whether only the last logits are wanted, the mask's N."""
-        self._parts, self._cache, self._prompt = parts, cache, prompt
         count, self._last_only, num_masked = kind
-        numbers = torch.zeros(3 * count + 1, dtype=torch.int64, device=parts.device)
-        self._numbers, (self._ids, self._positions, self._places, self._num_keys) = (
-            numbers,
-            numbers.split([count, count, count, 1]),
-        )
-        self._visible = None if num_masked is None else numbers.new_empty(count, num_masked, dtype=torch.bool)
+        super().__init__(parts, count, 2 * count + 1)
+        self._cache, self._prompt = cache, prompt
+        self._positions, self._places, self._num_keys = self._others.split([count, count, 1])
+        self._visible = None
+        if num_masked is not None:
+            self._visible = torch.empty(count, num_masked, dtype=torch.bool, device=parts.device)
         left_out = rows_left_out(cache)
         # Of a prompt from which tokens were dropped inside the model, later layers have fewer rows.
         self._left_out = torch.tensor(left_out, device=parts.device) if any(left_out) else None
 
-    def take(self, new: NewTokens, num_rows: int) -> None:
+    def take(
+        self, ids: Sequence[int] | Tensor, positions: Sequence[int], visible: Tensor | None, num_rows: int
+    ) -> None:
         """Take the inputs of the next step, behind ``num_rows`` rows of the cache; the host waits for nothing."""
-        stop = num_rows + len(new)
-        known = [*new.positions, *range(num_rows, stop), stop]
-        if isinstance(new.ids, Tensor):
-            self._ids.copy_(new.ids)
-            fill(self._numbers[len(new) :], known)
-        else:
-            fill(self._numbers, [*new.ids, *known])
+        stop = num_rows + len(ids)
+        self.hold(ids, [*positions, *range(num_rows, stop), stop])
         if self._visible is not None:
-            fill(self._visible, new.visible)
+            fill(self._visible, visible)
 
     def compute(self) -> Tensor:
         """Run the model on what was taken, write the new KV into the cache's buffers, and return the logits."""
@@ -176,42 +148,6 @@ class _Step:
             )
 
 
-def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
-    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
-    if not wants_graphs(parts):
-        return False
-    obstacle = why_not_captured(parts, hosts)
-    if obstacle is not None:
-        warn_caller(f"decoding without CUDA graphs: {obstacle}")
-    return obstacle is None
-
-
-def give_up_graphs(parts: ModelParts, error: CaptureError) -> None:
-    """Warn that a step could not be recorded, and remember that for answers to come."""
-    if not isinstance(error.__cause__, torch.OutOfMemoryError):  # which another answer may be spared
-        parts.capture_failures.append(str(error))
-    warn_caller(f"decoding goes on without CUDA graphs: {error}")
-
-
-def wants_graphs(parts: ModelParts) -> bool:
-    """Return whether a model's steps are to be recorded where they can be: on a GPU, if not switched off."""
-    return parts.decode.cuda_graphs == "auto" and parts.device.type == "cuda"
-
-
-def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:
-    """Return what keeps a model's steps from being captured on its GPU, or None if nothing does."""
-    if hosts is not None:
-        return "the KV lies in shares, over which hosts exchange results in every layer"
-    if parts.tensor_parallel[1] > 1:
-        return "the members of a host exchange results in every layer"
-    if parts.capture_failures:
-        return parts.capture_failures[0]
-    backend = choose(parts.backend, torch.empty(0, dtype=parts.dtype, device=parts.device))
-    if backend != "triton":
-        return f"the {backend} attention waits for the number of keys"
-    return None
-
-
 class Decoder:
     """Runs the model over tokens that are already chosen, and rolls the last of them back. Collective.
 
@@ -223,17 +159,19 @@ class Decoder:
         next_position: rotary position of the first new token.
 
     Attributes:
+        cache: the cache that tokens are appended to; None on hosts that run nothing.
+        next_position: the rotary position of the next token.
         runs_ahead: whether this process alone runs the model, on a GPU, which can then be given a step before the
             host knows the token of the step before.
     """
 
     def __init__(self, parts: ModelParts, kv: PlacedKV, next_position: int):
-        self._position = next_position
-        self._cache = kv.continued()
-        self._runner = None if self._cache is None else ModelRunner(parts, self._cache, kv.attending)
+        self.next_position = next_position
+        self.cache = kv.continued()
+        self._runner = None if self.cache is None else ModelRunner(parts, self.cache, kv.attending)
         self.hosts = kv.hosts
         is_alone = kv.attending is None and parts.tensor_parallel[1] == 1
-        self.runs_ahead = self._cache is not None and is_alone and parts.device.type == "cuda"
+        self.runs_ahead = self.cache is not None and is_alone and parts.device.type == "cuda"
 
     def advance(
         self,
@@ -246,15 +184,15 @@ class Decoder:
 
         Args:
             tokens: a tensor ``[S]`` on the device is not waited for.
-            depths, visible: of tokens that form a tree; see :class:`NewTokens`. The root has depth 0 and
+            depths, visible: of tokens that form a tree; see :meth:`ModelRunner.run`. The root has depth 0 and
                 follows the sequence.
 
         Returns:
             The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
         """
-        new = NewTokens(tokens, self._position, depths, visible)
-        self._position += len(tokens)
-        return None if self._runner is None else self._runner.run(new, last_only)
+        positions = [self.next_position + depth for depth in depths or range(len(tokens))]
+        self.next_position += len(tokens)
+        return None if self._runner is None else self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:
         """Roll back the last ``count`` tokens: drop their KV, but that of the kept ones, such as a tree's path.
@@ -262,20 +200,10 @@ class Decoder:
         Args:
             kept: their numbers in 0 .. count - 1, ascending.
         """
-        if self._cache is not None and len(kept) < count:
-            keep_of_last(self._cache, count, kept)
-        self._position += len(kept) - count
-
-    @property
-    def cache(self) -> DynamicCache | ShardedCache | None:
-        """The cache that tokens are appended to; None on hosts that run nothing."""
-        return self._cache
-
-    @property
-    def next_position(self) -> int:
-        """The rotary position of the next token."""
-        return self._position
+        if self.cache is not None and len(kept) < count:
+            keep_of_last(self.cache, count, kept)
+        self.next_position += len(kept) - count
 
     def newest_kv(self, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return the last ``count`` tokens' KV, ``[1, Hkv, count, D]`` per layer; on host 0, not collective."""
-        return last_rows(self._cache, count)
+        return last_rows(self.cache, count)

@@ -4,6 +4,7 @@ Tokens are chosen where the logits lie, and copied to the host together, so that
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,34 +30,33 @@ class NotFiniteError(ValueError):
         super().__init__("NaN or infinite logits")
 
 
-class Choice:
-    """Holds one token for each of R rows of logits, chosen on their device.
+class Choice(NamedTuple):
+    """One token for each of R rows of logits, chosen on their device.
 
     Attributes:
         tokens: int64 ``[R]`` on the device; any token of the vocabulary for a row that has none to choose.
         are_finite: bool ``[R]``: which rows have one.
     """
 
-    def __init__(self, tokens: Tensor, are_finite: Tensor):
-        self.tokens, self.are_finite = tokens, are_finite
+    tokens: Tensor
+    are_finite: Tensor
 
-    @property
-    def _packed(self) -> Tensor:
-        return torch.stack([self.tokens, self.are_finite.long()])
+    @classmethod
+    def joined(cls, choices: Sequence["Choice"]) -> "Choice":
+        """Put the rows of several choices behind one another."""
+        return cls(*map(torch.cat, zip(*choices, strict=True)))
 
-    def fetch(self, wait: Callable[[torch.cuda.Event], None] | None = None) -> Callable[[], list[int]]:
-        """Start to copy the tokens to the host; the returned function waits for them, and returns them.
+    def fetch(
+        self, wait: Callable[[torch.cuda.Event], None] | None = None
+    ) -> Callable[[], tuple[list[int], list[int]]]:
+        """Start to copy the tokens to the host; the returned function waits for them.
 
-        That function raises NotFiniteError where a row has no token.
+        It returns the tokens, and for each whether its row has one.
 
         Args:
             wait: as of :func:`apbv.transfer.fetch`.
         """
-        return _reading(self._packed, wait)
-
-    def fetch_rows(self) -> Callable[[], tuple[list[int], list[bool]]]:
-        """Start to copy the tokens to the host; the returned function returns what :meth:`read_rows` does."""
-        return fetch(self._packed)
+        return fetch(torch.stack([self.tokens, self.are_finite.long()]), wait)
 
     def read(self) -> list[int]:
         """Wait for the tokens, and return them.
@@ -64,30 +64,10 @@ class Choice:
         Raises:
             NotFiniteError: a row has no token.
         """
-        return self.fetch()()
-
-    def read_rows(self) -> tuple[list[int], list[bool]]:
-        """Wait for the tokens, and return them, and for each whether its row has one."""
-        tokens, are_finite = self._packed.tolist()
-        return tokens, [bool(finite) for finite in are_finite]
-
-    @staticmethod
-    def read_all(choices: Sequence["Choice"]) -> list[int]:
-        """Wait for several choices at once, and return their tokens in a row; errors are those of :meth:`read`."""
-        return _reading(torch.cat([choice._packed for choice in choices], dim=1))()
-
-
-def _reading(packed: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> Callable[[], list[int]]:
-    """Start to copy ``[2, R]``, tokens and whether they exist; return a function that returns the tokens."""
-    arriving = fetch(packed, wait)
-
-    def read() -> list[int]:
-        tokens, are_finite = arriving()
+        tokens, are_finite = self.fetch()()
         if not all(are_finite):
             raise NotFiniteError
         return tokens
-
-    return read
 
 
 def uniform(seed: int, position: int, purpose: int) -> float:
@@ -219,10 +199,7 @@ def choose_each(logits: Tensor, configs: Sequence[SamplingParams], positions: Se
         return choices[0]
     order = [row for rows in alike.values() for row in rows]
     places = to_device([order.index(row) for row in range(len(order))], logits.device)
-    return Choice(
-        torch.cat([choice.tokens for choice in choices])[places],
-        torch.cat([choice.are_finite for choice in choices])[places],
-    )
+    return Choice(*(each[places] for each in Choice.joined(choices)))
 
 
 def forbid(logits: Tensor, rows: Sequence[int], tokens: Sequence[int]) -> Tensor:

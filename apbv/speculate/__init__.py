@@ -1,7 +1,7 @@
 """Decodes speculatively and losslessly: several tokens per forward pass of the target."""
 
 from .drafting import Drafting
-from .strategies import STRATEGIES, prunes, require_effective, strategy_of
+from .strategies import STRATEGIES, prunes, require_effective
 from .ways import Autoregressive, Captioner
 
-__all__ = ["STRATEGIES", "Autoregressive", "Captioner", "Drafting", "prunes", "require_effective", "strategy_of"]
+__all__ = ["STRATEGIES", "Autoregressive", "Captioner", "Drafting", "prunes", "require_effective"]

@@ -16,7 +16,7 @@ from ..prefilling.reduction.choosing import keep_best, keep_even
 from ..prefilling.reduction.hippo import local_semantics, with_relevance
 from .draft import Draft, DraftTask, prefill_draft, run_prompt
 from .drafters import Drafter, NgramDrafter
-from .ensemble import EnsembleDrafter, make_weights, read_contexts
+from .ensemble import EnsembleDrafter, read_contexts
 
 
 def kept_visual_tokens(task: DraftTask, rows: Tensor | None) -> Tensor:
@@ -93,30 +93,12 @@ def draft_by_ensemble(task: DraftTask) -> Draft:
     """Draft with one model that reads the prompt in several ways (TABED); a prompt of text as ``vanilla`` does."""
     if not task.num_visual:
         return draft_by_model(task)
-    ensemble = task.config.ensemble
     rows, kept = None, torch.empty(0, dtype=torch.long)
-    if set(ensemble) & set("MP"):  # the others are text
+    if set(task.config.ensemble) & set("MP"):  # the others are text
         rows = encode_visual(task.draft, task.inputs.visual)
         kept = kept_visual_tokens(task, rows)
-    contexts = read_contexts(
-        ensemble.rstrip("*"),
-        task.draft,
-        task.inputs,
-        kept,
-        rows,
-        task.hosts,
-        task.tokenize,
-        task.caption,
-    )
-    drafter = contexts and EnsembleDrafter(
-        task.draft,
-        contexts,
-        make_weights(ensemble),
-        task.inputs.num_tokens,
-        task.sampling,
-        task.vocab_size,
-    )
-    return Draft(drafter, len(kept), kept)
+    contexts = read_contexts(task, kept, rows)
+    return Draft(EnsembleDrafter(task, contexts) if contexts else None, len(kept), kept)
 
 
 def draft_on_attended_kv(task: DraftTask) -> Draft:

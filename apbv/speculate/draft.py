@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingParams, SpeculativeConfig
-from ..hosts import HostGroup
+from ..hosts import Exchange, HostGroup
 from ..input.audio import AudioInput
 from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
@@ -20,7 +20,6 @@ from ..prefilling.exchange import LocalVisual
 from ..prefilling.reduction.frames import frame_shape
 from ..prefilling.result import PrefillResult
 from .drafters import Drafter, ModelDrafter
-from .link import ReceivedScores
 
 
 @torch.no_grad()
@@ -44,18 +43,21 @@ def prefill_draft(
     is_visual = parts.is_visual(inputs.input_ids[0])
     text, visual = (~is_visual).nonzero().flatten(), is_visual.nonzero().flatten()[kept_visual]
     tokens = torch.cat([text, visual]).sort().values
-    merged = _collect(parts, inputs, kept_visual, hosts, rows)
+    shown = sound = None
+    if len(kept_visual):
+        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts)
+    if inputs.audio is not None:
+        everything = torch.arange(inputs.num_audio_tokens)
+        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts)
     if not hosts.is_leader:
         return None
+    merged = LocalVisual.of_rows(shown, parts, sound)
     return run_prompt(parts, inputs.input_ids[:, tokens], inputs.position_ids[..., tokens], merged)
 
 
 @torch.no_grad()
 def run_prompt(
-    parts: ModelParts,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    merged: LocalVisual | None = None,
+    parts: ModelParts, input_ids: Tensor, position_ids: Tensor, merged: LocalVisual | None = None
 ) -> DynamicCache:
     """Run a model over a prompt ``[1, n]`` with rows in place of visual and audio tokens; return its KV."""
     embeds, extra = (merged or LocalVisual()).merge_into(parts, input_ids)
@@ -68,19 +70,6 @@ def run_prompt(
         **extra,
     )
     return cache
-
-
-def _collect(
-    parts: ModelParts, inputs: ModelInputs, kept_visual: Tensor, hosts: HostGroup, rows: Tensor | None
-) -> LocalVisual:
-    """Gather the rows of the kept visual tokens, and of all sound, in order, on host 0; collective."""
-    shown = sound = None
-    if len(kept_visual):
-        shown = _collect_rows(rows, inputs.visual, kept_visual, hosts)
-    if inputs.audio is not None:
-        everything = torch.arange(inputs.num_audio_tokens)
-        sound = _collect_rows(encode_audio(parts, inputs.audio), inputs.audio, everything, hosts)
-    return LocalVisual.of_rows(shown, parts, sound)
 
 
 def _collect_rows(rows: Tensor, source: VisualInput | AudioInput, kept: Tensor, hosts: HostGroup) -> Tensor | None:
@@ -106,7 +95,7 @@ class DraftTask:
         keep: the policy that chooses the visual tokens which the draft sees; None where none can be chosen.
         sampling: how tokens are drawn.
         vocab_size: the target's; on a draft host the smaller one of target and draft.
-        awaited: on a draft host the scores, which come later; None where none do.
+        awaited: on a draft host what arrives when the target knows the scores; None where none are needed.
         leave_last: whether the drafter has to run the prompt's last token itself, to get its logits.
         drafts_tree: whether the drafter drafts trees.
         tokenize: turns text into token ids, without special tokens, for drafts that read other text.
@@ -124,7 +113,7 @@ class DraftTask:
     sampling: SamplingParams
     vocab_size: int
     leave_last: bool = False
-    awaited: ReceivedScores | None = None
+    awaited: Exchange | None = None
     drafts_tree: bool = False
     tokenize: Callable[[str], list[int]] | None = None
     caption: str | None = None
@@ -185,7 +174,7 @@ class Draft:
         num_visual: how many visual tokens it sees.
         kept: which ones, by their numbers among the visual tokens, where all layers and heads see the same.
         successor: builds what replaces a provisional draft, which drafts until the target's scores have come.
-        awaited: these scores.
+        awaited: what arrives when they come.
         takes_target_kv: whether the drafter is the target on less of the prompt, so that the target's KV of
             verified tokens may replace its own.
     """
@@ -194,7 +183,7 @@ class Draft:
     num_visual: int
     kept: Tensor | None = None
     successor: "Callable[[], Draft] | None" = None
-    awaited: ReceivedScores | None = None
+    awaited: Exchange | None = None
     takes_target_kv: bool = False
 
 

@@ -1,20 +1,18 @@
 """Drafters, which propose tokens for the target to verify. They run on host 0.
 
 A drafter is not told which of its tokens were accepted: it is given all tokens so far, keeps the KV that it has
-already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong. Only a
-:class:`Learner` is also given the target's logits for the new tokens.
+already computed for them, and rolls the rest back. So no second record of the accepted tokens can be wrong.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from ..config import SamplingParams
-from ..decode.runner import ModelRunner, NewTokens
+from ..decode.runner import ModelRunner
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens
 from ..kv.cache import appending_in_place, keep_of_last, replace_last
 from ..kv.select import select_kv
@@ -58,7 +56,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place in range(shorter) if first[place] != second[place]), shorter)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes how a sequence goes on."""
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
@@ -67,24 +65,24 @@ class Drafter(Protocol):
         Raises:
             NotFiniteError: the draft's logits are NaN or infinite; then the draft is useless for this prompt.
         """
-
-
-@runtime_checkable
-class Learner(Drafter, Protocol):
-    """Adapts to the target while it drafts; only where both take turns."""
+        raise NotImplementedError
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``.
+        """Learn from the S tokens that a round has added, and the target's logits ``[S, V]``; by default nothing.
 
-        The first new token, which the prefill chose, is never among them.
+        The first new token, which the prefill chose, is never among them. Only where both take turns.
         """
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with a language model, on top of its own KV of the prompt.
 
     In a chain every token is drawn as the answer's are. In another tree the children of a node are its most
     probable next tokens.
+
+    Attributes:
+        newest_kv: where the draft is the target itself on less of the prompt, gives the KV that takes the place of
+            this drafter's own of verified tokens (STD: dense KV for sparse).
 
     Args:
         parts: the model; it may be the target itself on a smaller KV.
@@ -118,15 +116,8 @@ class ModelDrafter:
         self._num_cached = 0  # their number, also while a window is drafted whose tokens are not read yet
         self._tree, self._drafted = Tree.chain(0), [-1]
         self._nodes_in_cache: list[int] = []  # the nodes of the last tree whose KV follows that of these tokens
-        self._newest_kv: NewestKV | None = None
+        self.newest_kv: NewestKV | None = None
         self._num_replaced = 0
-
-    def take_target_kv(self, newest_kv: NewestKV) -> None:
-        """Replace this drafter's KV of verified tokens by the target's from now on, which saw the whole prompt.
-
-        Only for a draft that is the target itself on less of the prompt (STD: dense KV takes the place of sparse).
-        """
-        self._newest_kv = newest_kv
 
     def propose(self, tokens: Sequence[int], tree: Tree) -> Proposal:
         missing = self._roll_back(tokens)
@@ -139,7 +130,7 @@ class ModelDrafter:
             choices.append(choice)
             rows += [] if row is None else [row]
             missing = choice.tokens  # which the host does not know yet
-        drafted = Choice.read_all(choices) if choices else []
+        drafted = Choice.joined(choices).read() if choices else []
         self._cached = [*tokens, *drafted][: self._num_cached]
         return Proposal(drafted, torch.cat(rows) if rows else None)
 
@@ -152,11 +143,10 @@ class ModelDrafter:
                 above = tree.children[tree.inner_levels[depth - 1][0]][0]  # the first node of their level
                 ids = levels[-1].tokens.index_select(0, self._indices(node - above for node in nodes))
                 visible = tree.visible[list(nodes)][:, self._nodes_in_cache]
-                position = self._position + self._num_cached
-                new = NewTokens(ids, position, [depth - 1] * len(nodes), visible)
-                logits = self._runner.run(new)[:, : self._vocab_size]
+                positions = [self._position + self._num_cached + depth - 1] * len(nodes)
+                logits = self._runner.run(ids, positions, visible)[:, : self._vocab_size]
             levels.append(self._choose_children(logits, [len(tree.children[node]) for node in nodes]))
-        drafted = Choice.read_all(levels) if levels else []
+        drafted = Choice.joined(levels).read() if levels else []
         self._drafted = [tokens[-1], *drafted]
         return Proposal(drafted)
 
@@ -213,8 +203,9 @@ class ModelDrafter:
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run the model on these tokens, cache their KV, and return the logits ``[1, Vq]`` after the last."""
-        new = NewTokens(tokens, self._position + self._num_cached)
-        return self._runner.run(new, last_only=True)[:, : self._vocab_size]
+        first = self._position + self._num_cached
+        logits = self._runner.run(tokens, range(first, first + len(tokens)), last_only=True)
+        return logits[:, : self._vocab_size]
 
     def _choose(self, logits: Tensor, index: int) -> tuple[Choice, Tensor | None]:
         return choose_tokens(logits, self._config, [index], PURPOSE_DRAFT)
@@ -235,9 +226,9 @@ class ModelDrafter:
         if common < len(self._cached):
             self._cache.crop(common - len(self._cached))
         self._cached = [*self._cached[:common], *(self._drafted[node] for node in path)]
-        if self._newest_kv is not None:
+        if self.newest_kv is not None:
             count = self._num_replaced
-            replace_last(self._cache, len(self._cached) - count, self._newest_kv(len(known) - count))
+            replace_last(self._cache, len(self._cached) - count, self.newest_kv(len(known) - count))
             self._cached, self._num_replaced = list(known), len(known)
         self._num_cached = len(self._cached)
         return list(tokens[self._num_cached :])
@@ -253,7 +244,7 @@ class ModelDrafter:
         return path
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts what followed the last tokens where they occurred before (prompt lookup).
 
     Args:

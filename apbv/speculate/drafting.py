@@ -1,5 +1,6 @@
 """Sets an engine up for speculative decoding: it loads models and chooses the way to answer."""
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,16 +13,9 @@ from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.loading import load_model, read_config
 from ..model.parts import ModelParts, inspect_model, require_supported
-from .beside import BesideDraft, DraftHost, beside_draft
-from .strategies import (
-    make_watcher,
-    reads,
-    require_consistent,
-    require_fitting_draft,
-    require_readable,
-    require_same_tokens,
-    strategy_of,
-)
+from .beside import BesideDraft, DraftHost
+from .link import Pair
+from .strategies import STRATEGIES, keep_policy, make_watcher, reads, require_consistent, require_same_tokens
 from .ways import Autoregressive, Captioner, TakingTurns
 
 
@@ -70,7 +64,7 @@ class Drafting:
         if self._config is None:
             return None
         require_consistent(self._config, prefill, self._hosts, self._captioner is not None)
-        if not strategy_of(self._config).needs_draft_model:
+        if not STRATEGIES[self._config.strategy].needs_draft_model:
             return None
         name = self._config.draft_model or ("demo" if is_demo else None)
         if name is None:
@@ -96,7 +90,7 @@ class Drafting:
             if self._has_draft_host and not self.drafts_only:
                 return None
             draft, reader = load_model(path, dtype, self._hosts)
-            if strategy_of(self._config).reads_text_only:
+            if STRATEGIES[self._config.strategy].reads_text_only:
                 require_same_tokens(processor, reader)
             return draft
 
@@ -124,9 +118,14 @@ class Drafting:
         models = Models(
             *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
         )
-        needs_draft = config is not None and strategy_of(config).needs_draft_model
-        if needs_draft and not self._has_draft_host:
-            require_fitting_draft(config, models.reading, models.draft)
+        strategy = config and STRATEGIES[config.strategy]
+        if strategy and strategy.needs_draft_model and not config.draft_host:  # which has to read requests itself
+            if draft is None:
+                raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
+            target, of_draft = reads(models.target), reads(models.draft)
+            takes_text = strategy.reads_text_only and not models.draft.is_video_model
+            if target != of_draft and not takes_text:
+                raise ValueError(f"the draft does not read the target's prompts: {of_draft}, not {target}")
         return models
 
     def watches_prefill(self, models: Models) -> bool:
@@ -139,8 +138,9 @@ class Drafting:
         Raises:
             ValueError: the prompt is refused; the message says why.
         """
-        if self._config is not None:
-            require_readable(self._config, inputs)
+        keep, visual = self._config and keep_policy(self._config), inputs.visual
+        if keep in ("hippo", "attention_per_frame") and visual is not None and visual.kind == "image":
+            raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
 
     def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return how this host answers requests; collective."""
@@ -148,12 +148,10 @@ class Drafting:
         if config is None:
             return Autoregressive(models.target, hosts)
         if not config.draft_host:
-
-            def tokenize(text: str) -> list[int]:
-                return tokenizer.encode(text, add_special_tokens=False)
-
+            tokenize = partial(tokenizer.encode, add_special_tokens=False)
             return TakingTurns(models.target, models.draft, hosts, config, tokenize, self._captioner)
-        way = beside_draft(models.target, models.draft, hosts, config)
+        pair = Pair.of(hosts, config)
+        way = DraftHost(models.draft, config, pair) if pair.is_draft else BesideDraft(models.target, config, pair)
         hosts.require_same("the kind of prompts that the model reads", reads(models.reading).encode())
         return way
 

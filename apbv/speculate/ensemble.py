@@ -6,25 +6,22 @@ still takes one forward pass (Algorithm 1). A context's weight depends on how we
 verified so far.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from ..config import SamplingParams
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probable
-from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..model.attention import own_attention
 from ..model.parts import ModelParts
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
-from .draft import prefill_draft, run_prompt
+from .draft import DraftTask, prefill_draft, run_prompt
 from .drafters import ModelDrafter
 
 GRID_STEPS = 10  # n of Appendix B.2
@@ -73,81 +70,43 @@ class ErrorWeights:
         return torch.softmax(1 / self._errors.clamp(min=ERROR_FLOOR), dim=0)
 
 
-def make_weights(ensemble: str) -> GridWeights | ErrorWeights | None:
-    """Return what adapts the weights of an ensemble; None where they stay equal."""
-    if not ensemble.endswith("*"):
-        return None
-    return GridWeights() if len(ensemble) == 3 else ErrorWeights(len(ensemble) - 1)
-
-
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
     """Return KL(p ‖ q) over the last dimension in nats; infinite where q is 0 and p is not."""
     return torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(dim=-1)
 
 
-class Context(NamedTuple):
-    """The prompt as the draft has read it in one way.
-
-    Attributes:
-        cache: its KV, ``[1, Hkv, n, D]`` per layer.
-        next_position: rotary position of the first new token.
-    """
-
-    cache: DynamicCache
-    next_position: int
-
-
-def read_contexts(
-    letters: str,
-    parts: ModelParts,
-    inputs: ModelInputs,
-    kept_visual: Tensor,
-    rows: Tensor | None,
-    hosts: HostGroup,
-    tokenize: Callable[[str], list[int]],
-    caption: str | None,
-) -> list[Context] | None:
-    """Let the draft read the prompt in each of these ways, one after the other, on the leader; collective.
+def read_contexts(task: DraftTask, kept_visual: Tensor, rows: Tensor | None) -> list[tuple[DynamicCache, int]]:
+    """Let the draft read the prompt in each way of an ensemble, one after the other, on the leader; collective.
 
     M and P keep the prompt's positions, a pooled token its top left one's; T and C are texts of their own.
 
     Args:
-        letters: some of M, T, C and P.
         kept_visual, rows: for M; see :func:`apbv.speculate.draft.prefill_draft`. P needs the rows, too.
-        tokenize: turns text into token ids, without special tokens.
-        caption: the caption for C, on the leader.
 
     Returns:
-        The contexts on the leader, None elsewhere.
+        On the leader, of each context its KV, ``[1, Hkv, n, D]`` per layer, and the rotary position of the first
+        new token; elsewhere nothing.
     """
-
-    def multimodal(kept: Tensor, rows: Tensor) -> Context | None:
-        cache = prefill_draft(parts, inputs, kept, hosts, rows)
-        return None if cache is None else Context(cache, inputs.next_position)
-
-    def pooled() -> Context | None:
-        cells, piece = pooling_cells(parts, inputs), inputs.visual.pieces[hosts.rank]
-        return multimodal(cells.unique(), pool_rows(rows, cells[piece.start : piece.stop] - piece.start))
-
-    def text(instead: str) -> Context | None:
-        if not hosts.is_leader:
-            return None
-        prompt = inputs.input_ids[0]
-        others = tokenize(LINE_BREAK)
-        first = others if instead == LINE_BREAK else tokenize(instead)
-        ids = torch.tensor([as_text(prompt.tolist(), parts.is_placeholder(prompt).tolist(), first, others)])
-        positions = torch.arange(ids.shape[1])[None]
-        positions = positions.expand(3, 1, -1) if parts.uses_mrope else positions
-        return Context(run_prompt(parts, ids, positions), ids.shape[1])
-
-    readers = {
-        "M": lambda: multimodal(kept_visual, rows),
-        "T": lambda: text(LINE_BREAK),
-        "C": lambda: text(f"image: {caption}"),
-        "P": pooled,
-    }
-    contexts = [readers[letter]() for letter in letters]
-    return contexts if hosts.is_leader else None
+    parts, inputs, hosts = task.draft, task.inputs, task.hosts
+    prompt, line_break = inputs.input_ids[0], task.tokenize(LINE_BREAK)
+    stand_in = parts.is_placeholder(prompt).tolist()
+    contexts = []
+    for letter in task.config.ensemble.rstrip("*"):
+        if letter in "MP":
+            if letter == "P":
+                cells, piece = pooling_cells(parts, inputs), inputs.visual.pieces[hosts.rank]
+                pooled = pool_rows(rows, cells[piece.start : piece.stop] - piece.start)
+                cache = prefill_draft(parts, inputs, cells.unique(), hosts, pooled)
+            else:
+                cache = prefill_draft(parts, inputs, kept_visual, hosts, rows)
+            contexts.append((cache, inputs.next_position))
+        elif hosts.is_leader:
+            first = line_break if letter == "T" else task.tokenize(f"image: {task.caption}")
+            ids = torch.tensor([as_text(prompt.tolist(), stand_in, first, line_break)])
+            positions = torch.arange(ids.shape[1])[None]
+            positions = positions.expand(3, 1, -1) if parts.uses_mrope else positions
+            contexts.append((run_prompt(parts, ids, positions), ids.shape[1]))
+    return contexts if hosts.is_leader else []
 
 
 def as_text(
@@ -228,44 +187,34 @@ class EnsembleDrafter(ModelDrafter):
     Each context's distribution is at the sampling temperature (1 where decoding is greedy), and top-p cuts the
     mixture. Weights are equal in the first block, and stay as they are within one.
 
+    Attributes:
+        weights: the contexts' weights in the latest block, fp64 ``[m]``.
+
     Args:
-        contexts: the contexts, one batch row each.
-        weights: adapts the weights; None keeps them equal.
-        parts, prompt_len, config, vocab_size: as for :class:`ModelDrafter`.
+        contexts: of :func:`read_contexts`, one batch row each.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        contexts: Sequence[Context],
-        weights: GridWeights | ErrorWeights | None,
-        prompt_len: int,
-        config: SamplingParams,
-        vocab_size: int,
-    ):
-        cache = stack_left_padded([context.cache for context in contexts])
-        super().__init__(parts, cache, 0, prompt_len, config, vocab_size)
-        positions = [context.next_position for context in contexts]
-        lengths = [context.cache.get_seq_length() for context in contexts]
+    def __init__(self, task: DraftTask, contexts: Sequence[tuple[DynamicCache, int]]):
+        parts, (caches, positions) = task.draft, zip(*contexts, strict=True)
+        cache = stack_left_padded(caches)
+        super().__init__(parts, cache, 0, task.inputs.num_tokens, task.sampling, task.vocab_size)
+        lengths = [cache.get_seq_length() for cache in caches]
         self._positions = torch.tensor(positions, device=parts.device)[:, None]
         padding = max(lengths) - torch.tensor(lengths, device=parts.device)[:, None]
         self._is_prompt = torch.arange(max(lengths), device=parts.device) >= padding  # [m, longest]
         # Only the model's own attention knows of padding.
         self._implementation = parts.language_model.config._attn_implementation
-        self._policy = weights
+        self._policy: GridWeights | ErrorWeights | None = None  # what adapts the weights
+        if task.config.ensemble.endswith("*"):
+            self._policy = GridWeights() if len(contexts) == 2 else ErrorWeights(len(contexts))
         equal = torch.full((len(contexts),), 1 / len(contexts), dtype=torch.float64)
-        self._weights = to_device(equal, parts.device)
+        self.weights = to_device(equal, parts.device)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
         self._predictions: list[Tensor] = []
         self._verified: list[tuple[int, Tensor]] = []
 
-    @property
-    def weights(self) -> list[float]:
-        """The contexts' weights in the latest block."""
-        return self._weights.tolist()
-
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Collect verified tokens; see :class:`apbv.speculate.drafters.Learner`."""
+        """Collect verified tokens; see :meth:`apbv.speculate.drafters.Drafter.learn`."""
         if self._policy is not None:
             self._verified += zip(tokens, logits, strict=True)
 
@@ -275,7 +224,7 @@ class EnsembleDrafter(ModelDrafter):
         if self._policy is not None:
             self._predictions += q.unbind(dim=1)
             self._adapt()
-        return (self._weights @ q[:, -1])[None]
+        return (self.weights @ q[:, -1])[None]
 
     def _choose(self, distribution: Tensor, index: int) -> tuple[Choice, Tensor | None]:
         if self._config.temperature == 0:
@@ -293,7 +242,7 @@ class EnsembleDrafter(ModelDrafter):
             self._policy.learn(token, p[: q.shape[-1]], q)
         del self._predictions[: len(self._verified)]
         self._verified.clear()
-        self._weights = self._policy.choose()
+        self.weights = self._policy.choose()
 
     def _roll_back(self, tokens: Sequence[int]) -> list[int]:
         before = self._num_cached

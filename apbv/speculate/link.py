@@ -6,17 +6,23 @@ no other communication.
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..config import SpeculativeConfig
 from ..hosts import Exchange, HostError, HostGroup
+from ..warn import warn_caller
 from .drafters import Proposal
 
-TARGET, DRAFT = 0, 1  # ranks within both channels
+T = TypeVar("T")
+
+DRAFT = 1  # its rank within both channels; the target's is 0
 STARTUP_WINDOWS = 3  # the length in windows of what is drafted, at most, while the target prefills
 # Codes of verdicts. After ALONE the draft sends no more windows, but still receives verdicts.
 GO_ON, CORRECTED, DONE, FAILED, ALONE = range(5)
@@ -30,6 +36,9 @@ class DraftGaveUp(Exception):
 class Link:
     """One end of the two channels between host 0 of the target and the draft host.
 
+    A window is two messages: its first token, and all others. The target expects both in every round; what it does
+    not read is checked for failures before the next window.
+
     Attributes:
         most: the largest number of tokens of the current window; a request's first window may be longer.
         shared_vocab: the size of the smaller vocabulary of target and draft.
@@ -42,10 +51,12 @@ class Link:
     """
 
     def __init__(self, to_target: HostGroup, to_draft: HostGroup):
-        self._to_target, self._to_draft = to_target, to_draft
+        self._rank = to_target.rank
+        self._incoming, self._outgoing = (to_draft, to_target) if self._rank == DRAFT else (to_target, to_draft)
         self._sent: list[Exchange] = []
-        self._skipped: list[Exchange] = []
+        self._unread: deque[Exchange] = deque()  # messages of the last window
         self.most = self._usual_most = 1
+        self._lacks_first = True  # of the current window, on the draft host
         self.shared_vocab = self.drawn_vocab = 0
         self.is_settled, self.owes_report = True, False
         self._bytes_before = 0
@@ -59,11 +70,9 @@ class Link:
             vocab_size: the vocabulary size of the model at this end.
             drawn: whether tokens are drawn, so that distributions over the shared vocabulary are sent, too.
         """
-        is_draft = self._to_target.rank == DRAFT
-        self._bytes_before = self._bytes_received()
+        self._bytes_before, self._lacks_first = self._incoming.bytes_received, True
         self.send(torch.tensor([int(is_ready), vocab_size]))
-        incoming, source = (self._to_draft, TARGET) if is_draft else (self._to_target, DRAFT)
-        self._answer = incoming.start_broadcast(torch.zeros(2, dtype=torch.int64), source)
+        self._answer = self._expect(torch.zeros(2, dtype=torch.int64))
         self._begun = is_ready, most, vocab_size, drawn
 
     def other_has_answered(self) -> bool:
@@ -83,17 +92,12 @@ class Link:
     @property
     def request_bytes(self) -> int:
         """The bytes received from the other end since the request began."""
-        return self._bytes_received() - self._bytes_before
-
-    def _bytes_received(self) -> int:
-        return self._to_target.bytes_received + self._to_draft.bytes_received
+        return self._incoming.bytes_received - self._bytes_before
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor to the other end, for :meth:`receive`, without waiting until it is received."""
-        is_draft = self._to_target.rank == DRAFT
-        channel, source = (self._to_target, DRAFT) if is_draft else (self._to_draft, TARGET)
         self._sent = [exchange for exchange in self._sent if not exchange.has_ended()]
-        self._sent.append(channel.start_broadcast(tensor, source))
+        self._sent.append(self._outgoing.start_broadcast(tensor, self._rank))
 
     def wait_until_received(self) -> None:
         """Wait until the other end has received all that was sent; what is unsent when a process ends is lost.
@@ -108,23 +112,23 @@ class Link:
     def send_first(self, token: int, row: Tensor | None = None) -> None:
         """Send the first token of a window, and the distribution it was drawn from."""
         self._send_window([token], [] if row is None else [row], 1)
+        self._lacks_first = False
 
     def send_rest(self, tokens: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Send the other tokens of a window; fewer than γ - 1 where the draft was stopped early."""
         self._send_window(tokens, rows, self.most - 1)
-        self.most = self._usual_most
+        self.most, self._lacks_first = self._usual_most, True
 
-    def send_failure(self, first: bool, for_good: bool = True) -> None:
-        """Send, in place of the window's missing tokens, that the draft cannot go on.
+    def send_failure(self, for_good: bool = True) -> None:
+        """Send, in place of what the window lacks, that the draft cannot go on.
 
         Args:
-            first: whether the window's first token is missing, too.
             for_good: whether the draft ends; else it only sends no more windows for this request.
         """
         code = _BROKEN if for_good else _GAVE_UP
-        if first:
-            self._send_window([code], [], 1)
-        self._send_window([code], [], self.most - 1)
+        if self._lacks_first:
+            self.send_first(code)
+        self.send_rest([code], [])
 
     def _send_window(self, tokens: Sequence[int], rows: Sequence[Tensor], count: int) -> None:
         """Send ``[count, 1 + V]``: each token before its distribution, and nothing behind the last."""
@@ -137,12 +141,23 @@ class Link:
         self.send(message)
 
     def expect_verdict(self) -> Exchange:
-        """Start to receive a verdict: its code, the number of verified new tokens, and the one after them."""
-        return self._to_draft.start_broadcast(torch.zeros(3, dtype=torch.int64), TARGET)
+        """Start to receive a verdict: its code, the number of verified new tokens, and the one after them.
+
+        Waiting for it raises HostError where the target's hosts failed.
+        """
+        arriving = self._expect(torch.zeros(3, dtype=torch.int64))
+
+        def finish() -> Tensor:
+            verdict = arriving.wait()
+            if verdict[0] == FAILED:
+                raise HostError("the target's hosts failed")
+            return verdict
+
+        return Exchange(finish, arriving.has_ended)
 
     def receive(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Receive ``count`` numbers from the target."""
-        return self._to_draft.start_broadcast(torch.zeros(count, dtype=dtype), TARGET).wait()
+        """Receive ``count`` numbers from the other end."""
+        return self._expect(torch.zeros(count, dtype=dtype)).wait()
 
     def send_json(self, value: Any) -> None:
         """Send a JSON value of any size, for :meth:`receive_json`."""
@@ -150,27 +165,31 @@ class Link:
         self.send(torch.tensor([[len(encoded)]], dtype=torch.float64))
         self.send(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
+    def expect_window(self) -> None:
+        """Start to receive the next window; errors are those of :meth:`receive_first`."""
+        self._refuse_unread()
+        for count in (1, self.most - 1):
+            if count:
+                message = torch.zeros(count, 1 + self.drawn_vocab, dtype=torch.float64)
+                self._unread.append(self._expect(message))
+        self.most = self._usual_most
+
     def receive_first(self) -> Proposal:
-        """Receive the first token of the window that is being drafted.
+        """Receive the first token of the next window, which is being drafted.
 
         Raises:
             HostError: the draft host failed, ended, or did not answer in time.
             DraftGaveUp: the draft sends no more windows for this request.
         """
-        self._receive_skipped()
-        received = self._expect_window(1).wait()
-        if received[0, 0] == _GAVE_UP:
-            self.skip(first=False)
-        return self._proposal(received)
+        self.expect_window()
+        return self.receive_rest()
 
     def receive_rest(self) -> Proposal:
         """Receive the other tokens of the window; errors are those of :meth:`receive_first`."""
-        received = self._expect_window(self.most - 1)
-        self.most = self._usual_most
-        return Proposal([]) if received is None else self._proposal(received.wait())
-
-    def _proposal(self, received: Tensor) -> Proposal:
-        tokens = [token for token in _refuse_failure(received)[:, 0].long().tolist() if token != _NOTHING]
+        if not self._unread:
+            return Proposal([])
+        received = _refuse_failure(self._unread.popleft().wait())
+        tokens = [token for token in received[:, 0].long().tolist() if token != _NOTHING]
         return Proposal(tokens, received[: len(tokens), 1:] if self.drawn_vocab else None)
 
     def receive_json(self) -> Any:
@@ -181,20 +200,13 @@ class Link:
         """
         self.owes_report = False
         with suppress(DraftGaveUp):
-            self._receive_skipped()
+            self._refuse_unread()
         length = int(_refuse_failure(self._expect(torch.zeros(1, 1, dtype=torch.float64)).wait()))
-        return json.loads(bytes(self._expect(torch.zeros(length, dtype=torch.uint8)).wait().tolist()))
+        return json.loads(bytes(self.receive(length, torch.uint8).tolist()))
 
-    def skip(self, first: bool) -> None:
-        """Discard the rest of the window, or with ``first`` all of it, whenever it arrives."""
-        expected = [self._expect_window(count) for count in ([1, self.most - 1] if first else [self.most - 1])]
-        self._skipped += [exchange for exchange in expected if exchange is not None]
-        self.most = self._usual_most
-
-    def _receive_skipped(self) -> None:
-        received, self._skipped = [exchange.wait() for exchange in self._skipped], []
-        for tensor in received:
-            _refuse_failure(tensor)
+    def _refuse_unread(self) -> None:
+        while self._unread:
+            _refuse_failure(self._unread.popleft().wait())
 
     def send_verdict(self, code: int, num_verified: int = 0, token: int = 0) -> None:
         """Send a round's verdict, see :meth:`expect_verdict`; nothing follows DONE and FAILED."""
@@ -202,37 +214,7 @@ class Link:
         self.is_settled, self.owes_report = code in (DONE, FAILED), code == DONE
 
     def _expect(self, tensor: Tensor) -> Exchange:
-        return self._to_target.start_broadcast(tensor, DRAFT)
-
-    def _expect_window(self, count: int) -> Exchange | None:
-        return self._expect(torch.zeros(count, 1 + self.drawn_vocab, dtype=torch.float64)) if count else None
-
-
-class ReceivedScores:
-    """The scores of the target's prefill on a draft host, which does not prefill."""
-
-    def __init__(self, link: Link, num_visual: int):
-        self._link, self._num_visual = link, num_visual
-        self._announcement = link.expect_verdict()
-
-    def have_come(self) -> bool:
-        """Return whether :meth:`wait` would return, or raise, at once."""
-        return self._announcement.has_ended()
-
-    def wait(self) -> None:
-        """Wait until the target knows the scores, in its prefill or at its end.
-
-        Raises:
-            HostError: the target's hosts failed.
-        """
-        code, *_ = self._announcement.wait().tolist()
-        if code == FAILED:
-            raise HostError("the target's hosts failed")
-
-    def result(self) -> Tensor:
-        """Wait for the scores, and return them, ``[visual tokens]``; errors are those of :meth:`wait`."""
-        self.wait()
-        return self._link.receive(self._num_visual, torch.float32)
+        return self._incoming.start_broadcast(tensor, 1 - self._rank)
 
 
 def _refuse_failure(received: Tensor) -> Tensor:
@@ -248,3 +230,116 @@ def _refuse_failure(received: Tensor) -> Tensor:
     if code == _GAVE_UP:
         raise DraftGaveUp
     return received
+
+
+@dataclass
+class Pair:
+    """This host's end of the target's hosts and their draft host.
+
+    Attributes:
+        hosts: the hosts that this host computes with: the target's hosts, or the draft host alone.
+        is_draft: whether this is the draft host.
+        link: the link, on host 0 of the target and on the draft host; None on other hosts, and after the other end
+            was lost.
+        lost: why it was lost.
+    """
+
+    hosts: HostGroup
+    is_draft: bool
+    link: Link | None
+    lost: str | None = None
+    _other_takes_part: bool | None = field(default=False, init=False)  # None: it has not answered yet
+    _has_sent_scores: bool = field(default=False, init=False)  # of this request
+
+    @classmethod
+    def of(cls, hosts: HostGroup, config: SpeculativeConfig) -> "Pair":
+        """Pair the last of at least 2 hosts, which drafts, with the others, which run the target; collective."""
+        last = hosts.size - 1
+        is_draft = hosts.rank == last
+        targets = hosts.subgroup(range(last))
+        # The target does not wait for a draft host that is busy: it can decode without it.
+        patience = min(config.draft_timeout, hosts.timeout / 4)
+        to_target = hosts.subgroup([0, last], patience, waits_for_work=False, has_data=False)
+        # The draft waits while the target works, and a little longer, to hear of a target host that is silent.
+        to_draft = hosts.subgroup([0, last], 1.25 * hosts.timeout, has_data=False)
+        link = None if to_target is None else Link(to_target, to_draft)
+        members = HostGroup.single(hosts.device) if is_draft else targets
+        return cls(members, is_draft, link)
+
+    @contextmanager
+    def beginning(self, config: SpeculativeConfig, vocab_size: int, drawn: bool) -> Iterator[None]:
+        """Begin a request, which the body reads; after that each side tells the other whether it takes part.
+
+        The draft then waits for the target's answer; the target reads the draft's when it needs the draft.
+
+        Args:
+            vocab_size, drawn: see :meth:`Link.begin`.
+
+        Raises:
+            HostError: on the draft host, if the target's hosts cannot read the request or have ended.
+        """
+        if self.is_draft and self.link is None:
+            raise HostError("the target's hosts go on without this draft host since an earlier request")
+        is_ready = False
+        try:
+            yield
+            is_ready = True
+        finally:
+            self._other_takes_part, self._has_sent_scores = None if is_ready else False, False
+            self._with_link(lambda link: link.begin(is_ready, config.most_draft_tokens, vocab_size, drawn))
+            if not is_ready:
+                self._with_link(lambda link: link.other_is_ready())
+        if self.is_draft and self.open_link() is None:
+            raise HostError(self.lost or "the target's hosts cannot answer this request")
+
+    def open_link(self) -> Link | None:
+        """Return the link if the other end takes part in this request, else None; wait until that is known."""
+        if self._other_takes_part is None:
+            self._other_takes_part = bool(self._with_link(lambda link: link.other_is_ready()))
+            if not self._other_takes_part and self.link is not None and not self.is_draft:
+                warn_caller("answering without the draft host, which cannot read this request")
+        return self.link if self._other_takes_part else None
+
+    def with_other(self, exchange: Callable[[Link], T]) -> T | None:
+        """Call a function with the link; return None where the other end takes no part, or is lost."""
+        return None if self.open_link() is None else self._with_link(exchange)
+
+    def _with_link(self, exchange: Callable[[Link], T]) -> T | None:
+        if self.link is None:
+            return None
+        try:
+            return exchange(self.link)
+        except HostError as error:
+            self._lose(str(error), f"going on without the draft host: {error}")
+            return None
+
+    def _lose(self, why: str, warning: str) -> None:
+        if not self.link.is_settled:
+            with suppress(HostError):  # the draft may only have been slow, and still receive this
+                self.link.send_verdict(FAILED)
+        self.link, self.lost = None, why
+        if not self.is_draft:
+            warn_caller(warning)
+
+    def send_scores(self, scores: Tensor, waits: bool = True) -> bool:
+        """Send the draft the scores of all visual tokens, if it takes part; once per request, on the target.
+
+        Returns:
+            False if the draft has not answered whether it takes part, and this does not wait for that.
+        """
+        if not waits and self._other_takes_part is None and self.link and not self.link.other_has_answered():
+            return False
+        link = self.open_link()
+        if link is not None and not self._has_sent_scores:
+            link.send_verdict(GO_ON)
+            link.send(scores)
+            self._has_sent_scores = True
+        return True
+
+    def fail(self) -> None:
+        """Tell the draft that the target cannot finish the request."""
+        link = self.open_link()
+        if link is not None and link.owes_report:
+            self._with_link(lambda link: link.receive_json())
+        elif link is not None and not link.is_settled:
+            self._lose("an earlier request failed", "going on without the draft host after a request that failed")

@@ -9,7 +9,6 @@ token of the next window (pre-verify). The prefill's logits are the first pre-ve
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -17,12 +16,10 @@ from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..hosts import HostError
 from ..timeline import Recorder, Span, seconds_of
-from ..warn import warn_caller
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
-from .link import ALONE, CORRECTED, DONE, FAILED, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link
+from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair
 from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .verify import verify_window
 
@@ -78,8 +75,8 @@ class PipelineStats(SpeculationStats):
 class _Target:
     """Host 0's side of a request: the unverified tokens, and the link to the draft."""
 
-    def __init__(self, answer: Answer, link: Link | None, stats: PipelineStats, pace: Pace):
-        self._answer, self.link, self._stats, self._pace = answer, link, stats, pace
+    def __init__(self, answer: Answer, pair: Pair, stats: PipelineStats, pace: Pace):
+        self._answer, self._pair, self._stats, self._pace = answer, pair, stats, pace
         self._pending = Proposal([])
 
     def decide(self, rows: Tensor) -> tuple[list[int], list[int], bool]:
@@ -93,29 +90,21 @@ class _Target:
         Raises:
             NotFiniteError: the target's logits are NaN or infinite.
         """
-        tokens = self._answer.tokens
+        answer, stats, tokens = self._answer, self._stats, self._answer.tokens
         new, code = self._verify(rows)
-        self._answer.tell_of(rows[: len(new)], new)
-        new, has_ended = self._answer.cut(new)
-        has_rest = code == GO_ON
-        seconds = self._stats.seconds_of_round()
-        if tokens and not self._is_alone:  # at first the target waits for the draft's prefill
-            self._pace.learn(len(self._pending.tokens), 0, len(new), *seconds)
-        why_alone = None
-        if self.link is not None and not self._is_alone:
-            why_alone = LOOKS_BACK if self._answer.sampling.looks_back else self._pace.is_losing() and LOSING
-        if has_ended:
-            code = DONE
-        elif why_alone:
-            code = ALONE
-        self._with_link(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
-        self._pending = Proposal([])
-        if has_rest and code == GO_ON:
-            self._pending = self._receive_tokens(lambda link: link.receive_rest()) or self._pending
-        elif has_rest:
-            self._skip(first=False)
+        answer.tell_of(rows[: len(new)], new)
+        new, has_ended = answer.cut(new)
+        seconds, why_alone = stats.seconds_of_round(), None
+        if not stats.switched_off:
+            if tokens:  # at first the target waits for the draft's prefill
+                self._pace.learn(len(self._pending.tokens), 0, len(new), *seconds)
+            if self._pair.link is not None:
+                why_alone = LOOKS_BACK if answer.sampling.looks_back else self._pace.is_losing() and LOSING
+        code = DONE if has_ended else ALONE if why_alone else code
+        self._pair.with_other(lambda link: link.send_verdict(code, len(tokens) + len(new) - 1, new[-1]))
+        self._pending = self._receive(lambda link: link.receive_rest()) if code == GO_ON else Proposal([])
         if code == ALONE:
-            self._stats.switch_off(why_alone, len(tokens) + len(new))
+            stats.switch_off(why_alone, len(tokens) + len(new))
         return new, self._pending.tokens, has_ended
 
     def _verify(self, rows: Tensor) -> tuple[list[int], int]:
@@ -127,64 +116,39 @@ class _Target:
             verdict = verify_window(pending, rows[:-1], index, sampling)
             stats.count(len(pending.tokens), verdict.num_accepted)
             if verdict.next_token is not None:
-                self._skip(first=True)
+                if not stats.switched_off:
+                    self._pair.with_other(lambda link: link.expect_window())  # and nothing of it is read
                 return [*pending.tokens[: verdict.num_accepted], verdict.next_token], CORRECTED
-        first = self._receive_tokens(lambda link: link.receive_first()) or Proposal([])
+        first = self._receive(lambda link: link.receive_first())
         verdict = verify_window(first, rows[-1:], index + len(pending.tokens), sampling)
         stats.count(len(first.tokens), verdict.num_accepted)
         if verdict.next_token is None:
             return [*pending.tokens, *first.tokens], GO_ON
-        self._skip(first=False)
         return [*pending.tokens, verdict.next_token], CORRECTED
 
     def finish(self) -> None:
         """Receive the draft's report."""
-        report = self._wait_for_draft(lambda link: link.receive_json())
+        with self._stats.record.span("wait for draft"):
+            report = self._pair.with_other(lambda link: link.receive_json())
         if report is not None:
             num_drafted, bytes_received, spans = report
             self._stats.of_draft = DraftReport(num_drafted, bytes_received, [Span(**span) for span in spans])
-            self._stats.link_bytes = self.link.request_bytes + self._stats.of_draft.bytes_received
+            self._stats.link_bytes = self._pair.link.request_bytes + bytes_received
+        self._stats.lost_draft = self._pair.lost
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the draft sends no more windows; it still receives verdicts."""
-        return self._stats.switched_off is not None
-
-    def _receive_tokens(self, exchange: Callable[[Link], Proposal]) -> Proposal | None:
-        """Receive tokens of the current window; return None where there are none."""
-        if self._is_alone:
-            return None
+    def _receive(self, exchange: Callable[[Link], Proposal]) -> Proposal:
+        """Receive tokens of the current window; none where the draft rests, or is lost."""
+        if self._stats.switched_off:  # then the draft still receives verdicts
+            return Proposal([])
         try:
-            return self._wait_for_draft(exchange)
+            with self._stats.record.span("wait for draft"):
+                return self._pair.with_other(exchange) or Proposal([])
         except DraftGaveUp:
             self._stats.switch_off(f"it gave {NotFiniteError()}", len(self._answer.tokens))
-            return None
-
-    def _skip(self, first: bool) -> None:
-        if not self._is_alone:
-            self._with_link(lambda link: link.skip(first))
-
-    def _wait_for_draft(self, exchange: Callable[[Link], object]):
-        """Do as :meth:`_with_link`, and record it as a time of waiting."""
-        with self._stats.record.span("wait for draft"):
-            return self._with_link(exchange)
-
-    def _with_link(self, exchange: Callable[[Link], object]):
-        """Call a function with the link; return None where there is no link, or it is lost."""
-        if self.link is None:
-            return None
-        try:
-            return exchange(self.link)
-        except HostError as error:
-            with suppress(HostError):  # the draft may only have been slow, and still receive this
-                if not self.link.is_settled:
-                    self.link.send_verdict(FAILED)
-            self.link, self._stats.lost_draft = None, str(error)
-            warn_caller(f"going on without the draft host: {error}")
-            return None
+            return Proposal([])
 
 
-def generate_beside_draft(answer: Answer, link: Link | None, pace: Pace) -> tuple[list[int], PipelineStats]:
+def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[int], PipelineStats]:
     """Decode as :func:`apbv.decode.answer.generate_tokens` does, beside :func:`draft_beside` on another host.
 
     If the draft host is lost, the target warns once and goes on alone, greedy to the same tokens. It also does so
@@ -192,7 +156,7 @@ def generate_beside_draft(answer: Answer, link: Link | None, pace: Pace) -> tupl
 
     Args:
         answer: the answer to decode, on the target's hosts.
-        link: the link to the draft on host 0; None on the others, and where the draft host was lost.
+        pair: the target's end of the link to the draft.
         pace: gives γ, the longest window but for the first, and decides whether a draft is dropped that costs
             more time than it saves.
 
@@ -201,7 +165,7 @@ def generate_beside_draft(answer: Answer, link: Link | None, pace: Pace) -> tupl
     """
     hosts, tokens = answer.hosts, answer.tokens
     stats = PipelineStats(record=Recorder("decoding", hosts.clock))
-    target = _Target(answer, link, stats, pace) if hosts.rank == 0 else None
+    target = _Target(answer, pair, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []
     rows: Tensor | None = answer.logits[None]
     width = STARTUP_WINDOWS * pace.most
@@ -259,67 +223,43 @@ def draft_beside(
         HostError: the target's hosts failed, or went on without this one.
     """
     sequence = [last_prompt_token]  # verified tokens, then drafted ones
-    record, total, is_over = Recorder("decoding"), 0, False
-    while True:
-        provisional = draft.successor is not None
-        verdict = None if provisional else link.expect_verdict()
-
-        def has_to_stop(draft=draft, verdict=verdict) -> bool:
-            if verdict is None:
-                return draft.awaited.have_come()
-            return verdict.has_ended() and (stops_with_target or verdict.wait()[0] != GO_ON)
-
+    record, total, drafts, code = Recorder("decoding"), 0, True, GO_ON
+    while code != DONE:
+        is_provisional = draft.successor is not None
+        verdict = draft.awaited if is_provisional else link.expect_verdict()
         window: list[int] = []
         rows: list[Tensor] = []
-        with record.span("draft") as details:
-            try:
-                for token, row in draft.drafter.stream(sequence):
-                    window.append(token)
-                    rows += [] if row is None else [row]
-                    if len(window) == 1:
-                        link.send_first(token, row)
-                    if len(window) == link.most or has_to_stop():
-                        break
-                link.send_rest(window[1:], rows[1:])
-            except NotFiniteError:
-                link.send_failure(first=not window, for_good=False)
-                is_over = True
-            except Exception:
-                link.send_failure(first=not window)
-                raise
-            details["tokens"] = len(window)
+        if drafts:
+            with record.span("draft") as details:
+                try:
+                    for token, row in draft.drafter.stream(sequence):
+                        window.append(token)
+                        rows += [] if row is None else [row]
+                        if len(window) == 1:
+                            link.send_first(token, row)
+                        has_come = verdict.has_ended()
+                        stops = is_provisional or stops_with_target or (has_come and verdict.wait()[0] != GO_ON)
+                        if len(window) == link.most or (has_come and stops):
+                            break
+                    link.send_rest(window[1:], rows[1:])
+                except NotFiniteError:
+                    link.send_failure(for_good=False)
+                    drafts = False
+                details["tokens"] = len(window)
         total += len(window)
-        if provisional:
-            with record.span("wait for scores"):
-                draft.awaited.wait()
-            with record.span("prune"):
-                draft = _build_successor(draft, link)
-            verdict = link.expect_verdict()
         sequence += window
-        while True:
-            with record.span("wait for verdict"):
-                code, num_verified, token = verdict.wait().tolist()
-            if code == FAILED:
-                raise HostError("the target's hosts failed")
-            if code != GO_ON:
-                sequence = [*sequence[: 1 + num_verified], token]
-            is_over |= code == ALONE
-            if code == DONE:
-                report = DraftReport(total, link.request_bytes, [*earlier, *record.spans])
-                link.send_json([*report[:2], [asdict(span) for span in report.spans]])
-                link.wait_until_received()
-                return sequence[1:], report, draft
-            if not is_over:
-                break
+        if is_provisional:
+            with record.span("wait for scores"):
+                verdict.wait()
+            with record.span("prune"):
+                draft = draft.successor()
             verdict = link.expect_verdict()
-
-
-def _build_successor(draft: Draft, link: Link) -> Draft:
-    """Build a provisional draft's successor; if that fails, tell the target, which waits for a window."""
-    try:
-        return draft.successor()
-    except HostError:  # the target failed, and need not be told
-        raise
-    except Exception:
-        link.send_failure(first=True)
-        raise
+        with record.span("wait for verdict"):
+            code, num_verified, token = verdict.wait().tolist()
+        if code != GO_ON:
+            sequence = [*sequence[: 1 + num_verified], token]
+        drafts &= code != ALONE
+    report = DraftReport(total, link.request_bytes, [*earlier, *record.spans])
+    link.send_json([*report[:2], [asdict(span) for span in report.spans]])
+    link.wait_until_received()
+    return sequence[1:], report, draft

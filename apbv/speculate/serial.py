@@ -1,13 +1,11 @@
 """Speculative decoding in turn: a chain or a tree of tokens is drafted, then verified."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
 from ..timeline import Recorder
-from .drafters import Drafter, Learner, Proposal, pack_tokens, unpack_tokens
+from .drafters import Drafter, Proposal, pack_tokens, unpack_tokens
 from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree
 from .verify import verify_window
@@ -67,7 +65,7 @@ def generate_speculatively(
             # All new tokens but the last are in the KV then, and no others.
             decoder.take_back(len(shape), path[: len(new)])
             details["accepted"] = len(path) - 1
-        if is_drafting and isinstance(drafter, Learner):
+        if is_drafting and drafter is not None:
             drafter.learn(new, rows[: len(new)])
         stats.rounds += is_drafting
         stats.num_target_forwards += 1
@@ -102,22 +100,14 @@ def _draft(
     """Draft on host 0, at most a tree; return it on every host, or None where the draft is switched off."""
     hosts, most, proposal, numbers = answer.hosts, limit.num_drafted, None, None
     if hosts.is_leader:
-        proposal = _propose(drafter, answer.tokens, limit, pace, stats)
+        if pace.is_losing():
+            stats.switch_off(LOSING, len(answer.tokens))
+        else:
+            tree = limit.cut(pace.next_window())
+            try:
+                proposal = drafter.propose(answer.tokens, tree) if tree.num_drafted else Proposal([])
+            except NotFiniteError as error:
+                stats.switch_off(f"it gave {error}", len(answer.tokens))
         numbers = [SWITCHED_OFF, *[0] * most] if proposal is None else pack_tokens(proposal.tokens, most)
     numbers = hosts.broadcast_ints(numbers, most + 1)
     return None if numbers[0] == SWITCHED_OFF else proposal or Proposal(unpack_tokens(numbers))
-
-
-def _propose(
-    drafter: Drafter, tokens: Sequence[int], limit: Tree, pace: Pace, stats: SpeculationStats
-) -> Proposal | None:
-    """Draft as many levels as promise most; return None where the draft is switched off."""
-    if pace.is_losing():
-        stats.switch_off(LOSING, len(tokens))
-        return None
-    tree = limit.cut(pace.next_window())
-    try:
-        return drafter.propose(tokens, tree) if tree.num_drafted else Proposal([])
-    except NotFiniteError as error:
-        stats.switch_off(f"it gave {error}", len(tokens))
-        return None

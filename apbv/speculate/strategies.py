@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..config import PrefillConfig, SpeculativeConfig
 from ..hosts import HostGroup
-from ..input.model_inputs import ModelInputs
 from ..model.parts import ModelParts
 from ..prefilling.forward import passes_blocks_on
 from ..prefilling.reduction.attention import Relevance, VisualWatcher
@@ -80,14 +80,13 @@ def _for_keeping(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher 
     return Relevance()
 
 
+_by_model = partial(Strategy, builders.draft_by_model, _for_keeping, needs_draft_model=True)
 STRATEGIES: dict[str, Strategy] = {
-    "vanilla": Strategy(builders.draft_by_model, _for_keeping, needs_draft_model=True, keep="full"),
-    "sd_tree": Strategy(
-        builders.draft_by_model, _for_keeping, needs_draft_model=True, keep="full", num_tree_nodes=25
-    ),
-    "specvlm": Strategy(builders.draft_by_model, _for_keeping, needs_draft_model=True, keep="specvlm"),
-    "hippo": Strategy(builders.draft_by_model, _for_keeping, needs_draft_model=True, keep="hippo"),
-    "parallelvlm": Strategy(builders.draft_by_model, _for_keeping, needs_draft_model=True, keep="uv_prune"),
+    "vanilla": _by_model(keep="full"),
+    "sd_tree": _by_model(keep="full", num_tree_nodes=25),
+    "specvlm": _by_model(keep="specvlm"),
+    "hippo": _by_model(keep="hippo"),
+    "parallelvlm": _by_model(keep="uv_prune"),
     "text_only": Strategy(builders.draft_text_only, needs_draft_model=True, reads_text_only=True),
     "tabed": Strategy(
         builders.draft_by_ensemble,
@@ -116,11 +115,6 @@ def make_watcher(config: SpeculativeConfig, parts: ModelParts) -> VisualWatcher 
     return STRATEGIES[config.strategy].watcher(config, parts)
 
 
-def strategy_of(config: SpeculativeConfig) -> Strategy:
-    """Return the strategy of a configuration."""
-    return STRATEGIES[config.strategy]
-
-
 def require_consistent(
     config: SpeculativeConfig, prefill: PrefillConfig, hosts: HostGroup, has_captioner: bool
 ) -> None:
@@ -129,7 +123,7 @@ def require_consistent(
     Raises:
         ValueError: settings do so; the message says which and why.
     """
-    name, strategy, keep = config.strategy, strategy_of(config), keep_policy(config)
+    name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     drops_nothing = keep in (None, "full") or strategy.needs_verdicts
     ranking = ranks_by_prefill(config) and f"keep={keep!r}"
     refuse(
@@ -167,7 +161,7 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     Raises:
         ValueError: the strategy, or its choice of visual tokens, ignores one of them.
     """
-    name, strategy, keep = config.strategy, strategy_of(config), keep_policy(config)
+    name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     is_pruned = keep not in (None, "full")
     for setting, applies, reason in (
         ("draft_model", strategy.needs_draft_model, "drafts without a second model"),
@@ -179,22 +173,6 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     ):
         if setting in given and not applies:
             raise ValueError(f"{name} {reason}: {setting} does not apply")
-
-
-def require_fitting_draft(config: SpeculativeConfig, target: ModelParts, draft: ModelParts | None) -> None:
-    """Refuse a draft that is missing, or reads other prompts than the target.
-
-    A strategy that drafts from a prompt's text, tokenized for the target, also takes a text-only model. A draft
-    host, which has to read the request itself, is checked by :meth:`.drafting.Drafting.way_to_answer`.
-
-    Raises:
-        ValueError: the draft is missing, or reads other prompts.
-    """
-    if draft is None:
-        raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
-    takes_text = strategy_of(config).reads_text_only and not draft.is_video_model
-    if reads(target) != reads(draft) and not takes_text:
-        raise ValueError(f"the draft does not read the target's prompts: {reads(draft)}, not {reads(target)}")
 
 
 def require_same_tokens(target: Any, draft: Any) -> None:
@@ -213,18 +191,6 @@ def require_same_tokens(target: Any, draft: Any) -> None:
             raise ValueError(
                 f"the draft has other tokens than the target: {number} is {names[number]!r}, not {name!r}"
             )
-
-
-def require_readable(config: SpeculativeConfig, inputs: ModelInputs) -> None:
-    """Refuse a prompt from which the strategy cannot choose.
-
-    Raises:
-        ValueError: the strategy compares frames, and the prompt has images only.
-    """
-    keep, visual = keep_policy(config), inputs.visual
-    by_frame = keep in ("hippo", "attention_per_frame")
-    if by_frame and visual is not None and visual.kind == "image":
-        raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
 
 
 def reads(parts: ModelParts) -> str:

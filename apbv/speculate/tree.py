@@ -146,7 +146,7 @@ def verify_tree(
         The accepted nodes, the root first, and the token after the last of them.
     """
     # For all nodes at once: a GPU would else be waited for at every node of the path.
-    chosen, are_finite = choose_tokens(logits, config, [index + depth for depth in tree.depths])[0].read_rows()
+    chosen, are_finite = choose_tokens(logits, config, [index + depth for depth in tree.depths])[0].fetch()()
     path, child = [0], 0
     while child is not None:
         if not are_finite[child]:

@@ -70,7 +70,7 @@ def verify_greedy(drafted: Sequence[int], logits: Tensor) -> Verdict:
     Raises:
         NotFiniteError: a row is NaN or infinite; rows after a rejected token do not matter.
     """
-    best, is_finite = most_probable(logits).read_rows()
+    best, is_finite = most_probable(logits).fetch()()
     accepted = 0
     while accepted < len(drafted) and is_finite[accepted] and drafted[accepted] == best[accepted]:
         accepted += 1

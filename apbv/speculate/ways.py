@@ -174,7 +174,7 @@ class TakingTurns:
         config = self._config
         answer = state.begin_answer(self._target, request)
         if draft.takes_target_kv and draft.drafter is not None:
-            draft.drafter.take_target_kv(answer.decoder.newest_kv)
+            draft.drafter.newest_kv = answer.decoder.newest_kv
         depth = config.num_draft_tokens
         if self._tree is not None and depth != "auto":
             depth = self._tree.depth

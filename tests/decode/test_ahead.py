@@ -30,7 +30,7 @@ def decoded(state, ahead: bool, sampling: SamplingParams, end=()) -> tuple[list[
     decoder.runs_ahead = ahead
     decoder.advance = lambda tokens: happened.append("step") or advance(tokens)
     tokens = generate_tokens(answer_by(decoder, state, sampling, end, lambda token: happened.append("token")))
-    return tokens, happened, decoder._cache.get_seq_length() - state.num_tokens
+    return tokens, happened, decoder.cache.get_seq_length() - state.num_tokens
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -72,7 +72,7 @@ def test_only_a_process_that_runs_the_model_alone_runs_ahead(monkeypatch):
     parts = decoder_behind(state, build("llama", torch.float32))._runner._parts
     assert not Decoder(parts, state.kv, 0).runs_ahead  # on a CPU nothing would be gained
     monkeypatch.setattr(type(parts), "device", torch.device("cuda"))
-    monkeypatch.setattr("apbv.decode.runner.wants_graphs", lambda parts: False)
+    monkeypatch.setattr("apbv.decode.graphs.wants_graphs", lambda parts: False)
     assert Decoder(parts, state.kv, 0).runs_ahead
     assert not Decoder(parts, shared.kv, 0).runs_ahead
     monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))

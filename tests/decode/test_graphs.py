@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apbv import DecodeConfig, Engine, HostGroup, PrefillConfig, ReduceConfig, SpeculativeConfig, demo, prefill
-from apbv.decode import runner
+from apbv.decode import graphs
 from apbv.decode.runner import Decoder
 from apbv.kv import cache as kv_cache
 from apbv.model.parts import inspect_model
@@ -109,9 +109,9 @@ def test_a_kept_prompt_is_answered_again():
 
 def test_what_keeps_steps_from_being_recorded(monkeypatch):
     parts, other = (inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch"))
-    assert not runner.wants_graphs(parts)  # on a CPU, and without a word
-    assert runner.why_not_captured(parts, None) is None
-    assert "in shares" in runner.why_not_captured(parts, HostGroup.single())
-    assert "torch attention" in runner.why_not_captured(other, None)
+    assert not graphs.wants_graphs(parts)  # on a CPU, and without a word
+    assert graphs.why_not_captured(parts, None) is None
+    assert "in shares" in graphs.why_not_captured(parts, HostGroup.single())
+    assert "torch attention" in graphs.why_not_captured(other, None)
     monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
-    assert "members of a host" in runner.why_not_captured(parts, None)
+    assert "members of a host" in graphs.why_not_captured(parts, None)

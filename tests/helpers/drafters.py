@@ -5,7 +5,7 @@ import torch
 from apbv import HostGroup, PrefillConfig, prefill
 from apbv.decode.runner import Decoder
 from apbv.model.parts import inspect_model
-from apbv.speculate.drafters import Proposal
+from apbv.speculate.drafters import Drafter, Proposal
 
 from prompts import UNCOMPRESSED, as_inputs
 
@@ -21,7 +21,7 @@ PATTERNS = {
 }
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Knows the answer, and errs where it is told to."""
 
     def __init__(self, answer: list[int], pattern):

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apbv.decode import graphs, runner
+from apbv.decode import graphs
 from apbv.kernels import BufferTable
 from apbv.model import attention
 
@@ -96,8 +96,8 @@ def recorded_on_a_cpu():
     repeated: list[int] = []
 
     with (
-        patch.object(runner, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto"),
-        patch.object(runner, "why_not_captured", lambda parts, hosts: hosts and "the KV lies in shares"),
+        patch.object(graphs, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto"),
+        patch.object(graphs, "why_not_captured", lambda parts, hosts: hosts and "the KV lies in shares"),
         patch.object(graphs, "GraphRecorder", partial(Repeater, repeated)),
     ):
         yield repeated

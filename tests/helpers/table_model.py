@@ -10,14 +10,14 @@ from apbv import HostGroup
 from apbv.config import SamplingParams
 from apbv.decode.answer import Answer
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
-from apbv.speculate.drafters import Proposal
+from apbv.speculate.drafters import Drafter, Proposal
 from apbv.speculate.pace import Pace
 from apbv.speculate.serial import generate_speculatively
 
 NUM_TOKENS, NUM_SAMPLES = 3, 800
 
 
-class TableModel:
+class TableModel(Drafter):
     """A target and a draft whose next-token distributions depend on the last token only."""
 
     def __init__(self, p_logits, q_logits, top_p=1.0, greedy_draft=False):

@@ -1,24 +1,21 @@
 """TABED: rows of a batch say what each context says alone, weights follow the paper's rule, no token changes."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
-from apbv import HostGroup, ModelInputs
+from apbv import HostGroup, ModelInputs, SpeculativeConfig
 from apbv.config import SamplingParams
 from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
-from apbv.speculate.ensemble import (
-    Context,
-    EnsembleDrafter,
-    as_text,
-    make_weights,
-    read_contexts,
-)
+from apbv.speculate.draft import DraftTask
+from apbv.speculate.ensemble import EnsembleDrafter, as_text, read_contexts
 from apbv.speculate.tree import Tree
 
 import families
@@ -81,20 +78,32 @@ def ensemble_of(family: str, ensemble: str, config: SamplingParams, batch=None, 
     """A drafter in fp64; for a text family over random texts of several lengths."""
     model = families.build_model(family, dtype=torch.float64)
     parts = inspect_model(model)
+    task = partial(
+        DraftTask,
+        target=parts,
+        draft=parts,
+        state=None,
+        scores=None,
+        hosts=HostGroup.single(),
+        config=SpeculativeConfig(strategy="tabed", ensemble=ensemble),
+        keep="full",
+        sampling=config,
+        vocab_size=parts.vocab_size,
+        tokenize=tokenizer_of(family),
+        caption=CAPTION.strip(),
+    )
     if inputs is None:
         torch.manual_seed(0)
         texts = [torch.randint(0, 250, (1, length)) for length in (31, 7, 50, 18)[: len(ensemble.rstrip("*"))]]
-        contexts = [Context(model(input_ids=ids).past_key_values, ids.shape[1]) for ids in texts]
+        contexts = [(model(input_ids=ids).past_key_values, ids.shape[1]) for ids in texts]
         alone = [(ids, None, torch.arange(ids.shape[1])[None]) for ids in texts]
-        return model, EnsembleDrafter(parts, contexts, make_weights(ensemble), 40, config, parts.vocab_size), alone
+        return model, EnsembleDrafter(task(inputs=SimpleNamespace(num_tokens=40)), contexts), alone
     rows = encode_visual(parts, inputs.visual)
     everything = torch.arange(inputs.num_visual_tokens)
-    letters, hosts = ensemble.rstrip("*"), HostGroup.single()
-    tokenize, caption = tokenizer_of(family), CAPTION.strip()
-    contexts = read_contexts(letters, parts, inputs, everything, rows, hosts, tokenize, caption)
-    drafter = EnsembleDrafter(parts, contexts, make_weights(ensemble), 40, config, parts.vocab_size)
+    task = task(inputs=inputs)
+    drafter = EnsembleDrafter(task, read_contexts(task, everything, rows))
     grid = (3, 5) if parts.uses_mrope else (2, 2)
-    return model, drafter, list(contexts_alone(family, letters, batch, inputs, grid))
+    return model, drafter, list(contexts_alone(family, ensemble, batch, inputs, grid))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
@@ -146,8 +155,8 @@ def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temper
     expected_weights, seen = [1 / len(alone)] * len(alone), []
     for num_right in (3, 0, 2, 3):
         proposal = drafter.propose(tokens, Tree.chain(3))
-        assert drafter.weights == pytest.approx(expected_weights, abs=1e-9)
-        seen.append(tuple(drafter.weights))
+        assert drafter.weights.tolist() == pytest.approx(expected_weights, abs=1e-9)
+        seen.append(tuple(drafter.weights.tolist()))
         for place, token in enumerate(proposal.tokens):
             before = [*tokens, *proposal.tokens[:place]]
             rows = torch.stack([said_alone(model, *context, before)[-1] for context in alone])

@@ -17,9 +17,8 @@ from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.hosts import Exchange
 from apbv.speculate import pipeline
-from apbv.speculate.beside import Pair
 from apbv.speculate.draft import Draft
-from apbv.speculate.link import DONE, GO_ON, Link
+from apbv.speculate.link import DONE, GO_ON, Link, Pair
 from apbv.speculate.pace import Pace
 from apbv.speculate.pipeline import draft_beside, generate_beside_draft
 from apbv.speculate.tree import Tree
@@ -68,12 +67,13 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
                 results.append(draft_beside(pair.link, Draft(stream, 0), 0)[0])
                 continue
             except RuntimeError as error:
+                pair.link.send_failure()
                 results.append(str(error))
                 break
         decoder, state, look = decoders(model, pair.hosts, batch, 48, kv)
         end = (plain[run["end"]],) if "end" in run else ()
         answer = answer_by(decoder, state, SamplingParams(max_new_tokens=run.get("most", STEPS)), end)
-        passes, link = [], pair.open_link()
+        passes, link = [], pair.link
         if "waits" in run:  # a pass takes a second, by this clock, and so does every wait for the draft
             pair.hosts.clock = lambda passes=passes: float(len(passes))
             decoder.advance = counted(decoder.advance, passes)
@@ -81,9 +81,7 @@ def pipeline_job(hosts: HostGroup, kv: str, runs: list[dict]):
                 link.receive_first = counted(type(link).receive_first.__get__(link), passes)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tokens, stats = generate_beside_draft(answer, link, Pace(gamma, not run.get("waits")))
-        if stats.lost_draft:
-            pair.link = None
+            tokens, stats = generate_beside_draft(answer, pair, Pace(gamma, not run.get("waits")))
         cache = look()
         length = None if cache is None else cache.get_seq_length()
         results.append((tokens, stats, length, [str(w.message) for w in caught if "draft" in str(w.message)]))
@@ -144,7 +142,7 @@ def test_the_target_goes_on_without_a_draft_that_fails(pool, fail_after):
     answers = check(pool.run(3, pipeline_job, "sharded", runs), runs)
     (_, stats, _, warned), (_, alone, _, silent) = answers
     assert "the draft host failed" in stats.lost_draft and len(warned) == 1
-    assert alone.lost_draft is None and not silent and alone.num_drafted == 0
+    assert alone.lost_draft == stats.lost_draft and not silent and alone.num_drafted == 0
 
 
 class LocalChannel:
@@ -226,7 +224,9 @@ def drawn_beside_a_thread(model: TableModel, seed: int, most: int, gamma: int) -
     sampling = SamplingParams(max_new_tokens=most, temperature=1.0, seed=seed)
     with ThreadPoolExecutor(1) as executor:
         drafting = executor.submit(draft_beside, draft, Draft(SimpleNamespace(stream=stream), 0), 0)
-        tokens, _ = generate_beside_draft(model.answer(sampling), target, Pace(gamma))
+        pair = Pair(None, False, target)
+        pair._other_takes_part = True
+        tokens, _ = generate_beside_draft(model.answer(sampling), pair, Pace(gamma))
         assert drafting.result()[0] == tokens
     return tokens
 

@@ -2,7 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -106,8 +106,8 @@ class Scheduling:
             return
         (block_ids,) = blocks.get_block_ids()
         stop = entry.load.tokens.stop
-        load = entry.load.into(block_ids, range(stop - num_external_tokens, stop))
-        self._starting.loads[request.request_id] = load
+        tokens = range(stop - num_external_tokens, stop)
+        self._starting.loads[request.request_id] = replace(entry.load, tokens=tokens, block_ids=tuple(block_ids))
 
     def take_metadata(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
         """Return what the workers are to begin in this step."""

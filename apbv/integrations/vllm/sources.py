@@ -53,8 +53,12 @@ class Saved:
 
     @property
     def salt(self) -> str:
-        """The text that tells requests with this KV from all others in vLLM's prefix cache."""
-        return cache_salt(self.generation)
+        """What the ``cache_salt`` of requests with this KV contains.
+
+        vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for
+        one question, so that every save and every transfer has a salt of its own.
+        """
+        return f"apbv-{self.generation}"
 
     def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
         """Yield keys and values of each layer, ``[H, T, D]``, which are valid until the next.
@@ -92,8 +96,8 @@ class Offered:
 
     @property
     def salt(self) -> str:
-        """The text that tells requests with this KV from all others in vLLM's prefix cache."""
-        return cache_salt(self.ticket.transfer)
+        """As :attr:`Saved.salt`."""
+        return f"apbv-{self.ticket.transfer}"
 
     def read(self, tokens: range, kv_heads: range, layers: range) -> Layers:
         """Yield keys and values of each layer, ``[H, T, D]``, which are valid until the next.
@@ -126,10 +130,6 @@ class Load:
     source: Saved | Offered
     tokens: range
     block_ids: tuple[int, ...] = ()
-
-    def into(self, block_ids: list[int], tokens: range) -> "Load":
-        """Return the same load of these tokens, into these blocks."""
-        return replace(self, block_ids=tuple(block_ids), tokens=tokens)
 
 
 @dataclass
@@ -224,12 +224,3 @@ def request_params(path: str | Path) -> dict[str, Any]:
     saved = Saved.open(path)
     params = {"kv_transfer_params": {"apbv_path": str(path)}}
     return params if saved.visual_uuid is None else {**params, "uuid": saved.visual_uuid}
-
-
-def cache_salt(name: str) -> str:
-    """Return what the ``cache_salt`` of requests with this KV contains.
-
-    vLLM's prefix cache treats equal tokens under equal salts as equal KV. This KV is approximate and made for one
-    question, so that every save and every transfer has a salt of its own.
-    """
-    return f"apbv-{name}"
