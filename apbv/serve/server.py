@@ -8,7 +8,6 @@ import socket
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import h11
 import uvicorn

@@ -3,7 +3,6 @@
 import os
 import signal
 from contextlib import contextmanager
-from pathlib import Path
 
 import openai
 import pytest
