@@ -1,5 +1,6 @@
 """The pretended GPU itself: each of its rules, tried by breaking it."""
 
+import threading
 from contextlib import nullcontext, suppress
 from functools import partial
 
@@ -16,9 +17,9 @@ def ones(*shape: int, device=GPU) -> torch.Tensor:
     return torch.ones(shape, device=device)
 
 
-def captured(function):
+def captured(function, priority: int = 0):
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=priority)):
         function()
     return graph
 
@@ -34,6 +35,31 @@ def overwrite_what_is_copied() -> None:
     pinned.fill_(2)
 
 
+def free_what_another_stream_uses(told: bool = False) -> None:
+    lent, side = ones(4), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        lent.sum()
+    if told:
+        lent.record_stream(side)
+    del lent
+    ones(4)
+
+
+def launch_beside_a_capture() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+        other = threading.Thread(target=lambda: torch.cuda.set_stream(stream) or ones(4))
+        other.start()
+        other.join()
+
+
+def take_every_stream() -> None:
+    captured(lambda: None)
+    for _ in range(32):
+        torch.cuda.Stream()
+
+
 PLANTS = {
     "an operand in host memory": (lambda: ones(2) + torch.ones(2), "two devices"),
     "a read before its event": (lambda: in_a_side_stream(lambda: ones(4) * 2) + 1, "may still write"),
@@ -42,6 +68,10 @@ PLANTS = {
     "a wait in a graph": (lambda: captured(ones(2).sum().item), "waits"),
     "a copy from the host in a graph": (lambda: captured(lambda: torch.tensor([1.0], device=GPU)), "from host"),
     "what is copied to a GPU is written": (overwrite_what_is_copied, "may still read"),
+    "a replay at another priority": (lambda: captured(lambda: None, priority=-1).replay(), "of priority 0"),
+    "memory that is freed under another stream": (free_what_another_stream_uses, "record_stream"),
+    "a launch in a stream that is being captured": (launch_beside_a_capture, "another thread captures"),
+    "more streams than there are": (take_every_stream, "handed out again"),
 }
 
 
@@ -50,6 +80,11 @@ def test_what_a_gpu_refuses_or_does_wrong_fails_the_rehearsal(plant):
     call, because = PLANTS[plant]
     with pytest.raises(GpuError, match=because), rehearsal(), suppress(GpuError):
         call()
+
+
+def test_memory_that_the_allocator_knows_to_be_in_use_may_be_freed():
+    with rehearsal():
+        free_what_another_stream_uses(told=True)
 
 
 def test_a_copy_that_does_not_block_is_there_after_its_event():

@@ -11,6 +11,7 @@ import torch
 from .graphs import Graph
 from .machine import Machine
 from .streams import DEFAULT_STREAM
+from .tensors import GpuTensor
 
 CAPABILITY = (9, 0)
 _TOTAL_MEMORY = 80 << 30
@@ -77,8 +78,11 @@ class Cuda:
 
         class Stream:
             def __init__(self, device=None, priority=0, number=None):
-                self.number = streams.new() if number is None else number
-                self.device = torch.device("cuda", cuda.index_of(device))
+                index = cuda.index_of(device)
+                self.number = streams.take(index, priority) if number is None else number
+                self.device, self.priority = torch.device("cuda", index), streams.priority_of(self.number)
+                if number is None and self.number in machine.captured_in:
+                    machine.find(f"stream {self.number} is handed out again, in which graphs are captured")
 
             def record_event(self, event=None):
                 event = event or Event()
@@ -132,6 +136,10 @@ class Cuda:
         def nothing(*_, **__):
             return None
 
+        def tell_allocator(tensor, stream):
+            if isinstance(tensor, GpuTensor):
+                streams.tell_allocator(tensor.inner, stream.number)
+
         def empty_cache():
             if machine.captured_pools:
                 raise machine.refuse("the cache is emptied while the allocator believes that a graph is captured")
@@ -172,7 +180,7 @@ class Cuda:
             (torch.cuda.graphs, {"CUDAGraph": OurGraph}),
             (torch._C, {"_host_emptyCache": nothing, "_cuda_endAllocateToPool": leave_pool}),
             (torch.cuda.nccl, {"version": lambda: (2, 28, 9)}),
-            (torch.Tensor, {**pinning, "record_stream": nothing}),
+            (torch.Tensor, {**pinning, "record_stream": tell_allocator}),
         ):
             for name, value in values.items():
                 stack.enter_context(patch.object(where, name, value, create=True))

@@ -63,7 +63,7 @@ class Graph:
     """Stands for ``torch.cuda.CUDAGraph``; :class:`.cuda.Cuda` gives it its machine.
 
     Attributes:
-        thread: which one captures.
+        thread, stream: which ones capture.
         is_valid: whether it can be replayed: nothing forbidden happened during capture.
     """
 
@@ -75,7 +75,7 @@ class Graph:
         self._has_ended = False
         self._mode = "global"
         self._pool = (id(self), 0)
-        self.thread, self.is_valid = 0, True
+        self.thread, self.stream, self.is_valid = 0, 0, True
 
     def forbids(self, thread: int) -> bool:
         """Tell whether its capture forbids what is unsafe in this thread."""
@@ -88,6 +88,8 @@ class Graph:
         if machine.capturing is not None:
             raise machine.refuse("another graph is being captured")
         self._pool, self._mode, self.thread = pool or self._pool, capture_error_mode, get_ident()
+        self.stream = machine.streams.current
+        machine.captured_in.add(self.stream)
         machine.capturing = self
         machine.captured_pools.append(self._pool)
 
@@ -125,6 +127,9 @@ class Graph:
             raise machine.refuse("a graph is replayed whose capture has not ended")
         machine.forbid_in_capture("replays another graph")
         machine.note("replay", "graph")
+        captured, now = map(machine.streams.priority_of, (self.stream, machine.streams.current))
+        if captured != now:  # its kernels keep the priority that they were captured with
+            machine.find(f"a graph captured at priority {captured} is replayed in a stream of priority {now}")
         with _disable_current_modes():
             for node in self._nodes:
                 machine.note("in_graph", node.name, detail=node.kind)

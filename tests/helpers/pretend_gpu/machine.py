@@ -38,6 +38,7 @@ class Machine:
         num_gpus: how many GPUs there are.
         streams, transfers, pinned: who may use which memory when.
         capturing: the graph that is being captured, if any.
+        captured_in: the streams in which graphs were captured.
         captured_pools: the pools that the allocator takes for those of graphs being captured.
         interpreting: held while Triton interprets a kernel, which it can do one at a time.
     """
@@ -47,6 +48,7 @@ class Machine:
         self.events, self.faults = Events(), []
         self.streams, self.transfers, self.pinned = Streams(), Transfers(), PinnedMemory()
         self.capturing: Graph | None = None
+        self.captured_in: set[int] = set()
         self.captured_pools: list[tuple] = []
         self.interpreting = threading.Lock()
         self._lock = threading.RLock()
@@ -112,7 +114,12 @@ class Machine:
 
     def launch(self, reads: list[Tensor], writes: list[Tensor], user: str) -> None:
         """Put a kernel into the current stream, and find what is wrong with that."""
+        graph = self.capturing
+        if graph is not None and graph.stream == self.streams.current and graph.thread != threading.get_ident():
+            self.find(f"{user} goes into a graph that another thread captures in stream {graph.stream}")
         for fault in self.streams.launch(reads, writes, user):
+            self.find(fault)
+        for fault in self.streams.freed_too_soon():
             self.find(fault)
 
     def run(self, func, args: tuple, kwargs: dict):
@@ -172,8 +179,9 @@ class Machine:
             out = call(*inner_args, **inner_kwargs)
         fresh = [x for x in tree_leaves(out) if isinstance(x, Tensor) and id(x) not in known]
         if not _is_view(func):
-            for tensor in fresh:
-                self.streams.allocate(tensor)
+            is_ours = self.capturing is None or self.capturing.thread != threading.get_ident()
+            for tensor in fresh:  # what is allocated while a graph is captured belongs to the graph
+                self.streams.allocate(tensor, is_ours)
         if runs_kernel and any(x.numel() for x in tree_leaves((out, inner_args)) if isinstance(x, Tensor)):
             self.launched("kernel", name, used, fresh)
 

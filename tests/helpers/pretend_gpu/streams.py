@@ -7,11 +7,13 @@ each stream has been told to come, and which points of other streams it has been
 import threading
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 DEFAULT_STREAM = 0
+POOL_SIZE = 32  # PyTorch's streams of a GPU and a priority, which it hands out round robin
 
 Moment = Counter  # how far each stream has come, by its number
 
@@ -56,10 +58,20 @@ class Transfers:
 
 @dataclass
 class _Uses:
-    """Where in which stream a piece of memory was last written, and read since then."""
+    """Where in which stream a piece of memory was last written, and read since then.
+
+    Attributes:
+        owner: the stream that it was allocated for, which may have it back as soon as it is free; None: nobody is
+            known to.
+        strangers: the last uses in other streams of which the allocator was not told.
+        told: the streams of which it was.
+    """
 
     written: tuple[int, int]
     read: dict[int, int] = field(default_factory=dict)
+    owner: int | None = None
+    strangers: dict[int, int] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
 
 
 class Streams:
@@ -71,12 +83,22 @@ class Streams:
         self._known: dict[int, Moment] = {}  # of each stream: the points of others that it comes behind
         self._host = Moment()
         self._uses: dict[int, _Uses] = {}
-        self._num_streams = DEFAULT_STREAM
         self._later: list[tuple[int, int, Callable[[], None]]] = []
+        self._shared: dict[int, tuple[StorageWeakRef, _Uses]] = {}  # memory with strangers
+        self._pool: list[tuple[int, int, int]] = []  # GPU, priority and place in the pool of the streams in use
+        self._num_taken = Counter()  # of a GPU's pool of a priority
 
-    def new(self) -> int:
-        self._num_streams += 1
-        return self._num_streams
+    def take(self, device: int, priority: int) -> int:
+        """Hand out a stream as PyTorch does: the 33rd of a GPU and a priority is the first again."""
+        place = self._num_taken[device, priority] % POOL_SIZE
+        self._num_taken[device, priority] += 1
+        if (device, priority, place) not in self._pool:
+            self._pool.append((device, priority, place))
+        return 1 + self._pool.index((device, priority, place))
+
+    def priority_of(self, stream: int) -> int:
+        """Return a stream's priority; -1 comes before 0."""
+        return 0 if stream == DEFAULT_STREAM else self._pool[stream - 1][1]
 
     @property
     def current(self) -> int:
@@ -97,6 +119,7 @@ class Streams:
             if not self._is_behind(stream, *uses.written):
                 yield f"{user} in stream {stream} reads what stream {uses.written[0]} may still write"
             uses.read[stream] = position
+            self._note_stranger(tensor, uses, stream, position)
         for tensor in writes:
             key = _memory(tensor)
             uses = self._uses.get(key)
@@ -104,11 +127,43 @@ class Streams:
             for other, point in before:
                 if not self._is_behind(stream, other, point):
                     yield f"{user} in stream {stream} writes what stream {other} may still use"
-            self._uses[key] = _Uses((stream, position))
+            uses = uses or _Uses((stream, position))
+            self._uses[key] = uses = replace(uses, written=(stream, position), read={})
+            self._note_stranger(tensor, uses, stream, position)
 
-    def allocate(self, tensor: Tensor) -> None:
-        """Begin the life of new memory, which may lie where other memory was."""
-        self._uses[_memory(tensor)] = _Uses((self.current, self._position[self.current]))
+    def allocate(self, tensor: Tensor, is_ours: bool = True) -> None:
+        """Begin the life of new memory, which may lie where other memory was.
+
+        Args:
+            is_ours: whether the allocator gives it to the current stream again once it is free.
+        """
+        self._shared.pop(_memory(tensor), None)
+        owner = self.current if is_ours else None
+        self._uses[_memory(tensor)] = _Uses((self.current, self._position[self.current]), owner=owner)
+
+    def tell_allocator(self, tensor: Tensor, stream: int) -> None:
+        """Let memory wait, once it is free, for what a stream does with it until then."""
+        if uses := self._uses.get(_memory(tensor)):
+            uses.strangers.pop(stream, None)
+            uses.told.add(stream)
+
+    def freed_too_soon(self) -> Iterator[str]:
+        """Yield what is wrong with memory that was freed since this was last asked."""
+        for key, (memory, uses) in list(self._shared.items()):
+            if not memory.expired():
+                continue
+            del self._shared[key]
+            for stream, position in uses.strangers.items():
+                if not self._is_behind(uses.owner, stream, position):
+                    yield (
+                        f"memory of stream {uses.owner} is free while stream {stream} may still use it: "
+                        "record_stream was not called"
+                    )
+
+    def _note_stranger(self, tensor: Tensor, uses: _Uses, stream: int, position: int) -> None:
+        if uses.owner is not None and stream != uses.owner and stream not in uses.told:
+            uses.strangers[stream] = position
+            self._shared[_memory(tensor)] = StorageWeakRef(tensor.untyped_storage()), uses
 
     def moment(self, stream: int | None = None) -> Moment:
         """Return how far everything will be when a stream is through with what it has been given."""
