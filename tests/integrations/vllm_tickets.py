@@ -94,7 +94,15 @@ def check_silence(server: Server, tickets: Tickets, first: dict, second: dict, p
     finally:
         os.kill(silent, signal.SIGCONT)
     check("aborted in the midst of its load: dropped", tickets.ended(second["kv_transfer_params"]), "dropped")
-    wait_for(lambda: server.run(plain) == [answer] and not server.num_used_blocks(), limit(60.0))
+    said = []
+
+    def is_over() -> bool:
+        answers = server.run(plain)
+        said.append(server.said)
+        return answers == [answer] and not server.num_used_blocks()
+
+    wait_for(is_over, limit(60.0))
+    check("aborted in the midst of its load: no error in the log", any(said), False)
     check("aborted in the midst of its load: its blocks are free", server.num_used_blocks(), 0)
     early = {**first, "kv_transfer_params": tickets.take("text-sharded")}
     server.engine.abort_request([server.add(early)])

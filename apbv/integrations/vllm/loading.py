@@ -135,7 +135,7 @@ class Loading:
         A step that computes nothing else waits for news a little, so that the engine does not spin; one that does
         writes for a few milliseconds at most, or one layer of each load.
         """
-        for request_id in metadata.refused:
+        for request_id in metadata.refused | (metadata.abandoned & self._running.keys()):
             self._end(request_id, failed=True)
         for request_id, load in metadata.loads.items():
             self._begin(request_id, load)

@@ -131,6 +131,7 @@ class Scheduling:
         """Forget a request; nobody will fetch KV that it has not fetched."""
         entry = self._entries.pop(request_id, None)
         if entry is not None and entry.ticket is not None and not entry.is_loaded:
+            self._starting.abandoned.add(request_id)
             self._drop(entry.ticket)
 
     def close(self) -> None:

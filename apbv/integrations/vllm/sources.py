@@ -139,11 +139,13 @@ class LoadMetadata(KVConnectorMetadata):
     Attributes:
         loads: the loads that begin, by request id.
         refused: the requests that must fail instead.
+        abandoned: the requests whose load nobody waits for any more.
         is_idle: whether no request computes anything in this step.
     """
 
     loads: dict[str, Load] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    abandoned: set[str] = field(default_factory=set)
     is_idle: bool = False
 
 
