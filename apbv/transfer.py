@@ -1,9 +1,23 @@
-"""Moves a few numbers between the host and a GPU without making either wait for the other."""
+"""Moves a few numbers between the host and a GPU without making either wait; hands out a GPU's side streams."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
+
+
+@cache
+def side_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.cuda.Stream:
+    """Return the stream that a GPU has for one purpose.
+
+    PyTorch has 32 of a priority, and hands them out again and again: who took one for every video would soon share
+    it with a graph that is being recorded.
+
+    Args:
+        priority: -1 comes before 0 where kernels wait for a processor.
+    """
+    return torch.cuda.Stream(device, priority)
 
 
 def to_device(values: Tensor | Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

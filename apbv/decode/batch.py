@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from ..input.request import Request
 from ..model.parts import ModelParts
-from ..transfer import to_device
+from ..transfer import side_stream, to_device
 from .answer import NO_TOKEN, Answer, finish_reason
 from .batch_steps import BatchRunner, OwnKV
 from .sampling import Choice, choose_each
@@ -36,6 +36,7 @@ class Member:
         tokens: the answer so far, an end token included.
         finish_reason: ``"stop"`` or ``"length"`` once the answer is complete; None before, and where it was left.
         error: why the answer has failed; None where it has not.
+        kv: the answer's KV; None before the prompt's is there, and behind the answer's end.
     """
 
     def __init__(self, answer: Answer):
@@ -43,7 +44,7 @@ class Member:
         self.finish_reason: str | None = None
         self.error: Exception | None = None
         self.answer: Answer | None = answer
-        self.kv: OwnKV | None = OwnKV(answer.decoder.cache.layers, answer.decoder.next_position)
+        self.kv: OwnKV | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -53,7 +54,7 @@ class Member:
     @property
     def goes_on(self) -> bool:
         """Whether another token follows those that are chosen, as far as their number says."""
-        return not self.has_ended and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
+        return self.kv is not None and self.kv.num_run + 1 < self.answer.sampling.max_new_tokens
 
     def add(self, token: int) -> None:
         """Take the next token, which may end the answer, or :data:`~.answer.NO_TOKEN`, which makes it fail."""
@@ -104,16 +105,16 @@ class Batch:
         self._given: Given | None = None  # a step whose tokens nobody has read yet
         self._runs_ahead = parts.device.type == "cuda"
         # The few small kernels of a step come before those of a prefill that wait for a processor.
-        self._stream = torch.cuda.Stream(parts.device, priority=-1) if self._runs_ahead else None
+        self._stream = side_stream(parts.device, "decoding", priority=-1) if self._runs_ahead else None
 
     def __len__(self) -> int:
         return len(self._members)
 
     def join(self, state: PrefilledPrompt, request: Request) -> Member:
-        """Take a prefilled prompt, whose answer begins with the next step. Its KV is not copied.
+        """Take a prefilled prompt, whose KV is not copied.
 
-        The prefill may be under way on the GPU. The request's ``on_token`` and ``stop`` are called in the thread
-        that steps.
+        The prefill may be under way on the GPU, and holds nobody else up: the answer begins with the first step
+        behind it. The request's ``on_token`` and ``stop`` are called in the thread that steps.
 
         Raises:
             ValueError: the KV is not gathered on this host.
@@ -121,11 +122,9 @@ class Batch:
         answer = state.begin_answer(self._parts, request)
         if not isinstance(answer.decoder.cache, DynamicCache):
             raise ValueError("only answers to prompts whose KV is gathered on this host are decoded together")
-        if self._stream is not None:
-            self._wait_for(answer)
-        with torch.cuda.stream(self._stream):  # and on its GPU; nothing changes where it is None
-            member = Member(answer)
-        self._members.append(member)
+        if answer.ready is None and self._stream is not None:
+            answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
+        self._members.append(member := Member(answer))
         return member
 
     def leave(self, member: Member) -> None:
@@ -148,8 +147,9 @@ class Batch:
         Raises:
             RuntimeError, ...: what the model's forward pass raises. No member got a token, and all may go on.
         """
-        fresh = [member for member in self._members if not member.tokens]
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # and on its GPU; nothing changes where it is None
+            self._take_in()
+            fresh = [member for member in self._members if member.kv is not None and not member.tokens]
             if fresh:
                 choice = self._choose(fresh, torch.stack([member.answer.logits for member in fresh]))
                 chosen, arriving = fresh, choice.fetch()
@@ -219,15 +219,23 @@ class Batch:
             answer.tell_of(row, token)
         return choice
 
-    def _wait_for(self, answer: Answer) -> None:
-        """Let this batch's stream come behind a prefill, and the KV's memory last as long as it uses that."""
-        if answer.ready is None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._parts.device))
-        else:
-            self._stream.wait_event(answer.ready)
-        layers = answer.decoder.cache.layers
-        for tensor in (answer.logits, *(states for layer in layers for states in (layer.keys, layer.values))):
-            tensor.record_stream(self._stream)
+    def _take_in(self) -> None:
+        """Take the KV of those whose prefill is done; wait for the first where there is nobody else."""
+        waiting = [member for member in self._members if member.kv is None]
+        for member in waiting:
+            answer, ready = member.answer, member.answer.ready
+            if ready is not None and not ready.query():
+                if member is not self._members[0]:
+                    continue
+                ready.synchronize()
+            layers = answer.decoder.cache.layers
+            if self._stream is not None:  # their memory has to last as long as this stream uses it
+                for tensor in (answer.logits, *(states for each in layers for states in (each.keys, each.values))):
+                    tensor.record_stream(self._stream)
+            try:
+                member.kv = OwnKV(layers, answer.decoder.next_position)
+            except RuntimeError as error:  # out of memory, which on a CPU has no class of its own
+                member.end(error)
 
 
 def why_not_together(parts: ModelParts) -> str | None:

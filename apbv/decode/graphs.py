@@ -9,7 +9,6 @@ size of step and one set of buffers: a longer answer gets new buffers, and then 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..hosts import HostGroup
 from ..kernels.backends import choose
 from ..model.parts import ModelParts
-from ..transfer import fill
+from ..transfer import fill, side_stream
 from ..warn import warn_caller
 
 
@@ -45,22 +44,25 @@ class GraphRecorder:
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
-            stream, cause = torch.cuda.current_stream(), None
+            # A graph's kernels keep the priority of the stream that they were recorded in.
+            side = side_stream(self._device, "recording", torch.cuda.current_stream().priority)
+            cause = None
             try:
-                # Other threads go on meanwhile, and may do what this one must not.
-                side = _recording_stream(self._device)
-                with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):
+                # Not by torch.cuda.graph, which first waits for the whole GPU, and empties the allocator's cache.
+                with torch.cuda.stream(side):
+                    # Other threads go on meanwhile, and may do what this one must not.
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
                         result = function()
                     except Exception as error:  # behind which comes another that does not say why
                         cause = error
                         raise
+                    finally:
+                        graph.capture_end()
             except Exception as error:  # torch and every library that launches kernels have errors of their own
                 self._leave_pool()
                 cause = cause or error
                 raise CaptureError(f"{type(cause).__name__}: {cause}".splitlines()[0]) from cause
-            finally:
-                torch.cuda.set_stream(stream)  # which a failed recording does not do
 
         def replay() -> Tensor:
             with torch.cuda.device(self._device):
@@ -77,12 +79,6 @@ class GraphRecorder:
         """
         with suppress(RuntimeError):  # where it has ended
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-
-
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream in which a GPU's graphs are recorded: cuBLAS keeps memory for each that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 class Step(ABC):

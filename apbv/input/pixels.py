@@ -8,7 +8,6 @@ memory.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -20,6 +19,7 @@ from ..allocator import return_freed_memory
 from ..config import VideoConfig
 from ..layout import intersect
 from ..stats import StageTimer
+from ..transfer import side_stream
 from .images import Picture
 from .placeholders import process
 from .video import VideoInfo, ahead, iter_frames, read_frames
@@ -183,10 +183,6 @@ class VideoReader:
     config: VideoConfig = field(default_factory=VideoConfig)
     runs_ahead: bool = True
 
-    @cached_property
-    def _side_stream(self) -> "torch.cuda.Stream | None":
-        return torch.cuda.Stream(self.device) if self.device and self.device.type == "cuda" else None
-
     def read(self, chunks: Sequence[range]) -> Iterator[Tensor]:
         """Decode frames: uint8 ``[t, H, W, 3]``; see :meth:`SourcePixels.chunks`."""
         frames = self.frames[chunks[0].start * self.num_merged : chunks[-1].stop * self.num_merged]
@@ -209,12 +205,15 @@ class VideoReader:
     @torch.no_grad()
     def prepare(self, read: Tensor) -> "tuple[dict[str, Tensor], torch.cuda.Event | None]":
         """Make pixels of frames; see :meth:`SourcePixels.chunks`."""
-        side = self._side_stream
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        side = side_stream(self.device, "pixels") if on_gpu else None
         # The stage lies within the stream, whose time counts.
         with nullcontext() if side is None else torch.cuda.stream(side), self.timer.stage("preprocess"):
             if side is None:
                 return preprocess_frames(self.processor, read, self.grid), None
-            if not read.is_cuda:
+            if read.is_cuda:
+                read.record_stream(side)  # the decoder made it in another, and may have its memory back soon
+            else:
                 read = read.pin_memory().to(self.device, non_blocking=True)
             values = preprocess_frames(self.processor, read, self.grid)
             values = {name: v.to(self.dtype) if v.is_floating_point() else v for name, v in values.items()}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout import intersect
+from ..transfer import side_stream
 from .facts import Run, StorageError, rows_of
 from .wire import Address, sever
 
@@ -108,7 +109,7 @@ class Share:
 
     def _copied(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy layers from the GPU, each while the one before is being sent, beside what else the GPU does."""
-        stream = torch.cuda.Stream(self._device)
+        stream = side_stream(self._device, "sending")
         stream.wait_event(self._computed)
         buffers: list[list[Tensor]] = []
 

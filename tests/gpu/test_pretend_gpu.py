@@ -60,6 +60,14 @@ def take_every_stream() -> None:
         torch.cuda.Stream()
 
 
+def let_a_quick_stream_wait() -> None:
+    quick, work = torch.cuda.Stream(priority=-1), ones(4)
+    quick.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(quick):
+        work.record_stream(quick)
+        work.sum()
+
+
 PLANTS = {
     "an operand in host memory": (lambda: ones(2) + torch.ones(2), "two devices"),
     "a read before its event": (lambda: in_a_side_stream(lambda: ones(4) * 2) + 1, "may still write"),
@@ -71,6 +79,7 @@ PLANTS = {
     "a replay at another priority": (lambda: captured(lambda: None, priority=-1).replay(), "of priority 0"),
     "memory that is freed under another stream": (free_what_another_stream_uses, "record_stream"),
     "a launch in a stream that is being captured": (launch_beside_a_capture, "another thread captures"),
+    "a quick stream that waits for others": (let_a_quick_stream_wait, "far from done"),
     "more streams than there are": (take_every_stream, "handed out again"),
 }
 

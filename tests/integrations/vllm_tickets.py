@@ -91,19 +91,19 @@ def check_silence(server: Server, tickets: Tickets, first: dict, second: dict, p
             server.engine.step()
         server.engine.abort_request([aborted])
         check("aborted in the midst of its load: vLLM keeps its blocks", server.num_used_blocks() > 0, True)
+        said = []
+
+        def is_over() -> bool:
+            answers = server.run(plain)
+            said.append(server.said)
+            return answers == [answer] and not server.num_used_blocks()
+
+        wait_for(is_over, limit(60.0))
+        check("aborted in the midst of its load: its blocks are free", server.num_used_blocks(), 0)
+        check("aborted in the midst of its load: no error in the log", any(said), False)
     finally:
         os.kill(silent, signal.SIGCONT)
     check("aborted in the midst of its load: dropped", tickets.ended(second["kv_transfer_params"]), "dropped")
-    said = []
-
-    def is_over() -> bool:
-        answers = server.run(plain)
-        said.append(server.said)
-        return answers == [answer] and not server.num_used_blocks()
-
-    wait_for(is_over, limit(60.0))
-    check("aborted in the midst of its load: no error in the log", any(said), False)
-    check("aborted in the midst of its load: its blocks are free", server.num_used_blocks(), 0)
     early = {**first, "kv_transfer_params": tickets.take("text-sharded")}
     server.engine.abort_request([server.add(early)])
     check("aborted before its load: dropped", tickets.ended(early["kv_transfer_params"]), "dropped")

@@ -86,12 +86,12 @@ class Streams:
         self._later: list[tuple[int, int, Callable[[], None]]] = []
         self._shared: dict[int, tuple[StorageWeakRef, _Uses]] = {}  # memory with strangers
         self._pool: list[tuple[int, int, int]] = []  # GPU, priority and place in the pool of the streams in use
-        self._num_taken = Counter()  # of a GPU's pool of a priority
+        self.num_taken = Counter()  # of a GPU's pool of a priority
 
     def take(self, device: int, priority: int) -> int:
         """Hand out a stream as PyTorch does: the 33rd of a GPU and a priority is the first again."""
-        place = self._num_taken[device, priority] % POOL_SIZE
-        self._num_taken[device, priority] += 1
+        place = self.num_taken[device, priority] % POOL_SIZE
+        self.num_taken[device, priority] += 1
         if (device, priority, place) not in self._pool:
             self._pool.append((device, priority, place))
         return 1 + self._pool.index((device, priority, place))
@@ -114,6 +114,8 @@ class Streams:
         stream = self.current
         self._position[stream] += 1
         position = self._position[stream]
+        if self.priority_of(stream) < 0 and not self.host_is_behind(self._known.get(stream, Moment())):
+            yield f"{user} in stream {stream}, which is to be quick, waits for what may be far from done"
         for tensor in reads:
             uses = self._uses.setdefault(_memory(tensor), _Uses((stream, position)))
             if not self._is_behind(stream, *uses.written):
