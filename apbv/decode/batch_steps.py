@@ -11,11 +11,12 @@ from ..kv.cache import GrowingLayer
 from ..model.attention import BatchAttention
 from ..model.parts import ModelParts
 from ..transfer import fill, to_device
-from .graphs import MOST_CAPTURED, RecordedSteps, Step, may_record
+from .graphs import RecordedSteps, Step, may_record
 from .runner import forward
 
-# There are graphs for 1, 2, 4, 8, 16, 24, … answers, and for KV of up to 1,024, 4,096, 16,384, … rows.
-_EXACT_SIZES, _SIZE_STEP, _FEWEST_ROWS = 4, 8, 1024
+# There are graphs for so many answers, and for KV of up to 1,024, 4,096, 16,384, … rows.
+_SIZES = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
+_FEWEST_ROWS = 1024
 
 
 class OwnKV:
@@ -118,7 +119,7 @@ class BatchRunner:
     def _run_there(self, ids: Sequence[int] | Tensor, kvs: Sequence[OwnKV]) -> Tensor:
         """Run the model with attention that looks up on the device where the KV lies."""
         most_rows, differ = max(kv.capacity for kv in kvs), any(kv.layers_differ for kv in kvs)
-        if self._recorded is not None and len(kvs) <= MOST_CAPTURED:
+        if self._recorded is not None and len(kvs) <= _SIZES[-1]:
             kind = *_rounded_up(len(kvs), most_rows), differ
             self._recorded.of_kind(kind, lambda: _Step(self._parts, *kind)).take(ids, kvs)
             return self._recorded.compute(kind)[: len(kvs)]
@@ -174,6 +175,4 @@ def _rounded_up(count: int, most_rows: int) -> tuple[int, int]:
     rows = _FEWEST_ROWS
     while rows < most_rows:
         rows *= 4
-    if count <= _EXACT_SIZES:
-        return 1 << (count - 1).bit_length(), rows
-    return -(-count // _SIZE_STEP) * _SIZE_STEP, rows
+    return next(size for size in _SIZES if size >= count), rows
