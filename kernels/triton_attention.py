@@ -53,7 +53,8 @@ def verify_blocks(rows: int, dim: int, element_size: int, has_mask: bool, device
     dim = max(16, triton.next_power_of_2(dim))
     few = max(16, triton.next_power_of_2(rows))
     if element_size == 4:
-        return Blocks(min(32, few), 32, dim, 4, 2)
+        # Larger tiles of such wide heads exceed the shared memory of Ada, and spill elsewhere.
+        return Blocks(min(32, few), 32, dim, 4, 2) if dim <= 128 else Blocks(16, 16, dim, 8, 2)
     generation, shared = _generation(device)
     # Of these, tensor cores take operands from registers: Ampere, Ada, and Blackwell's GeForce and RTX PRO.
     if generation == 8 or shared < 200 * 1024:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 import triton
 
 from support.compiled_kernels.launches import CALLS, SHARED_MEMORY, block_sparse, compile_launches, prefill, verify
@@ -50,6 +51,7 @@ def cases() -> Iterator[tuple[int, str, Callable]]:
     yield from ((90, case, call) for case, call in CALLS.items())
     yield 90, "many prompts", many_prompts
     yield 80, "prefill", CALLS["prefill"]
+    yield 89, "fp32, D=256", partial(prefill, 256, torch.float32)
     yield 89, "tree, kept keys, D=256", partial(verify, 256, 26, tree=True, kept=True)
     yield 100, "prefill", CALLS["prefill"]
     yield 120, "listed blocks, D=256", partial(block_sparse, 256)
