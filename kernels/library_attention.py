@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +28,6 @@ _QUERIES_PER_PROGRAM = 128
 # The share of a GPU's processors that must have a program for a library to be faster than Triton's kernel, which
 # splits the keys over all of them. Its inner loop reaches an estimated 60 % of the libraries' speed.
 _BUSY = 0.6
-# With fewer scores of a head than 8,192 causal queries have, cuDNN takes longer to plan a new shape than it saves
-# in a prompt's layers. A block of 8,062 queries behind passing blocks of 15,000 keys has 4.5 times as many.
-WORTH_PLANNING = 8192 * 8192 // 2
-
 _HALF = (torch.float16, torch.bfloat16)
 # Queries, keys and causality of the problems on which a library is tried. No length is a multiple of a tile;
 # decoding and short passing blocks have lengths such as these.
@@ -48,7 +43,8 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
 
     Args:
         backend: see :mod:`apbv.kernels.backends`; a name is obeyed, ``"auto"`` takes the first of
-            :func:`preferred` that works.
+            :func:`preferred` that works. cuDNN is not among these: it plans every new shape, of which each
+            prompt has two, for as long as a whole prefill may take.
         q: ``[B, Hq, S, D]``.
         segments: (k, v) pairs, each ``[B, Hkv, T_i, D]``.
 
@@ -66,9 +62,8 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
         if obstacle:
             raise BackendError(f"the {wanted} back end cannot be used: {obstacle}")
         return wanted
-    keys = sum(k.shape[2] for k, _ in segments)
-    work = Work(q.shape[0] * q.shape[1], q.shape[2], keys, num_processors(q.device))
-    names = preferred(capability(q.device), q.dtype, work, flash_version(capability(q.device)[0]))
+    tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // _QUERIES_PER_PROGRAM)
+    names = preferred(q.dtype, tiles / num_processors(q.device))
     return next((name for name in names if not _obstacle(name, q, groups)), "torch")
 
 
@@ -88,49 +83,17 @@ def require_usable(backend: str, device: torch.device, dtype: torch.dtype, head_
     choose_attention(backend, q, [(q[:, :1], q[:, :1])])
 
 
-class Work(NamedTuple):
-    """What a call of attention has to share out.
-
-    Attributes:
-        heads: query heads of all sequences.
-        queries: S.
-        keys: those of all segments.
-        processors: the GPU's.
-    """
-
-    heads: int
-    queries: int
-    keys: int
-    processors: int
-
-
-def preferred(capability: tuple[int, int], dtype: torch.dtype, work: Work, flash: int | None) -> tuple[str, ...]:
-    """Return the back ends for a GPU, the fastest first.
+def preferred(dtype: torch.dtype, programs: float) -> tuple[str, ...]:
+    """Return the back ends of a GPU, the fastest first.
 
     Args:
-        capability: the GPU's compute capability.
         dtype: that of q, k and v.
-        work: how much there is to do.
-        flash: the installed version of FlashAttention.
+        programs: how many a library would have for each processor.
     """
     if dtype not in _HALF:
         return ("triton",) if dtype == torch.float32 else ()
-    if work.heads * -(-work.queries // _QUERIES_PER_PROGRAM) < _BUSY * work.processors:
-        # Kernels that do not split the keys would leave too much of the GPU without work.
-        return ("triton", "flash_attn", "torch")
-    if capability[0] in (9, 10):
-        names = ("flash_attn", "cudnn", "torch", "triton")
-    else:
-        names = ("flash_attn", "torch", "cudnn", "triton")
-    # How many scores a head has, the triangle of its causal keys being half a square.
-    num_scores = work.queries * work.keys - min(work.queries, work.keys) ** 2 // 2
-    # FlashAttention 2, which torch has built in, does not use what came with these GPUs.
-    outdated = capability[0] in (9, 10) and flash == 2
-    return tuple(
-        name
-        for name in names
-        if not (name == "flash_attn" and outdated) and not (name == "cudnn" and num_scores < WORTH_PLANNING)
-    )
+    # Kernels that do not split the keys would leave too much of the GPU without work.
+    return ("triton", "flash_attn", "torch") if programs < _BUSY else ("flash_attn", "torch", "triton")
 
 
 def attend_with(name: str, q: Tensor, k: Tensor) -> Attend:
