@@ -1,10 +1,12 @@
-"""Predict the least time of operators on GPUs, of what they have to compute and to move. Nothing runs.
+"""Predict the time of operators, and of a whole prefill, on GPUs, by what is computed and moved. Nothing runs.
 
     python benchmarks/roofline.py
     python benchmarks/roofline.py --tokens 32768 --hosts 4 --gpus H100 H200
+    python benchmarks/roofline.py --prefill qwen2.5-vl-7b --gpus H200
 
-The cases are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B. The peaks are those of data sheets
-(of the fastest GPU with the name), which no kernel reaches: a measured time is longer.
+Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at the peaks of data sheets (of the
+fastest GPU with the name), which no kernel reaches: a measured time is longer. A prefill is that of a text, by
+``full`` on one GPU and by the others on all hosts, at the shares of the peaks that kernels are supposed to reach.
 """
 
 import argparse
@@ -16,12 +18,87 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 
+from apbv import PrefillConfig
+
 from support.arguments import COUNT
+from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
 from support.operators.cases import PRESETS, cases
 from support.records import markdown_table
+from support.traffic import element_wise_bytes
+from support.workloads import CONFIGS, config_of
 
-# Dense bf16 arithmetic with sums in fp32, and memory bandwidth: operations and bytes per second.
-PEAKS = {"A100": (312e12, 2.0e12), "H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "B200": (2250e12, 8.0e12)}
+# Dense bf16 arithmetic with sums in fp32, memory bandwidth, and NVLink in one direction: per second.
+PEAKS = {
+    "A100": (312e12, 2.0e12, 300e9),
+    "H100": (989e12, 3.35e12, 450e9),
+    "H200": (989e12, 4.8e12, 450e9),
+    "B200": (2250e12, 8.0e12, 900e9),
+}
+# What is supposed to be reached of arithmetic in attention and in matrix products, of memory, and of links.
+REACHED = {"attention": 0.6, "products": 0.7, "memory": 0.8, "links": 0.7}
+# Where the first GPU's owner finds each row measured.
+MEASURED_BY = {
+    "attention": "operators.py --preset h200",
+    "choosing what is passed on": "operators.py --preset h200",
+    "projections": "",
+    "MLP": "",
+    "element-wise": "",
+    "exchange": "torchrun --nproc-per-node 8 -m apbv.doctor",
+    "hand-over": "throughput.py --json, `stages_ms.handoff`",
+}
+
+
+def operators(options: argparse.Namespace) -> str:
+    """Format the least time of every operator on every GPU."""
+    lines = []
+    for case in cases(replace(PRESETS["h200"].sizes, hosts=options.hosts), [options.tokens]):
+        num_bytes, times = case.bytes(torch.bfloat16), []
+        for gpu in options.gpus:
+            flops, bandwidth, _ = PEAKS[gpu]
+            arithmetic, memory = 1e3 * case.flops / flops, 1e3 * num_bytes / bandwidth
+            bound = "arithmetic" if arithmetic > memory else "memory"
+            times.append(f"{max(arithmetic, memory):.3g} ms ({bound})")
+        lines.append([case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}", *times])
+    return markdown_table(["operator", "case", "GFLOP", "MB", *options.gpus], lines)
+
+
+def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -> dict[str, float]:
+    """Predict a prefill on one host, by parts that follow one another.
+
+    Args:
+        element_wise: the bytes of all layers' calls that are neither attention nor matrix products.
+        others: the bytes of the KV that other hosts hold, and host 0 gets.
+    """
+    flops, bandwidth, link = PEAKS[gpu]
+    products, attention = REACHED["products"] * flops, REACHED["attention"] * flops
+    seconds = {
+        "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
+        "choosing what is passed on": cost.flops["scoring"] / attention,
+        "projections": cost.flops["projections"] / products,
+        "MLP": (cost.flops["mlp"] + cost.flops["query_pass"] + cost.flops["lm_head"]) / products,
+        "element-wise": element_wise / (REACHED["memory"] * bandwidth),
+        "exchange": cost.received.total() / (REACHED["links"] * link),
+        "hand-over": others / (REACHED["links"] * link),
+    }
+    return {part: 1e3 * value for part, value in seconds.items()}
+
+
+def prefill(options: argparse.Namespace, gpu: str) -> str:
+    """Format the predicted times of a prefill's parts, for every method."""
+    config, columns = config_of(options.prefill), {}
+    shape, prompt = Shape.from_config(config), (options.tokens, 0, options.tokens - 40, None)
+    for method, hosts in (("full", 1), ("zigzag_ring", options.hosts), ("apbv", options.hosts)):
+        layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method))
+        host = max(range(hosts), key=lambda each: costs[each].total_flops)
+        rows = sum(map(len, layout.local_spans(host)))
+        moved = shape.layers * element_wise_bytes(config, rows)
+        others = sum(each.kv_bytes for each in costs[1:])
+        columns[f"`{method}`, {hosts}"] = milliseconds(costs[host], gpu, moved, others)
+    totals = [sum(parts.values()) for parts in columns.values()]
+    lines = [[part, *(f"{c[part]:.1f}" for c in columns.values()), by] for part, by in MEASURED_BY.items()]
+    lines.append(["all", *(f"{total:.0f}" for total in totals), "throughput.py --preset table5"])
+    lines.append(["of the last", *(f"{total / totals[-1]:.2f} ×" for total in totals), ""])
+    return markdown_table([f"ms on {gpu}, {options.prefill}", *columns, "measured by"], lines)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -30,6 +107,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=COUNT, default=usual.tokens)
     parser.add_argument("--hosts", type=COUNT, default=usual.hosts)
     parser.add_argument("--gpus", nargs="+", default=list(PEAKS), choices=PEAKS)
+    parser.add_argument("--prefill", metavar="MODEL", help=f"a whole prefill of {', '.join(CONFIGS)}, a folder, …")
     options = parser.parse_args(arguments)
     if options.tokens < 64 * options.hosts:
         parser.error("--tokens must be at least 64 for each host, so that there is something in every block")
@@ -38,16 +116,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    lines = []
-    for case in cases(replace(PRESETS["h200"].sizes, hosts=options.hosts), [options.tokens]):
-        num_bytes, times = case.bytes(torch.bfloat16), []
-        for gpu in options.gpus:
-            flops, bandwidth = PEAKS[gpu]
-            arithmetic, memory = 1e3 * case.flops / flops, 1e3 * num_bytes / bandwidth
-            bound = "arithmetic" if arithmetic > memory else "memory"
-            times.append(f"{max(arithmetic, memory):.3g} ms ({bound})")
-        lines.append([case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}", *times])
-    print(markdown_table(["operator", "case", "GFLOP", "MB", *options.gpus], lines))
+    tables = [prefill(options, gpu) for gpu in options.gpus] if options.prefill else [operators(options)]
+    print("\n\n".join(tables))
     return 0
 
 

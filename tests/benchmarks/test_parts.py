@@ -9,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import decoding
-import layer_traffic
 import pytest
+import roofline
 import torch
 
 from apbv import PrefillConfig
+from apbv.prefilling.methods import METHODS
 from apbv.speculate.strategies import require_consistent
 
 from patience import HANGING, wait_for
@@ -23,7 +24,9 @@ from support.draft_presets import PRESETS as DRAFT_PRESETS
 from support.draft_presets import configs_of
 from support.prefill_presets import PRESETS as PREFILL_PRESETS
 from support.prefill_presets import cases_of
-from support.simulated import Link
+from support.simulated import Link, simulate
+from support.traffic import Traffic, element_wise_bytes
+from support.workloads import config_of
 
 # ---- what is wrong ----
 
@@ -78,9 +81,38 @@ def test_wrong_decoding_steps_get_no_speed(monkeypatch, tmp_path, capsys, off, o
 )
 def test_attention_writes_its_results_where_they_are_wanted(method, most):
     """A needless copy of the result would exceed the bounds."""
-    for row in layer_traffic.main(["--method", method, "--tokens", "4096"]):
-        assert row["attention_calls"] and row["seconds"] > 0
-        assert row["other_bytes"] <= most * row["output_bytes"], row
+
+    def moved_per_output(hosts) -> float:
+        config, kind = PrefillConfig(method=method), METHODS[method]
+        attention = kind(kind.plan(hosts.size, 4096, 0, 4096 - 40, config), hosts, config)
+        rows = sum(map(len, attention.layout.local_spans(hosts.rank)))
+        states = [torch.randn(1, rows, heads, 64).transpose(1, 2) for heads in (8, 2, 2)]
+        with torch.no_grad(), Traffic() as traffic:
+            out = attention(*states, 64**-0.5, 0).transpose(1, 2).contiguous()
+        assert any("attention" in name for name in traffic.calls)
+        return sum(size for name, size in traffic.bytes.items() if "attention" not in name) / out.nbytes
+
+    assert max(simulate(2, moved_per_output)) <= most
+
+
+def test_an_unfused_layer_moves_what_its_calls_read_and_write():
+    shape = config_of("llama-small")
+    one, two, three = (element_wise_bytes(shape, rows) for rows in (64, 128, 192))
+    assert three - two == two - one
+    # Two residuals, an activation and a product, in bf16; besides norms and rotary positions.
+    assert (two - one) / 64 > 2 * (6 * shape.hidden_size + 5 * shape.intermediate_size)
+
+
+def test_a_prefill_is_predicted_by_its_parts(capsys):
+    tokens, shape = 4096, config_of("llama-small")
+    sizes = ["--prefill", "llama-small", "--tokens", str(tokens), "--hosts", "2"]
+    roofline.main([*sizes, "--gpus", "H200"])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
+    full = {row[0]: float(row[1]) for row in rows[2:-1]}
+    pairs = shape.num_hidden_layers * shape.num_attention_heads * tokens * (tokens + 1) / 2
+    assert full["attention"] == pytest.approx(1e3 * 4 * 64 * pairs / (0.6 * 989e12), abs=0.06)
+    assert full.pop("all") == pytest.approx(sum(full.values()), abs=1) and full["element-wise"] > 0.1
+    assert rows[-1][3] == "1.00 ×"
 
 
 # ---- presets, and the models that they name ----

@@ -1,0 +1,49 @@
+"""Counts calls of torch and the bytes that they move."""
+
+import copy
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModel, PreTrainedConfig
+
+_PRODUCTS = ("mm", "addmm", "bmm", "linear")
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the calls of this thread and their bytes, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if name not in _FREE and not is_view:
+            # What is written in place is an operand, too: it counts once.
+            tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
+            self.calls[name] += 1
+            self.bytes[name] += sum(x.nbytes for x in tensors.values())
+        return result
+
+
+@torch.no_grad()
+def element_wise_bytes(config: PreTrainedConfig, num_rows: int) -> int:
+    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel runs."""
+    AttentionInterface.register("no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None))
+    moved = []
+    for num_layers in (1, 2):  # what the second adds is one layer's
+        text = copy.deepcopy(config.get_text_config())
+        text.num_hidden_layers, text._attn_implementation = num_layers, "no_attention"
+        with torch.device("meta"), Traffic() as traffic:
+            model = AutoModel.from_config(text, dtype=torch.bfloat16)
+            rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
+            places, mask = torch.arange(num_rows)[None], torch.empty(1, 1, 1, 1)
+            traffic.bytes.clear()
+            model(inputs_embeds=rows, attention_mask=mask, position_ids=places, use_cache=False)
+        moved.append(sum(size for name, size in traffic.bytes.items() if name not in _PRODUCTS))
+    return moved[1] - moved[0]
