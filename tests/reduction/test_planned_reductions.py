@@ -41,7 +41,8 @@ def kept_job(hosts: HostGroup, config: PrefillConfig) -> tuple[int, int]:
     batch, model = video_batch("qwen2_5_vl", FRAMES, 60 * "q"), families.build_model("qwen2_5_vl", layers=LAYERS)
     state = prefill(model, batch, hosts=hosts, config=config)
     gone = state.reduction.num_before - state.reduction.num_after
-    return batch["input_ids"].shape[1] - gone, state.shards.nbytes()
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in state.shards.layers)
+    return batch["input_ids"].shape[1] - gone, kept
 
 
 @each_choice(name=LATE_REDUCER_NAMES, num_hosts=[1, 2])

@@ -16,7 +16,7 @@ from ...hosts import Exchange, HostGroup
 from ...kernels import select_topk
 from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
-from ...layout import ContextLayout, places_of, plan_layout, with_question_in_anchor
+from ...layout import ContextLayout, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
 from .base import PrefillMethod, State
 from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
@@ -34,7 +34,7 @@ class ApbvMethod(PrefillMethod):
         self._importance = IMPORTANCE[config.importance]
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
-        *places, self._query = places_of(layout.local_spans(hosts.rank))[-1 - len(blocks) :]
+        *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
         # The lse that ranks a block's keys is that of the query's attention to it, which is wanted anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
