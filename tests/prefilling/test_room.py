@@ -10,8 +10,7 @@ from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, memory
 from apbv.prefilling.memory import host_memory
-from apbv.prefilling.methods import METHODS
-from apbv.prefilling.methods.base import PrefillMethod
+from apbv.prefilling.methods import METHODS, base
 from apbv.prefilling.reduction import early
 
 import families
@@ -84,7 +83,7 @@ def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
 
 
 STAGES = {"encoding": (encode, "_features"), "reduction": (early, "choose_rows")}
-STAGES |= {"prefill": (PrefillMethod, "attend"), "handoff": (ShardedKV, "gathered")}
+STAGES |= {"prefill": (base, "segmented_attention"), "handoff": (ShardedKV, "gathered")}
 
 
 def out_of_memory(*args, **kwargs):
