@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
-from .parts import ModelParts, UnsupportedModelError
+from .parts import VIDEO_FAMILIES, UnsupportedModelError
 
 FIRST_VERSION = (5, 19)
 
@@ -111,15 +111,25 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             )
 
 
-def require_same_sharding(parts: ModelParts, hosts: HostGroup) -> None:
-    """Refuse a model that is not shared out among processes as its hosts are.
+def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:
+    """Count the weights of a whole model on one of the T processes of a host, its vision tower included.
 
-    Raises:
-        ValueError: the model is another share than this process's.
+    It builds the model without storage, which takes about a second for one of 7B.
     """
-    found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
-    if found != expected:
-        raise ValueError(
-            f"the model is share {found[0]} of {found[1]}, but this process is member {expected[0]} of "
-            f"{expected[1]} of its host: load the model with Engine.from_pretrained and these hosts"
-        )
+    auto = AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    # Of several modules with the same weight, such as an embedding and a head that are tied, one counts.
+    modules = {id(weight): name for name, module in model.named_modules() for weight in module.parameters(False)}
+    shared_out = tuple(plan_of(model))
+    count = 0
+    for weight in model.parameters():
+        is_shared_out = weight.ndim == 2 and _matches(modules[id(weight)], shared_out)
+        count += -(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()
+    return count
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a module's name is one of a sharding plan, in which ``*`` stands for a layer's number."""
+    generic = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return name in patterns or generic in patterns

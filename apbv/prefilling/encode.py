@@ -17,7 +17,7 @@ from ..hosts import HostGroup
 from ..input.pixels import PixelChunk
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
-from ..model.vision_attention import packed_vision_attention
+from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
 
 _MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
@@ -56,22 +56,23 @@ class TowerRows:
         mine = self.visual.patches[self.visual.host]
         with closing(self.visual.pixels.chunks(chunks)) as pixels:
             for chunk in pixels:
-                with nullcontext() if self.timer is None else self.timer.stage("encode"):
+                with self.timer.stage("encode") if self.timer else nullcontext():
                     rows = self._encode(chunk)
-                if self.timer is not None:
+                if self.timer:
                     self.timer.progress("encode", chunk.patches.stop - mine.start, len(mine))
                 yield rows
 
     @torch.no_grad()
     def _encode(self, chunk: PixelChunk) -> Tensor:
         parts, visual = self.parts, self.visual
-        with packed_vision_attention(parts):
+        with packed_attention(parts.packed_vision_tower, parts.backend):
             features = _features(parts, chunk.kind, chunk.on(parts.device))
-        main = _joined(features.pooler_output)
-        main = main.reshape(-1, main.shape[-1])
+        streams = []
+        for layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):
+            layer = torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer  # one tensor per item
+            streams.append(layer.reshape(-1, layer.shape[-1]))
         if parts.family == "llava_onevision" and chunk.kind == "video":
-            main = _with_newline_at_the_end_only(parts, main, visual, chunk.patches)
-        streams = [main, *(_joined(layer) for layer in getattr(features, "deepstack_features", None) or ())]
+            streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
         return torch.cat(streams, dim=-1).to(parts.dtype)
 
 
@@ -83,8 +84,7 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     """
     if visual is None:
         return None
-    num_bytes = visual.chunk_bytes or default_chunk_bytes(parts.device)
-    return all_rows(parts, visual, TowerRows(parts, visual), num_bytes)
+    return all_rows(parts, visual, TowerRows(parts, visual), visual.chunk_bytes or _MOST_CHUNK_BYTES)
 
 
 def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
@@ -115,13 +115,9 @@ def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | N
         device: of the vision tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`; the smallest of all hosts counts.
     """
-    free = chunk_bytes or default_chunk_bytes(device)
-    return int(min(row[0] for row in hosts.gather_floats([free])))
-
-
-def default_chunk_bytes(device: torch.device) -> int:
-    """Return how many bytes a chunk may take by default: a share of what is free on the device and its host."""
-    return chunk_bytes_within(min(free_host_memory_bytes(), free_memory_bytes(device)))
+    if chunk_bytes is None:
+        chunk_bytes = chunk_bytes_within(min(free_host_memory_bytes(), free_memory_bytes(device)))
+    return int(min(hosts.gather_floats([chunk_bytes]))[0])
 
 
 def chunk_bytes_within(free: int) -> int:
@@ -142,18 +138,11 @@ def _features(parts: ModelParts, kind: str, pixels: dict):
     return base.get_image_features(first, **named, return_dict=True)
 
 
-def _joined(features) -> Tensor:
-    """Concatenate features, which some families return as one tensor per item."""
-    return torch.cat(list(features)) if isinstance(features, (list, tuple)) else features
-
-
 def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range) -> Tensor:
     """End every whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
 
     transformers adds it to every piece, or (before 5.19) to none.
     """
-    base = parts.model.model
-    newline = base.image_newline[None].to(rows)
     num_ending = visual.ending_rows_of(patches)
-    frame_rows = len(visual.rows_of(patches)) - num_ending
-    return torch.cat([rows[:frame_rows], newline]) if num_ending else rows[:frame_rows]
+    rows = rows[: len(visual.rows_of(patches)) - num_ending]
+    return torch.cat([rows, parts.model.model.image_newline[None].to(rows)]) if num_ending else rows

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..input.audio import AudioInput
 from ..model.parts import ModelParts
-from ..model.vision_attention import packed_audio_attention
+from ..model.vision_attention import packed_attention
 from ..stats import StageTimer
 
 
@@ -42,7 +42,7 @@ class AudioTowerRows:
         features = pieces[0].new_zeros(len(pieces), len(pieces[0]), mask.shape[1])
         for padded, piece in zip(features, pieces, strict=True):
             padded[:, : piece.shape[1]] = piece
-        with packed_audio_attention(parts):
+        with packed_attention(parts.audio_tower, parts.backend):
             encoded = parts.model.model.get_audio_features(
                 features.to(parts.device), feature_attention_mask=mask.to(parts.device), return_dict=True
             )

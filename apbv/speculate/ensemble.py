@@ -265,4 +265,4 @@ class EnsembleDrafter(ModelDrafter):
                 past_key_values=self._cache,
                 use_cache=True,
             ).last_hidden_state
-        return parts.logits(hidden)[..., : self._vocab_size]
+        return parts.lm_head(hidden)[..., : self._vocab_size]

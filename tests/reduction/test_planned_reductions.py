@@ -63,7 +63,7 @@ def test_the_unreduced_prompt_is_an_upper_bound(monkeypatch, name, num_hosts):
         parts = inspect_model(share_weights(families.build_model("qwen2_5_vl", layers=LAYERS)))
         layout = prefill(parts, batch, hosts=hosts, config=config).shards.layouts[0]
         options = {"itemsize": parts.dtype.itemsize, "device": parts.device, "certain_depth": 2}
-        return counted.peak, host_memory(parts.model.config, layout, hosts.rank, "sharded", **options)
+        return counted.peak, host_memory(parts.sizes, layout, hosts.rank, "sharded", **options)
 
     for peak, memory in simulate(num_hosts, job):
         assert memory.certain["prefill"] <= peak <= sum(memory.stages["prefill"].values()) < 2 * peak

@@ -25,11 +25,6 @@ from .choosing import Reduction, count_of, shares_of_videos
 from .frames import EarlyReducer, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
 
 
-def reduces_first(config: PrefillConfig) -> bool:
-    """Return whether visual tokens are left out before the language model runs."""
-    return config.reduce is not None and not config.reduce.leaves_all and not config.reduce.is_late
-
-
 def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
     """Refuse a reduction that does not go together with the model, or with what is kept for further questions.
 

@@ -13,7 +13,7 @@ from ...input.model_inputs import ModelInputs
 from ...kv.cache import ShardedCache
 from ...layout import ContextLayout, single_host_layout
 from ...model.parts import ModelParts
-from ..cancelling import Cancelling
+from ..cancelling import Stop
 from ..methods import PrefillMethod, method_alone
 from ..stages import HiddenRows, Stage, Watcher, next_rows, run_stage
 from .choosing import Reduction
@@ -121,7 +121,7 @@ def run_and_reduce(
     rows: HiddenRows,
     cache: ShardedCache,
     reducer: LateReducer,
-    cancelling: Cancelling,
+    stop: Stop | None,
 ) -> tuple[Stage, HiddenRows]:
     """Run a stage, and return the next one, with fewer visual tokens, and what goes into it here; collective.
 
@@ -132,7 +132,7 @@ def run_and_reduce(
     reducer.enter(stage, rows)
     watcher = reducer.watcher(stage)
     watcher.begin(stage)
-    rows = run_stage(stage, parts, inputs, rows, cache, cancelling, watcher)
+    rows = run_stage(stage, parts, inputs, rows, cache, stop, watcher)
     choice = reducer.choose(stage, rows, watcher.result())
     visual, stays = stage.is_visual.nonzero().flatten(), ~stage.is_visual
     stays[visual[choice.left]] = True
