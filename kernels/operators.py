@@ -19,8 +19,7 @@ from torch.nn import functional
 from .backends import choose, implementation, requested
 from .library_attention import choose_attention
 from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
-from .torch_attention import empty_output, result_without_keys
-from .torch_varlen_attention import usable as flash_obstacle
+from .torch_attention import empty_output, result_without_keys, varlen_obstacle
 
 REDUCTIONS = ("peak", "softmax", "dot")
 
@@ -187,8 +186,8 @@ def varlen_attention(
         return q.new_empty(q.shape)
     wanted = requested(backend)
     if wanted not in ("torch", "reference"):
-        wanted = "torch" if flash_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
-    return implementation("varlen_attention.varlen_attention", wanted)(q, k, v, sequences, scale)
+        wanted = "torch" if varlen_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
+    return implementation("attention.varlen_attention", wanted)(q, k, v, sequences, scale)
 
 
 def block_sparse_attention(

@@ -18,7 +18,7 @@ from ..kernels import (
     SequenceBuffers,
     library_attention,
     reference,
-    torch_varlen_attention,
+    torch_attention,
 )
 from ..kernels.backends import LIBRARIES, capability, why_not_triton
 from .examination import Check, CheckFailed, CheckSkipped, Found
@@ -88,7 +88,7 @@ def chosen(hosts: HostGroup) -> Found:
         q = torch.empty(1, _GROUPS, queries, _HEAD_DIM, device=hosts.device, dtype=dtype)
         found[kind] = library_attention.choose_attention("auto", q, [(q[:, :1], q[:, :1])])
     windows = ("flash_attn", "torch") if hosts.device.type == "cuda" else ()
-    usable = [n for n in windows if not torch_varlen_attention.usable(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
+    usable = [n for n in windows if not torch_attention.varlen_obstacle(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
     found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
     text = ", ".join(f"{kind}: {name}" for kind, name in found.items())
     return f"{text} ({dtype_name(dtype)})", {"chosen": found}
@@ -129,7 +129,7 @@ _BACKENDS_OF = {
 
 def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if (operator, backend) == ("varlen_attention", "flash_attn"):  # another of its functions, with other limits
-        return torch_varlen_attention.usable(backend, device, dtype, _TOWER_HEAD_DIM)
+        return torch_attention.varlen_obstacle(backend, device, dtype, _TOWER_HEAD_DIM)
     return obstacle(backend, device, dtype)[0]
 
 

@@ -28,8 +28,8 @@ def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = 
     """Let the decoder's norms and MLPs take a long input in chunks of rows; restored also on error.
 
     Modules whose chunks are as long as any input are left alone. Hooks on the modules see whole inputs and
-    outputs. With tensor parallelism every member of a host makes the same chunks, so that the sums over members that end an
-    MLP come in the same order on all of them.
+    outputs. With tensor parallelism every member of a host makes the same chunks, so that the sums over members
+    that end an MLP come in the same order on all of them.
 
     Args:
         most_rows: the rows of the longest input.

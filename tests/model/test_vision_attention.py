@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apbv.kernels import PackedSequences, reference
-from apbv.kernels import torch_varlen_attention as varlen
+from apbv.kernels import torch_attention as varlen
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.model.vision_attention import packed_attention
 
@@ -94,7 +94,7 @@ def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(varlen, "capability", lambda device: (8, 0))
     monkeypatch.setattr(varlen, "flash_version", lambda major: 2)
-    monkeypatch.setattr("apbv.kernels.operators.flash_obstacle", lambda *args: None)
+    monkeypatch.setattr("apbv.kernels.operators.varlen_obstacle", lambda *args: None)
     with packed_attention(parts.packed_vision_tower, parts.backend):
         assert close(encode(parts, grid), expected)
     assert len(calls) == len(parts.model.model.visual.blocks)
