@@ -63,14 +63,6 @@ class Stage:
         """The tokens whose KV each host keeps, in cache order."""
         return [_numbers(self.layout.cache_spans(host)) for host in range(self.hosts.size)]
 
-    @cached_property
-    def owner(self) -> Tensor:
-        """The host that keeps each token, int64 ``[n_s]``."""
-        owner = torch.empty(self.num_tokens, dtype=torch.long)
-        for host, tokens in enumerate(self.owned):
-            owner[tokens] = host
-        return owner
-
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return the places of some tokens among this host's local ones."""
         local = self.local[self.hosts.rank]
@@ -237,7 +229,7 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
         local[stage.local[hosts.rank] >= stage.query_start] = query[0]
         query = None
     result = HiddenRows(query=query)
-    result.local = move_rows(local, stage.local, stage.owner, wanted, hosts)[None]
+    result.local = move_rows(local, stage.local, wanted, hosts)[None]
     del local
     num_to_add = max(0, parts.num_deepstack_layers - following.layers.start)
     if num_to_add:
@@ -245,7 +237,7 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
         held, wanted = ([tokens[is_visual[tokens]] for tokens in of_hosts] for of_hosts in (stage.local, wanted))
         for index in range(num_to_add):
             features = rows.deepstack[index] if rows.deepstack else nothing
-            result.deepstack.append(move_rows(features, held, stage.owner, wanted, hosts))
+            result.deepstack.append(move_rows(features, held, wanted, hosts))
     return result
 
 
@@ -307,7 +299,7 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
     held = [tokens[tokens >= stage.query_start] for tokens in stage.local]
     wanted = [everything if len(tokens) else everything[:0] for tokens in stage.local]
     mine = q[0, :, stage.rows_of(held[hosts.rank]).to(q.device)].transpose(0, 1)
-    return move_rows(mine, held, stage.owner, wanted, hosts).transpose(0, 1)[None]
+    return move_rows(mine, held, wanted, hosts).transpose(0, 1)[None]
 
 
 def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, **options) -> Tensor:

@@ -116,23 +116,18 @@ def choose_rows(
         whose kept rows it has; and the kept rows of this host's patches, ``[k, (1 + L) * d]``.
     """
     visual, videos = inputs.visual, videos_of(parts, inputs)
+    shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
     first, mine = visual.pieces[hosts.rank].start, torch.zeros(visual.num_rows, dtype=torch.uint8)
     mine[first : first + len(rows)] = 1
     chosen, values = [], []  # of the videos' tokens that this host has behind the reduction
-    for video, share in zip(
-        videos, shares_of_videos(count, [len(video.in_frames) for video in videos]), strict=True
-    ):
+    for video, share in zip(videos, shares, strict=True):
         mine[video.in_frames.start : video.ending.stop] = 0
         if share:
             places, of_video = reducer(shared_video(parts, inputs, video, rows, hosts), share)
             chosen.append(video.in_frames.start + places)
             values.append(of_video)
     unreduced = mine.nonzero().flatten()
-    chosen, values = (
-        torch.cat([unreduced, *chosen]),
-        torch.cat([rows[(unreduced - first).to(rows.device)], *values]),
-    )
-    mine[chosen] = 1
+    mine[torch.cat([unreduced, *chosen])] = 1
     if visual.replicated:
         hosts.require_same("the choice of visual tokens", mine.numpy().tobytes())
         has = mine.bool().expand(hosts.size, -1).clone()
@@ -142,24 +137,22 @@ def choose_rows(
     held = [torch.arange(piece.start, piece.stop) for piece in visual.pieces]
     ending = [torch.arange(0)] * hosts.size
     for video in videos:
-        last = has[:, visual.frames[video.patches[-1]].start : video.in_frames.stop].any(dim=1)
+        frame, end = visual.frames[video.patches[-1]], slice(video.ending.start, video.ending.stop)
+        has_last = has[:, frame.start : frame.stop].any(dim=1)
         for host, share in enumerate(visual.patches):
-            if last[host] or (not last.any() and video.patches[-1] in share):
-                ending[host] = torch.cat([ending[host], torch.arange(video.ending.start, video.ending.stop)])
-                has[host, video.ending.start : video.ending.stop] = True
-    owner = torch.zeros(visual.num_rows, dtype=torch.long)
-    for host, of_host in enumerate(held):
-        owner[of_host] = host
-    moved = move_rows(rows, held, owner, ending, hosts)
-    order = torch.cat([chosen, ending[hosts.rank]]).argsort()
-    kept, counts = has.any(dim=0), has.sum(dim=1).cumsum(0)
-    patches = visual.patches
+            if has_last[host] or (not has_last.any() and video.patches[-1] in share):
+                ending[host] = torch.cat([ending[host], torch.arange(end.start, end.stop)])
+                has[host, end] = True
+    values = [rows[(unreduced - first).to(rows.device)], *values, move_rows(rows, held, ending, hosts)]
+    values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
+    if not torch.equal(order, torch.arange(len(order))):
+        values = values[order.to(rows.device)]
+    kept, patches = has.any(dim=0), visual.patches
     if not visual.replicated:
-        ends = torch.searchsorted(_starts(visual, kept), counts).tolist()
-        patches = tuple(
-            range(start, stop) for start, stop in pairwise([0, *ends[:-1], visual.num_temporal_patches])
-        )
-    return kept, patches, torch.cat([values, moved])[order.to(rows.device)]
+        ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()
+        ends = [0, *ends[:-1], visual.num_temporal_patches]
+        patches = tuple(range(start, stop) for start, stop in pairwise(ends))
+    return kept, patches, values
 
 
 def _starts(visual: VisualInput, kept: Tensor) -> Tensor:

@@ -79,14 +79,8 @@ class SharedVideo:
         Returns:
             ``[frames that this host wants, h * w, x]``.
         """
-        owner = torch.zeros(self.num_frames, dtype=torch.long)
-        for host, share in enumerate(self.shares):
-            owner[share.start : share.stop] = host
-        numbers = (
-            [torch.tensor([*of_host], dtype=torch.long) for of_host in each] for each in (self.shares, wanted)
-        )
-        held, wanted = numbers
-        return move_rows(rows, held, owner, wanted, self.hosts)
+        held = [torch.arange(share.start, share.stop) for share in self.shares]
+        return move_rows(rows, held, [torch.tensor([*frames], dtype=torch.long) for frames in wanted], self.hosts)
 
     def kept(self, places: Tensor) -> KeptRows:
         """Keep rows as they are.

@@ -112,7 +112,7 @@ class HippoAttention(LateReducer):
         visual, hosts = stage.is_visual.nonzero().flatten(), stage.hosts
         wanted = [visual[piece.start : piece.stop] for piece in self.inputs.visual.pieces]
         mine = stage.states_of(stage.owned_visual[hosts.rank], rows, self.parts)
-        frames = move_rows(mine, stage.owned_visual, stage.owner, wanted, hosts)
+        frames = move_rows(mine, stage.owned_visual, wanted, hosts)
         self._semantics = hosts.mean_over_members(
             local_semantics(self.parts, self.inputs, frames, hosts, ("time", "space"))
         )
