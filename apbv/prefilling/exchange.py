@@ -9,6 +9,7 @@ request.
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ..model.parts import ModelParts
 from ..stats import StageTimer
 from .cancelling import RequestCancelled, Stop
 from .encode import VisualRows, agree_on_chunks
-from .encode_audio import AudioTowerRows
+from .encode_audio import audio_rows
 
 _MOST_ROUNDS_UNDER_WAY = 4  # so far may a host that has easier frames run ahead of the slowest
 
@@ -107,7 +108,7 @@ def encode_and_exchange(
     if audio is not None:
         chunks = [audio.chunks(host) for host in range(hosts.size)]
         rounds = _Rounds(parts, audio, parts.is_audio(tokens), chunks, layout, hosts)
-        (local.audio,) = rounds.run(AudioTowerRows(parts, audio, timer), timer, stop)
+        (local.audio,) = rounds.run(partial(audio_rows, parts, audio, timer), timer, stop)
     if visual is not None:
         num_bytes = visual.chunk_bytes or agree_on_chunks(hosts, parts.device, chunk_bytes)
         chunks = [visual.chunks(host, num_bytes) for host in range(hosts.size)]
@@ -155,7 +156,7 @@ class _Rounds:
     def run(self, source: VisualRows, timer: StageTimer, stop: Stop | None) -> list[Tensor]:
         """Encode and exchange everything; return the rows of this host's tokens, ``[rows, d]`` by stream."""
         hosts, error = self._hosts, None
-        with hosts.collective_stage("encode"), closing(source.chunks(self._chunks)) as chunks:
+        with hosts.collective_stage("encode"), closing(source(self._chunks)) as chunks:
             under_way: deque[tuple[int, Exchange, Exchange]] = deque()
             go_on = True
             for number in range(len(self._made[0])):

@@ -19,7 +19,7 @@ from ..model.row_chunks import rows_in_chunks
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
 from .cancelling import Stop
-from .encode import TowerRows, VisualRows
+from .encode import VisualRows, tower_rows
 from .exchange import LocalVisual, encode_and_exchange
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
@@ -101,7 +101,7 @@ def prefill(
                     )
     hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
-    encoded = encoded or TowerRows(parts, inputs.visual, timer)
+    encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
     if reduce is not None and not reduce.is_late:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 

@@ -5,6 +5,7 @@ other, by any method.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -20,7 +21,7 @@ from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows
 from ..memory import HostMemory, Room
 from ..moving import move_rows
-from ..reuse import StoredRows
+from ..reuse import stored_rows
 from . import EARLY_REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
 from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
@@ -96,7 +97,7 @@ def reduce_prompt(
         shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
     kept = stays.nonzero().flatten()
     reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
-    return shorter, StoredRows(values, shorter.visual, parts.device), reduction
+    return shorter, partial(stored_rows, values, shorter.visual, parts.device), reduction
 
 
 def choose_rows(
