@@ -120,10 +120,11 @@ def compare(operator: str, hosts: HostGroup) -> Found:
     return ", ".join(found), {"errors": errors}
 
 
+_OF_TORCH_ALONE = ("temporal_change", "spatial_variety", "similarity_to")
 _BACKENDS_OF = {
     "segmented_attention": BACKENDS,
     "varlen_attention": ("torch", "flash_attn"),
-    **dict.fromkeys(("temporal_change", "spatial_variety", "similarity_to"), ("torch",)),
+    **dict.fromkeys(_OF_TORCH_ALONE, ("torch",)),
 }
 
 
@@ -136,7 +137,8 @@ def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dty
 def error_of(operator: str, case: "Case", backend: str) -> float:
     """Return how far the worst number of an operator's results is off, in units of what is allowed."""
     operands, settings = case
-    results = tree_leaves(getattr(kernels, operator)(*operands, **settings, backend=backend))
+    choice = {} if operator in _OF_TORCH_ALONE else {"backend": backend}
+    results = tree_leaves(getattr(kernels, operator)(*operands, **settings, **choice))
     wide_operands, wide_settings = tree_map(_widened, case)
     exact = tree_leaves(getattr(reference, operator)(*wide_operands, **wide_settings))
     is_half = any(isinstance(leaf, Tensor) and leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands))
