@@ -50,7 +50,8 @@ def segmented_attention(
     # No part is of queries that see none of its keys: torch need not look for results that hold anything.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
     is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
-    if is_block and is_bottom_right(library, q, segments[0][0]):
+    groups = q.shape[1] // segments[0][0].shape[1]
+    if is_block and is_bottom_right(library, q.device, q.dtype, q.shape[3], groups):
         segments = join_for_one_call(q, segments)
         if len(segments) == 1 and segments[0][0].shape[2] > q.shape[2]:
             return _merged(q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out)

@@ -174,15 +174,10 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
     for layer in cache.layers:
         if list(chosen) != list(range(len(chosen))) and getattr(layer, "holds_newest", True):
             rows = to_device(chosen, layer.keys.device, torch.int64) if rows is None else rows
-            _move_to_front(layer, count, rows)
+            for states in (layer.keys, layer.values):
+                tail = states[:, :, states.shape[2] - count :]
+                tail[:, :, : len(chosen)] = tail.index_select(2, rows)
         layer.crop(len(chosen) - count)
-
-
-def _move_to_front(layer: DynamicLayer, count: int, rows: Tensor) -> None:
-    """Move these of a layer's last ``count`` rows, int64 ``[N]``, to the front of them."""
-    for states in (layer.keys, layer.values):
-        tail = states[:, :, states.shape[2] - count :]
-        tail[:, :, : len(rows)] = tail.index_select(2, rows)
 
 
 class ShardedLayer(GrowingLayer):

@@ -6,6 +6,7 @@ which transformers has no plan: every member encodes what its host has to encode
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -26,20 +27,6 @@ LAYER_PLAN = {
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
-
-
-class _HostMesh:
-    """Gives transformers one host's mesh, whichever it asks for: tensor parallelism is all that it does there.
-
-    transformers' own must span all processes, and those that it does not split a model over hold sharded replicas
-    (FSDP), which would have to run in step.
-    """
-
-    def __init__(self, hosts: HostGroup):
-        self._mesh = hosts.tensor_parallel_mesh()
-
-    def get_mesh(self, dims: str | tuple[str, ...]):
-        return self._mesh
 
 
 def load_sharded(
@@ -63,7 +50,11 @@ def load_sharded(
     with torch.device("meta"):
         whole = auto.from_config(config)
     kind = type(whole)
-    mesh = _HostMesh(hosts)
+    # One host's mesh, whichever transformers asks for: tensor parallelism is all that it does there. Its own must
+    # span all processes, and those that it does not split a model over hold sharded replicas (FSDP), which would
+    # have to run in step.
+    of_host = hosts.tensor_parallel_mesh()
+    mesh = SimpleNamespace(get_mesh=lambda dims: of_host)
 
     # from_pretrained takes no mesh but asks its class for one: so it is called on a class that gives ours, and
     # what it returns is then made what the caller asked for.
@@ -124,12 +115,8 @@ def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:
     shared_out = tuple(plan_of(model))
     count = 0
     for weight in model.parameters():
-        is_shared_out = weight.ndim == 2 and _matches(modules[id(weight)], shared_out)
+        name = modules[id(weight)]
+        of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))  # as in a plan
+        is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
         count += -(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()
     return count
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a module's name is one of a sharding plan, in which ``*`` stands for a layer's number."""
-    generic = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return name in patterns or generic in patterns
