@@ -94,12 +94,6 @@ class Stage:
             return torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
         return rows.local[0, self.rows_of(tokens).to(rows.local.device)]
 
-    def next(self, method: PrefillMethod, layers: range, left: Tensor) -> "Stage":
-        """Return the stage behind this one, of the tokens ``left``, ascending."""
-        num_before = int((left < self.query_start).sum())
-        tokens = left if self.tokens is None else self.tokens[left]
-        return Stage(layers, method, num_before, self.is_visual[left], tokens)
-
 
 @dataclass
 class HiddenRows:
