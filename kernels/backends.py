@@ -36,8 +36,7 @@ def requested(backend: str = "auto") -> str:
 def choose(backend: str, tensor: Tensor) -> str:
     """Choose ``"torch"``, ``"triton"`` or ``"reference"`` for an operator other than segmented attention.
 
-    Libraries of attention kernels do not have these operators: naming one is the same as ``"auto"`` here. For no
-    numbers Triton launches nothing: torch returns what there is.
+    Libraries of attention kernels do not have these operators: naming one is the same as ``"auto"`` here.
 
     Args:
         backend: see :func:`requested`.
@@ -54,7 +53,7 @@ def choose(backend: str, tensor: Tensor) -> str:
     obstacle = why_not_triton(tensor.device, tensor.dtype)
     if wanted == "triton" and obstacle:
         raise BackendError(f"the triton back end cannot be used: {obstacle}")
-    return "triton" if tensor.numel() and not obstacle else "torch"
+    return "torch" if obstacle else "triton"
 
 
 def implementation(operator: str, backend: str) -> Callable:

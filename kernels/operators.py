@@ -280,7 +280,8 @@ def antidiagonal_scores(
     require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    return implementation("block_scores.antidiagonal_scores", choose(backend, q))(q, k, scale, stride, block)
+    chosen = choose(backend, q) if q.numel() else "torch"  # Triton launches nothing for no numbers
+    return implementation("block_scores.antidiagonal_scores", chosen)(q, k, scale, stride, block)
 
 
 def block_means(
@@ -307,7 +308,8 @@ def block_means(
         BackendError: the back end cannot be used here.
     """
     require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    return implementation("block_scores.block_means", choose(backend, states))(states, block, center=center)
+    chosen = choose(backend, states) if states.numel() else "torch"
+    return implementation("block_scores.block_means", chosen)(states, block, center=center)
 
 
 def merge_states(
