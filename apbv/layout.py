@@ -4,9 +4,8 @@ It computes with integers only, without torch.
 A run of consecutive token positions is a ``range`` with step 1.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 
 class LayoutError(ValueError):
@@ -96,11 +95,7 @@ class ContextLayout:
     @property
     def anchor_len(self) -> int:
         """l_a, the anchor tokens that every host computes."""
-        return sum(map(len, self._anchor_spans))
-
-    @property
-    def _anchor_spans(self) -> tuple[range, ...]:
-        return self.anchor_copy or (self.anchor,)
+        return sum(map(len, self.anchor_copy or (self.anchor,)))
 
     def anchor_slice(self, host: int) -> range:
         """Return the slice of the anchor that a host shows to the query (Appendix B.2) and caches."""
@@ -110,7 +105,8 @@ class ContextLayout:
         """Return the tokens that a host computes: anchor, its blocks, query; in token order, but for a copy."""
         if not self.is_split:
             return (self.query,) if host == 0 else ()
-        return (*self._anchor_spans, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
+        anchor = self.anchor_copy or (self.anchor,)
+        return (*anchor, *(self.blocks[v] for v in self.virtual_hosts(host)), self.query)
 
     def cache_spans(self, host: int) -> tuple[range, ...]:
         """Return the tokens whose KV a host keeps, in token order; over all hosts each token occurs once."""
@@ -118,6 +114,21 @@ class ContextLayout:
             return (self.query,) if host == 0 else ()
         spans = (self.anchor_slice(host), *(self.blocks[v] for v in self.virtual_hosts(host)))
         return (*spans, self.query) if host == 0 else spans
+
+    def block_rows(self, host: int) -> tuple[range, ...]:
+        """Return where the blocks of a host, and then the query, lie among its local tokens."""
+        rows, start = [], self.anchor_len
+        for span in (*(self.blocks[v] for v in self.virtual_hosts(host)), self.query):
+            rows.append(range(start, start + len(span)))
+            start += len(span)
+        return tuple(rows)
+
+    def cache_rows(self, host: int) -> tuple[range, ...]:
+        """Return where the tokens of :meth:`cache_spans` lie among its local tokens, span by span."""
+        if not self.is_split:
+            return self.cache_spans(host)
+        rows = self.block_rows(host)
+        return (self.anchor_slice(host), *(rows if host == 0 else rows[:-1]))
 
 
 def plan_layout(
@@ -231,27 +242,3 @@ def star_layout(num_hosts: int, num_tokens: int, query_start: int) -> ContextLay
 def single_host_layout(num_hosts: int, num_tokens: int) -> ContextLayout:
     """Return the layout in which host 0 computes and keeps the whole prompt."""
     return ContextLayout(num_hosts, range(0), (), range(num_tokens), passing_len=0)
-
-
-def places_of(spans: Iterable[range]) -> list[range]:
-    """Return the place of each span in the concatenation of all."""
-    stops = list(accumulate(map(len, spans), initial=0))
-    return [range(a, b) for a, b in pairwise(stops)]
-
-
-def offsets_within(spans: Iterable[range], wanted: Iterable[range]) -> list[range]:
-    """Return where the wanted runs lie in the concatenation of the spans.
-
-    Each wanted run must lie inside one span. Where it lies in several, as a token of an anchor's copy does, the
-    last one counts.
-    """
-    spans = list(spans)
-    starts = list(zip(spans, places_of(spans), strict=True))[::-1]
-    found = []
-    for run in wanted:
-        if not len(run):
-            found.append(range(0))
-            continue
-        span, start = next((s, o.start) for s, o in starts if run.start in s and run.stop <= s.stop)
-        found.append(range(start + run.start - span.start, start + run.stop - span.start))
-    return found

@@ -18,13 +18,12 @@ from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import LayoutError
 from .model.loading import read_config, read_video_processor
-from .model.parts import VIDEO_FAMILIES, require_supported
-from .model.sizes import DecoderSizes, num_weights
-from .model.tensor_parallel import require_divisible
+from .model.parts import VIDEO_FAMILIES, DecoderSizes, require_supported
+from .model.tensor_parallel import num_weights, require_divisible
 from .prefilling.encode import chunk_bytes_within
 from .prefilling.memory import HostMemory, host_memory
 from .prefilling.methods import resolve_method
-from .prefilling.reduction.early import reduces_first, require_usable
+from .prefilling.reduction.early import require_usable
 from .prefilling.reduction.late import require_layers
 from .speculate.strategies import STRATEGIES, prunes
 from .stats import free_memory_bytes
@@ -148,12 +147,15 @@ def plan(
     require_usable(prefill.reduce, config.model_type, None)
     require_divisible(config, tensor_parallel)
     device, itemsize = choose_device(), _itemsize(config, dtype)
-    require_layers(prefill.reduce, DecoderSizes.from_config(config).layers)
+    sizes = DecoderSizes.from_config(config)
+    require_layers(prefill.reduce, sizes.layers)
     if device_memory is None:
         device_memory = free_memory_bytes(device) // (1 if device.type == "cuda" else hosts * tensor_parallel)
     height, width = parse_resolution(resolution) if isinstance(resolution, str) else resolution
     weights, draft_of = num_weights(config, tensor_parallel) * itemsize, _draft(speculate, dtype)
     method = resolve_method(prefill, hosts)
+    reduce = prefill.reduce
+    reduces_first = reduce is not None and not reduce.leaves_all and not reduce.is_late
     of_model = {"itemsize": itemsize, "device": device, "tensor_parallel": tensor_parallel}
 
     def of(count: int) -> Plan:
@@ -170,17 +172,17 @@ def plan(
             patch = held // video.num_patches
             most = prefill.video.chunk_bytes or chunk_bytes_within(device_memory)
             chunk = patch * min(share, max(1, most_in_a_chunk(share * patch, patch, most) // patch))
-            if reduces_first(prefill):
+            if reduces_first:
                 num_encoded = _COPIES_TO_CHOOSE * ceil(num_visual * share / video.num_patches)
         ratio = 1.0 if prefill.reduce is None or prefill.reduce.leaves_all else prefill.reduce.ratio
         num_left = num_tokens - num_visual + max(1, round(num_visual * ratio)) if num_visual else num_tokens
         # What is left out between layers is counted with all of them.
-        num_read = num_left if reduces_first(prefill) else num_tokens
+        num_read = num_left if reduces_first else num_tokens
         stop -= num_tokens - num_read
         layout = method.plan(hosts, num_read, start, stop, prefill)
         visual = range(start, stop) if num_visual else range(0)
         options = of_model | {"visual": visual, "num_encoded": num_encoded, "chunk": chunk}
-        memory = [host_memory(config, layout, host, prefill.kv, **options) for host in range(hosts)]
+        memory = [host_memory(sizes, layout, host, prefill.kv, **options) for host in range(hosts)]
         return Plan(
             model=name,
             method=method.name,

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from apbv.model.parts import inspect_model
-from apbv.model.vision_attention import packed_vision_attention
+from apbv.model.vision_attention import packed_attention
 from apbv.planning import parse_resolution
 from apbv.stats import synchronize
 
@@ -31,7 +31,7 @@ from support.workloads import build_model, qwen_vl_config, video_prompt
 
 # Allowed difference, relative to the largest value: the two ways round differently in every layer.
 TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
-WAYS = {"sdpa": nullcontext, "packed": packed_vision_attention}
+WAYS = {"sdpa": nullcontext, "packed": lambda parts: packed_attention(parts.packed_vision_tower, parts.backend)}
 
 
 class AttentionCalls(TorchDispatchMode):

@@ -5,7 +5,8 @@ installed and imported as ``apbv.kernels``:
 
 - ``operators.py`` documents and checks the public functions;
 - for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same
-  signatures, but for ``varlen_attention`` and the scores of visual tokens, which need no kernel of ours;
+  signatures, but for ``varlen_attention``, which needs no kernel of ours;
+- ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of back ends;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 
 :mod:`apbv.kernels.backends` decides which implementation runs.
@@ -21,34 +22,11 @@ from .operators import (
     merge_states,
     segmented_attention,
     select_topk,
-    similarity_to,
-    spatial_variety,
-    temporal_change,
     varlen_attention,
     verify_attention,
 )
 from .runs import BufferTable, ListedBlocks, PackedSequences, SequenceBuffers
-
-__all__ = [
-    "BackendError",
-    "BufferTable",
-    "ListedBlocks",
-    "PackedSequences",
-    "SequenceBuffers",
-    "antidiagonal_scores",
-    "batch_decode_attention",
-    "block_means",
-    "block_sparse_attention",
-    "kv_importance",
-    "merge_states",
-    "segmented_attention",
-    "select_topk",
-    "similarity_to",
-    "spatial_variety",
-    "temporal_change",
-    "varlen_attention",
-    "verify_attention",
-]
+from .visual_scores import similarity_to, spatial_variety, temporal_change
 
 # Code that finds this folder by mistake as the Hugging Face package "kernels" must read a valid version.
 __version__ = "0.1.0"

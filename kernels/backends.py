@@ -48,10 +48,12 @@ def choose(backend: str, tensor: Tensor) -> str:
     wanted = requested(backend)
     if wanted in ("torch", "reference"):
         return wanted
+    if not tensor.is_cuda and wanted != "triton":
+        return "torch"
     obstacle = why_not_triton(tensor.device, tensor.dtype)
     if wanted == "triton" and obstacle:
         raise BackendError(f"the triton back end cannot be used: {obstacle}")
-    return "triton" if wanted == "triton" or (tensor.is_cuda and not obstacle) else "torch"
+    return "torch" if obstacle else "triton"
 
 
 def implementation(operator: str, backend: str) -> Callable:
@@ -86,7 +88,7 @@ def _on_its_device(function: Callable, operand: Tensor | Sequence[Tensor], *oper
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return what keeps Triton from running on such tensors, or None if nothing does."""
-    if not _is_installed("triton"):
+    if not _has_triton():
         return "triton is not installed"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"its kernels accumulate in float32, which is too little for {dtype}"
@@ -141,8 +143,8 @@ def failed_launch(device: torch.device) -> str | None:
 
 
 @cache
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @cache

@@ -144,18 +144,16 @@ def why_not_library(name: str, capability: tuple[int, int], dtype: torch.dtype, 
     return None
 
 
-def is_bottom_right(name: str, q: Tensor, k: Tensor) -> bool:
+@cache
+def is_bottom_right(name: str, *problem) -> bool:
     """Return whether a library's causal mask of fewer queries than keys lets the last query see all keys.
 
     Some libraries do, and others let the first query see the first key only: what counts is what it does here.
+
+    Args:
+        problem: as for :func:`usable`.
     """
-    problem = (q.device, q.dtype, q.shape[3], q.shape[1] // k.shape[1])
-    return usable(name, *problem) is None and _is_bottom_right(name, *problem)
-
-
-@cache
-def _is_bottom_right(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> bool:
-    return probe(ATTEND[name], device, dtype, head_dim, groups, _FEWER_QUERIES) is None
+    return usable(name, *problem) is None and probe(ATTEND[name], *problem, _FEWER_QUERIES) is None
 
 
 @torch.no_grad()

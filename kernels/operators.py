@@ -1,4 +1,4 @@
-"""The operators: attention over keys in several places, merging, sparse attention, and choosing keys and tokens.
+"""The operators: attention over keys in several places, merging, sparse attention, and choosing keys.
 
 Each checks its operands, and calls the implementation that :mod:`apbv.kernels.backends` chooses. Shapes: B batch,
 Hq query heads, Hkv key/value heads (Hq a multiple of Hkv), S queries, T keys, D head dimension, R sequences, nq
@@ -6,8 +6,7 @@ and nk blocks of queries and of keys, the last of which may be shorter. lse is t
 of the scaled scores, -inf where nothing was visible.
 
 The APB-V paper (Section 3.3) says only that query-to-context attention scores choose the l_p KV pairs that are
-passed on. Cosine similarities of embeddings are accumulated in fp32; as in ``torch.nn.functional.normalize``, a
-vector is divided by its norm or 1e-12: zeros are similar to nothing.
+passed on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,7 @@ from torch.nn import functional
 from .backends import choose, implementation, requested
 from .library_attention import choose_attention
 from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
-from .torch_attention import empty_output, result_without_keys
-from .torch_varlen_attention import usable as flash_obstacle
-
-REDUCTIONS = ("peak", "softmax", "dot")
+from .torch_attention import empty_output, result_without_keys, varlen_obstacle
 
 
 def segmented_attention(
@@ -61,8 +57,8 @@ def segmented_attention(
     """
     if not segments:
         raise ValueError("segmented_attention needs at least one (k, v) segment")
-    _require_shapes(q=(q, "B Hq S D"), k=(segments[0][0], "B Hkv T D"), out=(out, "B Hq S D"))
-    _require_dtype(out, q)
+    require_shapes(q=(q, "B Hq S D"), k=(segments[0][0], "B Hkv T D"), out=(out, "B Hq S D"))
+    require_dtype(out, q)
     if q.shape[2] == 0 or not any(k.shape[2] for k, _ in segments):
         return result_without_keys(q, out)
     if len(segments) == 1:
@@ -112,7 +108,7 @@ def verify_attention(
             one int32.
         BackendError: the back end cannot be used here.
     """
-    _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv T D"), v=(v, "B Hkv T D"))
+    require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv T D"), v=(v, "B Hkv T D"))
     masked = q.shape[2] if visible is None else visible.shape[1]
     if masked > k.shape[2]:
         raise ValueError(f"the mask covers the last {masked} keys, but there are only {k.shape[2]}")
@@ -153,7 +149,7 @@ def batch_decode_attention(
         ValueError: Hq is not a multiple of Hkv, a buffer is full, or another back end is given a table.
         BackendError: the back end cannot be used here.
     """
-    _require_shapes(q=(q, "B Hq R D"), k=(k, "B Hkv R D"), v=(v, "B Hkv R D"))
+    require_shapes(q=(q, "B Hq R D"), k=(k, "B Hkv R D"), v=(v, "B Hkv R D"))
     chosen = choose(backend, q)
     if isinstance(buffers, SequenceBuffers):
         buffers.require_room()
@@ -182,13 +178,13 @@ def varlen_attention(
         ValueError: Hq is not a multiple of Hkv.
         BackendError: there is no such back end.
     """
-    _require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
+    require_shapes(q=(q, "T Hq D"), k=(k, "T Hkv D"), v=(v, "T Hkv D"))
     if not q.shape[0]:
         return q.new_empty(q.shape)
     wanted = requested(backend)
     if wanted not in ("torch", "reference"):
-        wanted = "torch" if flash_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
-    return implementation("varlen_attention.varlen_attention", wanted)(q, k, v, sequences, scale)
+        wanted = "torch" if varlen_obstacle("flash_attn", q.device, q.dtype, q.shape[2]) else "flash_attn"
+    return implementation("attention.varlen_attention", wanted)(q, k, v, sequences, scale)
 
 
 def block_sparse_attention(
@@ -235,7 +231,7 @@ def block_sparse_attention(
         BackendError: the back end cannot be used here.
     """
     numbers = {"nq": -(-q.shape[2] // blocks.query_block), "nk": -(-q.shape[2] // blocks.key_block)}
-    _require_shapes(
+    require_shapes(
         q=(q, "B Hq S D"),
         k=(k, "B Hkv S D"),
         v=(v, "B Hkv S D"),
@@ -244,7 +240,7 @@ def block_sparse_attention(
         indices=(blocks.indices, "B Hq nq nk"),
         sizes=numbers,
     )
-    _require_dtype(out, q)
+    require_dtype(out, q)
     if skip_margin is not None and not skip_margin > 0:
         raise ValueError(f"the skip margin must be above 0, not {skip_margin!r}")
     if q.shape[2] == 0:
@@ -281,10 +277,11 @@ def antidiagonal_scores(
         ValueError: the stride does not divide the block, or shapes do not fit together.
         BackendError: the back end cannot be used here.
     """
-    _require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
+    require_shapes(q=(q, "B Hq S D"), k=(k, "B Hkv S D"))
     if stride < 1 or block < 1 or block % stride:
         raise ValueError(f"a stride of {stride} does not divide a block of {block}")
-    return implementation("block_scores.antidiagonal_scores", _choose(backend, q))(q, k, scale, stride, block)
+    chosen = choose(backend, q) if q.numel() else "torch"  # Triton launches nothing for no numbers
+    return implementation("block_scores.antidiagonal_scores", chosen)(q, k, scale, stride, block)
 
 
 def block_means(
@@ -307,13 +304,12 @@ def block_means(
         for fp64 input, except from the reference).
 
     Raises:
-        ValueError: the block is not positive, or ``center`` is of another shape.
+        ValueError: ``center`` is of another shape.
         BackendError: the back end cannot be used here.
     """
-    if block < 1:
-        raise ValueError(f"a block must have at least one row, not {block}")
-    _require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
-    return implementation("block_scores.block_means", _choose(backend, states))(states, block, center=center)
+    require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
+    chosen = choose(backend, states) if states.numel() else "torch"
+    return implementation("block_scores.block_means", chosen)(states, block, center=center)
 
 
 def merge_states(
@@ -385,14 +381,10 @@ def kv_importance(
         by a rounding, as matrix products do from column to column.
 
     Raises:
-        ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.
+        ValueError: the question is empty, or shapes do not fit together.
         BackendError: the back end cannot be used here.
     """
-    if reduce not in REDUCTIONS:
-        raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
-    if pool < 1 or pool % 2 == 0:
-        raise ValueError(f"pool must be odd, so that a key stands in the middle of its neighbours, not {pool}")
-    _require_shapes(q_query=(q_query, "B Hq n_q D"), k=(k, "B Hkv T D"), lse=(lse, "B Hq n_q"))
+    require_shapes(q_query=(q_query, "B Hq n_q D"), k=(k, "B Hkv T D"), lse=(lse, "B Hq n_q"))
     if q_query.shape[2] == 0:
         raise ValueError("a question of no tokens attends to nothing")
     if k.shape[2] == 0:
@@ -424,103 +416,21 @@ def select_topk(
         ValueError: ``count`` lies outside 0 .. T, or shapes, dtypes or devices do not fit together.
         BackendError: the back end cannot be used here.
     """
-    _require_shapes(k=(k, "B Hkv T D"), v=(v, "B Hkv T D"), scores=(scores, "B Hkv T"))
+    require_shapes(k=(k, "B Hkv T D"), v=(v, "B Hkv T D"), scores=(scores, "B Hkv T"))
     if not 0 <= count <= k.shape[2]:
         raise ValueError(f"count must lie in 0 .. {k.shape[2]}, the number of keys, not be {count}")
     if out is None:
         out = k.new_empty(2, *k.shape[:2], count, k.shape[3])
-    _require_shapes(k=(k, "B Hkv T D"), out=(out, "2 B Hkv N D"), sizes={"2": 2})
+    require_shapes(k=(k, "B Hkv T D"), out=(out, "2 B Hkv N D"), sizes={"2": 2})
     if out.shape[3] < count:
         raise ValueError(f"out has {out.shape[3]} places for {count} rows")
-    _require_dtype(out, k)
+    require_dtype(out, k)
     if count == 0:
         return torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), out
     return implementation("importance.select_topk", choose(backend, k))(scores, k, v, count, out)
 
 
-def temporal_change(
-    frames: Tensor, before: Tensor | None = None, after: Tensor | None = None, *, backend: str = "auto"
-) -> Tensor:
-    """Compute HIPPO's s_temp (Eq. 4): 1 minus the mean cosine similarity with the same place in adjacent frames.
-
-    Args:
-        frames: ``[F, h * w, d]``.
-        before, after: ``[h * w, d]``, the neighbours of the first and the last one; None where the video ends.
-        backend: see :mod:`apbv.kernels.backends`.
-
-    Returns:
-        ``[F, h * w]`` in fp32; 0 for a video of a single frame, which changes nowhere.
-
-    Raises:
-        ValueError: a neighbour is of another shape or dtype than the frames.
-        BackendError: the back end cannot be used here.
-    """
-    _require_shapes(frames=(frames, "F h*w d"), before=(before, "h*w d"), after=(after, "h*w d"))
-    for frame in (before, after):
-        _require_dtype(frame, frames)
-    if not frames.numel():
-        return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("visual_scores.temporal_change", _plain(backend))(frames, before, after)
-
-
-def spatial_variety(frames: Tensor, height: int, width: int, crop: int = 5, *, backend: str = "auto") -> Tensor:
-    """Compute HIPPO's s_spa (Eq. 6): the variance of a token's cosine similarities with all tokens of its crop.
-
-    Args:
-        frames: ``[F, h * w, d]``, row by row.
-        height, width: h and w in tokens.
-        crop: tokens per side, 5 in the paper for all models; crops do not overlap, and those at the edges are as
-            large as what is left.
-        backend: see :mod:`apbv.kernels.backends`.
-
-    Returns:
-        ``[F, h * w]`` in fp32.
-
-    Raises:
-        ValueError: a frame does not have h * w tokens, or crop is not positive.
-        BackendError: the back end cannot be used here.
-    """
-    _require_shapes(frames=(frames, "F h*w d"), sizes={"h*w": height * width})
-    if crop < 1:
-        raise ValueError(f"crop must be positive, not {crop}")
-    if not frames.numel():
-        return frames.new_zeros(frames.shape[:2], dtype=torch.float32)
-    return implementation("visual_scores.spatial_variety", _plain(backend))(frames, height, width, crop)
-
-
-def similarity_to(rows: Tensor, direction: Tensor, *, backend: str = "auto") -> Tensor:
-    """Multiply each row's unit vector by one vector; a sum of unit vectors gives the sum of cosine similarities.
-
-    ParallelVLM's UV-Prune (Eq. 3) is the difference of two of these, in a late layer and in the first.
-
-    Args:
-        rows: ``[m, d]``.
-        direction: ``[d]``, of any length and float dtype.
-        backend: see :mod:`apbv.kernels.backends`.
-
-    Returns:
-        ``[m]`` in fp32.
-
-    Raises:
-        ValueError: the shapes do not fit together.
-        BackendError: the back end cannot be used here.
-    """
-    _require_shapes(rows=(rows, "m d"), direction=(direction, "d"))
-    return implementation("visual_scores.similarity_to", _plain(backend))(rows, direction)
-
-
-def _choose(backend: str, operand: Tensor) -> str:
-    """Choose a back end as :func:`choose` does, but torch for no numbers, for which Triton launches nothing."""
-    chosen = choose(backend, operand)
-    return "torch" if chosen == "triton" and not operand.numel() else chosen
-
-
-def _plain(backend: str) -> str:
-    """Return the back end of an operator that has no kernel of ours: torch, unless the reference is asked for."""
-    return "reference" if requested(backend) == "reference" else "torch"
-
-
-def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:
+def require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple[Tensor | None, str]) -> None:
     """Raise ValueError unless operands have their shapes, in which a letter stands for one size.
 
     Args:
@@ -540,7 +450,7 @@ def _require_shapes(*, sizes: Mapping[str, int] | None = None, **operands: tuple
         raise ValueError(f"{known['Hq']} query heads are not a multiple of {known['Hkv']} key/value heads")
 
 
-def _require_dtype(tensor: Tensor | None, like: Tensor) -> None:
+def require_dtype(tensor: Tensor | None, like: Tensor) -> None:
     """Raise ValueError unless a tensor, if there is one, has another's dtype and device."""
     if tensor is not None and (tensor.dtype, tensor.device) != (like.dtype, like.device):
         given, wanted = (f"{states.dtype} on {states.device}" for states in (tensor, like))

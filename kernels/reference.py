@@ -70,7 +70,8 @@ def batch_decode_attention(q: Tensor, k: Tensor, v: Tensor, buffers: SequenceBuf
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
     """Attend within one sequence after the other."""
-    parts = (states.transpose(0, 1)[None].split(sequences.lengths, dim=2) for states in (q, k, v))
+    lengths = sequences.boundaries.diff().tolist()
+    parts = (states.transpose(0, 1)[None].split(lengths, dim=2) for states in (q, k, v))
     outs = [segmented_attention(q, [(k, v)], scale, False)[0] for q, k, v in zip(*parts, strict=True)]
     return torch.cat(outs, dim=2)[0].transpose(0, 1).contiguous()
 

@@ -114,27 +114,18 @@ class PackedSequences:
     longest: int
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """The number of rows of each sequence; where the boundaries are on a GPU, this waits for it."""
-        return self.boundaries.diff().tolist()
-
-    @cached_property
     def by_length(self) -> list[tuple[int, Tensor | None]]:
         """Sequences of equal length together, as (length, rows), shortest first; empty sequences are left out.
 
         Rows are int64 indices along the first dimension, one sequence behind the other; None stands for all rows.
+        Where the boundaries are on a GPU, this waits for it.
         """
-        lengths = torch.tensor(self.lengths)
-        ends = lengths.cumsum(0)
-        distinct = [length for length in sorted(set(self.lengths)) if length]
+        lengths = self.boundaries.diff().cpu()
+        starts, distinct = lengths.cumsum(0) - lengths, [n for n in lengths.unique().tolist() if n]
         if len(distinct) == 1:
             return [(distinct[0], None)]
-        groups = []
-        for length in distinct:
-            starts = (ends - lengths)[lengths == length]
-            rows = (starts[:, None] + torch.arange(length)).flatten()
-            groups.append((length, rows.to(self.boundaries.device)))
-        return groups
+        rows = [(starts[lengths == n][:, None] + torch.arange(n)).flatten() for n in distinct]
+        return [(n, of_length.to(self.boundaries.device)) for n, of_length in zip(distinct, rows, strict=True)]
 
 
 def find_runs(segments: list[Segment]) -> list[Run]:

@@ -1,13 +1,28 @@
-"""Implements attention over segments by attending over one segment at a time and merging."""
+"""Implements attention over segments by attending over one segment at a time and merging.
+
+Within packed sequences FlashAttention attends in one call, where there is one, or else torch length by length.
+"""
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from .backends import implementation
-from .library_attention import Attend, attend_masked, attend_with, is_bottom_right
-from .runs import Segment, in_rows
+from . import reference
+from .backends import capability, implementation, mistake_of
+from .library_attention import (
+    FLASH_MODULES,
+    Attend,
+    attend_masked,
+    attend_with,
+    flash_version,
+    is_bottom_right,
+    why_not_library,
+)
+from .runs import PackedSequences, Segment, in_rows
 from .torch_merging import merge_finite
 
 # With so few queries, reading K and V once for all heads of a group is worth rearranging the queries.
@@ -35,7 +50,8 @@ def segmented_attention(
     # No part is of queries that see none of its keys: torch need not look for results that hold anything.
     merge = merge_finite if merging == "torch" else implementation("merging.merge_states", merging)
     is_block = causal_last and not rows_alone and q.shape[2] > _FEW_QUERIES
-    if is_block and is_bottom_right(library, q, segments[0][0]):
+    groups = q.shape[1] // segments[0][0].shape[1]
+    if is_block and is_bottom_right(library, q.device, q.dtype, q.shape[3], groups):
         segments = join_for_one_call(q, segments)
         if len(segments) == 1 and segments[0][0].shape[2] > q.shape[2]:
             return _merged(q, [attend(in_rows(q), *map(in_rows, segments[0]), scale, True)], merge, out)
@@ -181,3 +197,82 @@ def result_without_keys(q: Tensor, out: Tensor | None = None) -> tuple[Tensor, T
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     return torch.zeros_like(q) if out is None else out.zero_(), lse
+
+
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, *, library: str | None = None
+) -> Tensor:
+    """Attend within each sequence, in one call where there is FlashAttention, else in one for each length."""
+    if library is not None or not varlen_obstacle("torch", q.device, q.dtype, q.shape[2]):
+        return VARLEN[library or "torch"](q, k, v, sequences, scale)
+    outs = []
+    for length, rows in sequences.by_length:
+        batch = (x if rows is None else x.index_select(0, rows) for x in (q, k, v))
+        q_, k_, v_ = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in batch)  # [N, H, length, D]
+        enable_gqa = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(q_, k_, v_, scale=scale, enable_gqa=enable_gqa)
+        outs.append((rows, out.transpose(1, 2).flatten(0, 1)))
+    if outs[0][0] is None:
+        return outs[0][1].contiguous()
+    result = q.new_empty(q.shape)
+    for rows, out in outs:
+        result.index_copy_(0, rows, out)
+    return result
+
+
+@cache
+def varlen_obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Return what keeps a FlashAttention from attending like this, or None if nothing does.
+
+    Args:
+        name: ``"flash_attn"``, or ``"torch"`` for the one that torch has built in.
+        device, dtype: those of q, k and v.
+        head_dim: D.
+    """
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, and the tensors are on {device.type}"
+    obstacle = why_not_library(name, capability(device), dtype, head_dim)
+    return obstacle or probe_varlen(name, device, dtype, head_dim)
+
+
+@torch.no_grad()
+def probe_varlen(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Run a FlashAttention on a small problem, and return what it raises or gets wrong, or None if all is well."""
+    lengths = [129, 5, 64, 1, 63]  # none fills a whole number of tiles
+    boundaries = torch.tensor([0, *lengths], device="cpu").cumsum(0, dtype=torch.int32).to(device)
+    sequences, scale = PackedSequences(boundaries, max(lengths)), head_dim**-0.5
+    shape = (3, sum(lengths), 2, head_dim)
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, v = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+    exact = reference.varlen_attention(q.double(), k.double(), v.double(), sequences, scale)
+    # Out averages numbers of about 1, so that rounding to `dtype` costs about its epsilon.
+    return mistake_of(lambda: [VARLEN[name](q, k, v, sequences, scale)], [exact], [8 * torch.finfo(dtype).eps])
+
+
+def _varlen_library(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    """Attend with an installed FlashAttention; all its versions have these names, and some return the lse too."""
+    major, _ = capability(q.device)
+    version = flash_version(major)
+    if version is None:
+        raise ImportError("no FlashAttention is installed that runs on this GPU")
+    result = import_module(FLASH_MODULES[version]).flash_attn_varlen_func(
+        *(q, k, v),
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), sequences.boundaries),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), sequences.longest),
+        softmax_scale=scale,
+        causal=False,
+    )
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _varlen_torch(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+    ends, longest = sequences.boundaries, sequences.longest
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, 0.0, False, False, scale=scale
+    )[0]
+
+
+VARLEN: dict[str, Callable[[Tensor, Tensor, Tensor, PackedSequences, float], Tensor]] = {
+    "flash_attn": _varlen_library,
+    "torch": _varlen_torch,
+}

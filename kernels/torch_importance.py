@@ -85,11 +85,7 @@ def chunked_scores(rows: Tensor, k: Tensor, scale: float) -> Iterator[tuple[slic
     k = k.to(_wide(k))
     for start in range(0, rows.shape[2], step):
         which = slice(start, start + step)
-        yield which, _scores(rows[:, :, which], k, scale)
-
-
-def _scores(rows: Tensor, k: Tensor, scale: float) -> Tensor:
-    return (rows.to(k.dtype) * scale) @ k.transpose(-1, -2)
+        yield which, (rows[:, :, which].to(k.dtype) * scale) @ k.transpose(-1, -2)
 
 
 def _wide(states: Tensor) -> torch.dtype:

@@ -151,42 +151,21 @@ def verify_attention(
     if kept is not None:
         chosen = in_rows(kept)
     num_kept = 0 if kept is None else kept.shape[2]
-    plan = _plan_verification(
+    block, tiles, programs, strides, out_strides, part_strides, constants = _plan_verification(
         q.shape, k.shape[1], q.stride(), k.stride(), v.stride(), q.dtype, q.device, mask == GIVEN_MASK
     )
     num_seen = masked + (num_kept if kept is not None else keys - masked)
-    splits, keys_per_split = _splits(plan.programs, num_seen, plan.block.keys, q.device)
+    splits, keys_per_split = _splits(programs, num_seen, block.keys, q.device)
     out = empty_output(q)
     parts = out[None] if splits == 1 else q.new_empty(splits, *q.shape, dtype=torch.float32)
     lse = q.new_empty(splits, *q.shape[:3], dtype=torch.float32)
-    verify_kernel[(plan.tiles, plan.programs // plan.tiles, splits)](
-        q, k, v, parts, lse, seen, chosen, q if num_keys is None else num_keys, scale, *plan.strides,
-        *(plan.out_strides if splits == 1 else plan.part_strides), 0 if visible is None else seen.stride(0),
+    verify_kernel[(tiles, programs // tiles, splits)](
+        q, k, v, parts, lse, seen, chosen, q if num_keys is None else num_keys, scale, *strides,
+        *(out_strides if splits == 1 else part_strides), 0 if visible is None else seen.stride(0),
         *((0, 0) if kept is None else chosen.stride()[:2]), queries, keys, masked, num_kept, keys_per_split,
-        **plan.constants, MASK=mask, HAS_KEPT=kept is not None, HAS_NUM_KEYS=num_keys is not None,
+        **constants, MASK=mask, HAS_KEPT=kept is not None, HAS_NUM_KEYS=num_keys is not None,
     )  # fmt: skip
     return (out, lse[0]) if splits == 1 else merge_states(parts, lse, out=out)
-
-
-@dataclass(frozen=True)
-class _Verification:
-    """What launches of verify_kernel have in common that differ in the number of keys only.
-
-    Attributes:
-        tiles: tiles of rows of one KV head.
-        programs: those of all KV heads.
-        strides: of q, k and v, in units of ALIGN elements.
-        out_strides, part_strides: those of the result, and of partial results, with that from part to part.
-        constants: what is compiled into the kernel.
-    """
-
-    block: Blocks
-    tiles: int
-    programs: int
-    strides: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    part_strides: tuple[int, ...]
-    constants: dict[str, int]
 
 
 @lru_cache(maxsize=256)
@@ -199,8 +178,16 @@ def _plan_verification(
     dtype: torch.dtype,
     device: torch.device,
     has_mask: bool,
-) -> _Verification:
-    """Work out once what all layers and many tokens share: each call of Python is a tenth of a launch."""
+) -> tuple[Blocks, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, int]]:
+    """Work out once what launches of verify_kernel share, of all layers and many tokens.
+
+    Each call of Python is a tenth of a launch.
+
+    Returns:
+        The block; the tiles of rows of one KV head, and of all; the strides of q, k and v, in units of ALIGN
+        elements; those of the result, and of partial results, with that from part to part; and what is compiled
+        into the kernel.
+    """
     batch, heads, queries, dim = shape
     group = heads // kv_heads
     block = verify_blocks(queries * group, dim, dtype.itemsize, has_mask, device)
@@ -218,4 +205,4 @@ def _plan_verification(
         "ALIGN": align, "num_warps": block.num_warps, "num_stages": block.num_stages,
     }  # fmt: skip
     in_units = (tuple(stride // align for stride in own) for own in (strides, out_strides, part_strides))
-    return _Verification(block, tiles, tiles * batch * kv_heads, *in_units, constants)
+    return block, tiles, tiles * batch * kv_heads, *in_units, constants

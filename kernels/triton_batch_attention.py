@@ -27,7 +27,10 @@ def batch_decode_attention(
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     heads, rows, dim = q.shape[1:]
     group = heads // k.shape[1]
-    table = buffers if isinstance(buffers, BufferTable) else _table_of(buffers, q.device)
+    table = buffers
+    if isinstance(buffers, SequenceBuffers):
+        numbers = torch.tensor([*buffers.places, list(buffers.lengths)], dtype=torch.int64, device=q.device)
+        table = BufferTable(numbers[:3], numbers[3], max(keys.shape[2] for keys in buffers.keys))
     block = verify_blocks(group, dim, q.element_size(), False, q.device)
     # The host does not know who has many keys: each sequence could give all processors work. Those of short ones
     # find nothing to do.
@@ -47,12 +50,6 @@ def batch_decode_attention(
         num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
     return out if splits == 1 else merge_states(parts, lse, out=out)[0]
-
-
-def _table_of(buffers: SequenceBuffers, device: torch.device) -> BufferTable:
-    """Copy to the device where the buffers are."""
-    numbers = torch.tensor([*buffers.places, list(buffers.lengths)], dtype=torch.int64, device=device)
-    return BufferTable(numbers[:3], numbers[3], max(keys.shape[2] for keys in buffers.keys))
 
 
 @triton.jit(

@@ -8,7 +8,6 @@ import torch
 from apbv import PrefillConfig, SparseConfig, SpeculativeConfig, config
 from apbv.kernels.backends import BACKENDS
 from apbv.prefilling.methods import METHODS, resolve_method
-from apbv.prefilling.methods.importance import IMPORTANCE
 from apbv.speculate import STRATEGIES
 
 # fields(): the name of every switch, so that one added later is covered.
@@ -54,7 +53,6 @@ def test_unknown_names_are_refused_with_the_known_ones(settings, name, known):
 def test_the_names_are_those_of_the_registries():
     """The command line offers them without importing what they stand for."""
     assert tuple(METHODS) == config.METHOD_NAMES
-    assert tuple(IMPORTANCE) == config.IMPORTANCE_NAMES
     assert tuple(BACKENDS) == config.BACKEND_NAMES
     assert tuple(STRATEGIES) == config.STRATEGY_NAMES
     for name in config.DTYPE_NAMES:

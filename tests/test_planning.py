@@ -8,7 +8,7 @@ from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig, demo, plan
 from apbv.input.model_inputs import ModelInputs
 from apbv.launch.plan import main
 from apbv.model.parts import inspect_model
-from apbv.model.sizes import num_weights
+from apbv.model.tensor_parallel import num_weights
 from apbv.planning import video_size
 
 import families

@@ -36,7 +36,7 @@ def forward(
             use_cache=cache is not None,
             apbv=attention,
         ).last_hidden_state
-    return parts.logits(hidden[:, -1:] if last_only else hidden)[0]
+    return parts.lm_head(hidden[:, -1:] if last_only else hidden)[0]
 
 
 class ModelRunner:

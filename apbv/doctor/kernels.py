@@ -18,7 +18,7 @@ from ..kernels import (
     SequenceBuffers,
     library_attention,
     reference,
-    torch_varlen_attention,
+    torch_attention,
 )
 from ..kernels.backends import LIBRARIES, capability, why_not_triton
 from .examination import Check, CheckFailed, CheckSkipped, Found
@@ -88,7 +88,7 @@ def chosen(hosts: HostGroup) -> Found:
         q = torch.empty(1, _GROUPS, queries, _HEAD_DIM, device=hosts.device, dtype=dtype)
         found[kind] = library_attention.choose_attention("auto", q, [(q[:, :1], q[:, :1])])
     windows = ("flash_attn", "torch") if hosts.device.type == "cuda" else ()
-    usable = [n for n in windows if not torch_varlen_attention.usable(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
+    usable = [n for n in windows if not torch_attention.varlen_obstacle(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
     found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
     text = ", ".join(f"{kind}: {name}" for kind, name in found.items())
     return f"{text} ({dtype_name(dtype)})", {"chosen": found}
@@ -120,23 +120,25 @@ def compare(operator: str, hosts: HostGroup) -> Found:
     return ", ".join(found), {"errors": errors}
 
 
+_OF_TORCH_ALONE = ("temporal_change", "spatial_variety", "similarity_to")
 _BACKENDS_OF = {
     "segmented_attention": BACKENDS,
     "varlen_attention": ("torch", "flash_attn"),
-    **dict.fromkeys(("temporal_change", "spatial_variety", "similarity_to"), ("torch",)),
+    **dict.fromkeys(_OF_TORCH_ALONE, ("torch",)),
 }
 
 
 def _why_not(operator: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if (operator, backend) == ("varlen_attention", "flash_attn"):  # another of its functions, with other limits
-        return torch_varlen_attention.usable(backend, device, dtype, _TOWER_HEAD_DIM)
+        return torch_attention.varlen_obstacle(backend, device, dtype, _TOWER_HEAD_DIM)
     return obstacle(backend, device, dtype)[0]
 
 
 def error_of(operator: str, case: "Case", backend: str) -> float:
     """Return how far the worst number of an operator's results is off, in units of what is allowed."""
     operands, settings = case
-    results = tree_leaves(getattr(kernels, operator)(*operands, **settings, backend=backend))
+    choice = {} if operator in _OF_TORCH_ALONE else {"backend": backend}
+    results = tree_leaves(getattr(kernels, operator)(*operands, **settings, **choice))
     wide_operands, wide_settings = tree_map(_widened, case)
     exact = tree_leaves(getattr(reference, operator)(*wide_operands, **wide_settings))
     is_half = any(isinstance(leaf, Tensor) and leaf.dtype in DTYPES[1:] for leaf in tree_leaves(operands))

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..hosts import Exchange, HostGroup
-from ..layout import ContextLayout, intersect, offsets_within
+from ..layout import ContextLayout, intersect
 from ..transfer import to_device
 
 # Decoding appends a few rows per step; growing the buffers by many rows at once keeps that from copying the cache.
@@ -30,10 +30,8 @@ class GrowingLayer(DynamicLayer):
             whole, rows that do not count included; None: it appends. See :func:`writing_at`.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.buffers: tuple[Tensor, Tensor] | None = None
-        self.places: Tensor | None = None
+    buffers: tuple[Tensor, Tensor] | None = None
+    places: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.places is not None:
@@ -43,7 +41,11 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.hold(key_states, value_states)
         else:
-            self._append(key_states, value_states)
+            old, count = self.keys.shape[2], key_states.shape[2]
+            self.make_room(count)
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+                buffer[:, :, old : old + count] = states
+            self.extend(count)
         return self.keys, self.values
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
@@ -58,49 +60,38 @@ class GrowingLayer(DynamicLayer):
         Args:
             like: ``[B, Hkv, any, D]``, of the dtype and on the device of the rows.
         """
-        self.buffers = (_buffer(like, num_rows), _buffer(like, num_rows))
-        self.hold(*(buffer[:, :, :num_rows] for buffer in self.buffers))
+        batch, heads, _, dim = like.shape
+        shape = (batch, heads, num_rows + GROWTH_ROWS, dim)
+        self.buffers = keys, values = like.new_empty(shape), like.new_empty(shape)
+        self.hold(keys[:, :, :num_rows], values[:, :, :num_rows])
 
     def has_room(self, count: int) -> bool:
         """Return whether the buffers hold the rows, which a caller may have replaced, and fit ``count`` more."""
         if self.buffers is None or self.buffers[0].shape[2] < self.keys.shape[2] + count:
             return False
-        held = zip(self.buffers, (self.keys, self.values), strict=True)
-        return all(buffer.data_ptr() == states.data_ptr() for buffer, states in held)
+        keys, values = self.buffers
+        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
 
     def make_room(self, count: int) -> None:
         """Copy the rows to buffers that fit ``count`` more, unless they lie in such buffers."""
         if not self.has_room(count):
-            self.buffers = tuple(_grown(states, states.shape[2] + count) for states in (self.keys, self.values))
-            self.extend(0)
+            keys, values, old = self.keys, self.values, self.keys.shape[2]
+            self.reserve(keys, old + count)
+            self.keys, self.values = self.keys[:, :, :old].copy_(keys), self.values[:, :, :old].copy_(values)
 
     def extend(self, count: int) -> None:
         """Count ``count`` rows that were written into the buffers behind the others."""
-        num_rows = self.keys.shape[2] + count
-        self.keys, self.values = (buffer[:, :, :num_rows] for buffer in self.buffers)
-
-    def _append(self, key_states: Tensor, value_states: Tensor) -> None:
-        old, count = self.keys.shape[2], key_states.shape[2]
-        self.make_room(count)
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, old : old + count] = states
-        self.extend(count)
-
-
-def growing_cache(layers: Iterable[GrowingLayer]) -> DynamicCache:
-    """Return a transformers cache that consists of these layers."""
-    cache = DynamicCache()
-    cache.layers = list(layers)
-    return cache
+        num_rows, (keys, values) = self.keys.shape[2] + count, self.buffers
+        self.keys, self.values = keys[:, :, :num_rows], values[:, :, :num_rows]
 
 
 def empty_cache(like: Iterable[Tensor]) -> DynamicCache:
     """Return a cache without rows that appends in place; its layers are like these keys, ``[B, Hkv, T, D]``."""
-    layers = []
+    cache = DynamicCache()
     for keys in like:
-        layers.append(GrowingLayer())
-        layers[-1].hold(keys[:, :, :0], keys[:, :, :0])
-    return growing_cache(layers)
+        cache.layers.append(GrowingLayer())
+        cache.layers[-1].hold(keys[:, :, :0], keys[:, :, :0])
+    return cache
 
 
 @contextmanager
@@ -183,27 +174,10 @@ def keep_of_last(cache: Cache, count: int, chosen: Sequence[int]) -> None:
     for layer in cache.layers:
         if list(chosen) != list(range(len(chosen))) and getattr(layer, "holds_newest", True):
             rows = to_device(chosen, layer.keys.device, torch.int64) if rows is None else rows
-            _move_to_front(layer, count, rows)
+            for states in (layer.keys, layer.values):
+                tail = states[:, :, states.shape[2] - count :]
+                tail[:, :, : len(chosen)] = tail.index_select(2, rows)
         layer.crop(len(chosen) - count)
-
-
-def _move_to_front(layer: DynamicLayer, count: int, rows: Tensor) -> None:
-    """Move these of a layer's last ``count`` rows, int64 ``[N]``, to the front of them."""
-    for states in (layer.keys, layer.values):
-        tail = states[:, :, states.shape[2] - count :]
-        tail[:, :, : len(rows)] = tail.index_select(2, rows)
-
-
-def _buffer(like: Tensor, num_rows: int) -> Tensor:
-    batch, heads, _, dim = like.shape
-    return like.new_empty(batch, heads, num_rows + GROWTH_ROWS, dim)
-
-
-def _grown(states: Tensor, num_rows: int) -> Tensor:
-    """Copy rows to a buffer that has room for more than ``num_rows``."""
-    buffer = _buffer(states, num_rows)
-    buffer[:, :, : states.shape[2]] = states
-    return buffer
 
 
 class ShardedLayer(GrowingLayer):
@@ -217,21 +191,30 @@ class ShardedLayer(GrowingLayer):
         holds_newest: whether new tokens are appended to these rows, as they are on host 0.
     """
 
-    def __init__(self, owned_rows: Iterable[range], num_prompt_tokens: int, num_fixed_tokens: int, appends: bool):
+    def __init__(self, owned_rows: Sequence[range], num_prompt_tokens: int, num_fixed_tokens: int, appends: bool):
         super().__init__()
-        self._owned_rows = [run for run in owned_rows if len(run)]
+        self._owned_rows = owned_rows
         self._num_fixed_tokens = num_fixed_tokens
         self.holds_newest = appends
         self.num_tokens = num_prompt_tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self._store(key_states, value_states)
-            return key_states, value_states
-        self.num_tokens += key_states.shape[2]
+        if self.is_initialized:
+            self.num_tokens += key_states.shape[2]
+            return super().update(key_states, value_states) if self.holds_newest else (self.keys, self.values)
+        # The rows that this host owns are copied, so that the other local rows can be freed.
+        num_rows = sum(map(len, self._owned_rows))
         if self.holds_newest:
-            self._append(key_states, value_states)
-        return self.keys, self.values
+            self.reserve(key_states, num_rows)
+        else:
+            shape = (*key_states.shape[:2], num_rows, key_states.shape[3])
+            self.hold(key_states.new_empty(shape), value_states.new_empty(shape))
+        row = 0
+        for run in self._owned_rows:
+            self.keys[:, :, row : row + len(run)] = key_states[:, :, run.start : run.stop]
+            self.values[:, :, row : row + len(run)] = value_states[:, :, run.start : run.stop]
+            row += len(run)
+        return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Return the number of tokens of the whole sequence so far, not only of this host's rows."""
@@ -256,20 +239,6 @@ class ShardedLayer(GrowingLayer):
             self.keys = self.keys[:, :, :tokens_to_remove]
             self.values = self.values[:, :, :tokens_to_remove]
 
-    def _store(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Copy the rows that this host owns, so that the other local rows can be freed."""
-        num_rows = sum(map(len, self._owned_rows))
-        if self.holds_newest:
-            self.reserve(key_states, num_rows)
-        else:
-            shape = (*key_states.shape[:2], num_rows, key_states.shape[3])
-            self.hold(key_states.new_empty(shape), value_states.new_empty(shape))
-        row = 0
-        for run in self._owned_rows:
-            self.keys[:, :, row : row + len(run)] = key_states[:, :, run.start : run.stop]
-            self.values[:, :, row : row + len(run)] = value_states[:, :, run.start : run.stop]
-            row += len(run)
-
 
 class ShardedCache(Cache):
     """A transformers cache that holds this host's share of a prompt's KV.
@@ -284,28 +253,23 @@ class ShardedCache(Cache):
         keep_query: False where the query runs in a later forward pass, which then appends its KV.
 
     Attributes:
+        layout: of the first layer, which holds the whole prompt.
         layouts: of every layer.
     """
 
     def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True):
-        self.host = host
-        self.layouts: list[ContextLayout] = []
         super().__init__(layers=[])
+        self.host, self.layout, self.layouts = host, layout, []
         self.add_layers(num_layers, layout, keep_query)
 
     def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
         """Add layers behind the others; the arguments are those of the class."""
-        owned = [span for span in layout.cache_spans(self.host) if keep_query or span != layout.query]
-        num_tokens = layout.num_tokens if keep_query else layout.query.start
-        rows = offsets_within(layout.local_spans(self.host), owned)
-        fixed, appends = layout.query.start, self.host == 0
-        self.layers += [ShardedLayer(rows, num_tokens, fixed, appends) for _ in range(count)]
+        rows, num_tokens, appends = layout.cache_rows(self.host), layout.num_tokens, self.host == 0
+        if not keep_query:
+            rows, num_tokens = rows[:-1] if appends else rows, layout.query.start
+        for _ in range(count):
+            self.layers.append(ShardedLayer(rows, num_tokens, layout.query.start, appends))
         self.layouts += [layout] * count
-
-    @property
-    def layout(self) -> ContextLayout:
-        """The layout of the first layer, which holds the whole prompt."""
-        return self.layouts[0]
 
     @classmethod
     def of_shares(
@@ -341,10 +305,6 @@ class ShardedCache(Cache):
         spans = [intersect(span, range(length)) for span in layout.cache_spans(host)]
         return [*spans, range(layout.num_tokens, length)] if host == 0 else spans
 
-    def nbytes(self) -> int:
-        """Return the bytes of keys and values on this host."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
-
     def gather(self, hosts: HostGroup, to_host: int = 0, releases: bool = False) -> DynamicCache | None:
         """Collect the whole KV on one host, in position order; collective.
 
@@ -359,13 +319,13 @@ class ShardedCache(Cache):
         Raises:
             HostError: a host failed meanwhile.
         """
-        gathered: list[GrowingLayer] = []
+        gathered = DynamicCache()
         if hosts.size == 1:
             for share in self.layers:
-                gathered.append(GrowingLayer())
-                gathered[-1].hold(share.keys, share.values)
-                gathered[-1].buffers = share.buffers if releases else None
-            return growing_cache(gathered)
+                gathered.layers.append(GrowingLayer())
+                gathered.layers[-1].hold(share.keys, share.values)
+                gathered.layers[-1].buffers = share.buffers if releases else None
+            return gathered
         exchange = self._start_gather(0, hosts, to_host)
         for index, share in enumerate(self.layers):
             shares, owned = exchange.wait(), [self.owned_spans(host, index) for host in range(hosts.size)]
@@ -374,8 +334,8 @@ class ShardedCache(Cache):
             if index + 1 < len(self.layers):
                 exchange = self._start_gather(index + 1, hosts, to_host)
             if hosts.rank == to_host:
-                gathered.append(_in_position_order(shares, owned))
-        return growing_cache(gathered) if hosts.rank == to_host else None
+                gathered.layers.append(_in_position_order(shares, owned))
+        return gathered if hosts.rank == to_host else None
 
     def _start_gather(self, index: int, hosts: HostGroup, to_host: int) -> Exchange:
         layer = self.layers[index]

@@ -128,10 +128,6 @@ class Manifest(KVFacts):
         for shard in self.shards:
             yield from shard.files
 
-    def to_json(self) -> str:
-        """Return the content of ``manifest.json``."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
-
     def require_complete(self, path: Path) -> None:
         """Check that each token of each KV head is in exactly one shard, and each layer of a shard in a file.
 
@@ -168,7 +164,7 @@ class SavedKV:
     """
 
     def __init__(self, path: Path, manifest: Manifest):
-        self.path, self.manifest = path, manifest
+        self.path, self.manifest, self._folder = path, manifest, path / manifest.generation
 
     @classmethod
     def open(cls, path: str | Path) -> "SavedKV":
@@ -257,10 +253,6 @@ class SavedKV:
                 "cannot be handed over: its consumer reads the whole prompt"
             )
 
-    @property
-    def _folder(self) -> Path:
-        return self.path / self.manifest.generation
-
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
         path = self._folder / file.name
         try:
@@ -329,7 +321,7 @@ class Writer:
                 )
         manifest.require_complete(self.path)
         fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest
-        _write_to_disk(fresh, manifest.to_json().encode())
+        _write_to_disk(fresh, json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}).encode())
         _sync_folder(self._folder)
         os.replace(fresh, self.path / MANIFEST_NAME)
         self._is_published = True

@@ -76,30 +76,13 @@ AttentionInterface.register(_NAME, _attention)
 
 
 @contextmanager
-def apbv_attention(language_model: PreTrainedModel) -> Iterator[None]:
+def apbv_attention(language_model: PreTrainedModel, implementation: str = _NAME) -> Iterator[None]:
     """Let the language model (never its vision tower) use apbv's attention; restored also on error.
 
-    Free of cost inside another such block of the same model: transformers takes half a millisecond to set it.
-    """
-    config = language_model.config
-    before = config._attn_implementation
-    if before == _NAME:
-        yield
-        return
-    language_model.set_attn_implementation(_NAME)
-    try:
-        yield
-    finally:
-        # Not set_attn_implementation: it would re-validate, and could refuse, what the caller had in force.
-        config._attn_implementation = before
-
-
-@contextmanager
-def own_attention(language_model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Let the language model use an attention that it has had before, also where apbv's is in force around.
+    Not by set_attn_implementation, which takes half a millisecond, and could refuse what was in force before.
 
     Args:
-        implementation: what ``language_model.config._attn_implementation`` said then.
+        implementation: another attention, which the model has had before: what its config said then.
     """
     config = language_model.config
     before, config._attn_implementation = config._attn_implementation, implementation

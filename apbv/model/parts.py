@@ -1,4 +1,4 @@
-"""Taking a Hugging Face model apart. Only this file and sizes.py read a model's config."""
+"""Taking a Hugging Face model apart. Only this file reads a model's config."""
 
 import copy
 from collections.abc import Mapping
@@ -29,6 +29,50 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes of a decoder with grouped-query attention and a gated MLP.
+
+    Attributes:
+        deepstack: L, the number of first layers after which visual features are added to the hidden states
+            (Qwen3-VL).
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    deepstack: int = 0
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig, **others) -> "DecoderSizes":
+        """Read the sizes from a transformers config of Llama, Qwen2, Qwen3 or a vision-language model around one.
+
+        Args:
+            others: a subclass's further fields.
+        """
+        text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            intermediate=text.intermediate_size,
+            heads=text.num_attention_heads,
+            kv_heads=text.num_key_value_heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            vocab=text.vocab_size,
+            deepstack=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
+            **others,
+        )
+
+    @property
+    def kv_token(self) -> int:
+        """Count the numbers of one token's K and V in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class ModelParts:
     """A causal language model, taken apart.
 
@@ -36,14 +80,19 @@ class ModelParts:
         model: the whole model, as the caller passed it.
         family: its ``model_type``.
         language_model: the decoder without its head; what runs sequence-parallel.
-        lm_head: hidden states to logits.
+        lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
         audio_token_id: likewise for audio; None for models that do not hear.
         backend: what computes its attention, as in :class:`apbv.PrefillConfig`.
         decode: how it is run over new tokens.
         capture_failures: why its decoding steps could not be recorded as CUDA graphs, where that was tried. It is
             tried once: PyTorch does not give back the memory of a recording that failed.
+        sizes: those of the whole decoder.
+        tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they
+            are whole.
+        eos_token_ids: the tokens that end an answer, from the generation config.
         embed_tokens: the layer that turns token ids into embeddings.
+        dtype, device: those of the weights.
         is_video_model: whether the model reads video and images, and not only text.
         hears: whether the model reads audio, by itself or beside a video's frames.
         uses_mrope: whether positions are (time, height, width) triples.
@@ -53,8 +102,7 @@ class ModelParts:
         kv_heads: the KV heads of the whole model that are on this process.
         num_kv_heads: how many these are, which is the number of its cache.
         vocab_size: the number of logits, which may be more than the tokenizer has tokens.
-        num_deepstack_layers: L, the number of first layers after which visual features are added to the hidden
-            states (Qwen3-VL).
+        num_deepstack_layers: L of :class:`DecoderSizes`.
         row_width: the number of values that the vision tower makes for one visual token.
         num_rows_ending_video: visual tokens after a video's last frame: LLaVA-OneVision has a newline there.
         rows_per_tile: visual tokens of each tile of an image, where these follow one another (InternVL).
@@ -75,22 +123,35 @@ class ModelParts:
     capture_failures: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self):
-        config, text, family = self.model.config, self.language_model.config, self.family
-        member, size = self.tensor_parallel
-        kv_heads = split_evenly(range(text.num_key_value_heads), size)[member]
+        config, family, sizes = self.model.config, self.family, DecoderSizes.from_config(self.model.config)
+        mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
+        member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        kv_heads = split_evenly(range(sizes.kv_heads), num_members)[member]
+        embed_tokens = self.language_model.get_input_embeddings()
+        placeholders = {"visual": (self.video_token_id, self.image_token_id), "audio": (self.audio_token_id,)}
+        eos = self.model.generation_config.eos_token_id
         found = {
-            "embed_tokens": self.language_model.get_input_embeddings(),
+            "sizes": sizes,
+            "tensor_parallel": (member, num_members),
+            "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
+            "embed_tokens": embed_tokens,
+            "dtype": embed_tokens.weight.dtype,
+            "device": embed_tokens.weight.device,
+            "_placeholders": {
+                kind: torch.tensor([number for number in numbers if number is not None], dtype=torch.long)
+                for kind, numbers in placeholders.items()
+            },
             "is_video_model": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
             "uses_mrope": family in _MROPE_FAMILIES,
-            "num_layers": text.num_hidden_layers,
-            "hidden_size": text.hidden_size,
-            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            "num_layers": sizes.layers,
+            "hidden_size": sizes.hidden,
+            "head_dim": sizes.head_dim,
             "kv_heads": kv_heads,
             "num_kv_heads": len(kv_heads),
             "vocab_size": self.lm_head.out_features,
-            "num_deepstack_layers": num_deepstack_layers(config),
-            "row_width": (1 + num_deepstack_layers(config)) * text.hidden_size,
+            "num_deepstack_layers": sizes.deepstack,
+            "row_width": (1 + sizes.deepstack) * sizes.hidden,
             "num_rows_ending_video": int(family == "llava_onevision"),
             "rows_per_tile": config.image_seq_length if family == "internvl" else None,
             "patches_per_row": config.vision_config.spatial_merge_size**2 if family in _MROPE_FAMILIES else None,
@@ -116,12 +177,6 @@ class ModelParts:
         return 2 * window if window % 2 == 0 else 4 * window
 
     @property
-    def tensor_parallel(self) -> tuple[int, int]:
-        """The share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they are whole."""
-        mesh = getattr(self.language_model.layers[0].self_attn.k_proj.weight, "device_mesh", None)
-        return (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-
-    @property
     def max_position_embeddings(self) -> int:
         """The number of positions that the model was made for, or that YaRN and its like stretched it to."""
         config = self.language_model.config
@@ -133,11 +188,11 @@ class ModelParts:
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
-        return _is_any(input_ids, self.video_token_id, self.image_token_id)
+        return torch.isin(input_ids, self._placeholders["visual"])
 
     def is_audio(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of audio: bool, shaped like ``input_ids``."""
-        return _is_any(input_ids, self.audio_token_id)
+        return torch.isin(input_ids, self._placeholders["audio"])
 
     def is_placeholder(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images, video or audio: bool, shaped like ``input_ids``."""
@@ -211,22 +266,6 @@ class ModelParts:
         )
         return len(packed)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return self.embed_tokens.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.embed_tokens.weight.device
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer, from the generation config."""
-        eos = self.model.generation_config.eos_token_id
-        return (eos,) if isinstance(eos, int) else tuple(eos or ())
-
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""
         return weights_digest(
@@ -234,10 +273,6 @@ class ModelParts:
             for layer in self.language_model.layers
             for name in SAMPLED_PROJECTIONS
         )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states ``[1, S, d]`` into logits ``[1, S, V]``."""
-        return self.lm_head(hidden)
 
 
 def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeConfig | None = None) -> ModelParts:
@@ -261,7 +296,7 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
         backend=backend,
         decode=decode or DecodeConfig(),
     )
-    groups = language_model.config.num_attention_heads // language_model.config.num_key_value_heads
+    groups = parts.sizes.heads // parts.sizes.kv_heads
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
     return parts
 
@@ -321,11 +356,6 @@ def some_layers(language_model: nn.Module, layers: range, with_norm: bool = True
     return part
 
 
-def num_deepstack_layers(config: PreTrainedConfig) -> int:
-    """Return L, the number of first layers behind which visual features are added to the hidden states."""
-    return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-
-
 def local_share(weight: Tensor) -> Tensor:
     """Return the share of a weight that lies on this process under tensor parallelism."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
@@ -334,14 +364,6 @@ def local_share(weight: Tensor) -> Tensor:
 def _on_cpu(batch: Mapping[str, Any], *names: str) -> dict[str, Tensor]:
     """Return what a batch has of these, as tensors in host memory."""
     return {name: torch.as_tensor(batch[name]).cpu() for name in names if batch.get(name) is not None}
-
-
-def _is_any(input_ids: Tensor, *token_ids: int | None) -> Tensor:
-    mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for token_id in token_ids:
-        if token_id is not None:
-            mask |= input_ids == token_id
-    return mask
 
 
 def _token_id(config: PreTrainedConfig, modality: str) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .parts import ModelParts, local_share
+from .parts import ModelParts
 
 # What the rows of a chunk may hold between input and output, by type of device. On a GPU a chunk's matrix products
 # still have a thousand tiles; on a CPU what is written has a chance to be in a cache when it is read.
@@ -24,23 +24,33 @@ _FP32_COPIES_OF_NORM = 2
 
 
 @contextmanager
-def rows_in_chunks(parts: ModelParts, chunk_bytes: int | None = None) -> Iterator[None]:
+def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = None) -> Iterator[None]:
     """Let the decoder's norms and MLPs take a long input in chunks of rows; restored also on error.
 
-    Inputs that fit in one chunk go to the modules as they are. Hooks on the modules see whole inputs and outputs.
-    With tensor parallelism every member of a host makes the same chunks, so that the sums over members that end an
-    MLP come in the same order on all of them.
+    Modules whose chunks are as long as any input are left alone. Hooks on the modules see whole inputs and
+    outputs. With tensor parallelism every member of a host makes the same chunks, so that the sums over members
+    that end an MLP come in the same order on all of them.
 
     Args:
+        most_rows: the rows of the longest input.
         chunk_bytes: what a chunk's intermediate results may take; None: as :data:`CHUNK_BYTES` says.
     """
+    decoder, itemsize = parts.language_model, parts.dtype.itemsize
+    # Of a row a norm holds copies in fp32, and the result before its weights.
+    norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize), chunk_bytes)
+    mlp_width = parts.sizes.intermediate // parts.tensor_parallel[1]
+    mlp_rows = chunk_rows(parts.device, mlp_row_bytes(mlp_width, itemsize), chunk_bytes)
+    modules = [(decoder.norm, norm_rows)]
+    for layer in decoder.layers:
+        modules += [(layer.input_layernorm, norm_rows), (layer.post_attention_layernorm, norm_rows)]
+        modules.append((layer.mlp, mlp_rows))
     with ExitStack() as stack:
-        for module, row_bytes in _row_wise_modules(parts):
+        for module, rows in modules:
             before = vars(module).get("forward")  # somebody else's wrapper, if any
-            if isinstance(before, _InChunks):  # another such block of this model is around
-                continue
-            module.forward = _InChunks(module.forward, chunk_rows(parts.device, row_bytes, chunk_bytes))
-            stack.callback(_restore, module, before)
+            # It is one of these where another such block of this model is around.
+            if most_rows > rows and not isinstance(before, _InChunks):
+                module.forward = _InChunks(module.forward, rows)
+                stack.callback(_restore, module, before)
         yield
 
 
@@ -58,18 +68,6 @@ def chunk_rows(device: torch.device, row_bytes: int, chunk_bytes: int | None = N
 def mlp_row_bytes(width: int, itemsize: int) -> int:
     """Return what an MLP of this width holds of one row: the gate, the other projection, and their product."""
     return 3 * width * itemsize
-
-
-def _row_wise_modules(parts: ModelParts) -> Iterator[tuple[nn.Module, int]]:
-    """Return the decoder's modules that treat every row by itself, and what each holds of one."""
-    decoder, itemsize = parts.language_model, parts.dtype.itemsize
-    # Of a row a norm holds copies in fp32, and the result before its weights.
-    norm_bytes = decoder.config.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize)
-    for layer in decoder.layers:
-        yield layer.input_layernorm, norm_bytes
-        yield layer.post_attention_layernorm, norm_bytes
-        yield layer.mlp, mlp_row_bytes(local_share(layer.mlp.up_proj.weight).shape[0], itemsize)
-    yield decoder.norm, norm_bytes
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ which transformers has no plan: every member encodes what its host has to encode
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import is_accelerate_available
 
 from ..hosts import HostGroup
-from .parts import ModelParts, UnsupportedModelError
+from .parts import VIDEO_FAMILIES, UnsupportedModelError
 
 FIRST_VERSION = (5, 19)
 
@@ -26,20 +27,6 @@ LAYER_PLAN = {
     "mlp.up_proj": "colwise",
     "mlp.down_proj": "rowwise",
 }
-
-
-class _HostMesh:
-    """Gives transformers one host's mesh, whichever it asks for: tensor parallelism is all that it does there.
-
-    transformers' own must span all processes, and those that it does not split a model over hold sharded replicas
-    (FSDP), which would have to run in step.
-    """
-
-    def __init__(self, hosts: HostGroup):
-        self._mesh = hosts.tensor_parallel_mesh()
-
-    def get_mesh(self, dims: str | tuple[str, ...]):
-        return self._mesh
 
 
 def load_sharded(
@@ -63,7 +50,11 @@ def load_sharded(
     with torch.device("meta"):
         whole = auto.from_config(config)
     kind = type(whole)
-    mesh = _HostMesh(hosts)
+    # One host's mesh, whichever transformers asks for: tensor parallelism is all that it does there. Its own must
+    # span all processes, and those that it does not split a model over hold sharded replicas (FSDP), which would
+    # have to run in step.
+    of_host = hosts.tensor_parallel_mesh()
+    mesh = SimpleNamespace(get_mesh=lambda dims: of_host)
 
     # from_pretrained takes no mesh but asks its class for one: so it is called on a class that gives ours, and
     # what it returns is then made what the caller asked for.
@@ -111,15 +102,21 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             )
 
 
-def require_same_sharding(parts: ModelParts, hosts: HostGroup) -> None:
-    """Refuse a model that is not shared out among processes as its hosts are.
+def num_weights(config: PreTrainedConfig, tensor_parallel: int = 1) -> int:
+    """Count the weights of a whole model on one of the T processes of a host, its vision tower included.
 
-    Raises:
-        ValueError: the model is another share than this process's.
+    It builds the model without storage, which takes about a second for one of 7B.
     """
-    found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
-    if found != expected:
-        raise ValueError(
-            f"the model is share {found[0]} of {found[1]}, but this process is member {expected[0]} of "
-            f"{expected[1]} of its host: load the model with Engine.from_pretrained and these hosts"
-        )
+    auto = AutoModelForImageTextToText if config.model_type in VIDEO_FAMILIES else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    # Of several modules with the same weight, such as an embedding and a head that are tied, one counts.
+    modules = {id(weight): name for name, module in model.named_modules() for weight in module.parameters(False)}
+    shared_out = tuple(plan_of(model))
+    count = 0
+    for weight in model.parameters():
+        name = modules[id(weight)]
+        of_any_layer = ".".join("*" if part.isdigit() else part for part in name.split("."))  # as in a plan
+        is_shared_out = weight.ndim == 2 and (name in shared_out or of_any_layer in shared_out)
+        count += -(-weight.numel() // tensor_parallel) if is_shared_out else weight.numel()
+    return count

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..kernels import PackedSequences, varlen_attention
-from .parts import ModelParts
 
 # The towers pass on boundaries where they find "flash" in the name (transformers' is_flash_attention_requested).
 _NAME = "apbv_flash_varlen"
@@ -27,7 +26,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    apbv_packing: "_Packing",
+    apbv_packing: tuple[str, dict],
     scaling: float | None = None,
     dropout: float = 0.0,
     cu_seq_lens_q: Tensor,
@@ -38,57 +37,37 @@ def _attention(
     if attention_mask is not None or dropout:
         raise ValueError("attention of packed sequences has neither a mask nor dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sequences = apbv_packing.sequences(cu_seq_lens_q, max_length_q, query)
+    # Layers that have the same boundaries share what is worked out of them. They are known by their identity, and
+    # kept, so that no other tensor can come to have it.
+    backend, known = apbv_packing
+    if id(cu_seq_lens_q) not in known:
+        sequences = PackedSequences(cu_seq_lens_q.to(query.device), max_length_q)
+        known[id(cu_seq_lens_q)] = cu_seq_lens_q, sequences
+    _, sequences = known[id(cu_seq_lens_q)]
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
-    return varlen_attention(q, k, v, sequences, scale, backend=apbv_packing.backend)[None], None
+    return varlen_attention(q, k, v, sequences, scale, backend=backend)[None], None
 
 
 AttentionInterface.register(_NAME, _attention)
 
 
-class _Packing:
-    """The sequences of one call of a tower, worked out once for all layers that have the same ones."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
-        # By the boundaries' identity; they are kept, so that no other tensor can come to have it.
-        self._known: dict[int, tuple[Tensor, PackedSequences]] = {}
-
-    def sequences(self, boundaries: Tensor, longest: int, states: Tensor) -> PackedSequences:
-        """Return the sequences that end at these boundaries, int32 ``[N + 1]``, of states on this device."""
-        if id(boundaries) not in self._known:
-            on_device = boundaries.to(states.device)
-            self._known[id(boundaries)] = boundaries, PackedSequences(on_device, longest)
-        return self._known[id(boundaries)][1]
-
-
 @contextmanager
-def packed_vision_attention(parts: ModelParts) -> Iterator[None]:
-    """Let the vision tower attend to all its windows or frames in one call; restored also on error.
+def packed_attention(tower: PreTrainedModel | None, backend: str) -> Iterator[None]:
+    """Let a tower attend to all its windows or frames in one call; restored also on error.
 
     It replaces transformers' default, sdpa, and the result is the same up to rounding. Another implementation
-    that the caller has chosen stays in force. Towers that do not pack (InternVL's, LLaVA-OneVision's) stay as they
-    are, and so does the language model. A tower is used by one thread at a time; every model has its own.
+    that the caller has chosen stays in force. A tower is used by one thread at a time; every model has its own.
+
+    Args:
+        tower: one that packs; None, for those that do not (InternVL's, LLaVA-OneVision's), is left alone.
+        backend: what computes it, as in :class:`apbv.PrefillConfig`.
     """
-    with _packed(parts.packed_vision_tower, parts.backend):
-        yield
-
-
-@contextmanager
-def packed_audio_attention(parts: ModelParts) -> Iterator[None]:
-    """Let the audio tower attend to all its windows in one call, as :func:`packed_vision_attention` does."""
-    with _packed(parts.audio_tower, parts.backend):
-        yield
-
-
-@contextmanager
-def _packed(tower: PreTrainedModel | None, backend: str) -> Iterator[None]:
     if tower is None or tower.config._attn_implementation != _REPLACED:
         yield
         return
 
     def pass_packing(tower: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {"apbv_packing": _Packing(backend)}
+        return args, kwargs | {"apbv_packing": (backend, {})}
 
     hook = tower.register_forward_pre_hook(pass_packing, with_kwargs=True)
     tower.config._attn_implementation = _NAME

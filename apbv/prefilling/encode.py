@@ -5,10 +5,9 @@ vectors that are added to the hidden states after the first layers, side by side
 numbered in prompt order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,62 +16,49 @@ from ..hosts import HostGroup
 from ..input.pixels import PixelChunk
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
-from ..model.vision_attention import packed_vision_attention
+from ..model.vision_attention import packed_attention
 from ..stats import StageTimer, free_host_memory_bytes, free_memory_bytes
 
 _MOST_CHUNK_BYTES = 2**28  # by default: some 5,000 of a Qwen tower's patches, which keep a GPU busy
 _SHARE_OF_MEMORY = 16
 
 
-class VisualRows(Protocol):
-    """A source of the rows of one host's share of the visual input."""
-
-    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
-        """Return an iterator over ``[rows, (1 + L) * d]`` of each chunk, in order; it has to be closed.
-
-        Args:
-            chunks: the temporal patches of each, as :meth:`~apbv.input.visual.VisualInput.chunks` returns them.
-        """
+# A source of the rows of one host's share of the visual input: given the temporal patches of each chunk, as
+# VisualInput.chunks returns them, it yields [rows, (1 + L) * d] of each, in order, and has to be closed.
+VisualRows = Callable[[Sequence[range]], Iterator[Tensor]]
 
 
-@dataclass(frozen=True)
-class TowerRows:
-    """A source that runs a model's vision tower, chunk by chunk.
+def tower_rows(
+    parts: ModelParts, visual: VisualInput, timer: StageTimer | None, chunks: Sequence[range]
+) -> Iterator[Tensor]:
+    """Yield what the model's vision tower makes of this host's pixels, chunk by chunk; see :data:`VisualRows`.
 
-    Attributes:
-        parts: the model.
-        visual: the visual input, with this host's pixels.
+    Args:
         timer: times the tower.
     """
+    if visual.pixels is None:
+        return
+    mine = visual.patches[visual.host]
+    with closing(visual.pixels.chunks(chunks)) as pixels:
+        for chunk in pixels:
+            with timer.stage("encode") if timer else nullcontext():
+                rows = _encode(parts, visual, chunk)
+            if timer:
+                timer.progress("encode", chunk.patches.stop - mine.start, len(mine))
+            yield rows
 
-    parts: ModelParts
-    visual: VisualInput
-    timer: StageTimer | None = None
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
-        """See :class:`VisualRows`."""
-        if self.visual.pixels is None:
-            return
-        mine = self.visual.patches[self.visual.host]
-        with closing(self.visual.pixels.chunks(chunks)) as pixels:
-            for chunk in pixels:
-                with nullcontext() if self.timer is None else self.timer.stage("encode"):
-                    rows = self._encode(chunk)
-                if self.timer is not None:
-                    self.timer.progress("encode", chunk.patches.stop - mine.start, len(mine))
-                yield rows
-
-    @torch.no_grad()
-    def _encode(self, chunk: PixelChunk) -> Tensor:
-        parts, visual = self.parts, self.visual
-        with packed_vision_attention(parts):
-            features = _features(parts, chunk.kind, chunk.on(parts.device))
-        main = _joined(features.pooler_output)
-        main = main.reshape(-1, main.shape[-1])
-        if parts.family == "llava_onevision" and chunk.kind == "video":
-            main = _with_newline_at_the_end_only(parts, main, visual, chunk.patches)
-        streams = [main, *(_joined(layer) for layer in getattr(features, "deepstack_features", None) or ())]
-        return torch.cat(streams, dim=-1).to(parts.dtype)
+@torch.no_grad()
+def _encode(parts: ModelParts, visual: VisualInput, chunk: PixelChunk) -> Tensor:
+    with packed_attention(parts.packed_vision_tower, parts.backend):
+        features = _features(parts, chunk.kind, chunk.on(parts.device))
+    streams = []
+    for layer in (features.pooler_output, *(getattr(features, "deepstack_features", None) or ())):
+        layer = torch.cat(list(layer)) if isinstance(layer, (list, tuple)) else layer  # one tensor per item
+        streams.append(layer.reshape(-1, layer.shape[-1]))
+    if parts.family == "llava_onevision" and chunk.kind == "video":
+        streams[0] = _with_newline_at_the_end_only(parts, streams[0], visual, chunk.patches)
+    return torch.cat(streams, dim=-1).to(parts.dtype)
 
 
 def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | None:
@@ -83,8 +69,8 @@ def encode_visual(parts: ModelParts, visual: VisualInput | None) -> Tensor | Non
     """
     if visual is None:
         return None
-    num_bytes = visual.chunk_bytes or default_chunk_bytes(parts.device)
-    return all_rows(parts, visual, TowerRows(parts, visual), num_bytes)
+    tower = partial(tower_rows, parts, visual, None)
+    return all_rows(parts, visual, tower, visual.chunk_bytes or _MOST_CHUNK_BYTES)
 
 
 def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_bytes: int) -> Tensor:
@@ -98,7 +84,7 @@ def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_byt
     """
     expected, done = len(visual.pieces[visual.host]), 0
     rows = torch.empty(expected, parts.row_width, dtype=parts.dtype, device=parts.device)
-    with closing(source.chunks(visual.chunks(visual.host, num_bytes))) as chunks:
+    with closing(source(visual.chunks(visual.host, num_bytes))) as chunks:
         for chunk in chunks:
             start, done = done, done + len(chunk)
             if done <= expected:
@@ -115,13 +101,9 @@ def agree_on_chunks(hosts: HostGroup, device: torch.device, chunk_bytes: int | N
         device: of the vision tower.
         chunk_bytes: as in :class:`apbv.VideoConfig`; the smallest of all hosts counts.
     """
-    free = chunk_bytes or default_chunk_bytes(device)
-    return int(min(row[0] for row in hosts.gather_floats([free])))
-
-
-def default_chunk_bytes(device: torch.device) -> int:
-    """Return how many bytes a chunk may take by default: a share of what is free on the device and its host."""
-    return chunk_bytes_within(min(free_host_memory_bytes(), free_memory_bytes(device)))
+    if chunk_bytes is None:
+        chunk_bytes = chunk_bytes_within(min(free_host_memory_bytes(), free_memory_bytes(device)))
+    return int(min(hosts.gather_floats([chunk_bytes]))[0])
 
 
 def chunk_bytes_within(free: int) -> int:
@@ -142,18 +124,11 @@ def _features(parts: ModelParts, kind: str, pixels: dict):
     return base.get_image_features(first, **named, return_dict=True)
 
 
-def _joined(features) -> Tensor:
-    """Concatenate features, which some families return as one tensor per item."""
-    return torch.cat(list(features)) if isinstance(features, (list, tuple)) else features
-
-
 def _with_newline_at_the_end_only(parts: ModelParts, rows: Tensor, visual: VisualInput, patches: range) -> Tensor:
     """End every whole video, and no other chunk, with LLaVA-OneVision's learned newline row.
 
     transformers adds it to every piece, or (before 5.19) to none.
     """
-    base = parts.model.model
-    newline = base.image_newline[None].to(rows)
     num_ending = visual.ending_rows_of(patches)
-    frame_rows = len(visual.rows_of(patches)) - num_ending
-    return torch.cat([rows[:frame_rows], newline]) if num_ending else rows[:frame_rows]
+    rows = rows[: len(visual.rows_of(patches)) - num_ending]
+    return torch.cat([rows, parts.model.model.image_newline[None].to(rows)]) if num_ending else rows

@@ -2,51 +2,42 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..input.audio import AudioInput
 from ..model.parts import ModelParts
-from ..model.vision_attention import packed_audio_attention
+from ..model.vision_attention import packed_attention
 from ..stats import StageTimer
 
 
-@dataclass(frozen=True)
-class AudioTowerRows:
-    """A source that runs a model's audio tower, chunk by chunk.
+def audio_rows(
+    parts: ModelParts, audio: AudioInput, timer: StageTimer | None, chunks: Sequence[range]
+) -> Iterator[Tensor]:
+    """Yield what the model's audio tower makes of each chunk of units, ``[rows, d]``.
 
-    Attributes:
-        parts: the model.
-        audio: the sound, with its spectrograms.
+    Args:
         timer: times the tower.
     """
+    for units in chunks:
+        with timer.stage("encode") if timer else nullcontext():
+            rows = _encode(parts, list(audio.frames_of(units)))
+        yield rows
 
-    parts: ModelParts
-    audio: AudioInput
-    timer: StageTimer | None = None
 
-    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
-        """Return an iterator over ``[rows, d]`` of each chunk of units."""
-        for units in chunks:
-            with nullcontext() if self.timer is None else self.timer.stage("encode"):
-                rows = self._encode(list(self.audio.frames_of(units)))
-            yield rows
-
-    @torch.no_grad()
-    def _encode(self, pieces: Sequence[Tensor]) -> Tensor:
-        parts = self.parts
-        lengths = torch.tensor([piece.shape[1] for piece in pieces])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        features = pieces[0].new_zeros(len(pieces), len(pieces[0]), mask.shape[1])
-        for padded, piece in zip(features, pieces, strict=True):
-            padded[:, : piece.shape[1]] = piece
-        with packed_audio_attention(parts):
-            encoded = parts.model.model.get_audio_features(
-                features.to(parts.device), feature_attention_mask=mask.to(parts.device), return_dict=True
-            )
-        return encoded.last_hidden_state.to(parts.dtype)
+@torch.no_grad()
+def _encode(parts: ModelParts, pieces: Sequence[Tensor]) -> Tensor:
+    lengths = torch.tensor([piece.shape[1] for piece in pieces])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    features = pieces[0].new_zeros(len(pieces), len(pieces[0]), mask.shape[1])
+    for padded, piece in zip(features, pieces, strict=True):
+        padded[:, : piece.shape[1]] = piece
+    with packed_attention(parts.audio_tower, parts.backend):
+        encoded = parts.model.model.get_audio_features(
+            features.to(parts.device), feature_attention_mask=mask.to(parts.device), return_dict=True
+        )
+    return encoded.last_hidden_state.to(parts.dtype)
 
 
 def encode_audio(parts: ModelParts, audio: AudioInput | None) -> Tensor | None:
@@ -57,6 +48,5 @@ def encode_audio(parts: ModelParts, audio: AudioInput | None) -> Tensor | None:
     """
     if audio is None:
         return None
-    width = parts.language_model.config.hidden_size
-    nothing = torch.empty(0, width, dtype=parts.dtype, device=parts.device)
-    return torch.cat([nothing, *AudioTowerRows(parts, audio).chunks(audio.chunks(audio.host))])
+    nothing = torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
+    return torch.cat([nothing, *audio_rows(parts, audio, None, audio.chunks(audio.host))])

@@ -16,19 +16,18 @@ from ..kv.placement import ShardedKV
 from ..model.attention import apbv_attention
 from ..model.parts import ModelParts, inspect_model
 from ..model.row_chunks import rows_in_chunks
-from ..model.tensor_parallel import require_same_sharding
 from ..stats import StageTimer, reset_peak_memory
 from ..warn import warn_caller
-from .cancelling import Cancelling, Stop
-from .encode import TowerRows, VisualRows
+from .cancelling import Stop
+from .encode import VisualRows, tower_rows
 from .exchange import LocalVisual, encode_and_exchange
 from .memory import Room, host_memory
 from .methods import PrefillMethod, method_alone, resolve_method
-from .reduction import make_late_reducer
-from .reduction.early import reduce_prompt, reduces_first, require_reducible
+from .reduction import LATE_REDUCERS
+from .reduction.early import reduce_prompt, require_reducible
 from .reduction.late import LateReducer, run_and_reduce
 from .result import PrefillResult, identify
-from .stages import Stage, Watcher, embed, run_stage
+from .stages import HiddenRows, Stage, Watcher, run_stage
 
 
 @torch.no_grad()
@@ -73,10 +72,17 @@ def prefill(
     hosts = hosts or HostGroup.from_env()
     config = config or PrefillConfig()
     timer = timer or StageTimer(hosts)
+    reduce = None if config.reduce is None or config.reduce.leaves_all else config.reduce
+    reducer = reduction = None
     reset_peak_memory(hosts.device)
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         parts = model if isinstance(model, ModelParts) else inspect_model(model, config.backend)
-        require_same_sharding(parts, hosts)
+        found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
+        if found != expected:
+            raise ValueError(
+                f"the model is share {found[0]} of {found[1]}, but this process is member {expected[0]} of "
+                f"{expected[1]} of its host: load the model with Engine.from_pretrained and these hosts"
+            )
         if parts.device.type != hosts.device.type:
             raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
         inputs = model_inputs
@@ -85,22 +91,25 @@ def prefill(
                 parts, inputs, hosts, config.frame_parallel, query_len=config.query_len
             )
         inputs.require_room(parts.max_position_embeddings)
-        require_reducible(config.reduce, inputs)
-        reducer = make_late_reducer(config, parts, inputs)
-        if reducer is not None and watcher is not None:
-            raise ValueError(f"{reducer.name} drops tokens between layers: a prefill with it cannot be observed")
+        if reduce is not None:
+            require_reducible(reduce, inputs)
+            if reduce.is_late and inputs.visual is not None:
+                reducer = LATE_REDUCERS[reduce.method](config, parts, inputs)
+                if watcher is not None:
+                    raise ValueError(
+                        f"{reduce.method} drops tokens between layers: its prefill cannot be observed"
+                    )
     hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
-    encoded = encoded or TowerRows(parts, inputs.visual, timer)
-    reduction = None
-    if reduces_first(config):
+    encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
+    if reduce is not None and not reduce.is_late:
         inputs, encoded, reduction = reduce_prompt(parts, inputs, encoded, hosts, config, timer)
 
     # Plan.
     with hosts.local_stage("prefill planning"), timer.stage("preprocess"):
         method = _plan(inputs, hosts, config, watcher)
         memory = host_memory(
-            parts.model.config,
+            parts.sizes,
             method.layout,
             hosts.rank,
             config.kv,
@@ -110,19 +119,19 @@ def prefill(
             visual=range(inputs.context_start, inputs.query_start) if inputs.num_visual_tokens else range(0),
             certain_depth=None if reducer is None else reducer.layers[0],
         )
-        room, cancelling = Room(memory, inputs.num_tokens, hosts), Cancelling(hosts, stop)
+    room = Room(memory, inputs.num_tokens, hosts)
     room.require()
 
     # Encode.
     with room.explained("encoding"):
         visual = encode_and_exchange(
-            parts, inputs, encoded, method.layout, hosts, timer, config.video.chunk_bytes, cancelling.here
+            parts, inputs, encoded, method.layout, hosts, timer, config.video.chunk_bytes, stop
         )
     del encoded  # which has the rows of a reduced prompt
 
-    # Run the language model.
+    # Forward.
     with hosts.collective_stage("prefill"), room.explained("prefill"), timer.stage("prefill"):
-        logits, last_stage, shards = _forward(parts, inputs, visual, method, watcher, reducer, cancelling)
+        logits, last_stage, shards = _forward(parts, inputs, visual, method, watcher, reducer, stop)
     if reducer is not None:
         reduction = reducer.reduction(last_stage.tokens, shards.layouts)
 
@@ -183,7 +192,7 @@ def _forward(
     method: PrefillMethod,
     watcher: Watcher | None,
     reducer: LateReducer | None,
-    cancelling: Cancelling,
+    stop: Stop | None,
 ) -> tuple[Tensor, Stage, ShardedCache]:
     """Run the language model on this host's tokens; return logits ``[1, V]``, the last stage, and the KV here."""
     hosts = method.hosts
@@ -195,15 +204,18 @@ def _forward(
         watcher.begin(stage)
         if watcher.wants_passed:
             method.on_passed = watcher.on_passed
-    rows = embed(stage, parts, inputs, visual)
-    with apbv_attention(parts.language_model), rows_in_chunks(parts):
+    rows, local = HiddenRows(), stage.local[hosts.rank]
+    if len(local):
+        rows.local, extra = visual.merge_into(parts, inputs.input_ids[:, local])
+        rows.deepstack = list(extra.pop("deepstack_visual_embeds", ()))
+    with apbv_attention(parts.language_model), rows_in_chunks(parts, len(local)):
         for layers in others:
-            stage, rows = run_and_reduce(stage, layers, rows, cache, reducer, cancelling)
-        rows = run_stage(stage, parts, inputs, rows, cache, cancelling, watcher)
+            stage, rows = run_and_reduce(stage, layers, rows, cache, reducer, stop)
+        rows = run_stage(stage, parts, inputs, rows, cache, stop, watcher)
     source = stage.layout.last_token_host
     if source in (None, hosts.rank):
         hidden = rows.local if rows.query is None else rows.query
-        logits = parts.logits(hidden[:, -1:])[:, 0]
+        logits = parts.lm_head(hidden[:, -1:])[:, 0]
     else:
         logits = torch.empty(1, parts.vocab_size, dtype=parts.dtype, device=parts.device)
     return (logits if source is None else hosts.broadcast(logits, source)), stage, cache

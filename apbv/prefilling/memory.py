@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
-from transformers import PreTrainedConfig
 
 from ..hosts import HostError, HostGroup
 from ..layout import ContextLayout, intersect
-from ..model.parts import num_deepstack_layers
+from ..model.parts import DecoderSizes
 from ..model.row_chunks import chunk_rows, mlp_row_bytes
-from ..model.sizes import DecoderSizes
 from ..stats import free_memory_bytes, unused_swap_bytes
 
 _ADVICE = {
@@ -61,7 +59,7 @@ class HostMemory:
 
 
 def host_memory(
-    config: PreTrainedConfig,
+    sizes: DecoderSizes,
     layout: ContextLayout,
     host: int,
     kv: str,
@@ -77,7 +75,7 @@ def host_memory(
     """Estimate what a prefill takes on one host.
 
     Args:
-        config: the model's.
+        sizes: the model's.
         layout: which host computes and keeps which tokens in the first layer.
         kv: where the KV is placed, as in :class:`apbv.PrefillConfig`.
         itemsize: bytes of a number.
@@ -88,11 +86,10 @@ def host_memory(
         num_encoded: of how many visual tokens the host has embeddings before some are left out.
         chunk: what encodes a chunk of the video.
     """
-    sizes = DecoderSizes.from_config(config)
     # The bytes of a token's hidden state, of its queries, and of its K and V in a layer.
     hidden = sizes.hidden * itemsize
     query = ceil(sizes.heads / tensor_parallel) * sizes.head_dim * itemsize
-    kv_row = ceil(sizes.kv_row / tensor_parallel) * itemsize
+    kv_row = ceil(2 * sizes.kv_heads * sizes.head_dim / tensor_parallel) * itemsize
     spans = layout.local_spans(host)
     num_rows, num_kept = sum(map(len, spans)), sum(map(len, layout.cache_spans(host)))
     num_visual = sum(len(intersect(span, visual)) for span in spans)
@@ -105,7 +102,7 @@ def host_memory(
     residual = num_rows * (hidden + 2 * sizes.head_dim * itemsize)
     layer = residual + max(num_rows * (hidden + kv_row + 4 * query), mlp) + sizes.vocab * (itemsize + 4)
     kept, passing = sizes.layers * num_kept * kv_row, _passing(layout, host, query, kv_row)
-    encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + num_deepstack_layers(config))}
+    encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
     moving = 2 * (gathered_row or num_kept * kv_row) * leaves

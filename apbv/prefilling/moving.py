@@ -8,29 +8,28 @@ from torch import Tensor
 from ..hosts import HostGroup
 
 
-def move_rows(
-    rows: Tensor, held: Sequence[Tensor], sender: Tensor, wanted: Sequence[Tensor], hosts: HostGroup
-) -> Tensor:
+def move_rows(rows: Tensor, held: Sequence[Tensor], wanted: Sequence[Tensor], hosts: HostGroup) -> Tensor:
     """Bring every host the rows of the tokens that it wants; collective, and free of cost where all have them.
 
-    A host that has a token's row, as all have an anchor's, takes its own.
+    A host that has a token's row, as all have an anchor's, takes its own. Else there is one that has it.
 
     Args:
         rows: ``[T, ...]`` of this host.
         held: for every host the tokens whose rows it has, in their order; int64.
-        sender: the host that sends each token to those without it, int64 ``[n]``.
         wanted: for every host the tokens that it wants, in the order that it wants them in.
 
     Returns:
         ``[tokens wanted here, ...]``.
     """
-    here = hosts.rank
+    here, num_tokens = hosts.rank, max((int(own.max()) + 1 for own in held if len(own)), default=0)
+    sender = torch.zeros(num_tokens, dtype=torch.long)
     missing = []  # for every host a mask of the wanted tokens that it has not
-    for own, asked in zip(held, wanted, strict=True):
-        has = torch.zeros(len(sender), dtype=torch.bool)
+    for host, (own, asked) in enumerate(zip(held, wanted, strict=True)):
+        sender[own] = host
+        has = torch.zeros(num_tokens, dtype=torch.bool)
         has[own] = True
         missing.append(~has[asked])
-    place = torch.zeros(len(sender), dtype=torch.long)
+    place = torch.zeros(num_tokens, dtype=torch.long)
     place[held[here]] = torch.arange(len(held[here]))
     if not any(mask.any() for mask in missing):
         return rows[place[wanted[here]].to(rows.device)]

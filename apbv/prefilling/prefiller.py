@@ -13,7 +13,7 @@ from ..input.reading import PromptReader
 from ..input.rendering import RenderedPrompt
 from ..input.request import Request
 from ..input.skeleton import SampledVideo
-from .cancelling import Cancelling
+from .cancelling import require_going_on
 from .encode import agree_on_chunks
 from .forward import prefill
 from .reduction.early import require_reducible
@@ -94,7 +94,7 @@ class Prefiller:
             HostError: another host failed.
         """
         reader, timer, max_positions = self._reader, request.timer, self._reader.parts.max_position_embeddings
-        Cancelling(self._hosts, request.cancels).together()
+        require_going_on(self._hosts, request.cancels)
         with self._hosts.local_stage("reading the prompt"):
             if request.positions not in POSITION_RULES:
                 raise ValueError(
@@ -115,7 +115,8 @@ class Prefiller:
             if request.positions == "vllm":
                 inputs = inputs.at_vllm_positions(reader.parts)
             inputs.require_room(max_positions, request.num_wanted)
-            require_reducible(self._config.reduce, inputs)
+            if self._config.reduce is not None:
+                require_reducible(self._config.reduce, inputs)
             self._require_readable(inputs)
         if reader.parts.hears:
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
@@ -131,7 +132,7 @@ class Prefiller:
             chunk_bytes = self._config.video.chunk_bytes
             num_bytes = agree_on_chunks(self._hosts, reader.parts.device, chunk_bytes)
             inputs = inputs.with_pixels(kept or pixels, num_bytes)
-        Cancelling(self._hosts, request.cancels).together()
+        require_going_on(self._hosts, request.cancels)
         return ReadRequest(request.within(max_positions, inputs), rendered, inputs, prefix, videos, kept)
 
     def run(self, read: ReadRequest, watcher: Watcher | None = None) -> PrefillResult:

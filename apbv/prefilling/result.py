@@ -202,7 +202,8 @@ class PrefillResult:
         writer = Writer(path, name)
         try:
             with hosts.local_stage("saving the KV"):
-                written = self._write_shard(writer)
+                number, held = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank, self.kv.held()
+                written = held and writer.write_shard(number, held[0], self._own_heads(), held[1])
             of_writers = hosts.gather_json(written and asdict(written))
             with hosts.local_stage("saving the KV"):
                 if hosts.is_leader:
@@ -280,12 +281,6 @@ class PrefillResult:
         """Return which KV heads this process holds."""
         hosts = self.kv.hosts
         return own_heads(self.kv.cache.layers[0].keys.shape[1] * hosts.tensor_parallel_size, hosts)
-
-    def _write_shard(self, writer: Writer) -> Shard | None:
-        """Write the KV that this process holds, if any."""
-        hosts, held = self.kv.hosts, self.kv.held()
-        number = hosts.rank * hosts.tensor_parallel_size + hosts.tensor_parallel_rank
-        return held and writer.write_shard(number, held[0], self._own_heads(), held[1])
 
     def _manifest(self, writer: Writer, shards: tuple[Shard, ...]) -> Manifest:
         """Return the manifest of what all hosts have written; on the leader, which always holds some KV."""

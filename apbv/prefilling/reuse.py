@@ -10,7 +10,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..input.model_inputs import ModelInputs
 from ..input.visual import VisualInput
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .encode import TowerRows, VisualRows
+from .encode import VisualRows, tower_rows
 from .result import PrefillResult
 
 
@@ -61,51 +62,37 @@ class ByteBoundedCache:
             self.num_bytes -= freed
 
 
-@dataclass(frozen=True)
-class StoredRows:
-    """A source of visual embeddings that were computed for an earlier request.
+def stored_rows(
+    rows: Tensor, visual: VisualInput, device: torch.device, chunks: Sequence[range]
+) -> Iterator[Tensor]:
+    """Yield embeddings that were computed for an earlier request; see :data:`~apbv.prefilling.encode.VisualRows`.
 
-    Attributes:
+    Args:
         rows: ``[rows, (1 + L) * d]`` of this host's share, in host memory.
-        visual: the visual input.
         device: where they are wanted.
     """
-
-    rows: Tensor
-    visual: VisualInput
-    device: torch.device
-
-    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
-        """See :class:`~apbv.prefilling.encode.VisualRows`."""
-        first = self.visual.pieces[self.visual.host].start
-        for chunk in chunks:
-            rows = self.visual.rows_of(chunk)
-            yield self.rows[rows.start - first : rows.stop - first].to(self.device)
+    first = visual.pieces[visual.host].start
+    for chunk in chunks:
+        wanted = visual.rows_of(chunk)
+        yield rows[wanted.start - first : wanted.stop - first].to(device)
 
 
-@dataclass(frozen=True)
-class StoringRows:
-    """A source of visual embeddings that stores what another source makes.
+def _storing(
+    source: VisualRows, num_rows: int, store: Callable[[Tensor], None], chunks: Sequence[range]
+) -> Iterator[Tensor]:
+    """Yield what another source makes, and store it.
 
-    Attributes:
-        source: the other one.
-        num_rows: how many it makes.
+    Args:
+        num_rows: how many rows it makes.
         store: takes all rows, in host memory because long videos need the GPU's, when they are complete.
     """
-
-    source: VisualRows
-    num_rows: int
-    store: Callable[[Tensor], None]
-
-    def chunks(self, chunks: Sequence[range]) -> Iterator[Tensor]:
-        """See :class:`~apbv.prefilling.encode.VisualRows`."""
-        made = []
-        with closing(self.source.chunks(chunks)) as encoded:
-            for rows in encoded:
-                made.append(rows.cpu())
-                if sum(map(len, made)) == self.num_rows:  # before the last is given out: nobody asks for more
-                    self.store(torch.cat(made))
-                yield rows
+    made = []
+    with closing(source(chunks)) as encoded:
+        for rows in encoded:
+            made.append(rows.cpu())
+            if sum(map(len, made)) == num_rows:  # before the last is given out: nobody may ask for more
+                store(torch.cat(made))
+            yield rows
 
 
 class Reuse:
@@ -137,9 +124,10 @@ class Reuse:
             return None
         rows = self._cache.get(visual.identity)
         if rows is not None:
-            return StoredRows(rows, visual, parts.device)
-        source, num_rows, put = visual.identity, len(visual.pieces[visual.host]), self._cache.put
-        return StoringRows(TowerRows(parts, visual, timer), num_rows, lambda rows: put(source, rows, rows.nbytes))
+            return partial(stored_rows, rows, visual, parts.device)
+        tower, num_rows = partial(tower_rows, parts, visual, timer), len(visual.pieces[visual.host])
+        put = self._cache.put
+        return partial(_storing, tower, num_rows, lambda rows: put(visual.identity, rows, rows.nbytes))
 
     def find_prefix(self, inputs: ModelInputs, hosts: HostGroup) -> PrefillResult | None:
         """Return the stored prefill of an earlier prompt that began as this, if all hosts have it; collective.

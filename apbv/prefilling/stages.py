@@ -6,27 +6,25 @@ stages every host is brought the hidden states of the tokens that it computes ne
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..hosts import HostGroup
 from ..input.model_inputs import ModelInputs
 from ..kv.cache import ShardedCache
-from ..layout import ContextLayout
 from ..model.attention import LayerAttention, NewTokenAttention
 from ..model.parts import ModelParts, some_layers
-from .cancelling import Cancelling
-from .exchange import LocalVisual, ReadOnce
+from .cancelling import Stop, asking_before_each, require_going_on
+from .exchange import ReadOnce
 from .methods import PrefillMethod
 from .moving import move_rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stage:
     """A run of decoder layers, and the tokens of the prompt that they compute.
 
@@ -38,6 +36,10 @@ class Stage:
         query_start: the first token of the question.
         is_visual: which tokens are visual, bool ``[n_s]``.
         tokens: int64 ``[n_s]``, ascending: which tokens of the prompt they are; None: all of them.
+        layout: the layout of its tokens.
+        hosts: the hosts that compute it.
+        num_tokens: n_s.
+        local: the tokens that each host computes, in the order of its rows.
     """
 
     layers: range
@@ -46,48 +48,20 @@ class Stage:
     is_visual: Tensor
     tokens: Tensor | None = None
 
-    @property
-    def layout(self) -> ContextLayout:
-        """The layout of this stage's tokens."""
-        return self.method.layout
-
-    @property
-    def hosts(self) -> HostGroup:
-        """The hosts that compute it."""
-        return self.method.hosts
-
-    @property
-    def num_tokens(self) -> int:
-        """n_s, the tokens of this stage."""
-        return self.layout.num_tokens
+    def __post_init__(self):
+        self.layout, self.hosts = self.method.layout, self.method.hosts
+        self.num_tokens = self.layout.num_tokens
+        self.local = [_numbers(self.layout.local_spans(host)) for host in range(self.hosts.size)]
 
     @property
     def question(self) -> range:
         """The tokens of the question."""
         return range(self.query_start, self.num_tokens)
 
-    @property
-    def splits_question(self) -> bool:
-        """Whether the hosts share the question out, too."""
-        return self.layout.is_split and not len(self.layout.query)
-
-    @cached_property
-    def local(self) -> list[Tensor]:
-        """The tokens that each host computes, in the order of its rows."""
-        return [_numbers(self.layout.local_spans(host)) for host in range(self.hosts.size)]
-
     @cached_property
     def owned(self) -> list[Tensor]:
         """The tokens whose KV each host keeps, in cache order."""
         return [_numbers(self.layout.cache_spans(host)) for host in range(self.hosts.size)]
-
-    @cached_property
-    def owner(self) -> Tensor:
-        """The host that keeps each token, int64 ``[n_s]``."""
-        owner = torch.empty(self.num_tokens, dtype=torch.long)
-        for host, tokens in enumerate(self.owned):
-            owner[tokens] = host
-        return owner
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """Return the places of some tokens among this host's local ones."""
@@ -120,12 +94,6 @@ class Stage:
             return torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
         return rows.local[0, self.rows_of(tokens).to(rows.local.device)]
 
-    def next(self, method: PrefillMethod, layers: range, left: Tensor) -> "Stage":
-        """Return the stage behind this one, of the tokens ``left``, ascending."""
-        num_before = int((left < self.query_start).sum())
-        tokens = left if self.tokens is None else self.tokens[left]
-        return Stage(layers, method, num_before, self.is_visual[left], tokens)
-
 
 @dataclass
 class HiddenRows:
@@ -141,12 +109,6 @@ class HiddenRows:
     local: Tensor | None = None
     query: Tensor | None = None
     deepstack: list[Tensor] = field(default_factory=list)
-
-    def take(self, name: str) -> Tensor | None:
-        """Return :attr:`local` or :attr:`query`, and forget it."""
-        taken = getattr(self, name)
-        setattr(self, name, None)
-        return taken
 
 
 class Watcher:
@@ -194,24 +156,13 @@ class Watcher:
         """Return what was seen, the same on every host; collective, after the stage."""
 
 
-def embed(stage: Stage, parts: ModelParts, inputs: ModelInputs, visual: LocalVisual) -> HiddenRows:
-    """Return what goes into the first layer on this host; ``visual`` forgets its rows."""
-    rows, rank = HiddenRows(), stage.hosts.rank
-    if not len(stage.local[rank]):
-        return rows
-    rows.local, extra = visual.merge_into(parts, inputs.input_ids[:, stage.local[rank]])
-    deepstack = extra.get("deepstack_visual_embeds", ())
-    rows.deepstack = [deepstack[index] for index in range(len(deepstack))]
-    return rows
-
-
 def run_stage(
     stage: Stage,
     parts: ModelParts,
     inputs: ModelInputs,
     rows: HiddenRows,
     cache: ShardedCache,
-    cancelling: Cancelling,
+    stop: Stop | None,
     watcher: Watcher | None = None,
 ) -> HiddenRows:
     """Run a stage's layers on this host's tokens, and keep their KV; return what comes out, and forget ``rows``.
@@ -219,45 +170,41 @@ def run_stage(
     Behind the model's last layer that is what its last norm makes of it.
 
     Args:
-        cancelling: may end the prefill before a layer.
+        stop: asked on host 0 before each layer; true ends the prefill.
         watcher: looks on; it has begun the stage.
     """
-    method, layout, rank, layers = stage.method, stage.layout, stage.hosts.rank, stage.layers
-    cache.add_layers(len(layers), layout, keep_query=not method.separate_query)
-    spans = layout.local_spans(rank)
-    if not spans:  # host 0 computes the stage alone
+    method, hosts, layers, local = stage.method, stage.hosts, stage.layers, stage.local[stage.hosts.rank]
+    cache.add_layers(len(layers), stage.layout, keep_query=not method.separate_query)
+    if not len(local):  # host 0 computes the stage alone
         for _ in layers:
-            cancelling.together()
+            require_going_on(hosts, stop)
         if watcher is not None:
             watcher.on_nothing()
         cache.initialize_empty(parts.num_kv_heads, parts.head_dim, parts.dtype, parts.device)
         return HiddenRows()
-    part = parts
+    decoder = parts.language_model
     if len(layers) < parts.num_layers:
-        with_norm = layers.stop == parts.num_layers  # which follows only the last layer
-        part = replace(parts, language_model=some_layers(parts.language_model, layers, with_norm))
-    result = HiddenRows(deepstack=rows.deepstack[len(layers) :])
-    extra = {}
+        decoder = some_layers(decoder, layers, with_norm=layers.stop == parts.num_layers)
+    result, extra = HiddenRows(deepstack=rows.deepstack[len(layers) :]), {}
     if rows.deepstack:
-        extra["visual_pos_masks"] = stage.is_visual[stage.local[rank]][None].to(parts.device)
+        extra["visual_pos_masks"] = stage.is_visual[local][None].to(parts.device)
         extra["deepstack_visual_embeds"] = ReadOnce(rows.deepstack[: len(layers)])
         rows.deepstack = []
-    if stage.tokens is None:
-        positions = _local_positions(inputs, spans, layout.anchor_copy)
-    else:
-        positions = inputs.position_ids[..., stage.tokens[stage.local[rank]]]
-    with _shown_to(watcher, stage, part, method, has_question=not method.separate_query) as attention:
-        options = {"cache": cache, "attention": cancelling.before_each(attention), **extra}
-        del extra
-        result.local = _run(part, [rows.take("local")], positions, options)
+    positions = inputs.position_ids[..., local if stage.tokens is None else stage.tokens[local]]
+    if stage.tokens is None and stage.layout.anchor_copy:
+        _move_copy(positions, inputs.position_ids, stage.layout.anchor_copy)
+    attention = asking_before_each(method, hosts, stop) if stop is not None else method
+    with _shown_to(watcher, stage, decoder, attention, has_question=not method.separate_query) as attention:
+        held, rows.local = [rows.local], None
+        result.local = _run(parts, decoder, held, positions, past_key_values=cache, apbv=attention, **extra)
     if method.separate_query:  # only now can the question see all of the context
-        attention = NewTokenAttention(parts.backend, hosts=stage.hosts)
-        with _shown_to(watcher, stage, part, attention, has_context=False) as attention:
-            question = [rows.take("query")]
+        attention = NewTokenAttention(parts.backend, hosts=hosts)
+        with _shown_to(watcher, stage, decoder, attention, has_context=False) as attention:
+            held, rows.query = [rows.query], None
             if stage.tokens is None:
-                question = [parts.embed_tokens(inputs.input_ids[:, inputs.query_start :].to(parts.device))]
+                held = [parts.embed_tokens(inputs.input_ids[:, inputs.query_start :].to(parts.device))]
             positions = inputs.position_ids[..., inputs.query_start :]
-            result.query = _run(part, question, positions, {"cache": cache, "attention": attention})
+            result.query = _run(parts, decoder, held, positions, past_key_values=cache, apbv=attention)
     return result
 
 
@@ -269,12 +216,14 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
     """
     hosts, wanted = stage.hosts, [left[tokens] for tokens in following.local]
     nothing = torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
-    result = HiddenRows(query=rows.take("query"))
-    local = nothing if rows.local is None else rows.take("local")[0]
-    if result.query is not None and not following.method.separate_query:
+    local, query = nothing if rows.local is None else rows.local[0], rows.query
+    rows.local = rows.query = None
+    if query is not None and not following.method.separate_query:
         # What rode along with the context only ranked keys; the question's own states go on.
-        local[stage.local[hosts.rank] >= stage.query_start] = result.take("query")[0]
-    result.local = move_rows(local, stage.local, stage.owner, wanted, hosts)[None]
+        local[stage.local[hosts.rank] >= stage.query_start] = query[0]
+        query = None
+    result = HiddenRows(query=query)
+    result.local = move_rows(local, stage.local, wanted, hosts)[None]
     del local
     num_to_add = max(0, parts.num_deepstack_layers - following.layers.start)
     if num_to_add:
@@ -282,7 +231,7 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
         held, wanted = ([tokens[is_visual[tokens]] for tokens in of_hosts] for of_hosts in (stage.local, wanted))
         for index in range(num_to_add):
             features = rows.deepstack[index] if rows.deepstack else nothing
-            result.deepstack.append(move_rows(features, held, stage.owner, wanted, hosts))
+            result.deepstack.append(move_rows(features, held, wanted, hosts))
     return result
 
 
@@ -290,7 +239,7 @@ def next_rows(stage: Stage, following: Stage, left: Tensor, rows: HiddenRows, pa
 def _shown_to(
     watcher: Watcher | None,
     stage: Stage,
-    part: ModelParts,
+    decoder: nn.Module,
     attention: LayerAttention,
     has_context: bool = True,
     has_question: bool = True,
@@ -323,7 +272,7 @@ def _shown_to(
                 hidden = args[0] if args else kwargs["hidden_states"]
                 watcher.on_hidden(layer, hidden[0], question, owned)
 
-            hook = part.language_model.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
+            hook = decoder.layers[layer].register_forward_pre_hook(show, with_kwargs=True)
             hooks.callback(hook.remove)
         yield watched if has_question and watcher.layers else attention
 
@@ -338,44 +287,31 @@ def question_states(stage: Stage, q: Tensor, rows: Tensor) -> Tensor:
         rows: the question's, where they are all here.
     """
     hosts = stage.hosts
-    if not stage.splits_question:
+    if not stage.layout.is_split or len(stage.layout.query):
         return q[:, :, rows]
     everything = torch.arange(stage.query_start, stage.num_tokens)
     held = [tokens[tokens >= stage.query_start] for tokens in stage.local]
     wanted = [everything if len(tokens) else everything[:0] for tokens in stage.local]
     mine = q[0, :, stage.rows_of(held[hosts.rank]).to(q.device)].transpose(0, 1)
-    return move_rows(mine, held, stage.owner, wanted, hosts).transpose(0, 1)[None]
+    return move_rows(mine, held, wanted, hosts).transpose(0, 1)[None]
 
 
-def _run(parts: ModelParts, hidden: list[Tensor], positions: Tensor, options: dict) -> Tensor:
-    """Run the language model's layers on ``[1, S, d]``, taken out of a list; return what comes out."""
-    with _handed_to_first_layer(parts, hidden) as stand_in:
-        return parts.language_model(
-            inputs_embeds=stand_in,
-            position_ids=positions.to(parts.device),
-            past_key_values=options.pop("cache"),
-            use_cache=True,
-            apbv=options.pop("attention"),
-            **options,
-        ).last_hidden_state
+def _run(parts: ModelParts, decoder: nn.Module, held: list[Tensor], positions: Tensor, **options) -> Tensor:
+    """Run a decoder on ``[1, S, d]``, the only item of a list; return what comes out.
 
-
-@contextmanager
-def _handed_to_first_layer(parts: ModelParts, held: list[Tensor]) -> Iterator[Tensor]:
-    """Let the first layer take the only item of a list, so that it is freed behind it.
-
-    The language model itself would hold what it was given until its last layer has run. It gets, and this yields,
-    a tensor of the same shape that takes no memory. Another thread, which may decode with the same model then,
-    is handed nothing.
+    The first layer takes it out of the list, so that it is freed behind that layer. The decoder itself, which
+    would hold what it was given until its last layer has run, gets a tensor of the same shape that takes no
+    memory. Another thread, which may decode with the same model then, is handed nothing.
     """
     stand_in, thread = held[0].new_empty(()).expand(held[0].shape), get_ident()
 
     def hand_over(layer, args: tuple) -> tuple:
         return (held.pop(), *args[1:]) if get_ident() == thread else args
 
-    hook = parts.language_model.layers[0].register_forward_pre_hook(hand_over, prepend=True)
+    hook = decoder.layers[0].register_forward_pre_hook(hand_over, prepend=True)
     try:
-        yield stand_in
+        positions = positions.to(parts.device)
+        return decoder(inputs_embeds=stand_in, position_ids=positions, use_cache=True, **options).last_hidden_state
     finally:
         hook.remove()
 
@@ -385,20 +321,18 @@ def _numbers(spans: Sequence[range]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.long), *(torch.arange(s.start, s.stop) for s in spans)])
 
 
-def _local_positions(inputs: ModelInputs, spans: Sequence[range], copied: Sequence[range]) -> Tensor:
-    """Return the rotary positions of spans of the prompt, ``[3, 1, S]`` or ``[1, S]``.
+def _move_copy(positions: Tensor, prompt: Tensor, copied: Sequence[range]) -> None:
+    """Give an anchor's copy its own rotary positions: the question begins in it where the context would.
 
-    An anchor's copy is a prompt with the question in front of the context: the question begins where the context
-    would, and moves it on by its own length. All other tokens have their places in the prompt.
+    It moves the context on by its own length. All other tokens have their places in the prompt.
 
     Args:
-        spans: tokens of the prompt, first of all those of ``copied``.
-        copied: prefix, question and start of the context, as in :class:`~apbv.layout.ContextLayout`; empty where
-            nothing is copied.
+        positions: of this host's tokens, first of all those of the copy, ``[3, 1, S]`` or ``[1, S]``; changed.
+        prompt: of all tokens.
+        copied: prefix, question and start of the context, as in :class:`~apbv.layout.ContextLayout`.
     """
-    positions = [inputs.position_ids[..., span.start : span.stop] for span in spans]
-    if copied:
-        question, context = positions[1], inputs.position_ids[..., copied[0].stop]
-        positions[1] = question - question[..., :1] + context[..., None]
-        positions[2] = positions[2] + question[..., -1:] - question[..., :1] + 1
-    return torch.cat(positions, dim=-1)
+    question, context = positions.split([*map(len, copied), positions.shape[-1] - sum(map(len, copied))], dim=-1)[
+        1:3
+    ]
+    context += question[..., -1:] - question[..., :1] + 1
+    question += prompt[..., copied[0].stop, None] - question[..., :1]

@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..hosts import HostGroup
 from ..kv.cache import GROWTH_ROWS
 from ..kv.offers import Offers
-from ..model.sizes import DecoderSizes
+from ..model.parts import DecoderSizes
 from ..stats import free_memory_bytes
 from .app import build_app
 from .executor import Executor, follow, why_one_at_a_time

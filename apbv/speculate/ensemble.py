@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from ..decode.sampling import PURPOSE_DRAFT, Choice, choose_tokens, most_probable
 from ..input.model_inputs import ModelInputs
-from ..model.attention import own_attention
+from ..model.attention import apbv_attention
 from ..model.parts import ModelParts
 from ..prefilling.reduction.frames import frame_shape
 from ..transfer import to_device
@@ -257,7 +257,7 @@ class EnsembleDrafter(ModelDrafter):
         parts, count = self._parts, len(tokens)
         input_ids = to_device(tokens, parts.device)[None].expand(len(self._positions), -1)
         position_ids = self._positions + self._num_cached + torch.arange(count, device=parts.device)
-        with own_attention(parts.language_model, self._implementation):
+        with apbv_attention(parts.language_model, self._implementation):
             hidden = parts.language_model(
                 inputs_embeds=parts.embed_tokens(input_ids),
                 attention_mask=functional.pad(self._is_prompt, (0, self._num_cached + count), value=True).long(),
@@ -265,4 +265,4 @@ class EnsembleDrafter(ModelDrafter):
                 past_key_values=self._cache,
                 use_cache=True,
             ).last_hidden_state
-        return parts.logits(hidden)[..., : self._vocab_size]
+        return parts.lm_head(hidden)[..., : self._vocab_size]

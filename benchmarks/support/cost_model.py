@@ -11,8 +11,7 @@ from math import prod
 
 from apbv import PrefillConfig, ReduceConfig
 from apbv.layout import ContextLayout, intersect, split_evenly
-from apbv.model.parts import num_deepstack_layers
-from apbv.model.sizes import DecoderSizes
+from apbv.model.parts import DecoderSizes
 from apbv.prefilling import methods
 from apbv.prefilling.reduction import LATE_REDUCERS
 from apbv.prefilling.reduction.late import require_layers
@@ -65,7 +64,7 @@ class VisionShape:
             ValueError: the family is unknown.
         """
         vision, family, width = config.vision_config, config.model_type, config.get_text_config().hidden_size
-        layers, deepstack = vision.num_hidden_layers, num_deepstack_layers(config)
+        layers, deepstack = vision.num_hidden_layers, DecoderSizes.from_config(config).deepstack
         hidden = vision.embed_dim if family == "qwen2_vl" else vision.hidden_size
         mlp = hidden * vision.mlp_ratio if family == "qwen2_vl" else vision.intermediate_size
         if family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni_thinker"):

@@ -96,7 +96,7 @@ def with_transformers(parts: ModelParts, cache: DynamicCache, tokens: list[int])
             use_cache=True,
         ).last_hidden_state
         cache.crop(-len(tokens))
-        return parts.logits(hidden)[0]
+        return parts.lm_head(hidden)[0]
 
     return step
 

@@ -34,7 +34,7 @@ from apbv.input.visual import VisualInput
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.encode import VisualRows, encode_visual
 from apbv.prefilling.prefiller import ReadRequest
-from apbv.prefilling.reuse import StoredRows
+from apbv.prefilling.reuse import stored_rows
 from apbv.speculate import Autoregressive
 from apbv.speculate.ways import TakingTurns
 from apbv.stats import StageTimer
@@ -175,7 +175,7 @@ class Candidate:
         self.parts, self.draft = inspect_model(model), draft and inspect_model(draft)
         self._reader = PromptReader(self.parts, processor, num_frames=1)
         # Several questions are asked about the same video, on which the vision tower runs only once.
-        self._video: tuple[Path, VisualInput, StoredRows] | None = None
+        self._video: tuple[Path, VisualInput, VisualRows] | None = None
 
     def read(self, path: Path, question: str) -> ModelInputs:
         """Read the prompt of a question about all frames of a file, of which each host reads its share."""
@@ -185,7 +185,7 @@ class Candidate:
         inputs, pixels = self._reader.read(rendered, self._reader.sample([info], asked), self.hosts, timer)
         if self._video is None or self._video[0] != path:
             visual = inputs.with_pixels(KeptPixels(pixels)).visual
-            rows = StoredRows(encode_visual(self.parts, visual), visual, self.parts.device)
+            rows = partial(stored_rows, encode_visual(self.parts, visual), visual, self.parts.device)
             self._video = (path, visual, rows)
         return replace(inputs, visual=self._video[1])
 

@@ -36,13 +36,13 @@ def library(monkeypatch):
             return attend(q, k, v, scale, causal)
 
         monkeypatch.setitem(libraries.ATTEND, "flash_attn", recorded)
-        libraries._is_bottom_right.cache_clear()
+        libraries.is_bottom_right.cache_clear()
         return calls
 
     monkeypatch.setattr(libraries, "usable", lambda *problem: None)
     monkeypatch.setattr("apbv.kernels.operators.choose_attention", lambda *problem: "flash_attn")
     yield install
-    libraries._is_bottom_right.cache_clear()
+    libraries.is_bottom_right.cache_clear()
 
 
 def attend(queries, keys, *, group=7, alone=0):

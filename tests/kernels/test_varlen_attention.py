@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apbv.kernels import PackedSequences, backends, library_attention, reference, varlen_attention
-from apbv.kernels import torch_varlen_attention as varlen
+from apbv.kernels import torch_attention as varlen
 
 from pairs import each_choice
 
@@ -68,7 +68,11 @@ def flash(monkeypatch):
     """Puts a function in place of an installed FlashAttention, on a GPU that this machine takes the CPU for."""
 
     def forget():
-        for function in (library_attention._flash_attention, library_attention.flash_version, varlen.usable):
+        for function in (
+            library_attention._flash_attention,
+            library_attention.flash_version,
+            varlen.varlen_obstacle,
+        ):
             function.cache_clear()
 
     def install(function, major=8, name="flash_attn"):
@@ -97,18 +101,18 @@ def flash(monkeypatch):
 )
 def test_a_flash_attention_is_tried_before_it_is_used(flash, function, major, name, reason):
     flash(function, major, name)
-    found = varlen.probe("flash_attn", CPU, torch.bfloat16, 80)
+    found = varlen.probe_varlen("flash_attn", CPU, torch.bfloat16, 80)
     assert found is None if reason is None else re.search(reason, found)
 
 
 @pytest.mark.parametrize("usable", [["flash_attn", "torch"], ["torch"], []], ids=str)
 def test_auto_takes_what_is_usable(monkeypatch, usable):
     used = []
-    for place in ("torch_varlen_attention.usable", "operators.flash_obstacle"):
+    for place in ("torch_attention.varlen_obstacle", "operators.varlen_obstacle"):
         monkeypatch.setattr(f"apbv.kernels.{place}", lambda name, *args: None if name in usable else "absent")
     for name in ("flash_attn", "torch"):
         recording = lambda *args, name=name: used.append(name) or reference.varlen_attention(*args)  # noqa: E731
-        monkeypatch.setitem(varlen.FLASH, name, recording)
+        monkeypatch.setitem(varlen.VARLEN, name, recording)
     q, k, v = draw(8, dtype=torch.bfloat16)
     varlen_attention(q, k, v, pack([8]), 0.2)
     assert used == usable[:1]
@@ -121,5 +125,5 @@ def test_torch_has_the_operator_that_takes_boundaries():
     with FakeTensorMode():
         q = torch.empty(40, 4, 80, dtype=torch.bfloat16, device="cuda")
         boundaries = torch.empty(3, dtype=torch.int32, device="cuda")
-        out = varlen.FLASH["torch"](q, q, q, PackedSequences(boundaries, 30), 0.1)
+        out = varlen.VARLEN["torch"](q, q, q, PackedSequences(boundaries, 30), 0.1)
         assert out.shape == q.shape and out.is_cuda

@@ -67,7 +67,6 @@ def test_prefill_keeps_what_the_host_owns_and_shows_attention_everything(layout)
         assert_holds(cache, kept)
         assert cache.get_seq_length() == layout.num_tokens
         assert [token for span in cache.owned_spans(host) for token in span] == kept
-        assert cache.nbytes() == LAYERS * 2 * HEADS * len(kept) * DIM * 8
         for layer in cache.layers:  # no replicated row is kept alive; where the answer comes there is room besides
             rows = layer.keys.untyped_storage().nbytes() // (HEADS * DIM * layer.keys.itemsize)
             assert rows == len(kept) + (256 if host == 0 else 0)

@@ -12,7 +12,7 @@ from apbv.input.audio import AudioInput, audio_from_batch
 from apbv.model import parts as parts_module
 from apbv.model.loading import load_model, read_config
 from apbv.model.parts import UnsupportedModelError, inspect_model
-from apbv.prefilling.encode_audio import AudioTowerRows, encode_audio
+from apbv.prefilling.encode_audio import audio_rows, encode_audio
 
 import families
 from families import MEL_BINS, OMNI
@@ -84,7 +84,7 @@ def test_units_of_sound_are_encoded_apart_as_together(lengths, window):
     torch.testing.assert_close(encode_audio(parts, audio), expected, rtol=1e-9, atol=1e-12)
     one_by_one = [range(unit, unit + 1) for unit in audio.units[0]]
     assert len(one_by_one) == sum(-(-length // parts.audio_unit) for length in lengths)
-    pieces = list(AudioTowerRows(parts, audio).chunks(one_by_one))
+    pieces = list(audio_rows(parts, audio, None, one_by_one))
     assert [len(piece) for piece in pieces] == [len(audio.rows_of(unit)) for unit in one_by_one]
     torch.testing.assert_close(torch.cat(pieces), expected, rtol=1e-9, atol=1e-12)
     assert [unit for chunk in audio.chunks(0) for unit in chunk] == list(audio.units[0])

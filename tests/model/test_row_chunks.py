@@ -53,8 +53,8 @@ def test_the_model_is_left_as_it_was():
     mlp.forward = theirs = lambda states: 2 * own(mlp, states)
     try:
         states = torch.randn(1, TOKENS, parts.language_model.config.hidden_size)
-        with pytest.raises(KeyError), torch.no_grad(), rows_in_chunks(parts, chunk_bytes=1):
-            with rows_in_chunks(parts):
+        with pytest.raises(KeyError), torch.no_grad(), rows_in_chunks(parts, TOKENS, chunk_bytes=1):
+            with rows_in_chunks(parts, TOKENS):
                 pass
             assert mlp.forward is not theirs  # not undone by the inner block
             torch.testing.assert_close(mlp(states), theirs(states), **CLOSE)

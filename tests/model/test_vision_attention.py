@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from apbv.kernels import PackedSequences, reference
-from apbv.kernels import torch_varlen_attention as varlen
+from apbv.kernels import torch_attention as varlen
 from apbv.model.parts import ModelParts, inspect_model
-from apbv.model.vision_attention import packed_vision_attention
+from apbv.model.vision_attention import packed_attention
 
 import families
 from pairs import each_choice
@@ -50,7 +50,7 @@ def close(rows: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_the_rows_are_those_of_transformers(family, grid, dtype):
     parts = build(family, dtype)
     expected = encode(parts, GRIDS[grid])
-    with packed_vision_attention(parts):
+    with packed_attention(parts.packed_vision_tower, parts.backend):
         assert close(encode(parts, GRIDS[grid]), expected)
 
 
@@ -64,14 +64,14 @@ def state_of(parts: ModelParts) -> tuple:
 def test_afterwards_the_model_is_as_it_was(family):
     parts = build(family)
     before = state_of(parts)
-    with packed_vision_attention(parts):
+    with packed_attention(parts.packed_vision_tower, parts.backend):
         assert state_of(parts) != before
         assert parts.language_model.config._attn_implementation == "sdpa"
-        with packed_vision_attention(parts):
+        with packed_attention(parts.packed_vision_tower, parts.backend):
             encode(parts, GRIDS["one frame"])
         encode(parts, GRIDS["one frame"])
     assert state_of(parts) == before
-    with pytest.raises(RuntimeError, match="shape"), packed_vision_attention(parts):
+    with pytest.raises(RuntimeError, match="shape"), packed_attention(parts.packed_vision_tower, parts.backend):
         encode(parts, [(1, 3, 5)])  # no whole tokens
     assert state_of(parts) == before
 
@@ -94,7 +94,7 @@ def test_a_tower_calls_flash_attention_once_a_layer(family, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     monkeypatch.setattr(varlen, "capability", lambda device: (8, 0))
     monkeypatch.setattr(varlen, "flash_version", lambda major: 2)
-    monkeypatch.setattr("apbv.kernels.operators.flash_obstacle", lambda *args: None)
-    with packed_vision_attention(parts):
+    monkeypatch.setattr("apbv.kernels.operators.varlen_obstacle", lambda *args: None)
+    with packed_attention(parts.packed_vision_tower, parts.backend):
         assert close(encode(parts, grid), expected)
     assert len(calls) == len(parts.model.model.visual.blocks)

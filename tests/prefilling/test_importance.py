@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
+from apbv.config import IMPORTANCE_NAMES
 from apbv.kernels import torch_importance
-from apbv.prefilling.methods.importance import IMPORTANCE
+from apbv.prefilling.methods.importance import importance_of
 
 from attention_cases import randn
 from oracle import DenseOracle
@@ -27,7 +28,7 @@ def by_definition(name, q_query, q_block, k_block):
 
 
 @pytest.mark.parametrize("most_scores", [torch_importance._MAX_SCORES, 100], ids=["at once", "in chunks"])
-@pytest.mark.parametrize("name", IMPORTANCE)
+@pytest.mark.parametrize("name", IMPORTANCE_NAMES)
 def test_equals_its_definition(monkeypatch, name, most_scores):
     monkeypatch.setattr(torch_importance, "_MAX_SCORES", most_scores)
     for length, group, queries, dtype, tolerance in (
@@ -38,6 +39,6 @@ def test_equals_its_definition(monkeypatch, name, most_scores):
     ):
         shapes = (KV_HEADS * group, queries), (KV_HEADS * group, length), (KV_HEADS, length)
         tensors = [randn(BATCH, *shape, DIM, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
-        result, exact = IMPORTANCE[name](*tensors, SCALE), by_definition(name, *tensors)
+        result, exact = importance_of(name, *tensors, SCALE), by_definition(name, *tensors)
         assert dtype == torch.float64 or result.dtype == torch.float32
         assert (result - exact).norm() < tolerance * exact.norm()

@@ -49,7 +49,7 @@ def measure(monkeypatch, num_layers: int, num_tokens: int, num_hosts: int, **set
         parts, batch = inspect_model(share_weights(model)), text_batch(num_tokens)
         state = prefill(parts, batch, hosts=hosts, config=config)
         device, layout = parts.device, state.layout
-        return live.peak, host_memory(model.config, layout, hosts.rank, config.kv, itemsize=2, device=device)
+        return live.peak, host_memory(parts.sizes, layout, hosts.rank, config.kv, itemsize=2, device=device)
 
     return simulate(num_hosts, job)
 

@@ -10,8 +10,7 @@ from apbv.kv.placement import ShardedKV
 from apbv.model.parts import inspect_model
 from apbv.prefilling import encode, memory
 from apbv.prefilling.memory import host_memory
-from apbv.prefilling.methods import METHODS
-from apbv.prefilling.methods.base import PrefillMethod
+from apbv.prefilling.methods import METHODS, base
 from apbv.prefilling.reduction import early
 
 import families
@@ -39,7 +38,7 @@ def ended_job(hosts: HostGroup, is_video: bool, settings: dict, free_bytes: dict
 def test_what_certainly_does_not_fit_is_refused_on_every_host(pool):
     parts, config = inspect_model(build("llama", torch.float32)), PrefillConfig(**SHORT)
     layout = METHODS["apbv"].plan(2, TOKENS, 0, TOKENS - config.query_len, config)
-    estimate = host_memory(parts.model.config, layout, 1, "sharded", itemsize=4, device=parts.device)
+    estimate = host_memory(parts.sizes, layout, 1, "sharded", itemsize=4, device=parts.device)
     needed = estimate.certain["prefill"]
     for refused, _, method in pool.run(2, ended_job, False, {}, {1: needed - 1}):
         assert refused.startswith("NotEnoughMemoryError: a prompt of 400 tokens does not fit in memory: ")
@@ -67,7 +66,7 @@ def test_what_layers_may_leave_out_is_not_asked_for(pool):
     config = PrefillConfig(anchor_len=8, reduce=reduce)
     inputs = as_inputs("qwen2_5_vl", video_batch("qwen2_5_vl", frames=400), None, HostGroup.single("cpu"))
     layout = METHODS["apbv"].plan(2, inputs.num_tokens, inputs.context_start, inputs.query_start, config)
-    estimate = partial(host_memory, parts.model.config, layout, 0, "gathered", itemsize=4, device=parts.device)
+    estimate = partial(host_memory, parts.sizes, layout, 0, "gathered", itemsize=4, device=parts.device)
     needed, of_all = (max(estimate(certain_depth=depth).certain.values()) for depth in (1, None))
     assert needed < of_all
     settings = {"reduce": reduce, "kv": "gathered", "passing_len": None, "query_len": config.query_len}
@@ -84,7 +83,7 @@ def test_what_waits_to_be_collected_counts_as_free(monkeypatch):
 
 
 STAGES = {"encoding": (encode, "_features"), "reduction": (early, "choose_rows")}
-STAGES |= {"prefill": (PrefillMethod, "attend"), "handoff": (ShardedKV, "gathered")}
+STAGES |= {"prefill": (base, "segmented_attention"), "handoff": (ShardedKV, "gathered")}
 
 
 def out_of_memory(*args, **kwargs):

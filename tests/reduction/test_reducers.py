@@ -34,15 +34,12 @@ def reduce_job(hosts: HostGroup, method: str, shape: tuple, count: int, replicat
 
 def merged(results: list, size: int) -> dict:
     """What all hosts kept; every frame is answered for by one of them, in their order."""
-    frames = [frame for result in results for frame in result.frames]
-    assert frames == list(range(len(frames)))
-    kept = {}
-    for result in results:
-        assert result.places.tolist() == sorted(set(result.places.tolist()))
-        for place, value in zip(result.places.tolist(), result.values, strict=True):
-            assert place // size in result.frames
-            kept[divmod(place, size)] = value
-    return kept
+    frames = [set((result.places // size).tolist()) for result in results]
+    assert sum(map(len, frames)) == len(set().union(*frames))
+    places = torch.cat([result.places for result in results]).tolist()
+    assert places == sorted(set(places))
+    values = torch.cat([result.values for result in results])
+    return {divmod(place, size): value for place, value in zip(places, values, strict=True)}
 
 
 # Frames, height, width, and how many tokens are kept.

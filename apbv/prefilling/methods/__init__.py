@@ -3,9 +3,7 @@
 from ...config import PrefillConfig
 from .apb import ApbMethod
 from .apbv import ApbvMethod
-from .base import PrefillMethod
-from .full import FullMethod
-from .sparse import FlexPrefillMethod, SpargeAttnMethod, XAttentionMethod
+from .base import FlexPrefillMethod, FullMethod, PrefillMethod, SpargeAttnMethod, XAttentionMethod
 from .star import StarMethod
 from .ulysses import UlyssesMethod
 from .zigzag_ring import ZigzagRingMethod

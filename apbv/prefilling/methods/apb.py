@@ -1,10 +1,7 @@
 """Defines APB: one block on every host, the query in a second forward pass, no overlap."""
 
-from dataclasses import replace
+from typing import ClassVar
 
-from ...config import PrefillConfig
-from ...hosts import HostGroup
-from ...layout import ContextLayout
 from .apbv import ApbvMethod
 
 
@@ -16,17 +13,5 @@ class ApbMethod(ApbvMethod):
     """
 
     name = "apb"
-
-    def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
-        super().__init__(layout, hosts, without_optimisations(config))
-
-    @staticmethod
-    def plan(
-        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
-    ) -> ContextLayout:
-        return ApbvMethod.plan(num_hosts, num_tokens, context_start, query_start, without_optimisations(config))
-
-
-def without_optimisations(config: PrefillConfig) -> PrefillConfig:
-    """Return the config without O, F and Z of the APB-V paper's Table 4."""
-    return replace(config, overlap=False, fused_query=False, zigzag=False)
+    # O, F and Z of the APB-V paper's Table 4.
+    settings: ClassVar[dict[str, bool]] = {"overlap": False, "fused_query": False, "zigzag": False}

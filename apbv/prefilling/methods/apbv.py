@@ -6,7 +6,8 @@ and start of the context, as in APB, which is dropped after the prefill.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from ...hosts import Exchange, HostGroup
 from ...kernels import select_topk
 from ...kernels.runs import Segment
 from ...kernels.torch_attention import empty_output
-from ...layout import ContextLayout, places_of, plan_layout, with_question_in_anchor
+from ...layout import ContextLayout, plan_layout, with_question_in_anchor
 from ...model.attention import gather_and_merge
 from .base import PrefillMethod, State
-from .importance import IMPORTANCE, RANKED_BY_PROBABILITY
+from .importance import RANKED_BY_PROBABILITY, importance_of
 
 
 class ApbvMethod(PrefillMethod):
@@ -27,22 +28,24 @@ class ApbvMethod(PrefillMethod):
 
     name = "apbv"
     passes_on = True
+    settings: ClassVar[dict[str, bool]] = {}  # what it fixes of the config
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
+        config = replace(config, **self.settings)
         super().__init__(layout, hosts, config)
         self.separate_query = not config.fused_query
-        self._importance = IMPORTANCE[config.importance]
         blocks = layout.virtual_hosts(hosts.rank)
         self._anchor = range(layout.anchor_len)
-        *places, self._query = places_of(layout.local_spans(hosts.rank))[-1 - len(blocks) :]
+        *places, self._query = layout.block_rows(hosts.rank)
         self._blocks = dict(zip(blocks, places, strict=True))
         # The lse that ranks a block's keys is that of the query's attention to it, which is wanted anyway.
         self._shares_lse = config.fused_query and config.importance in RANKED_BY_PROBABILITY
 
-    @staticmethod
+    @classmethod
     def plan(
-        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+        cls, num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
     ) -> ContextLayout:
+        config = replace(config, **cls.settings)
         layout = plan_layout(
             num_hosts=num_hosts,
             num_tokens=num_tokens,
@@ -139,8 +142,8 @@ class ApbvMethod(PrefillMethod):
                     segment = (k_block, v_block)
                     seen[block] = self.attend(q_query, [segment], scale, causal_last=False)
                     lse = seen[block][1]
-                options = {"lse": lse, "backend": self.config.backend}
-                scores = self._importance(q_query, _rows(states.q, rows), k_block, scale, **options)
+                queries, options = (q_query, _rows(states.q, rows)), {"lse": lse, "backend": self.config.backend}
+                scores = importance_of(self.config.importance, *queries, k_block, scale, **options)
                 chosen, _ = select_topk(scores, k_block, v_block, count, out=buffer, backend=self.config.backend)
             else:
                 chosen = torch.arange(count, device=k.device).expand(*k.shape[:2], -1)

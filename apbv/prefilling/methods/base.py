@@ -1,7 +1,8 @@
-"""The interface of a prefill method."""
+"""The interface of a prefill method, and those by which host 0 computes a prompt alone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from ...config import PrefillConfig
 from ...hosts import HostGroup
 from ...kernels import merge_states, segmented_attention
 from ...kernels.runs import Segment
-from ...layout import ContextLayout
+from ...layout import ContextLayout, single_host_layout
 from .block_attention import BlockAttention
 
 State = tuple[Tensor, Tensor]  # a partial result: out [B, Hq, S, D], lse [B, Hq, S]
@@ -29,6 +30,7 @@ class PrefillMethod(ABC):
         on_passed: called in every layer for each of this host's blocks, with the block's number and the rows that
             are passed on, ``[1, Hkv, k_v]`` ascending; for the last block, which passes nothing on, with the rows
             that would be. Methods that pass nothing on do not call it.
+        attend: :func:`apbv.kernels.segmented_attention` with the configured back end.
     """
 
     name: ClassVar[str]
@@ -39,9 +41,8 @@ class PrefillMethod(ABC):
     on_passed: Callable[[int, Tensor], None] | None = None
 
     def __init__(self, layout: ContextLayout, hosts: HostGroup, config: PrefillConfig):
-        self.layout = layout
-        self.hosts = hosts
-        self.config = config
+        self.layout, self.hosts, self.config = layout, hosts, config
+        self.attend = partial(segmented_attention, backend=config.backend)
         sparse = config.sparse_attention
         is_dense = sparse is None or sparse.computes_all
         self.blocks = None if is_dense else BlockAttention(sparse, config.backend)
@@ -52,20 +53,6 @@ class PrefillMethod(ABC):
         blocks = max(map(len, self.layout.blocks), default=0)
         passes_all = self.passes_on and self.layout.passing_len >= blocks
         return self.blocks is None and (self.is_exact or (passes_all and not self.layout.anchor_copy))
-
-    def attend(
-        self,
-        q: Tensor,
-        segments: list[Segment],
-        scale: float,
-        *,
-        causal_last: bool,
-        rows_alone: int = 0,
-        out: Tensor | None = None,
-    ) -> State:
-        """Call :func:`apbv.kernels.segmented_attention` with the configured back end."""
-        options = {"rows_alone": rows_alone, "out": out, "backend": self.config.backend}
-        return segmented_attention(q, segments, scale, causal_last, **options)
 
     def attend_within(self, q: Tensor, own: Segment, scale: float, out: Tensor | None = None) -> State:
         """Attend causally within a run of tokens: to all of it, or to the blocks that the config chooses."""
@@ -97,3 +84,38 @@ class PrefillMethod(ABC):
         Returns:
             ``[1, Hq, S, D]``
         """
+
+
+class FullMethod(PrefillMethod):
+    """In full attention host 0 computes the whole prompt."""
+
+    name = "full"
+    splits = False
+    is_exact = True
+
+    @staticmethod
+    def plan(
+        num_hosts: int, num_tokens: int, context_start: int, query_start: int, config: PrefillConfig
+    ) -> ContextLayout:
+        return single_host_layout(num_hosts, num_tokens)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        return self.attend_within(q, (k, v), scale)[0]
+
+
+class XAttentionMethod(FullMethod):
+    """In XAttention host 0 computes those blocks of attention that antidiagonals of scores choose."""
+
+    name = "xattention"
+
+
+class SpargeAttnMethod(FullMethod):
+    """In SpargeAttn host 0 computes those blocks of attention that the means of blocks choose."""
+
+    name = "spargeattn"
+
+
+class FlexPrefillMethod(FullMethod):
+    """In FlexPrefill host 0 computes those blocks of attention that its last queries choose for a head."""
+
+    name = "flexprefill"

@@ -33,7 +33,12 @@ def usable_ring(
         head_dim: D.
         groups: query heads per KV head.
     """
-    ring, obstacle = _import_ring()
+    ring, obstacle = None, _MISSING
+    if find_spec("ring_flash_attn") is not None:
+        try:
+            ring, obstacle = import_module("ring_flash_attn").zigzag_ring_flash_attn_func, None
+        except Exception as error:  # a package built for another torch fails in many ways
+            obstacle = f"{type(error).__name__}: {error}".splitlines()[0]
     obstacles = hosts.gather_json(obstacle)
     if set(obstacles) == {_MISSING}:
         return None
@@ -44,15 +49,6 @@ def usable_ring(
         warn_caller(f"ring-flash-attn is not used, because {failed[0]}")
         return None
     return ring
-
-
-def _import_ring() -> tuple[Ring | None, str | None]:
-    if find_spec("ring_flash_attn") is None:
-        return None, _MISSING
-    try:
-        return import_module("ring_flash_attn").zigzag_ring_flash_attn_func, None
-    except Exception as error:  # a package built for another torch fails in many ways
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @torch.no_grad()

@@ -5,9 +5,6 @@ embeddings of a video's frames, which lie on several hosts. One inside the langu
 :class:`.late.LateReducer`: it chooses between layers, by what the layers before have computed.
 """
 
-from ...config import PrefillConfig
-from ...input.model_inputs import ModelInputs
-from ...model.parts import ModelParts
 from .by_attention import FastV, PyramidDrop
 from .dycoke import keep_by_dycoke
 from .fastvid import keep_by_fastvid
@@ -26,15 +23,3 @@ EARLY_REDUCERS: dict[str, EarlyReducer] = {
 LATE_REDUCERS: dict[str, type[LateReducer]] = {
     reducer.name: reducer for reducer in (FastV, PyramidDrop, SparseVLM, HippoAttention)
 }
-
-
-def make_late_reducer(config: PrefillConfig, parts: ModelParts, inputs: ModelInputs) -> LateReducer | None:
-    """Make the reducer that drops a prompt's tokens inside the language model; None where nothing is dropped so.
-
-    Raises:
-        ValueError: the model has too few layers.
-    """
-    reduce = config.reduce
-    if reduce is None or reduce.leaves_all or not reduce.is_late or inputs.visual is None:
-        return None
-    return LATE_REDUCERS[reduce.method](config, parts, inputs)

@@ -5,6 +5,8 @@ other, by any method.
 """
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,21 +15,16 @@ from ...config import PrefillConfig, ReduceConfig, ReuseConfig
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...input.visual import PromptError, VisualInput
-from ...layout import intersect
 from ...model.parts import VIDEO_FAMILIES, ModelParts
 from ...refusals import refuse
 from ...stats import StageTimer
 from ..encode import VisualRows, agree_on_chunks, all_rows
 from ..memory import HostMemory, Room
-from ..reuse import StoredRows
+from ..moving import move_rows
+from ..reuse import stored_rows
 from . import EARLY_REDUCERS
 from .choosing import Reduction, count_of, shares_of_videos
-from .frames import EarlyReducer, SharedVideo, VideoPlace, num_in_frames, shared_video, videos_of
-
-
-def reduces_first(config: PrefillConfig) -> bool:
-    """Return whether visual tokens are left out before the language model runs."""
-    return config.reduce is not None and not config.reduce.leaves_all and not config.reduce.is_late
+from .frames import EarlyReducer, num_in_frames, shared_video, videos_of
 
 
 def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig | None) -> None:
@@ -100,7 +97,7 @@ def reduce_prompt(
         shorter = _with_rows(parts, inputs, stays, patches, num_bytes)
     kept = stays.nonzero().flatten()
     reduction = Reduction(settings.method, settings.ratio, visual.num_rows, len(kept), kept)
-    return shorter, StoredRows(values, shorter.visual, parts.device), reduction
+    return shorter, partial(stored_rows, values, shorter.visual, parts.device), reduction
 
 
 def choose_rows(
@@ -120,77 +117,48 @@ def choose_rows(
         whose kept rows it has; and the kept rows of this host's patches, ``[k, (1 + L) * d]``.
     """
     visual, videos = inputs.visual, videos_of(parts, inputs)
-    kept = torch.ones(visual.num_rows, dtype=torch.bool)
-    first = visual.pieces[hosts.rank].start  # of this host's rows
-    done, shares = 0, shares_of_videos(count, [len(video.in_frames) for video in videos])
-    owned: list[list[range]] = [[] for _ in range(hosts.size)]
-    values = []
-
-    def keep_all(patches: range) -> None:
-        for host, share in enumerate(visual.patches):
-            owned[host].append(intersect(share, patches))
-        here = visual.rows_of(owned[hosts.rank][-1])
-        values.append(rows[here.start - first : here.stop - first])
-
+    shares = shares_of_videos(count, [len(video.in_frames) for video in videos])
+    first, mine = visual.pieces[hosts.rank].start, torch.zeros(visual.num_rows, dtype=torch.uint8)
+    mine[first : first + len(rows)] = 1
+    chosen, values = [], []  # of the videos' tokens that this host has behind the reduction
     for video, share in zip(videos, shares, strict=True):
-        keep_all(range(done, video.patches.start))
-        done, place = video.patches.stop, video.in_frames
-        shared = shared_video(parts, inputs, video, rows, hosts)
-        nothing = torch.empty(0, dtype=torch.long)
-        frames, places, rows_kept = reducer(shared, share) if share else shared.kept(nothing)
-        kept[place.start : place.stop] = _agreed_mask(places, shared)
-        for host, of_host in enumerate(_frames_of_hosts(frames, shared)):
-            owned[host].append(range(video.patches.start + of_host.start, video.patches.start + of_host.stop))
-        values += [rows_kept, _ending_rows(visual, video, rows, owned, hosts)]
-    keep_all(range(done, visual.num_temporal_patches))
-    return kept, _joined(owned), torch.cat(values)
-
-
-def _agreed_mask(places: Tensor, video: SharedVideo) -> Tensor:
-    """Return which tokens of a video are kept on any host: bool ``[T * h * w]``; collective."""
-    mask = torch.zeros(video.num_frames * video.frame_size, dtype=torch.uint8)
-    mask[places] = 1
-    if video.replicated:
-        video.hosts.require_same("the choice of visual tokens", mask.numpy().tobytes())
-        return mask.bool()
-    return video.hosts.all_gather(mask.to(video.rows.device)).wait().any(dim=0).cpu()
-
-
-def _frames_of_hosts(frames: range, video: SharedVideo) -> list[range]:
-    """Return for every host the frames whose kept tokens it has; collective."""
-    if video.replicated:
-        return [frames] * video.hosts.size
-    ends = video.hosts.gather_floats([frames.start, frames.stop])[:: video.hosts.tensor_parallel_size]
-    return [range(int(start), int(stop)) for start, stop in ends]
-
-
-def _ending_rows(
-    visual: VisualInput, video: VideoPlace, rows: Tensor, owned: list[list[range]], hosts: HostGroup
-) -> Tensor:
-    """Bring the rows behind a video's last frame to the host that has that frame now; collective."""
-    count, last = video.num_ending_rows, video.patches[-1]
-    nothing = rows[:0]
-    if not count:
-        return nothing
-    had = next(host for host, share in enumerate(visual.patches) if last in share)
-    first = visual.pieces[hosts.rank].start
-    if hosts.rank == had or visual.replicated:
-        ending = rows[video.in_frames.stop - first : video.rows.stop - first].clone()
+        mine[video.in_frames.start : video.ending.stop] = 0
+        if share:
+            places, of_video = reducer(shared_video(parts, inputs, video, rows, hosts), share)
+            chosen.append(video.in_frames.start + places)
+            values.append(of_video)
+    unreduced = mine.nonzero().flatten()
+    mine[torch.cat([unreduced, *chosen])] = 1
+    if visual.replicated:
+        hosts.require_same("the choice of visual tokens", mine.numpy().tobytes())
+        has = mine.bool().expand(hosts.size, -1).clone()
     else:
-        ending = rows.new_empty(count, rows.shape[1])
+        has = hosts.all_gather(mine.to(rows.device)).wait().bool().cpu()
+    # What ends a video goes to the host that has its last frame now, or stays where nobody has any of that.
+    held = [torch.arange(piece.start, piece.stop) for piece in visual.pieces]
+    ending = [torch.arange(0)] * hosts.size
+    for video in videos:
+        frame, end = visual.frames[video.patches[-1]], slice(video.ending.start, video.ending.stop)
+        has_last = has[:, frame.start : frame.stop].any(dim=1)
+        for host, share in enumerate(visual.patches):
+            if has_last[host] or (not has_last.any() and video.patches[-1] in share):
+                ending[host] = torch.cat([ending[host], torch.arange(end.start, end.stop)])
+                has[host, end] = True
+    values = [rows[(unreduced - first).to(rows.device)], *values, move_rows(rows, held, ending, hosts)]
+    values, order = torch.cat(values), torch.cat([unreduced, *chosen, ending[hosts.rank]]).argsort()
+    if not torch.equal(order, torch.arange(len(order))):
+        values = values[order.to(rows.device)]
+    kept, patches = has.any(dim=0), visual.patches
     if not visual.replicated:
-        ending = hosts.broadcast(ending, had)
-    return ending if last in owned[hosts.rank][-1] else nothing
+        ends = torch.searchsorted(_starts(visual, kept), has.sum(dim=1).cumsum(0)).tolist()
+        ends = [0, *ends[:-1], visual.num_temporal_patches]
+        patches = tuple(range(start, stop) for start, stop in pairwise(ends))
+    return kept, patches, values
 
 
-def _joined(owned: list[list[range]]) -> tuple[range, ...]:
-    """Join every host's adjacent runs of temporal patches to one."""
-    joined: list[range] = []
-    for runs in owned:
-        runs = [run for run in runs if run]
-        end = joined[-1].stop if joined else 0
-        joined.append(range(runs[0].start, runs[-1].stop) if runs else range(end, end))
-    return tuple(joined)
+def _starts(visual: VisualInput, kept: Tensor) -> Tensor:
+    """Return the first kept row of every temporal patch, and how many there are in all."""
+    return torch.nn.functional.pad(kept.long().cumsum(0), (1, 0))[list(visual.row_starts)]
 
 
 def _with_rows(
@@ -200,14 +168,12 @@ def _with_rows(
     visual = inputs.visual
     stays = ~parts.is_visual(inputs.input_ids[0])
     stays[~stays] = kept
-    starts = torch.nn.functional.pad(kept.long().cumsum(0), (1, 0))[list(visual.row_starts)]
+    row_starts = tuple(_starts(visual, kept).tolist())
     return replace(
         inputs,
         input_ids=inputs.input_ids[:, stays],
         position_ids=inputs.position_ids[..., stays],
         context_start=int(stays[: inputs.context_start].sum()),
         query_start=int(stays[: inputs.query_start].sum()),
-        visual=replace(
-            visual, patches=patches, row_starts=tuple(starts.tolist()), pixels=None, chunk_bytes=chunk_bytes
-        ),
+        visual=replace(visual, patches=patches, row_starts=row_starts, pixels=None, chunk_bytes=chunk_bytes),
     )

@@ -80,13 +80,7 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     counts = [len(share) for share in split_evenly(range(count), video.num_frames)]
     of_hosts = [[segment for segment in segments if segment.start in share] for share in video.shares]
     frames = [_from_first_to_last(of_host) for of_host in of_hosts]
-    mine = frames[rank]
-    elsewhere = [
-        [frame for frame in wanted if frame not in share]
-        for wanted, share in zip(frames, video.shares, strict=True)
-    ]
-    here = video.rows[mine.start - video.mine.start :] if mine else video.rows[:0]
-    rows = torch.cat([here, video.fetch(elsewhere, video.rows)])[: len(mine)]
+    mine, rows = frames[rank], video.fetch(frames, video.rows)
     places, values = [torch.empty(0, dtype=torch.long)], [rows[:0].flatten(0, 1)]
     for segment in of_hosts[rank]:
         within = rows[segment.start - mine.start : segment.stop - mine.start]
@@ -94,7 +88,7 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
         chosen, kept = _reduce_segment(within, video.hidden_size, *budget)
         places.append(segment.start * size + chosen)
         values.append(kept)
-    return KeptRows(mine, torch.cat(places), torch.cat(values))
+    return KeptRows(torch.cat(places), torch.cat(values))
 
 
 def _from_first_to_last(segments: list[range]) -> range:

@@ -13,18 +13,17 @@ from torch import Tensor
 from ...hosts import HostGroup
 from ...input.model_inputs import ModelInputs
 from ...model.parts import ModelParts
+from ..moving import move_rows
 
 
 class KeptRows(NamedTuple):
-    """The rows of a video that a host has after a reduction.
+    """The rows of a video that a host has after a reduction; of a frame one host has all that is kept.
 
     Attributes:
-        frames: the numbers of the frames to which they belong; in the hosts' order these are all frames.
         places: ``[K]``, ascending, where the rows belong: tokens of the video, numbered frame by frame.
         values: ``[K, (1 + L) * d]``. A row that was made of several has the place of one of them.
     """
 
-    frames: range
     places: Tensor
     values: Tensor
 
@@ -80,16 +79,8 @@ class SharedVideo:
         Returns:
             ``[frames that this host wants, h * w, x]``.
         """
-        rank, first = self.hosts.rank, self.mine.start
-
-        def taken(frames: Sequence[int]) -> Tensor:
-            return rows[torch.tensor([frame - first for frame in frames], dtype=torch.long, device=rows.device)]
-
-        if self.replicated:
-            return taken(wanted[rank])
-        outgoing = [taken([frame for frame in frames if frame in self.mine]) for frames in wanted]
-        counts = [sum(frame in share for frame in wanted[rank]) for share in self.shares]
-        return torch.cat(self.hosts.all_to_all(outgoing, [(count, *rows.shape[1:]) for count in counts]).wait())
+        held = [torch.arange(share.start, share.stop) for share in self.shares]
+        return move_rows(rows, held, [torch.tensor([*frames], dtype=torch.long) for frames in wanted], self.hosts)
 
     def kept(self, places: Tensor) -> KeptRows:
         """Keep rows as they are.
@@ -99,7 +90,7 @@ class SharedVideo:
         """
         first, size = self.mine.start * self.frame_size, len(self.mine) * self.frame_size
         places = places[(places >= first) & (places < first + size)]
-        return KeptRows(self.mine, places, self.rows.flatten(0, 1)[(places - first).to(self.rows.device)])
+        return KeptRows(places, self.rows.flatten(0, 1)[(places - first).to(self.rows.device)])
 
     def gather(self, local: Tensor) -> Tensor:
         """Give every host what each computed of its frames; collective.
@@ -126,21 +117,16 @@ class VideoPlace:
 
     Attributes:
         patches: its temporal patches.
-        rows: its rows, those that belong to no frame included, which come last.
-        num_ending_rows: how many these are.
+        in_frames: the rows that belong to its frames.
+        ending: those behind them, which belong to none.
         height, width: of its frames, in tokens.
     """
 
     patches: range
-    rows: range
-    num_ending_rows: int
+    in_frames: range
+    ending: range
     height: int
     width: int
-
-    @property
-    def in_frames(self) -> range:
-        """The rows that belong to frames."""
-        return range(self.rows.start, self.rows.stop - self.num_ending_rows)
 
 
 def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
@@ -151,8 +137,9 @@ def videos_of(parts: ModelParts, inputs: ModelInputs) -> list[VideoPlace]:
     places = []
     for item, patches in zip(visual.items, visual.item_patches, strict=True):
         if item.kind == "video":
-            shape = frame_shape(parts, inputs, patches.start)
-            places.append(VideoPlace(patches, visual.rows_of(patches), item.num_ending_rows, *shape))
+            rows, shape = visual.rows_of(patches), frame_shape(parts, inputs, patches.start)
+            end = rows.stop - item.num_ending_rows
+            places.append(VideoPlace(patches, range(rows.start, end), range(end, rows.stop), *shape))
     return places
 
 
@@ -191,7 +178,7 @@ def shared_video(
 
     shares = tuple(range(within(share.start), within(share.stop)) for share in visual.patches)
     mine, size = shares[hosts.rank], video.height * video.width
-    begin = video.rows.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
+    begin = video.in_frames.start + mine.start * size - visual.pieces[hosts.rank].start if mine else 0
     frames = rows[begin : begin + len(mine) * size].view(len(mine), size, rows.shape[1])
     replicated = visual.replicated or hosts.size == 1
     hidden_size = parts.language_model.config.hidden_size

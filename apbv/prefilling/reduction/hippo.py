@@ -18,56 +18,42 @@ from ..moving import move_rows
 from ..stages import HiddenRows, Stage
 from .attention import Relevance
 from .choosing import count_of, keep_best, standardised
-from .frames import SharedVideo, num_in_frames, shared_video, videos_of
+from .frames import num_in_frames, shared_video, videos_of
 from .late import LateReducer, Selection
-
-
-def visual_semantics(video: SharedVideo, terms: Collection[str]) -> Tensor:
-    """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6), each z-scored within a frame; collective.
-
-    Every host scores the frames that it has, for which it needs one frame of either neighbouring host.
-
-    Args:
-        terms: ``"time"`` for s_temp, ``"space"`` for s_spa.
-
-    Returns:
-        ``[T, h * w]``, the same on every host, in host memory.
-    """
-    frames = video.embeddings
-    neighbours = [
-        [frame for frame in (share.start - 1, share.stop) if share and 0 <= frame < video.num_frames]
-        for share in video.shares
-    ]
-    beside = dict(zip(neighbours[video.hosts.rank], video.fetch(neighbours, frames), strict=True))
-    scores = torch.zeros(frames.shape[:2], device=frames.device)
-    if "time" in terms:
-        before, after = beside.get(video.mine.start - 1), beside.get(video.mine.stop)
-        scores = scores + standardised(temporal_change(frames, before, after), unit=1.0)
-    if "space" in terms:
-        scores = scores + standardised(spatial_variety(frames, video.height, video.width), unit=1.0)
-    return video.gather(scores)
 
 
 def local_semantics(
     parts: ModelParts, inputs: ModelInputs, rows: Tensor, hosts: HostGroup, terms: Collection[str]
 ) -> Tensor:
-    """Score all visual tokens of a prompt as :func:`visual_semantics` does; collective.
+    """Add HIPPO's s_temp (Eq. 4) and s_spa (Eq. 6) of all visual tokens, each z-scored within a frame; collective.
 
-    A row that belongs to no frame (a separator at a video's end) has an infinite score: it is never left out.
+    Every host scores the frames that it has, for which it needs one frame of either neighbouring host. A row that
+    belongs to no frame (a separator at a video's end) has an infinite score: it is never left out.
 
     Args:
         rows: ``[rows of this host's share, d]``, the vision tower's output.
+        terms: ``"time"`` for s_temp, ``"space"`` for s_spa.
 
     Returns:
         ``[visual tokens]`` on every host, in host memory.
     """
-    scores = torch.full((inputs.num_visual_tokens,), float("inf"))
-    for video in videos_of(parts, inputs):
-        place = video.in_frames
-        scores[place.start : place.stop] = visual_semantics(
-            shared_video(parts, inputs, video, rows, hosts), terms
-        ).flatten()
-    return scores
+    result = torch.full((inputs.num_visual_tokens,), float("inf"))
+    for place in videos_of(parts, inputs):
+        video = shared_video(parts, inputs, place, rows, hosts)
+        frames, num_frames, mine = video.embeddings, video.num_frames, video.mine
+        neighbours = [
+            [frame for frame in (share.start - 1, share.stop) if share and 0 <= frame < num_frames]
+            for share in video.shares
+        ]
+        beside = dict(zip(neighbours[hosts.rank], video.fetch(neighbours, frames), strict=True))
+        scores = torch.zeros(frames.shape[:2], device=frames.device)
+        if "time" in terms:
+            before, after = beside.get(mine.start - 1), beside.get(mine.stop)
+            scores = scores + standardised(temporal_change(frames, before, after), unit=1.0)
+        if "space" in terms:
+            scores = scores + standardised(spatial_variety(frames, video.height, video.width), unit=1.0)
+        result[place.in_frames.start : place.in_frames.stop] = video.gather(scores).flatten()
+    return result
 
 
 def with_relevance(parts: ModelParts, inputs: ModelInputs, semantics: Tensor, attention: Tensor) -> Tensor:
@@ -112,7 +98,7 @@ class HippoAttention(LateReducer):
         visual, hosts = stage.is_visual.nonzero().flatten(), stage.hosts
         wanted = [visual[piece.start : piece.stop] for piece in self.inputs.visual.pieces]
         mine = stage.states_of(stage.owned_visual[hosts.rank], rows, self.parts)
-        frames = move_rows(mine, stage.owned_visual, stage.owner, wanted, hosts)
+        frames = move_rows(mine, stage.owned_visual, wanted, hosts)
         self._semantics = hosts.mean_over_members(
             local_semantics(self.parts, self.inputs, frames, hosts, ("time", "space"))
         )

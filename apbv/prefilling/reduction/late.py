@@ -13,7 +13,7 @@ from ...input.model_inputs import ModelInputs
 from ...kv.cache import ShardedCache
 from ...layout import ContextLayout, single_host_layout
 from ...model.parts import ModelParts
-from ..cancelling import Cancelling
+from ..cancelling import Stop
 from ..methods import PrefillMethod, method_alone
 from ..stages import HiddenRows, Stage, Watcher, next_rows, run_stage
 from .choosing import Reduction
@@ -121,7 +121,7 @@ def run_and_reduce(
     rows: HiddenRows,
     cache: ShardedCache,
     reducer: LateReducer,
-    cancelling: Cancelling,
+    stop: Stop | None,
 ) -> tuple[Stage, HiddenRows]:
     """Run a stage, and return the next one, with fewer visual tokens, and what goes into it here; collective.
 
@@ -132,12 +132,15 @@ def run_and_reduce(
     reducer.enter(stage, rows)
     watcher = reducer.watcher(stage)
     watcher.begin(stage)
-    rows = run_stage(stage, parts, inputs, rows, cache, cancelling, watcher)
+    rows = run_stage(stage, parts, inputs, rows, cache, stop, watcher)
     choice = reducer.choose(stage, rows, watcher.result())
     visual, stays = stage.is_visual.nonzero().flatten(), ~stage.is_visual
     stays[visual[choice.left]] = True
     left = stays.nonzero().flatten()
-    following = stage.next(_method_for(stage, left, reducer), layers, left)
+    query_start = int((left < stage.query_start).sum())
+    method = _method_for(stage, len(left), query_start, reducer)
+    tokens = left if stage.tokens is None else stage.tokens[left]
+    following = Stage(layers, method, query_start, stage.is_visual[left], tokens)
     rows = next_rows(stage, following, left, rows, parts)
     if choice.merged is not None:
         local, merged = left[following.local[stage.hosts.rank]], visual[choice.merged]
@@ -147,16 +150,16 @@ def run_and_reduce(
     return following, rows
 
 
-def _method_for(stage: Stage, left: Tensor, reducer: LateReducer) -> PrefillMethod:
+def _method_for(stage: Stage, num_tokens: int, query_start: int, reducer: LateReducer) -> PrefillMethod:
     """Return the method of the next stage, with a layout of the tokens that are left."""
-    method, query_start = stage.method, int((left < stage.query_start).sum())
+    method = stage.method
     context_start = min(reducer.inputs.context_start, query_start)
     kind, config, hosts = type(method), reducer.config, stage.hosts
     if config.anchor_len is not None and config.anchor_len >= query_start:
         config = replace(config, anchor_len=None)  # one for all of the prompt would leave no context
-    layout = kind.plan(hosts.size, len(left), context_start, query_start, config)
+    layout = kind.plan(hosts.size, num_tokens, context_start, query_start, config)
     if not (stage.layout.is_split and layout.is_split):  # once host 0 has all of it, it goes on alone
-        kind, layout = method_alone(config), single_host_layout(hosts.size, len(left))
+        kind, layout = method_alone(config), single_host_layout(hosts.size, num_tokens)
     following = kind(layout, hosts, config)
     following.blocks = method.blocks  # which counts what it computes
     return following

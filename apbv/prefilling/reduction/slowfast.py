@@ -58,7 +58,7 @@ def keep_slow_and_fast(video: SharedVideo, count: int) -> KeptRows:
             centres, means = _pooled(rows, video.height, video.width, side)
             places.append(frame * size + centres)
             values.append(means)
-    return KeptRows(video.mine, torch.cat(places), torch.cat(values))
+    return KeptRows(torch.cat(places), torch.cat(values))
 
 
 def _num_squares(height: int, width: int, side: int) -> int:

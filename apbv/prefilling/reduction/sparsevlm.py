@@ -80,7 +80,7 @@ class SparseVLM(LateReducer):
         hosts, question = stage.hosts, torch.arange(stage.query_start, stage.num_tokens)
         held = [tokens[tokens >= stage.query_start] for tokens in stage.owned]
         states = stage.states_of(held[hosts.rank], rows, self.parts)
-        states = move_rows(states, held, stage.owner, [question] * hosts.size, hosts)
+        states = move_rows(states, held, [question] * hosts.size, hosts)
         fits = (self._visual_states(stage, rows).float() @ states.float().T).softmax(dim=1).sum(dim=0)
         fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
         return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown
@@ -97,7 +97,7 @@ def _merge(stage: Stage, states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor
     """
     hosts, tokens = stage.hosts, stage.is_visual.nonzero().flatten()[chosen]
     wanted = [tokens] + [tokens[:0]] * (hosts.size - 1)
-    states = move_rows(states, stage.owned_visual, stage.owner, wanted, hosts)
+    states = move_rows(states, stage.owned_visual, wanted, hosts)
     count = len(chosen) // _TOKENS_PER_CLUSTER + 1
     found = None
     if hosts.is_leader:

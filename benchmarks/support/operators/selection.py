@@ -156,7 +156,7 @@ def visual_scores(s: Sizes) -> list[Case]:
             variety = reference.spatial_variety(ops[0][one], s.height, s.width, _CROP)
             yield lambda outs, one=one: (outs[0][one],), (variety,)
 
-    def case(op: str, products: int, run: Callable[[tuple, str], Tensor], exact) -> Case:
+    def case(op: str, products: int, run: Callable[[tuple], Tensor], exact) -> Case:
         return Case(
             op,
             label,
@@ -164,7 +164,7 @@ def visual_scores(s: Sizes) -> list[Case]:
             2 * products * s.hidden,
             lambda dtype: count * (s.hidden * dtype.itemsize + 4),
             lambda draw: (draw.randn(s.frames, s.height * s.width, s.hidden), draw.randn(s.hidden)),
-            lambda ops, backend: (run(ops, backend),),
+            lambda ops, backend: (run(ops),),
             exact,
             chosen=lambda ops, backend: "torch",
         )
@@ -174,19 +174,19 @@ def visual_scores(s: Sizes) -> list[Case]:
         case(
             "temporal_change",
             2 * count,
-            lambda ops, backend: temporal_change(ops[0], backend=backend),
+            lambda ops: temporal_change(ops[0]),
             lambda ops: _whole(reference.temporal_change)(ops[:1]),
         ),
         case(
             "spatial_variety",
             neighbours,
-            lambda ops, backend: spatial_variety(ops[0], s.height, s.width, _CROP, backend=backend),
+            lambda ops: spatial_variety(ops[0], s.height, s.width, _CROP),
             exact_variety,
         ),
         case(
             "similarity_to",
             2 * count,
-            lambda ops, backend: similarity_to(ops[0].flatten(0, 1), ops[1], backend=backend),
+            lambda ops: similarity_to(ops[0].flatten(0, 1), ops[1]),
             lambda ops: _whole(reference.similarity_to)((ops[0].flatten(0, 1), ops[1])),
         ),
     ]

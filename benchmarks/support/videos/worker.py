@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from apbv.input.request import Question, Request
 from apbv.input.video import probe, read_frames, sample_uniform
 from apbv.model.loading import read_config
 from apbv.model.parts import inspect_model
-from apbv.prefilling.encode import TowerRows
+from apbv.prefilling.encode import tower_rows
 from apbv.prefilling.exchange import encode_and_exchange
 from apbv.prefilling.methods import METHODS
 from apbv.prefilling.prefiller import Prefiller
@@ -290,7 +291,7 @@ class Apbv(Model):
         layout = METHODS["apbv"].plan(
             hosts.size, inputs.num_tokens, inputs.context_start, inputs.query_start, self._config
         )
-        source = TowerRows(parts, inputs.visual, timer)
+        source = partial(tower_rows, parts, inputs.visual, timer)
         local = encode_and_exchange(parts, inputs, source, layout, hosts, timer)
         if not keeps:
             return Outcome(None, None, inputs.num_visual_tokens, timer)
