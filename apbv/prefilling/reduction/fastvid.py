@@ -79,7 +79,7 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     segments = cut_segments((means[1:] * means[:-1]).sum(dim=-1))
     counts = [len(share) for share in split_evenly(range(count), video.num_frames)]
     of_hosts = [[segment for segment in segments if segment.start in share] for share in video.shares]
-    frames = [_from_first_to_last(of_host) for of_host in of_hosts]
+    frames = [range(of_host[0].start, of_host[-1].stop) if of_host else range(0) for of_host in of_hosts]
     mine, rows = frames[rank], video.fetch(frames, video.rows)
     places, values = [torch.empty(0, dtype=torch.long)], [rows[:0].flatten(0, 1)]
     for segment in of_hosts[rank]:
@@ -89,10 +89,6 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
         places.append(segment.start * size + chosen)
         values.append(kept)
     return KeptRows(torch.cat(places), torch.cat(values))
-
-
-def _from_first_to_last(segments: list[range]) -> range:
-    return range(segments[0].start, segments[-1].stop) if segments else range(0)
 
 
 def _reduce_segment(
