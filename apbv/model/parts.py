@@ -90,7 +90,6 @@ class ModelParts:
         sizes: those of the whole decoder.
         tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they
             are whole.
-        eos_token_ids: the tokens that end an answer, from the generation config.
         embed_tokens: the layer that turns token ids into embeddings.
         dtype, device: those of the weights.
         is_video_model: whether the model reads video and images, and not only text.
@@ -130,11 +129,9 @@ class ModelParts:
         embed_tokens = self.language_model.get_input_embeddings()
         placeholders = (self.video_token_id, self.image_token_id, self.audio_token_id)
         placeholders = torch.tensor([-1 if number is None else number for number in placeholders])
-        eos = self.model.generation_config.eos_token_id
         found = {
             "sizes": sizes,
             "tensor_parallel": (member, num_members),
-            "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
             "embed_tokens": embed_tokens,
             "dtype": embed_tokens.weight.dtype,
             "device": embed_tokens.weight.device,
@@ -263,6 +260,12 @@ class ModelParts:
             vision_aspect_ratio=config.vision_aspect_ratio,
         )
         return len(packed)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, from the generation config."""
+        eos = self.model.generation_config.eos_token_id
+        return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""

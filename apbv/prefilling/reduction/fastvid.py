@@ -42,9 +42,8 @@ def cut_segments(similar: Tensor) -> list[range]:
     Args:
         similar: ``[T - 1]``, of each frame to the next.
     """
-    cuts = set(keep_best(-similar, _NUM_SEGMENTS - 1).tolist()) | set(
-        (similar < _ALIKE).nonzero().flatten().tolist()
-    )
+    unlike = (similar < _ALIKE).nonzero().flatten().tolist()
+    cuts = {*keep_best(-similar, _NUM_SEGMENTS - 1).tolist(), *unlike}
     ends = [*(cut + 1 for cut in sorted(cuts)), len(similar) + 1]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
