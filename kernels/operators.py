@@ -340,15 +340,12 @@ def merge_states(
         ValueError: outs and lses do not have the same shapes, the head dimension aside, or out is too short.
         BackendError: the back end cannot be used here.
     """
-    if isinstance(outs, Tensor):
-        shapes = [(outs.shape, lses.shape)]
-    else:
-        shapes = [(partial.shape, lse.shape) for partial, lse in zip(outs, lses, strict=True)]
-    for partial, lse in shapes:
-        if partial[:-1] != lse:
-            raise ValueError(f"partial results of shape {list(partial)} do not have lses of shape {list(lse)}")
-        if out is not None and partial[-2] > out.shape[2]:
-            raise ValueError(f"partial results of {partial[-2]} queries do not fit into {out.shape[2]} rows")
+    for partial, lse in [(outs, lses)] if isinstance(outs, Tensor) else zip(outs, lses, strict=True):
+        shape, of_lse = list(partial.shape), list(lse.shape)
+        if shape[:-1] != of_lse:
+            raise ValueError(f"partial results of shape {shape} do not have lses of shape {of_lse}")
+        if out is not None and shape[-2] > out.shape[2]:
+            raise ValueError(f"partial results of {shape[-2]} queries do not fit into {out.shape[2]} rows")
     return implementation("merging.merge_states", choose(backend, lses[0]))(outs, lses, out=out)
 
 

@@ -135,9 +135,8 @@ class Manifest(KVFacts):
             StorageError: a token or a layer is missing, a token is in several shards, or the reduction does not
                 explain which visual tokens are left.
         """
-        is_whole = (
-            len(self.token_ids) == self.num_tokens and digest_of_tokens(self.token_ids) == self.tokens_sha256
-        )
+        is_whole = len(self.token_ids) == self.num_tokens
+        is_whole = is_whole and digest_of_tokens(self.token_ids) == self.tokens_sha256
         if not is_whole or any(len(shard.files) != self.num_layers for shard in self.shards):
             raise StorageError(f"the manifest for {path} does not name every token and every layer")
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize

@@ -90,7 +90,6 @@ class ModelParts:
         sizes: those of the whole decoder.
         tensor_parallel: the share of attention and MLP that is here, as (t, T): number t of T; (0, 1) where they
             are whole.
-        eos_token_ids: the tokens that end an answer, from the generation config.
         embed_tokens: the layer that turns token ids into embeddings.
         dtype, device: those of the weights.
         is_video_model: whether the model reads video and images, and not only text.
@@ -128,19 +127,15 @@ class ModelParts:
         member, num_members = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         kv_heads = split_evenly(range(sizes.kv_heads), num_members)[member]
         embed_tokens = self.language_model.get_input_embeddings()
-        placeholders = {"visual": (self.video_token_id, self.image_token_id), "audio": (self.audio_token_id,)}
-        eos = self.model.generation_config.eos_token_id
+        placeholders = (self.video_token_id, self.image_token_id, self.audio_token_id)
+        placeholders = torch.tensor([-1 if number is None else number for number in placeholders])
         found = {
             "sizes": sizes,
             "tensor_parallel": (member, num_members),
-            "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
             "embed_tokens": embed_tokens,
             "dtype": embed_tokens.weight.dtype,
             "device": embed_tokens.weight.device,
-            "_placeholders": {
-                kind: torch.tensor([number for number in numbers if number is not None], dtype=torch.long)
-                for kind, numbers in placeholders.items()
-            },
+            "_placeholders": placeholders,
             "is_video_model": family in VIDEO_FAMILIES,
             "hears": self.audio_token_id is not None,
             "uses_mrope": family in _MROPE_FAMILIES,
@@ -188,15 +183,15 @@ class ModelParts:
 
     def is_visual(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images or video: bool, shaped like ``input_ids``."""
-        return torch.isin(input_ids, self._placeholders["visual"])
+        return torch.isin(input_ids, self._placeholders[:2])
 
     def is_audio(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of audio: bool, shaped like ``input_ids``."""
-        return torch.isin(input_ids, self._placeholders["audio"])
+        return torch.isin(input_ids, self._placeholders[2:])
 
     def is_placeholder(self, input_ids: Tensor) -> Tensor:
         """Find the placeholders of images, video or audio: bool, shaped like ``input_ids``."""
-        return self.is_visual(input_ids) | self.is_audio(input_ids)
+        return torch.isin(input_ids, self._placeholders)
 
     def rotary_positions(self, input_ids: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Compute a prompt's M-RoPE positions by the model's own rule.
@@ -265,6 +260,12 @@ class ModelParts:
             vision_aspect_ratio=config.vision_aspect_ratio,
         )
         return len(packed)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, from the generation config."""
+        eos = self.model.generation_config.eos_token_id
+        return (eos,) if isinstance(eos, int) else tuple(eos or ())
 
     def weights_digest(self) -> str:
         """Compute :func:`apbv.model.digest.weights_digest` of the weights on this process."""

@@ -30,7 +30,7 @@ def require_going_on(hosts: HostGroup, stop: Stop | None) -> None:
         return
     error, ends = None, False
     try:
-        ends = hosts.is_leader and stop()
+        ends = hosts.is_leader and bool(stop())
     except Exception as caught:  # of whatever kind: it is the caller's function
         error, ends = caught, True
     if hosts.broadcast_ints([ends], 1)[0]:

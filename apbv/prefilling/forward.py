@@ -96,9 +96,7 @@ def prefill(
             if reduce.is_late and inputs.visual is not None:
                 reducer = LATE_REDUCERS[reduce.method](config, parts, inputs)
                 if watcher is not None:
-                    raise ValueError(
-                        f"{reduce.method} drops tokens between layers: its prefill cannot be observed"
-                    )
+                    raise ValueError(f"a prefill with {reduce.method} between its layers cannot be observed")
     hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)

@@ -177,7 +177,7 @@ def test_a_step_that_fails_may_be_taken_again(monkeypatch):
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as patch:
-        patch.setattr(type(parts), "logits", lambda parts, hidden: 1 / 0)
+        patch.setitem(vars(parts), "lm_head", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batch.step()
     assert [len(member.tokens) for member in members] == [3, 3]
@@ -208,6 +208,6 @@ def test_what_is_not_decoded_together(monkeypatch):
     monkeypatch.setitem(parts.language_model.config.rope_parameters, "rope_type", "dynamic")
     with pytest.raises(ValueError, match=r"rotary frequencies depend on the length of a sequence \(dynamic\)"):
         Batch(parts)
-    monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
+    monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))
     with pytest.raises(ValueError, match="decoded together: a host"):
         Batch(parts)

@@ -113,5 +113,5 @@ def test_what_keeps_steps_from_being_recorded(monkeypatch):
     assert graphs.why_not_captured(parts, None) is None
     assert "in shares" in graphs.why_not_captured(parts, HostGroup.single())
     assert "torch attention" in graphs.why_not_captured(other, None)
-    monkeypatch.setattr(type(parts), "tensor_parallel", (0, 2))
+    monkeypatch.setitem(vars(parts), "tensor_parallel", (0, 2))
     assert "members of a host" in graphs.why_not_captured(parts, None)

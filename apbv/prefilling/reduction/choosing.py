@@ -5,6 +5,7 @@ Of equal scores the earlier token comes first, so that all hosts choose alike.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -45,11 +46,9 @@ def count_of(share: float, num_tokens: int) -> int:
 
 def shares_of_videos(count: int, lengths: Sequence[int]) -> list[int]:
     """Share ``count`` tokens out over videos, in proportion to their lengths as far as that comes out even."""
-    shares, before, total = [], 0, sum(lengths)
-    for length in lengths:
-        shares.append((before + length) * count // total - before * count // total)
-        before += length
-    return shares
+    total = max(1, sum(lengths))
+    ends = [end * count // total for end in accumulate(lengths, initial=0)]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,8 @@ def cut_segments(similar: Tensor) -> list[range]:
     Args:
         similar: ``[T - 1]``, of each frame to the next.
     """
-    cuts = set(keep_best(-similar, _NUM_SEGMENTS - 1).tolist()) | set(
-        (similar < _ALIKE).nonzero().flatten().tolist()
-    )
+    unlike = (similar < _ALIKE).nonzero().flatten().tolist()
+    cuts = {*keep_best(-similar, _NUM_SEGMENTS - 1).tolist(), *unlike}
     ends = [*(cut + 1 for cut in sorted(cuts)), len(similar) + 1]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -79,7 +78,7 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     segments = cut_segments((means[1:] * means[:-1]).sum(dim=-1))
     counts = [len(share) for share in split_evenly(range(count), video.num_frames)]
     of_hosts = [[segment for segment in segments if segment.start in share] for share in video.shares]
-    frames = [_from_first_to_last(of_host) for of_host in of_hosts]
+    frames = [range(of_host[0].start, of_host[-1].stop) if of_host else range(0) for of_host in of_hosts]
     mine, rows = frames[rank], video.fetch(frames, video.rows)
     places, values = [torch.empty(0, dtype=torch.long)], [rows[:0].flatten(0, 1)]
     for segment in of_hosts[rank]:
@@ -89,10 +88,6 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
         places.append(segment.start * size + chosen)
         values.append(kept)
     return KeptRows(torch.cat(places), torch.cat(values))
-
-
-def _from_first_to_last(segments: list[range]) -> range:
-    return range(segments[0].start, segments[-1].stop) if segments else range(0)
 
 
 def _reduce_segment(

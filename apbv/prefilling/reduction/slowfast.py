@@ -38,9 +38,8 @@ def plan_pathways(num_frames: int, height: int, width: int, count: int) -> tuple
     while num_frames * _num_squares(height, width, side) > most:
         side += 1
     pooled, whole = _num_squares(height, width, side), height * width
-    num_slow = (
-        num_frames if pooled == whole else min(num_frames, (count - num_frames * pooled) // (whole - pooled))
-    )
+    most_slow = (count - num_frames * pooled) // max(1, whole - pooled)
+    num_slow = num_frames if pooled == whole else min(num_frames, most_slow)
     slow = set(keep_even(num_frames, num_slow).tolist())
     return slow, set(range(num_frames)) - slow, side
 
