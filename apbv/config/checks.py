@@ -76,13 +76,6 @@ def require_types(**given: tuple[Any, type]) -> None:
             raise ValueError(f"{name} must be a {kind.__name__}, not {value!r:.80}")
 
 
-def require_callable(**given: Any) -> None:
-    """Raise ValueError unless arguments, by name, can be called, or are None."""
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise ValueError(f"{name} must be a function, not {value!r:.80}")
-
-
 def is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import ClassVar
 
 from ..config import longest_window
-from ..timeline import Recorder
+from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in passes of the target, at which a draft is switched off

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..timeline import Recorder, Span, seconds_of
+from ..stats import Recorder, Span, seconds_of
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair

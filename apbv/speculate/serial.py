@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..timeline import Recorder
+from ..stats import Recorder
 from .drafters import Drafter, Proposal, pack_tokens, unpack_tokens
 from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree

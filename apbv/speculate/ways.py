@@ -6,7 +6,7 @@ and decodes the answer.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
 from ..prefilling.stages import Watcher
-from ..timeline import Span
+from ..stats import Span
 from .draft import Draft, DraftTask, kept_by_frame
 from .pace import Pace
 from .serial import generate_speculatively
@@ -183,8 +183,7 @@ class TakingTurns:
 
     def _run_captioner(self, rendered: RenderedPrompt) -> str:
         """Call the captioner with this host's GPU as the current one, which a new thread does not inherit."""
-        device = self.hosts.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.cuda.device(self.hosts.device if self.hosts.device.type == "cuda" else -1):
             return self._captioner(rendered)
 
 
