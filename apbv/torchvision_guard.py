@@ -23,7 +23,8 @@ def ensure_torchvision_imports() -> None:
 
     Changes nothing where torchvision is absent, already imported, or built for this torch.
     """
-    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+    is_watched = any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path)
+    if "torchvision" not in sys.modules and not is_watched:
         sys.meta_path.insert(0, _TorchvisionFinder())
 
 
@@ -55,6 +56,8 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
             _forget_submodules()
             self._library = _declared_operators()
             execute(module)
+        if self in sys.meta_path:  # its work is done; the loader goes on holding it, and so the library
+            sys.meta_path.remove(self)
 
 
 def _declared_operators():

@@ -163,7 +163,7 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
     Raises:
         AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
     """
-    hosts, tokens = answer.hosts, answer.tokens
+    hosts, tokens = answer.decoder.hosts, answer.tokens
     stats = PipelineStats(record=Recorder("decoding", hosts.clock))
     target = _Target(answer, pair, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []
