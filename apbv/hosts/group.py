@@ -304,12 +304,10 @@ class HostGroup:
         if self.num_processes == 1:
             return data
         (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
-        if not length:
-            return b""
-        if not self.is_leader:
-            return self.start_broadcast(torch.empty(length, dtype=torch.uint8), 0).wait().numpy().tobytes()
-        self.start_broadcast(_bytes_tensor(data), 0).wait()
-        return data
+        if length:
+            tensor = _bytes_tensor(data) if self.is_leader else torch.empty(length, dtype=torch.uint8)
+            data = self.start_broadcast(tensor, 0).wait().numpy().tobytes()
+        return data if length else b""
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Gather the same number of floats from every process, on every process: one list per process."""

@@ -57,13 +57,11 @@ class PipelineStats(SpeculationStats):
 
     waiting: ClassVar = "wait for draft"
 
-    @property
-    def draft_seconds(self) -> float | None:
-        return self.of_draft and seconds_of(self.of_draft.spans, "draft")
-
-    @property
-    def draft_idle_seconds(self) -> float | None:
-        return self.of_draft and seconds_of(self.of_draft.spans, "wait for scores", "wait for verdict")
+    def times(self) -> dict[str, float | None]:
+        spans = self.of_draft and self.of_draft.spans
+        draft = spans and seconds_of(spans, "draft")
+        idle = spans and seconds_of(spans, "wait for scores", "wait for verdict")
+        return super().times() | {"draft_seconds": draft, "draft_idle_seconds": idle}
 
     def summary(self, num_new_tokens: int) -> dict:
         """Return the figures for JSON, with all drafted tokens, useless windows included, as ``num_written``."""

@@ -5,7 +5,6 @@ and decodes the answer.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -124,7 +123,7 @@ class TakingTurns:
             state = prefiller.run(read, watcher)
             if needs_caption:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
-                    caption = _caption_of(captioning) if self.hosts.is_leader else None
+                    caption = captioning.result() if self.hosts.is_leader else None
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
                 draft = self._build(read, state, watcher, caption)
             with self.hosts.collective_stage("decode"), request.timer.stage("decode"), ExitStack() as stack:
@@ -182,19 +181,19 @@ class TakingTurns:
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
 
     def _run_captioner(self, rendered: RenderedPrompt) -> str:
-        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit."""
+        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit.
+
+        Raises:
+            ValueError: it raises, or returns no text.
+        """
         with torch.cuda.device(self.hosts.device if self.hosts.device.type == "cuda" else -1):
-            return self._captioner(rendered)
-
-
-def _caption_of(captioning: Future) -> str:
-    try:
-        caption = captioning.result()
-    except Exception as error:
-        raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
-    if not isinstance(caption, str) or not caption.strip():
-        raise ValueError(f"the captioner returned {caption!r} instead of a caption")
-    return caption.strip()
+            try:
+                caption = self._captioner(rendered)
+            except Exception as error:
+                raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+        if not isinstance(caption, str) or not caption.strip():
+            raise ValueError(f"the captioner returned {caption!r} instead of a caption")
+        return caption.strip()
 
 
 def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:
