@@ -301,13 +301,14 @@ class Engine:
         """
         with self.hosts.local_stage("reading the settings"):
             calls = {"on_token": on_token, "on_stage": on_stage, "on_progress": on_progress, "stop": stop}
-            require_types(sampling=(sampling, SamplingParams))
             for name, call in calls.items():
                 if call is not None and not callable(call):
                     raise ValueError(f"{name} must be a function, not {call!r:.80}")
             given = self._sampling(max_new_tokens, temperature, top_p, seed)
-            if sampling is not None and given != self._sampling(None, 0.0, 1.0, 0):
-                raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
+            if sampling is not None:
+                require_types(sampling=(sampling, SamplingParams))
+                if given != self._sampling(None, 0.0, 1.0, 0):
+                    raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
         sound = {"audio": audio, "audio_in_video": audio_in_video}
         question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(

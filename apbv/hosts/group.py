@@ -348,7 +348,9 @@ class HostGroup:
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
         """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
-        return Exchange(lambda: tensor[None]) if self.num_processes == 1 else self._control.all_gather(tensor)
+        return (
+            Exchange(partial(tensor.unsqueeze, 0)) if self.num_processes == 1 else self._control.all_gather(tensor)
+        )
 
     def _gather_control(self, tensor: Tensor) -> Tensor:
         return tensor[None] if self.num_processes == 1 else self.start_gathering(tensor).wait()

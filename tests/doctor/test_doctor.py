@@ -50,7 +50,7 @@ def test_two_healthy_hosts(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     report = report_in(path)
     require_healthy(report, result.stdout)
-    assert result.stdout.count("The machine\n") == 1, "once, and not once for each host"
+    assert result.stdout.count("Machine\n") == 1, "once, and not once for each host"
 
 
 def test_one_host_says_what_it_leaves_out(tmp_path):
