@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from . import demo
 from .config import DecodeConfig, PrefillConfig, ReuseConfig, SamplingParams, SpeculativeConfig
-from .config.checks import require_callable, require_types
+from .config.checks import require_types
 from .decode.answer import finish_reason
 from .decode.batch import Batch
-from .generated import GenerateResult, figures_of, timeline_of
+from .generated import GenerateResult
 from .grammar import Grammars
 from .hosts import HostGroup
 from .input.reading import PromptReader
@@ -36,7 +36,7 @@ from .prefilling.reuse import Reuse
 from .refusals import refuse
 from .speculate import Autoregressive, Captioner, Drafting
 from .speculate.ways import Answered
-from .stats import StageTimer
+from .stats import Span, StageTimer, provenance
 from .warn import warn_caller
 
 # Of a question that nobody asked.
@@ -115,7 +115,7 @@ class Engine:
             config,
             None if reuse is None or model is None else Reuse(reuse),
             reads_all_frames=draft is not None,
-            require_readable=drafting.require_readable,
+            require_readable=None if speculate is None else drafting.require_readable,
         )
 
     def __repr__(self) -> str:
@@ -300,11 +300,15 @@ class Engine:
             Exception: what a callback raised, which ends the answer; on the other hosts a HostError.
         """
         with self.hosts.local_stage("reading the settings"):
-            require_types(sampling=(sampling, SamplingParams))
-            require_callable(on_token=on_token, on_stage=on_stage, on_progress=on_progress, stop=stop)
+            calls = {"on_token": on_token, "on_stage": on_stage, "on_progress": on_progress, "stop": stop}
+            for name, call in calls.items():
+                if call is not None and not callable(call):
+                    raise ValueError(f"{name} must be a function, not {call!r:.80}")
             given = self._sampling(max_new_tokens, temperature, top_p, seed)
-            if sampling is not None and given != self._sampling(None, 0.0, 1.0, 0):
-                raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
+            if sampling is not None:
+                require_types(sampling=(sampling, SamplingParams))
+                if given != self._sampling(None, 0.0, 1.0, 0):
+                    raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
         sound = {"audio": audio, "audio_in_video": audio_in_video}
         question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(
@@ -323,7 +327,9 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
-        with self._guarded(self._with_grammar(request)) as guarded:
+        if request.sampling.json_schema is not None:
+            request = self._with_grammar(request)
+        with self._guarded(request) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
         return self._result(read.request, state, answered, timeline, read.videos)
@@ -336,17 +342,49 @@ class Engine:
         timeline: bool = False,
         videos: tuple[SampledVideo, ...] = (),
     ) -> GenerateResult:
-        """Return the result of a request; on a draft host, which has prefilled nothing, with its own figures."""
-        tokens, spans = answered.tokens, None
+        """Return the result of a request, collective; on a draft host, which has prefilled nothing, its own."""
+        tokens, sampling, spans = answered.tokens, request.sampling, None
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = finish_reason(tokens, request.sampling, self.parts.eos_token_ids)
+        reason = finish_reason(tokens, sampling, self.parts.eos_token_ids)
+        timed = request.timer.summary(len(tokens))
         if state is None:
-            timed = request.timer.summary(len(tokens))
             figures = {"token_ids": tokens, "text": text, **answered.figures, **timed}
         else:
-            spans = timeline_of(state, answered) if timeline else None
-            figures = {"model": self.name, "kv": self.prefill_config.kv}
-            figures |= figures_of(self.parts, request, state, answered, text)
+            hosts = state.kv.hosts
+            if timeline:
+                mine = [asdict(span) for span in (*request.timer.spans, *answered.spans)]
+                spans = {
+                    hosts.name_of(place): [Span(**fields) for fields in theirs]
+                    for place, theirs in enumerate(hosts.gather_json(mine))
+                }
+                if answered.draft_spans is not None:
+                    spans["draft host"] = answered.draft_spans
+            figures = {
+                "model": self.name,
+                "kv": self.prefill_config.kv,
+                "method": state.method,
+                "hosts": hosts.size,
+                "tensor_parallel_size": hosts.tensor_parallel_size,
+                "num_input_tokens": state.num_tokens,
+                "num_video_tokens": state.inputs.num_visual_tokens,
+                "num_audio_tokens": int(self.parts.is_audio(state.inputs.input_ids).sum()),
+                "anchor_len": state.layout.anchor_len,
+                "passing_len": state.layout.passing_len,
+                "reused": state.reused,
+                "reduction": None if state.reduction is None else state.reduction.figures,
+                "attention_density": state.density,
+                "token_ids": tokens,
+                "text": text,
+                **timed,
+                "samples": {"ttft_ms": [timed["ttft_ms"]]},
+                "speculation": answered.figures,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "seed": sampling.seed,
+                "device": str(hosts.device),
+                "dtype": str(self.parts.dtype).removeprefix("torch."),
+                **provenance(),
+            }
         return GenerateResult(text, tokens, figures, reason, videos, answered.kept, spans, request.logprobs)
 
     def decode(
@@ -400,14 +438,14 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        with closing(self._prefiller.read(self._with_grammar(request))) as read:
+        if request.sampling.json_schema is not None:
+            request = self._with_grammar(request)
+        with closing(self._prefiller.read(request)) as read:
             self._note_what_the_demo_cannot(read)
             return read.request, self._prefiller.run(read)
 
     def _with_grammar(self, request: Request) -> Request:
-        """Return a request with the grammar of its JSON schema, if it has one; ValueError on all hosts if not."""
-        if request.sampling.json_schema is None:
-            return request
+        """Return a request with the grammar of its JSON schema; ValueError on all hosts where it is none."""
         with self.hosts.local_stage("reading the JSON schema"):
             grammar = self.grammars.begin(request.sampling.json_schema) if self.hosts.is_leader else None
         return replace(request, grammar=grammar)
@@ -416,8 +454,7 @@ class Engine:
         """Warn on the leader where the demo model is asked what it cannot know, and answers all the same."""
         if self.name != "demo" or not self.hosts.is_leader:
             return
-        sizes = [(video.info.height, video.info.width) for video in read.videos]
-        if not demo.understands(read.rendered.text, sizes):
+        if not demo.understands(read.rendered.text, {(each.info.height, each.info.width) for each in read.videos}):
             examples = ", ".join(map(repr, demo.EXAMPLE_QUESTIONS))
             warn_caller(
                 f"the demo model understands questions such as {examples}, about clips like the packaged one, and "

@@ -6,15 +6,10 @@ from typing import Any
 
 import torch
 
-from .input.request import Request
 from .input.skeleton import SampledVideo
 from .input.video import VideoInfo
 from .logprobs import TokenLogprobs
-from .model.parts import ModelParts
-from .prefilling.result import PrefillResult
-from .speculate.ways import Answered
-from .stats import gather_spans, provenance
-from .timeline import Span
+from .stats import Span
 
 _SHOWN_CHARACTERS = 60
 
@@ -32,7 +27,7 @@ class GenerateResult:
         kept: which tokens of a prompt's only video the draft saw, bool ``[T, h, w]`` with T frames as the model
             merges them; None where that is not known.
         logprobs: of each token, where ``sampling.logprobs`` asks for them; on host 0.
-        timeline: if asked for, spans by host name, for :func:`apbv.timeline.write_timeline`; only host 0 has those
+        timeline: if asked for, spans by host name, for :func:`apbv.stats.write_timeline`; only host 0 has those
             of a draft host.
     """
 
@@ -59,42 +54,3 @@ class GenerateResult:
         text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
         taken = f"ttft_ms={self.stats['ttft_ms']:.1f}, total_ms={self.stats['total_ms']:.1f}"
         return f"GenerateResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason!r}, {taken})"
-
-
-def figures_of(
-    parts: ModelParts, request: Request, state: PrefillResult, answered: Answered, text: str
-) -> dict[str, Any]:
-    """Return the figures of a request that was prefilled and decoded here; collective."""
-    figures, sampling, hosts = state.timer.summary(len(answered.tokens)), request.sampling, state.kv.hosts
-    return {
-        "method": state.method,
-        "hosts": hosts.size,
-        "tensor_parallel_size": hosts.tensor_parallel_size,
-        "num_input_tokens": state.num_tokens,
-        "num_video_tokens": state.inputs.num_visual_tokens,
-        "num_audio_tokens": int(parts.is_audio(state.inputs.input_ids).sum()),
-        "anchor_len": state.layout.anchor_len,
-        "passing_len": state.layout.passing_len,
-        "reused": state.reused,
-        "reduction": None if state.reduction is None else state.reduction.figures,
-        "attention_density": state.density,
-        "token_ids": answered.tokens,
-        "text": text,
-        **figures,
-        "samples": {"ttft_ms": [figures["ttft_ms"]]},
-        "speculation": answered.figures,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "device": str(hosts.device),
-        "dtype": str(parts.dtype).removeprefix("torch."),
-        **provenance(),
-    }
-
-
-def timeline_of(state: PrefillResult, answered: Answered) -> dict[str, list[Span]]:
-    """Return the spans of every host by its name; collective."""
-    hosts = state.kv.hosts
-    spans_of_hosts = gather_spans([*state.timer.spans, *answered.spans], hosts)
-    found = {hosts.name_of(place): spans for place, spans in enumerate(spans_of_hosts)}
-    return found if answered.draft_spans is None else {**found, "draft host": answered.draft_spans}

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from . import demo
 from .config import DTYPE_NAMES, PrefillConfig, SpeculativeConfig
-from .config.checks import is_int, require_types
+from .config.checks import require_types
 from .hosts.devices import choose_device
 from .input.visual import FRAME_COPIES, PIXEL_COPIES, most_in_a_chunk, num_frames_told
 from .layout import LayoutError
@@ -141,7 +141,7 @@ def plan(
         raise ValueError(f"{prefill.reduce.method} leaves visual tokens out: it needs the frames of a video")
     counts = {"num_frames": num_frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
     for name, count in counts.items():
-        if count is not None and not (is_int(count) and count >= 1):
+        if count is not None and not (type(count) is int and count >= 1):
             raise ValueError(f"{name} must be a whole number of at least 1, not {count!r}")
     name, config, processor = _describe(model, demo.model_path)
     require_usable(prefill.reduce, config.model_type, None)
@@ -313,6 +313,3 @@ def _itemsize(config: PreTrainedConfig, wanted: str | torch.dtype) -> int:
 
 def _readable(size: int) -> str:
     return f"{size / 1e9:10.2f} GB" if size >= 1e8 else f"{size / 1e6:10.2f} MB"
-
-
-__all__ = ["Plan", "plan"]

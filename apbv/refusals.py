@@ -4,46 +4,6 @@ Whoever knows what is asked for, a config, the options or a request, names its f
 A feature that no other excludes needs no name here.
 """
 
-# What the page docs/choosing.md calls a feature.
-FEATURES = {
-    "anchor_query": "`--anchor-query`",
-    "no_anchor": "a method without an anchor",
-    "sparse": "`--sparse`",
-    "dense_method": "`zigzag_ring` or `ulysses`",
-    "other_sparse_method": "a method of other sparse attention",
-    "skip_margin": "`--sparse-skip-margin`",
-    "sparse_without_margin": "`xattention` or `flexprefill`",
-    "reduction": "`--reduce`",
-    "early_reduction": "`--reduce` before the language model",
-    "late_reduction": "`--reduce` between layers",
-    "reduce_layer": "`--reduce-layer`",
-    "kv_reuse": "`--reuse kv`",
-    "watching_draft": "a draft that goes by the target's prefill",
-    "handing_over": "`--kv-transfer`",
-    "context": "`--context`",
-    "source": "`--video`, `--image` or `--audio`",
-    "draft_host": "`--draft-host`",
-    "one_host": "one host",
-    "one_model": "`std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
-    "self_drafting": "`std`, `std_apbv`, `streaming` or `layerskip`",
-    "tensor_parallel": "`--tensor-parallel`",
-    "learning_draft": "`tabed`",
-    "tree": "a draft tree",
-    "chain_only": "`tabed` or `ngram`",
-    "keep": "`--keep`",
-    "no_choice": "`text_only`, `std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
-    "keep_ratio": "`--keep-ratio`",
-    "keep_tokens": "`--keep-tokens`",
-    "fixed_share": "a strategy that keeps all tokens, or none",
-    "prune_kv": "`--prune kv`",
-    "drops_nothing": "a strategy that keeps all tokens or none, or `tabed`",
-    "passed_kv": "`std_apbv`",
-    "nothing_passed": "a prefill that passes nothing on",
-    "ranking": "`--keep` by the target's scores",
-    "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
-    "caption": "`--ensemble` with a C",
-    "no_captioner": "no `--captioner`",
-}
 # Why two features exclude each other, with what was given for a feature in braces.
 REFUSALS = {
     ("anchor_query", "no_anchor"): (
@@ -130,12 +90,3 @@ def refuse(**asked: str | bool | None) -> None:
     for (feature, other), reason in REFUSALS.items():
         if asked.get(feature) and asked.get(other):
             raise ValueError(reason.format(**asked))
-
-
-def table() -> str:
-    """Lay the refusals out for the page docs/choosing.md."""
-    rows = [
-        f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**FEATURES)} |"
-        for (feature, other), reason in REFUSALS.items()
-    ]
-    return "\n".join(["| this | does not go with | because |", "|---|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""Measures the time and the memory of a request, and writes figures."""
+"""Measures the time and the memory of a request, and writes figures and timelines."""
 
 import json
 import os
@@ -6,18 +6,20 @@ import platform
 import resource
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .hosts import HostGroup
-from .timeline import Recorder, Span, overlapping_seconds
 
 # Every stage of a request, in the order in which they first begin.
 STAGES = ("decode_video", "preprocess", "encode", "exchange", "prefill", "handoff", "draft", "decode")
@@ -32,6 +34,25 @@ _ON_HOST = ("decode_video",)
 _Moment = tuple[float, torch.cuda.Event | None]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Something that took time on one host.
+
+    Attributes:
+        name: what it was.
+        track: the row of its host that shows it.
+        begin: when it began, in seconds since the epoch; the clocks of several machines must agree.
+        seconds: how long it took.
+        details: JSON-ready figures about it.
+    """
+
+    name: str
+    track: str
+    begin: float
+    seconds: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
 class StageTimer:
     """Times a request's stages on this host, and its first token; any thread may begin a stage.
 
@@ -44,6 +65,9 @@ class StageTimer:
         on_stage: called with the name of each stage as it begins, in the thread that begins it.
         on_progress: called with what :meth:`progress` is told, in the thread that tells it. Of both only one call
             is under way at a time.
+
+    Attributes:
+        prefilled_on_gpu: what the GPU comes to when the prefill is done; None where no prefill on a GPU was timed.
     """
 
     def __init__(
@@ -53,14 +77,15 @@ class StageTimer:
         on_progress: Callable[[str, int, int], None] | None = None,
     ):
         self._hosts, self._on_stage, self._on_progress = hosts, on_stage, on_progress
-        self._recorder = Recorder("stages", hosts.clock)
-        self._unread: list[tuple[str, str | None, _Moment, _Moment]] = []  # a stage's name, track, begin and end
         self._lock, self._reporting = threading.Lock(), threading.Lock()
-        self._began = self._hosts.clock()
-        self._prefilled: _Moment | None = None
+        self._spans: list[Span] = []
+        self._unread: list[tuple[str, str, _Moment, _Moment]] = []  # a stage's name, track, begin and end
+        self._began = hosts.clock()
+        self._epoch = time.time() - self._began
+        self._prefilled: _Moment = self._began, None
         self._first_token: _Moment | None = None
-        self._bytes_before = hosts.bytes_received
-        self._bytes_of_prefill = 0
+        self._bytes_before, self._bytes_of_prefill = hosts.bytes_received, 0
+        self.prefilled_on_gpu: torch.cuda.Event | None = None
 
     @contextmanager
     def stage(self, name: str, track: str | None = None) -> Iterator[None]:
@@ -75,8 +100,7 @@ class StageTimer:
         if self._on_stage is not None:
             with self._reporting:
                 self._on_stage(name)
-        if track is None and name in _SIDE_BY_SIDE:
-            track = name
+        track = track or (name if name in _SIDE_BY_SIDE else "stages")
         began = self._now(name)
         try:
             yield
@@ -99,12 +123,8 @@ class StageTimer:
     def mark_prefilled(self) -> None:
         """End the time to first token, as long as no token is chosen: the KV is there, and handed over."""
         self._prefilled = self._now("handoff")
+        self.prefilled_on_gpu = self._prefilled[1]
         self._bytes_of_prefill = self.comm_bytes
-
-    @property
-    def prefilled_on_gpu(self) -> torch.cuda.Event | None:
-        """What the GPU comes to when the prefill is done; None where no prefill on a GPU was timed."""
-        return None if self._prefilled is None else self._prefilled[1]
 
     def mark_first_token(self) -> None:
         """End the time to first token: this process knows the token, and its caller is about to."""
@@ -113,9 +133,8 @@ class StageTimer:
     def resumed(self) -> "StageTimer":
         """Return a timer that goes on where the prefill ended, as if no time had passed since then."""
         timer = StageTimer(self._hosts)
-        for span in self.spans:
-            timer._recorder.keep(span)
-        timer._began -= self._seconds_to_first(self._prefilled)
+        timer._spans = self.spans
+        timer._began -= self._read([self._prefilled])[0] - self._began
         timer._bytes_before -= self._bytes_of_prefill
         return timer
 
@@ -124,14 +143,15 @@ class StageTimer:
         """A span for each time that a stage has run; waits for what a GPU still works on of them."""
         with self._lock:
             stages, self._unread = self._unread, []
-            moments = self._read([moment for stage in stages for moment in stage[2:]])
-            for (name, track, *_), began, ended in zip(stages, moments[::2], moments[1::2], strict=True):
-                self._recorder.add(name, began, ended - began, track)
-        return list(self._recorder.spans)
+            moments = iter(self._read([moment for stage in stages for moment in stage[2:]]))
+            for name, track, *_ in stages:
+                began, ended = next(moments), next(moments)
+                self._spans.append(Span(name, track, self._epoch + began, ended - began))
+        return list(self._spans)
 
     @property
     def comm_bytes(self) -> int:
-        """Count the payload bytes received from other hosts since the request began."""
+        """The payload bytes received from other hosts since the request began."""
         return self._hosts.bytes_received - self._bytes_before
 
     def summary(self, num_new_tokens: int = 0) -> dict:
@@ -145,23 +165,31 @@ class StageTimer:
         Args:
             num_new_tokens: tokens of the answer, for ``output_throughput``.
         """
-        overlap = overlapping_seconds(self.spans)
-        first = self._seconds_to_first(self._first_token or self._prefilled)
-        mine = [*map(self._recorder.seconds, STAGES), overlap, first, self._hosts.clock() - self._began]
-        everybody = self._hosts.gather_floats([*mine, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
-        slowest = [max(column) for column in zip(*everybody, strict=True)]
-        overlap, ttft, total = slowest[len(STAGES) : len(mine)]
-        decode = slowest[STAGES.index("decode")]
+        spans, busy = self.spans, dict.fromkeys(STAGES, 0.0)
+        for span in spans:
+            busy[span.name] += span.seconds
+        (first,) = self._read([self._first_token or self._prefilled])
+        times = [
+            *busy.values(),
+            overlapping_seconds(spans),
+            first - self._began,
+            self._hosts.clock() - self._began,
+        ]
+        everybody = self._hosts.gather_floats([*times, self.comm_bytes, peak_memory_bytes(self._hosts.device)])
+        *slowest, received, peaks = zip(*everybody, strict=True)
+        *stages, overlap, ttft, total = [max(column) * 1e3 for column in slowest]
+        stages = dict(zip(STAGES, stages, strict=True))
+        decode = stages["decode"]
         return {
-            "ttft_ms": ttft * 1e3,
-            "total_ms": total * 1e3,
-            "request_throughput": 1.0 / ttft if ttft else None,
-            "output_throughput": num_new_tokens / decode if num_new_tokens and decode else None,
-            "stages_ms": {name: slowest[i] * 1e3 for i, name in enumerate(STAGES)},
-            "overlap_ms": overlap * 1e3,
-            "comm_bytes": [int(row[-2]) for row in everybody],
-            "comm_bytes_total": int(sum(row[-2] for row in everybody)),
-            "peak_memory_bytes": [int(row[-1]) for row in everybody],
+            "ttft_ms": ttft,
+            "total_ms": total,
+            "request_throughput": 1e3 / ttft if ttft else None,
+            "output_throughput": num_new_tokens * 1e3 / decode if num_new_tokens and decode else None,
+            "stages_ms": stages,
+            "overlap_ms": overlap,
+            "comm_bytes": [int(size) for size in received],
+            "comm_bytes_total": int(sum(received)),
+            "peak_memory_bytes": [int(peak) for peak in peaks],
         }
 
     def _now(self, stage: str) -> _Moment:
@@ -184,9 +212,87 @@ class StageTimer:
         now = self._hosts.clock()
         return [seconds if event is None else now - event.elapsed_time(latest) / 1e3 for seconds, event in moments]
 
-    def _seconds_to_first(self, moment: _Moment | None) -> float:
-        """Return the seconds from the request's begin; 0 if the moment has not come."""
-        return 0.0 if moment is None else self._read([moment])[0] - self._began
+
+class Recorder:
+    """Records the spans of one host, in the order in which they ended; any thread may add some.
+
+    Args:
+        track: their track.
+        clock: returns seconds since some fixed moment.
+    """
+
+    def __init__(self, track: str, clock: Callable[[], float] = time.perf_counter):
+        self.spans: list[Span] = []
+        self._totals: dict[str, float] = {}  # kept because every round of decoding reads it
+        self._track, self._clock = track, clock
+        self._epoch = time.time() - clock()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what was recorded, for another process, which can read it and add nothing."""
+        return {**self.__dict__, "_clock": None, "_lock": None}
+
+    @contextmanager
+    def span(self, name: str, **details: Any) -> Iterator[dict[str, Any]]:
+        """Record what happens inside, even if it fails; yields the details, to which figures can be added."""
+        began = self._clock()
+        try:
+            yield details
+        finally:
+            seconds = self._clock() - began
+            with self._lock:
+                self.spans.append(Span(name, self._track, self._epoch + began, seconds, details))
+                self._totals[name] = self.seconds(name) + seconds
+
+    def seconds(self, name: str) -> float:
+        """Sum the seconds of all spans of a name."""
+        return self._totals.get(name, 0.0)
+
+
+def seconds_of(spans: Iterable[Span], *names: str) -> float:
+    """Sum the seconds of all spans of some names."""
+    return sum(span.seconds for span in spans if span.name in names)
+
+
+def overlapping_seconds(spans: Iterable[Span]) -> float:
+    """Compute by how much the sum of the spans' seconds exceeds the time in which any of them ran."""
+    busy = covered = 0.0
+    end = float("-inf")
+    for span in sorted(spans, key=attrgetter("begin")):
+        busy += span.seconds
+        covered += max(0.0, span.begin + span.seconds - max(span.begin, end))
+        end = max(end, span.begin + span.seconds)
+    return busy - covered
+
+
+def write_timeline(path: Path, hosts: Mapping[str, Sequence[Span]]) -> None:
+    """Write spans as a JSON file in the Trace Event Format.
+
+    Args:
+        path: the file.
+        hosts: every host's spans, under its displayed name.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    everything = [span for spans in hosts.values() for span in spans]
+    start = min((span.begin for span in everything), default=0.0)
+    events: list[dict[str, Any]] = []
+    for process, (host, spans) in enumerate(hosts.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": host}})
+        tracks = list(dict.fromkeys(span.track for span in spans))
+        for thread, track in enumerate(tracks):
+            named = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": track}}
+            events.append(named)
+        for span in sorted(spans, key=attrgetter("begin")):
+            microseconds = {"ts": (span.begin - start) * 1e6, "dur": span.seconds * 1e6}
+            place = {"pid": process, "tid": tracks.index(span.track)}
+            events.append({"ph": "X", "name": span.name, **place, **microseconds, "args": span.details})
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+    except OSError as error:
+        raise ValueError(f"cannot write the timeline {path}: {error}") from error
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
@@ -200,11 +306,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done all its work; a CPU has no work left behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def gather_spans(spans: Sequence[Span], hosts: HostGroup) -> list[list[Span]]:
-    """Return every process's spans on every process; collective."""
-    return [[Span(**fields) for fields in theirs] for theirs in hosts.gather_json([asdict(s) for s in spans])]
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -250,16 +351,17 @@ def _kernels_figure(name: str, of: str = "meminfo") -> int | None:
     """Return a figure of Linux' memory, in bytes; None on other systems."""
     try:
         with open(f"/proc/{of}") as file:
-            line = next(line for line in file if line.startswith(f"{name}:"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return None
+            for line in file:
+                if line.startswith(f"{name}:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
 
 
 def provenance() -> dict:
     """Return when and with what figures are made: UTC date, versions, and a checkout's commit."""
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"date": date, "versions": dict(_versions()), "git_sha": _git_sha()}
+    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **_software()}
 
 
 def device_name(device: torch.device) -> str:
@@ -268,27 +370,20 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def _versions() -> Mapping[str, str]:
-    """Return the versions of what computes; finding a package's reads a file."""
-    return {
+def _software() -> dict:
+    """Return the versions of what computes, and the commit of the checkout; None for an installed package."""
+    versions = {
         "apbv": version("apbv"),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "python": platform.python_version(),
     }
-
-
-@cache
-def _git_sha() -> str | None:
-    """Return the commit of the checkout that this runs from; None for an installed package."""
-    checkout = Path(__file__).parents[1]
-    if not (checkout / ".git").exists():
-        return None
-    try:
+    checkout, commit = Path(__file__).parents[1], None
+    if (checkout / ".git").exists():
         quietly = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
-        return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout, **quietly).strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+        with suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout, **quietly).strip()
+    return {"versions": versions, "git_sha": commit}
 
 
 def append_json_lines(path: Path, records: Iterable[dict]) -> None:

@@ -23,7 +23,8 @@ def ensure_torchvision_imports() -> None:
 
     Changes nothing where torchvision is absent, already imported, or built for this torch.
     """
-    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+    is_watched = any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path)
+    if "torchvision" not in sys.modules and not is_watched:
         sys.meta_path.insert(0, _TorchvisionFinder())
 
 
@@ -52,9 +53,13 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
         except (RuntimeError, ImportError, OSError):
             if self._library is not None:
                 raise
-            _forget_submodules()
+            # What a failed import leaves behind would hide the next attempt's errors.
+            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+                del sys.modules[name]
             self._library = _declared_operators()
             execute(module)
+        if self in sys.meta_path:  # its work is done; the loader goes on holding it, and so the library
+            sys.meta_path.remove(self)
 
 
 def _declared_operators():
@@ -66,9 +71,3 @@ def _declared_operators():
         if not hasattr(torch.ops.torchvision, name):
             library.define(f"{name}(Tensor x) -> Tensor")
     return library
-
-
-def _forget_submodules() -> None:
-    """Remove the submodules that a failed import leaves behind, which would hide the next attempt's errors."""
-    for name in [name for name in sys.modules if name.startswith("torchvision.")]:
-        del sys.modules[name]

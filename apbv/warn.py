@@ -28,10 +28,7 @@ def report_error(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            about = {
-                "message": text,
-                "extraInfo": {"timestamp": str(int(time.time()))},
-            }  # as torchrun's record has it
-            json.dump({"message": about}, file)
+            extra = {"timestamp": str(int(time.time()))}  # as torchrun's record has it
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
     if path is None or os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write(f"{text}\n")  # one write: hosts share the terminal

@@ -18,8 +18,7 @@ from apbv.input.audio import AudioError, has_audio
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
-from apbv.stats import append_json_lines
-from apbv.timeline import write_timeline
+from apbv.stats import append_json_lines, write_timeline
 
 _SHOWN_OVERLAP_MS = 0.1
 

@@ -7,8 +7,9 @@ import runpy
 import shlex
 
 import pytest
+import refusal_table
 
-from apbv import demo, refusals
+from apbv import demo
 from apbv.speculate import STRATEGIES
 
 from documents import (
@@ -145,9 +146,9 @@ def test_the_architecture_has_the_layers_that_the_imports_obey():
 
 
 def test_the_page_about_choosing_has_the_table_of_refusals():
-    assert CHOOSING.read_text(encoding="utf-8").endswith(f"\n{refusals.table()}\n")
-    named = {feature for pair in refusals.REFUSALS for feature in pair}
-    assert named == set(refusals.FEATURES)
+    assert CHOOSING.read_text(encoding="utf-8").endswith(f"\n{refusal_table.table()}\n")
+    named = {feature for pair in refusal_table.REFUSALS for feature in pair}
+    assert named == set(refusal_table.FEATURES)
     for feature, has_it in (
         ("one_model", lambda strategy: not strategy.needs_draft_model),
         ("self_drafting", lambda strategy: strategy.runs_target),
@@ -156,7 +157,7 @@ def test_the_page_about_choosing_has_the_table_of_refusals():
         ("no_choice", lambda strategy: strategy.keep is None),
         ("passed_kv", lambda strategy: strategy.needs_passing),
     ):
-        told = set(re.findall(r"`(\w+)`", refusals.FEATURES[feature]))
+        told = set(re.findall(r"`(\w+)`", refusal_table.FEATURES[feature]))
         assert told == {name for name, strategy in STRATEGIES.items() if has_it(strategy)}, feature
 
 

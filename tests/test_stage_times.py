@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from apbv import HostGroup
-from apbv.stats import StageTimer
-from apbv.timeline import Span, overlapping_seconds, write_timeline
+from apbv.stats import Span, StageTimer, overlapping_seconds, write_timeline
 
 
 class ClockedHosts(HostGroup):

@@ -20,7 +20,6 @@ LAYERS = (
         "apbv.config",
         "apbv.layout",
         "apbv.logprobs",
-        "apbv.timeline",
         "apbv.transfer",
         "apbv.warn",
         "apbv.kernels",

@@ -56,7 +56,7 @@ def integer(low: int, high: int, default: int | None, **about):
     power = (high + 1).bit_length() - 1
     limit = f"2^{power}-1" if high > 2**20 else "2^20" if high == 2**20 else high
     says = f"be an integer in {low} .. {limit}"
-    return setting(default, says, lambda value: is_int(value) and low <= value <= high, int, **about)
+    return setting(default, says, lambda value: type(value) is int and low <= value <= high, int, **about)
 
 
 def number(says: str, may_be: Callable[[float], bool], default: float | None, **about):
@@ -76,16 +76,6 @@ def require_types(**given: tuple[Any, type]) -> None:
             raise ValueError(f"{name} must be a {kind.__name__}, not {value!r:.80}")
 
 
-def require_callable(**given: Any) -> None:
-    """Raise ValueError unless arguments, by name, can be called, or are None."""
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise ValueError(f"{name} must be a function, not {value!r:.80}")
-
-
-def is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value) -> bool:
-    return is_int(value) or isinstance(value, float)
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, as True and False are not."""
+    return isinstance(value, int | float) and type(value) is not bool

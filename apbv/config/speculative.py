@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..refusals import refuse
-from .checks import Checked, integer, is_int, number, one_of, setting
+from .checks import Checked, integer, number, one_of, setting
 from .names import (
     CONTEXTS,
     DEFAULT_KEEP_RATIO,
@@ -83,7 +83,7 @@ class SpeculativeConfig(Checked):
     strategy: str = one_of(STRATEGY_NAMES, "specvlm")
     draft_model: str | None = None
     num_draft_tokens: int | str = setting(
-        5, "be an integer in 1 .. 256, or 'auto'", lambda n: n == "auto" or (is_int(n) and 1 <= n <= 256), int
+        5, "be an integer in 1 .. 256, or 'auto'", lambda n: n == "auto" or (type(n) is int and 1 <= n <= 256), int
     )
     keep: str | None = one_of(KEEP_POLICIES, None)
     keep_ratio: float | None = number("lie in (0, 1]", lambda share: 0 < share <= 1, None)

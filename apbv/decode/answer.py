@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import SamplingParams
 from ..grammar import Grammar
-from ..hosts import AgreedError, HostGroup
+from ..hosts import AgreedError
 from ..logprobs import TokenLogprobs, log_probabilities
 from ..transfer import fetch, to_device
 from .runner import Decoder
@@ -57,11 +57,6 @@ class Answer:
     _arriving: deque[Callable[[], list]] = field(default_factory=deque, init=False)
 
     @property
-    def hosts(self) -> HostGroup:
-        """The hosts that decode together."""
-        return self.decoder.hosts
-
-    @property
     def next_index(self) -> int:
         """The index of the next token in the sequence, prompt included."""
         return self.prompt_len + len(self.tokens)
@@ -78,7 +73,7 @@ class Answer:
         for count, token in enumerate(new, start=1):
             if (
                 (token in self.eos_token_ids and not self.sampling.ignore_eos)
-                or count >= self.num_left
+                or len(self.tokens) + count >= self.sampling.max_new_tokens
                 or (self.stop is not None and self.stop([*self.tokens, *new[:count]]))
             ):
                 del self.logprobs[len(self.tokens) + count :]
@@ -107,9 +102,10 @@ class Answer:
         Raises:
             AgreedError: the logits are NaN or infinite; on every host.
         """
-        if not self.hosts.is_leader:
+        hosts = self.decoder.hosts
+        if not hosts.is_leader:
             return self.agree(None)
-        return self.agree(self.pick(logits, self.next_index).fetch(self.hosts.wait_for_device))
+        return self.agree(self.pick(logits, self.next_index).fetch(hosts.wait_for_device))
 
     def pick(self, logits: Tensor, index: int) -> Choice:
         """Choose the token of this index in the sequence from logits ``[V]``, on the device."""
@@ -138,9 +134,11 @@ class Answer:
             logits = penalised(logits[0], self.sampling, self._prompt_there, self.tokens)[None]
         if self.grammar is not None:
             logits = self.grammar.masked(logits)
-        first = self.prompt_len + self.sampling.min_tokens
-        rows = [row for row, index in enumerate(indices) if index < first]
-        return forbid(logits, rows, self.eos_token_ids) if rows and self.eos_token_ids else logits
+        if self.sampling.min_tokens and self.eos_token_ids:
+            first = self.prompt_len + self.sampling.min_tokens
+            if rows := [row for row, index in enumerate(indices) if index < first]:
+                logits = forbid(logits, rows, self.eos_token_ids)
+        return logits
 
     @cached_property
     def _prompt_there(self) -> Tensor:
@@ -157,7 +155,7 @@ class Answer:
         if arriving is not None:
             (token,), (is_finite,) = arriving()
             chosen = [token, self.cut([token])[1]] if is_finite else [NO_TOKEN, True]
-        token, has_ended = self.hosts.broadcast_ints(chosen, 2)
+        token, has_ended = self.decoder.hosts.broadcast_ints(chosen, 2)
         self.require_token(token)
         return token, bool(has_ended)
 
@@ -208,7 +206,7 @@ def _generate_ahead(answer: Answer) -> list[int]:
     decoder = answer.decoder
     choice = answer.pick(decoder.advance(answer.tokens[-1:])[-1], answer.next_index)
     while True:
-        arriving, ahead = choice.fetch(answer.hosts.wait_for_device), None
+        arriving, ahead = choice.fetch(decoder.hosts.wait_for_device), None
         if answer.num_left > 1:
             ahead = answer.pick(decoder.advance(choice.tokens)[-1], answer.next_index + 1)
         token, has_ended = answer.agree(arriving)

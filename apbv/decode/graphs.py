@@ -152,18 +152,11 @@ MOST_CAPTURED = 64
 
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
-    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
-    if not wants_graphs(parts):
-        return False
+    """Return whether steps, which are wanted as graphs, can be recorded; warn where they cannot."""
     obstacle = why_not_captured(parts, hosts)
     if obstacle is not None:
         warn_caller(f"decoding without CUDA graphs: {obstacle}")
     return obstacle is None
-
-
-def wants_graphs(parts: ModelParts) -> bool:
-    """Return whether a model's steps are to be recorded where they can be: on a GPU, if not switched off."""
-    return parts.decode.cuda_graphs == "auto" and parts.device.type == "cuda"
 
 
 def why_not_captured(parts: ModelParts, hosts: HostGroup | None) -> str | None:

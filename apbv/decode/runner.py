@@ -54,7 +54,7 @@ class ModelRunner:
 
     def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
         self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
-        self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
+        self._recorded = RecordedSteps(parts) if parts.wants_graphs and may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
     @torch.no_grad()
@@ -190,8 +190,11 @@ class Decoder:
         Returns:
             The logits after each token, ``[S, V]``, or after the last, ``[1, V]``; None on hosts that run nothing.
         """
-        positions = [self.next_position + depth for depth in depths or range(len(tokens))]
+        first = self.next_position
         self.next_position += len(tokens)
+        positions = range(first, self.next_position)
+        if depths is not None:
+            positions = [first + depth for depth in depths]
         return None if self._runner is None else self._runner.run(tokens, positions, visible, last_only)
 
     def take_back(self, count: int, kept: Sequence[int] = ()) -> None:

@@ -5,7 +5,6 @@ parameters, trained on synthetic clips, which `benchmarks/render.py` draws: they
 and name scenes. Pass `model_path()` and `draft_path()` to any `from_pretrained`.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
@@ -19,6 +18,8 @@ COUNTING_QUESTION = "how many letters are shown"
 DESCRIBE_QUESTION = "describe the clip shot by shot"
 DEMO_QUESTION = RETRIEVAL_QUESTION.format(colour=BORDERS[0])
 EXAMPLE_QUESTIONS = (DEMO_QUESTION, ORDERING_QUESTION, COUNTING_QUESTION, DESCRIBE_QUESTION)
+_QUESTIONS = EXAMPLE_QUESTIONS + tuple(RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS)
+_SIZES = {(side * TOKEN_SIZE, side * TOKEN_SIZE) for side in range(GRIDS[0], GRIDS[1] + 1)}
 DEMO_LETTERS = "X J P H E L"  # of the packaged clip, in order
 
 
@@ -37,8 +38,6 @@ def video_path() -> Path:
     return _FOLDER / "clip.mp4"
 
 
-def understands(prompt: str, sizes: Iterable[tuple[int, int]]) -> bool:
+def understands(prompt: str, sizes: set[tuple[int, int]]) -> bool:
     """Tell whether the demo model was trained to answer a prompt about frames of these heights and widths."""
-    known = [RETRIEVAL_QUESTION.format(colour=colour) for colour in BORDERS] + [*EXAMPLE_QUESTIONS]
-    sides = range(GRIDS[0] * TOKEN_SIZE, GRIDS[1] * TOKEN_SIZE + 1, TOKEN_SIZE)
-    return any(each in prompt for each in known) and all(h == w and w in sides for h, w in sizes)
+    return sizes <= _SIZES and any(question in prompt for question in _QUESTIONS)

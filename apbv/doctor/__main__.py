@@ -9,7 +9,6 @@ The exit status is 0 where nothing has failed. Nothing is downloaded.
 import argparse
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,35 +57,25 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     """Examine this machine on this host, and return the exit status."""
     options = parse_arguments(arguments, prog)
     # Only now what takes seconds to import.
-    from apbv.hosts import HostGroup, run_on_hosts
+    from apbv.hosts import run_on_hosts
 
-    healthy: list[bool] = []  # empty until the hosts are connected
-
-    def examine(hosts: HostGroup) -> None:
-        healthy.append(False)
-        healthy[0] = _examine(options, hosts)
-
-    status = run_on_hosts(examine, options.limit + _REPORTING_SECONDS, device=options.device)
-    if status and not healthy and "RANK" in os.environ:
-        # All of them examine themselves, although one prints: torchrun stops it when another one ends.
-        with suppress(ValueError):  # there is no such device, which has been said
-            _examine(options, HostGroup.single(options.device), is_connected=False)
-    return int(not all(healthy) or bool(status))
+    healthy: list[bool] = []
+    status = run_on_hosts(
+        lambda hosts: healthy.append(_examine(options, hosts)),
+        options.limit + _REPORTING_SECONDS,
+        device=options.device,
+    )
+    return int(status != 0 or not all(healthy))
 
 
-def _examine(options: argparse.Namespace, hosts: "HostGroup", is_connected: bool = True) -> bool:
-    """Run the checks, and let host 0 print and write what they find; return whether nothing has failed.
-
-    Args:
-        is_connected: False: the hosts that were to be examined could not be connected, and this one is alone.
-    """
+def _examine(options: argparse.Namespace, hosts: "HostGroup") -> bool:
+    """Run the checks, and let host 0 print and write what they find; return whether nothing has failed."""
     from apbv.doctor import hosts as between_hosts
     from apbv.doctor import kernels, machine
-    from apbv.doctor.examination import FAILED, Check, Examination, record
+    from apbv.doctor.examination import FAILED, Examination, record
     from apbv.stats import append_json_lines
 
     prepare_process(options, hosts)
-    reports = hosts.is_leader if is_connected else os.environ["RANK"] == "0"
     checks = {
         "machine": machine.checks,
         "backends": kernels.backend_checks,
@@ -95,12 +84,10 @@ def _examine(options: argparse.Namespace, hosts: "HostGroup", is_connected: bool
         "demo": between_hosts.answer_checks,
     }
     parts = {name: checks[name](hosts) for name in options.parts}
-    if not is_connected:
-        parts["hosts"] = [Check("connecting", between_hosts.not_connected)]
-    examination = Examination(hosts, options.limit, sys.stdout if reports else None)
+    examination = Examination(hosts, options.limit, sys.stdout if hosts.is_leader else None)
     results = examination.run(parts)
     with hosts.local_stage("writing the report"):
-        if options.json and reports:
+        if options.json and hosts.is_leader:
             append_json_lines(options.json, [record(results, hosts, options)])
     healthy = all(result.status != FAILED for result in results)
     if examination.stuck is not None:

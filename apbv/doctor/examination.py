@@ -18,13 +18,6 @@ OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 WIDTH = 100
 _NAME_WIDTH = 24
 _MOST_CHARACTERS = 400  # of a detail: some libraries' errors are pages by themselves
-_HEADINGS = {
-    "machine": "The machine",
-    "backends": "Back ends of attention",
-    "kernels": "Operators: the worst error, as a share of what the dtype allows",
-    "hosts": "What hosts exchange",
-    "demo": "The demo model's answers",
-}
 _OF_EACH_HOST = ("machine", "backends")  # parts in which the page shows what every host found, where it differs
 
 
@@ -150,18 +143,12 @@ class Examination:
         self._write(f"apbv {what['versions']['apbv']}{commit}: {of}")
         results = []
         for part, checks in parts.items():
-            self._write(f"\n{_HEADINGS[part]}")
+            self._write(f"\n{part.capitalize()}")
             for check in checks:
                 results.append(Result(part, check.name, self._found(check)))
                 self._write_result(results[-1])
         count = {status: sum(each.status == status for each in results) for status in (OK, SKIPPED, FAILED)}
         self._write("\n" + ", ".join(f"{number} {status}" for status, number in count.items()))
-        for each in results:
-            failed = [
-                self._hosts.name_of(i) for i, on_host in enumerate(each.on_hosts) if on_host.status == FAILED
-            ]
-            if failed:
-                self._write(f"  failed: {each.name} ({each.part}) on {', '.join(failed)}")
         return results
 
     def _found(self, check: Check) -> list[Finding]:

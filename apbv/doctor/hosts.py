@@ -29,7 +29,6 @@ def exchange_checks(hosts: HostGroup) -> Iterable[Check]:
         "ring": ring,
         "broadcast": broadcast,
         "several at once": several_at_once,
-        "host memory": host_memory,
     }
     checks = [Check(name, run, is_collective=True) for name, run in collective.items()]
     return [*checks, Check("a failing host", failing_host)]
@@ -47,11 +46,6 @@ def answer_checks(hosts: HostGroup) -> Iterable[Check]:
 
 def _alone(hosts: HostGroup) -> Found:
     raise CheckSkipped("one host has nobody to exchange with: torchrun --nproc-per-node N -m apbv.doctor")
-
-
-def not_connected(hosts: HostGroup) -> Found:
-    """Fail for want of other hosts."""
-    raise CheckFailed("the hosts could not be connected, as the error above says; this is host 0 by itself")
 
 
 def all_gather(hosts: HostGroup) -> Found:
@@ -114,22 +108,6 @@ def several_at_once(hosts: HostGroup) -> Found:
     return f"three at a time, {_ROUNDS} times", {}
 
 
-def host_memory(hosts: HostGroup) -> Found:
-    """Exchange what never lies on a GPU: numbers, texts, digests."""
-    hosts.barrier()
-    _require(hosts.gather_floats([hosts.rank + 0.5]) == [[host + 0.5] for host in range(hosts.size)], "floats")
-    texts = ["é" * 10 ** (host % 4) for host in range(hosts.size)]
-    _require(hosts.gather_json(texts[hosts.rank]) == texts, "JSON")
-    numbers, data = [2**62, -1, 7], bytes(range(256)) * 300
-    _require(hosts.broadcast_ints(numbers if hosts.is_leader else None, 3) == numbers, "64-bit integers")
-    _require(hosts.broadcast_bytes(data if hosts.is_leader else None) == data, "bytes")
-    last = hosts.size - 1
-    tensor = torch.arange(1000) if hosts.rank == last else torch.zeros(1000, dtype=torch.int64)
-    _require_equal([hosts.start_broadcast(tensor, last).wait()], [torch.arange(1000)], "what the last host sent")
-    hosts.require_same("the check's text", b"the same everywhere")
-    return "numbers, texts of any length, barriers", {}
-
-
 def failing_host(hosts: HostGroup) -> Found:
     """Let the last host fail while the others wait for its tensor on the device, and measure until they know why.
 
@@ -163,12 +141,8 @@ def _require_equal(found: Sequence[Tensor], expected: Sequence[Tensor], what: st
         CheckFailed: shapes, dtypes or numbers differ; says from which host.
     """
     for host, (ours, its) in enumerate(zip(found, expected, strict=True)):
-        _require(ours.dtype == its.dtype and torch.equal(ours, its), f"{what} (no. {host})")
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise CheckFailed(f"{what} arrived wrong")
+        if ours.dtype != its.dtype or not torch.equal(ours, its):
+            raise CheckFailed(f"{what} (no. {host}) arrived wrong")
 
 
 def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: str, hosts: HostGroup) -> Found:

@@ -1,18 +1,17 @@
 """Data exchanges over one process group, and those of a GPU over gloo, by way of host memory.
 
 By the second way several hosts can share a GPU, where NCCL refuses two processes. What is sent is copied to host
-memory in the order of the GPU's work, while the caller goes on. A thread sends it once it is there, and receives:
-one exchange after the other, in the order in which they were started, which is the same on every host. Who waits
+memory in the order of the GPU's work, while the caller goes on. Threads send it once it is there, and receive: one
+exchange after the other, in the order in which they were started, which is the same on every host. Who waits
 for an exchange has what was received copied to its device.
 """
 
 import math
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange import ENDING_SECONDS, Exchange
+from .exchange import Exchange, in_thread
 from .failure_watch import POLL_SECONDS, FailureWatch, PendingCall
 
 _DRAINING_SECONDS = 1.0
@@ -108,24 +107,24 @@ class Collectives:
 class StagedCollectives(Collectives):
     """The same exchanges for tensors on any device, over a gloo group that nothing else uses."""
 
-    def __init__(self, group: dist.ProcessGroup, watch: FailureWatch):
-        super().__init__(group, watch)
-        self._courier = Courier()
+    _last: Future | None = None  # what the next exchange is sent behind
 
     def _exchange(self, sent: Tensor, received: Tensor, begin: Begin, result: Callable[[], Any]) -> Exchange:
-        watch, courier, copied = self._watch, self._courier, None
+        watch, before, copied = self._watch, self._last, None
         sent_here = _host_memory(sent).copy_(sent, non_blocking=True)
         received_here = sent_here if received is sent else _host_memory(received)
         if sent.is_cuda:
             copied = torch.cuda.current_stream(sent.device).record_event()
 
         def carry() -> None:
+            if before is not None:
+                wait_for_futures([before])
             if copied is not None:
                 copied.synchronize()
-            courier.wait(begin(sent_here, received_here))
+            _wait_apart(begin(sent_here, received_here), watch)
 
         watch.require_whole()
-        carried = courier.send(carry)
+        carried = self._last = in_thread(carry)
 
         def finish() -> Any:
             watch.wait(PendingCall(carried))
@@ -135,60 +134,23 @@ class StagedCollectives(Collectives):
         return Exchange(finish, carried.done)
 
 
+def _wait_apart(work: dist.Work, watch: FailureWatch) -> None:
+    """Wait, in a thread of its own, until an exchange is complete, or the group is broken.
+
+    Raises:
+        RuntimeError: it failed, or was given up.
+    """
+    while not watch.is_broken:
+        try:
+            work.wait(timedelta(seconds=POLL_SECONDS))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises its error, unless it only ran out of time just before the work was done
+                return
+    raise RuntimeError("the group is broken")
+
+
 def _host_memory(like: Tensor) -> Tensor:
     """Make room in host memory, which a GPU can copy from and to by itself if it is for one."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-
-
-class Courier:
-    """Makes calls in a thread, one after the other, until it is garbage; its thread begins with the first call."""
-
-    def __init__(self):
-        self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def send(self, call: Callable[[], Any]) -> Future:
-        """Have a call made behind those before, and return its future."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_deliver, args=(self._calls,), name="courier", daemon=True)
-            self._thread.start()
-            # At exit, too: a thread that is inside gloo when the interpreter ends aborts the process.
-            weakref.finalize(self, _end, self._thread, self._calls, self._ended)
-        future: Future = Future()
-        self._calls.put((call, future))
-        return future
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait, in the thread, until an exchange is complete, or nobody wants to know any more.
-
-        Raises:
-            RuntimeError: it failed, or was given up.
-        """
-        while True:
-            try:
-                work.wait(timedelta(seconds=POLL_SECONDS))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # raises its error, unless it only ran out of time just before the work was done
-                    return
-                if self._ended.is_set():
-                    raise
-
-
-def _deliver(calls: queue.SimpleQueue) -> None:
-    while (item := calls.get()) is not None:
-        call, future = item
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, call, future
-
-
-def _end(thread: threading.Thread, calls: queue.SimpleQueue, ended: threading.Event) -> None:
-    ended.set()
-    calls.put(None)
-    if thread is not threading.current_thread():
-        thread.join(ENDING_SECONDS)

@@ -7,9 +7,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
-ENDING_SECONDS = (
-    5.0  # at exit, for a thread inside a store whose host is out of reach, which answers late or never
-)
+# At exit, for a thread inside a store whose host is out of reach, which answers late or never.
+ENDING_SECONDS = 5.0
 
 
 class HostError(RuntimeError):

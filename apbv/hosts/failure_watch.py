@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -110,6 +110,7 @@ class FailureWatch:
 
     Attributes:
         is_broken: whether a process failed in an exchange; the group can then be used no more.
+        working: returns a context for a stage, by its name, in which this process gives signs of work.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class FailureWatch:
     ):
         self.is_broken = False
         self.heartbeat = heartbeat
+        self.working = nullcontext if heartbeat is None else heartbeat.working
         self._name, self._timeout = name, timeout
         self._store = store
         self._waits_for_work = waits_for_work
@@ -133,10 +135,6 @@ class FailureWatch:
         self._breaking = threading.Lock()
         if communicators is not None:
             heartbeat.also(self.look)
-
-    def working(self, stage: str) -> AbstractContextManager:
-        """Return a context for work in which this process gives signs of work."""
-        return nullcontext() if self.heartbeat is None else self.heartbeat.working(stage)
 
     @contextmanager
     def collective_stage(self, stage: str, has_others: bool) -> Iterator[None]:

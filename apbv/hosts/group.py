@@ -3,12 +3,15 @@
 How hosts wait for each other, and how a failure of one reaches the others: see :mod:`.failure_watch`.
 """
 
+import hashlib
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..warn import report_error, warn_caller
 from .collectives import Collectives, StagedCollectives
 from .devices import choose_device, device_identity, sharing
-from .exchange import Exchange, HostError, in_thread
+from .exchange import Exchange, HostError, describe_error, in_thread
 from .failure_watch import GRACE_SECONDS, POLL_SECONDS, WORK_LIMIT, FailureWatch, PendingCall
 from .heartbeat import Heartbeat
 from .polled_group import PolledGroup
@@ -31,10 +34,9 @@ from .process_groups import (
     rank_and_size,
     require_whole_hosts,
 )
-from .statuses import Statuses
 
 
-class HostGroup(Statuses):
+class HostGroup:
     """The hosts that prefill together: one per full replica of the model.
 
     A host is one process, or with tensor parallelism T processes, its *members*: process h * T + t of all is
@@ -49,6 +51,9 @@ class HostGroup(Statuses):
         size: H.
         tensor_parallel_rank: which member of its host this process is, t in 0 .. tensor_parallel_size-1.
         tensor_parallel_size: T.
+        num_processes: H * T.
+        is_leader: whether this is the one process that samples, drafts and prints: the first member of host 0.
+        name: what messages call this process.
         device: where this process computes.
         timeout: seconds to wait for other processes of which none works, before giving up.
         bytes_received: payload that this process received from other hosts since the group was built; what
@@ -81,9 +86,9 @@ class HostGroup(Statuses):
         self._numbers = numbers
         groups = groups or ProcessGroups()
         self._groups, self._owns_group = groups, owns_group
-        self.rank, self.size = rank_and_size(groups.data)
-        self.tensor_parallel_rank, self.tensor_parallel_size = rank_and_size(groups.members)
+        self._take_place(*rank_and_size(groups.data), *rank_and_size(groups.members))
         self.device = device
+        self._gpu = device if device.type == "cuda" else -1  # which torch.cuda.device takes for none
         self.timeout = timeout
         self.bytes_received = 0
         store = None if groups.control is None else groups.control.get_group_store()
@@ -94,6 +99,13 @@ class HostGroup(Statuses):
         self._control = Collectives(groups.control, self._watch)
         if isinstance(groups.members, PolledGroup):
             groups.members.wait_for = self._watch.wait
+
+    def _take_place(self, rank: int, size: int, member: int = 0, num_members: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.tensor_parallel_rank, self.tensor_parallel_size = member, num_members
+        self.num_processes = size * num_members
+        self.is_leader = rank == 0 and member == 0
+        self.name = self.name_of(rank * num_members + member)
 
     @classmethod
     def single(cls, device: str | torch.device | None = None) -> "HostGroup":
@@ -258,6 +270,123 @@ class HostGroup(Statuses):
         """Return the seconds since some moment; only differences mean anything."""
         return time.perf_counter()
 
+    def name_of(self, process: int) -> str:
+        """Return what messages call one of the H * T processes."""
+        host, member = divmod(process, self.tensor_parallel_size)
+        host = host if self._numbers is None else self._numbers[host]
+        return f"host {host}" + (f", member {member}" if self.tensor_parallel_size > 1 else "")
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> Exchange:
+        """Start sending a tensor in host memory from one host to all; shape and dtype are the same everywhere.
+
+        The result is the tensor. On the source it has ended when everybody takes part.
+        """
+        if self.num_processes == 1:
+            return Exchange(lambda: tensor)
+        exchange = self._control.broadcast(tensor, source)
+
+        def finish() -> Tensor:
+            exchange.wait()
+            self.bytes_received += tensor.nbytes if self.rank != source else 0
+            return tensor
+
+        return Exchange(finish, exchange.has_ended)
+
+    def broadcast_ints(self, values: Sequence[int] | None, count: int) -> list[int]:
+        """Send ``count`` 64-bit integers from the leader to everybody; only the leader's ``values`` matter."""
+        if self.num_processes == 1:
+            return list(values)
+        tensor = torch.tensor(values if self.is_leader else [0] * count, dtype=torch.int64)
+        return self._control.broadcast(tensor, 0).wait().tolist()
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Send any number of bytes from the leader to everybody; only the leader's ``data`` matters."""
+        if self.num_processes == 1:
+            return data
+        (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
+        if length:
+            tensor = _bytes_tensor(data) if self.is_leader else torch.empty(length, dtype=torch.uint8)
+            data = self.start_broadcast(tensor, 0).wait().numpy().tobytes()
+        return data if length else b""
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Gather the same number of floats from every process, on every process: one list per process."""
+        return self._gather_control(torch.tensor(values, dtype=torch.float64)).tolist()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Gather JSON-ready values of any size from every process, on every process; collective."""
+        return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        lengths = self._gather_control(torch.tensor([len(mine)])).flatten().tolist()
+        if not any(lengths):
+            return [b""] * len(lengths)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        if mine:
+            padded[: len(mine)] = _bytes_tensor(mine)
+        rows = zip(self._gather_control(padded), lengths, strict=True)
+        return [row[:length].numpy().tobytes() for row, length in rows]
+
+    def mean_over_members(self, tensor: Tensor) -> Tensor:
+        """Return, on every process, the mean over host 0's members of a small fp32 tensor in host memory."""
+        if self.tensor_parallel_size == 1:
+            return tensor
+        return self._gather_control(tensor)[: self.tensor_parallel_size].mean(dim=0)
+
+    def require_same(self, what: str, value: bytes) -> None:
+        """Make sure that every process holds the same value; collective.
+
+        Raises:
+            HostError: it differs from the first one's, on every process. Going on would mix two prompts into one.
+        """
+        if self.num_processes == 1:
+            return
+        digests = self._gather_control(_bytes_tensor(hashlib.sha256(value).digest()))
+        different = [process for process, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
+        if different:
+            raise HostError(f"{what} of {self.name_of(different[0])} differs from that of {self.name_of(0)}")
+
+    def start_gathering(self, tensor: Tensor) -> Exchange:
+        """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
+        return (
+            Exchange(partial(tensor.unsqueeze, 0)) if self.num_processes == 1 else self._control.all_gather(tensor)
+        )
+
+    def _gather_control(self, tensor: Tensor) -> Tensor:
+        return tensor[None] if self.num_processes == 1 else self.start_gathering(tensor).wait()
+
+    def working(self, stage: str) -> AbstractContextManager:
+        """Return a context for long work outside a stage, so that other hosts go on waiting for this one."""
+        return self._watch.working(stage)
+
+    @contextmanager
+    def local_stage(self, name: str) -> Iterator[None]:
+        """Run a stage without exchanges inside; at its end all hosts raise, or none does. Every host enters it.
+
+        A host that failed raises its own error, the others a HostError that quotes it.
+        """
+        error = None
+        with torch.cuda.device(self._gpu), self._watch.working(name):
+            try:
+                yield
+            except HostError:
+                raise
+            except Exception as caught:
+                error = caught
+            if self.num_processes == 1:
+                if error is not None:
+                    raise error
+                return
+            # Also an error without words is not the same as none.
+            mine = b"" if error is None else b"!" + describe_error(error).encode()[:4096]
+            messages = self._gather_bytes(mine)
+            if error is not None:
+                raise error
+            for process, message in enumerate(messages):
+                if message:
+                    text = message[1:].decode(errors="replace")
+                    raise HostError(f"{self.name_of(process)} failed in {name}: {text}")
+
     @property
     def is_broken(self) -> bool:
         """Whether a host failed in an exchange: this group can be used no more."""
@@ -380,7 +509,7 @@ class HostGroup(Statuses):
         may go on. So may hosts that all raise :class:`AgreedError`. Where GPUs exchange data by themselves the
         stage ends when this one has done its work, so that a failure is known before results are used.
         """
-        with self._on_device(), self._watch.collective_stage(name, self.num_processes > 1):
+        with torch.cuda.device(self._gpu), self._watch.collective_stage(name, self.num_processes > 1):
             yield
             self.settle()
 
@@ -407,6 +536,11 @@ class HostGroup(Statuses):
             if not self._watch.is_broken:
                 self._control.drain()
             leave_world(self.timeout)
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    """Copy one or more bytes to a tensor, uint8 ``[n]``."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def run_on_hosts(

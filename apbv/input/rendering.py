@@ -119,10 +119,11 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     if asked.messages is None:
         videos, images, sounds = (list(each) for each in (asked.videos, asked.pictures, asked.sounds))
         shown = "video" if videos else "images" if images else "audio" if sounds else None
-        try:
-            refuse(context=context is not None and "context", source=shown)
-        except ValueError as error:
-            raise PromptError(str(error)) from None
+        if context is not None:
+            try:
+                refuse(context="context", source=shown)
+            except ValueError as error:
+                raise PromptError(str(error)) from None
         if prompt is None or not prompt.strip():
             raise PromptError("the prompt is empty")
         if context is not None and not context.strip():

@@ -262,6 +262,11 @@ class ModelParts:
         return len(packed)
 
     @property
+    def wants_graphs(self) -> bool:
+        """Whether steps of decoding are to be recorded where they can be: on a GPU, if not switched off."""
+        return self.decode.cuda_graphs == "auto" and self.device.type == "cuda"
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, from the generation config."""
         eos = self.model.generation_config.eos_token_id

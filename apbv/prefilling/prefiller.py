@@ -65,7 +65,7 @@ class Prefiller:
         config: PrefillConfig,
         reuse: Reuse | None = None,
         reads_all_frames: bool = False,
-        require_readable: Callable[[ModelInputs], None] = lambda inputs: None,
+        require_readable: Callable[[ModelInputs], None] | None = None,
     ):
         self._reader, self._hosts, self._config = reader, hosts, config
         self._reuse, self._reads_all_frames = reuse, reads_all_frames
@@ -117,7 +117,8 @@ class Prefiller:
             inputs.require_room(max_positions, request.num_wanted)
             if self._config.reduce is not None:
                 require_reducible(self._config.reduce, inputs)
-            self._require_readable(inputs)
+            if self._require_readable is not None:
+                self._require_readable(inputs)
         if reader.parts.hears:
             heard = [] if inputs.audio is None else [each.file.size for each in inputs.audio.sources]
             self._hosts.require_same("the files that are heard", repr(heard).encode())

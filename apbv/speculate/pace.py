@@ -7,7 +7,7 @@ from statistics import median
 from typing import ClassVar
 
 from ..config import longest_window
-from ..timeline import Recorder
+from ..stats import Recorder
 
 FIRST_AUTO_DRAFT_TOKENS = 4  # the window before anything is measured
 TRIAL_PASSES = 8  # the loss, in passes of the target, at which a draft is switched off
@@ -152,25 +152,15 @@ class SpeculationStats:
     waiting: ClassVar = "draft"  # the span in which the target waits
     _seconds: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
 
-    @property
-    def draft_seconds(self) -> float | None:
-        """The seconds of drafting."""
-        return self.record.seconds("draft")
-
-    @property
-    def verify_seconds(self) -> float:
-        """The seconds of the target's forward passes."""
-        return self.record.seconds("verify")
-
-    @property
-    def target_idle_seconds(self) -> float:
-        """The seconds in which the target had nothing to do: in turn, those of drafting."""
-        return self.record.seconds(self.waiting)
-
-    @property
-    def draft_idle_seconds(self) -> float | None:
-        """The seconds in which the draft had nothing to do: in turn, those of verifying."""
-        return self.verify_seconds
+    def times(self) -> dict[str, float | None]:
+        """Return the seconds of drafting, of verifying, and in which either side had nothing to do."""
+        draft, verify = self.record.seconds("draft"), self.record.seconds("verify")
+        return {
+            "draft_seconds": draft,
+            "verify_seconds": verify,
+            "target_idle_seconds": self.record.seconds(self.waiting),
+            "draft_idle_seconds": verify,
+        }
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """Count a window, or a part of it that is verified separately."""
@@ -180,7 +170,7 @@ class SpeculationStats:
 
     def seconds_of_round(self) -> tuple[float, float]:
         """Return the seconds of drafting, or of waiting for it, and of verifying since the last call."""
-        before, self._seconds = self._seconds, (self.target_idle_seconds, self.verify_seconds)
+        before, self._seconds = self._seconds, (self.record.seconds(self.waiting), self.record.seconds("verify"))
         return self._seconds[0] - before[0], self._seconds[1] - before[1]
 
     def switch_off(self, why: str, num_tokens: int) -> None:
@@ -196,16 +186,13 @@ class SpeculationStats:
         rejections, over any number of rounds: PEARL's figure, and HIPPO's MAT of drafting beside the target.
         """
         forwards, drafted = self.num_target_forwards, self.num_drafted
-        in_rounds = (
-            num_new_tokens - 1 - (forwards - self.rounds)
-        )  # the other tokens come from passes without a draft
-        in_a_row = self.num_accepted / (self.num_rejections + 1) if drafted else None
+        in_rounds = num_new_tokens - 1 - (forwards - self.rounds)  # others come from passes without a draft
         counted = [counter.name for counter in fields(self) if counter.repr]  # fields without repr are not figures
-        times = ("draft_seconds", "verify_seconds", "target_idle_seconds", "draft_idle_seconds")
         return {
-            **{name: getattr(self, name) for name in (*counted, *times)},
+            **{name: getattr(self, name) for name in counted},
+            **self.times(),
             "tokens_per_target_forward": (num_new_tokens - 1) / forwards if forwards else None,
             "acceptance_rate": self.num_accepted / drafted if drafted else None,
             "mean_accepted_tokens": in_rounds / self.rounds if self.rounds else None,
-            "accepted_in_a_row": in_a_row,
+            "accepted_in_a_row": self.num_accepted / (self.num_rejections + 1) if drafted else None,
         }

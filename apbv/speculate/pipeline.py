@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..timeline import Recorder, Span, seconds_of
+from ..stats import Recorder, Span, seconds_of
 from .draft import Draft
 from .drafters import Proposal, pack_tokens, unpack_tokens
 from .link import ALONE, CORRECTED, DONE, GO_ON, STARTUP_WINDOWS, DraftGaveUp, Link, Pair
@@ -57,13 +57,11 @@ class PipelineStats(SpeculationStats):
 
     waiting: ClassVar = "wait for draft"
 
-    @property
-    def draft_seconds(self) -> float | None:
-        return self.of_draft and seconds_of(self.of_draft.spans, "draft")
-
-    @property
-    def draft_idle_seconds(self) -> float | None:
-        return self.of_draft and seconds_of(self.of_draft.spans, "wait for scores", "wait for verdict")
+    def times(self) -> dict[str, float | None]:
+        spans = self.of_draft and self.of_draft.spans
+        draft = spans and seconds_of(spans, "draft")
+        idle = spans and seconds_of(spans, "wait for scores", "wait for verdict")
+        return super().times() | {"draft_seconds": draft, "draft_idle_seconds": idle}
 
     def summary(self, num_new_tokens: int) -> dict:
         """Return the figures for JSON, with all drafted tokens, useless windows included, as ``num_written``."""
@@ -163,7 +161,7 @@ def generate_beside_draft(answer: Answer, pair: Pair, pace: Pace) -> tuple[list[
     Raises:
         AgreedError: the target's logits are NaN or infinite; on every one of its hosts.
     """
-    hosts, tokens = answer.hosts, answer.tokens
+    hosts, tokens = answer.decoder.hosts, answer.tokens
     stats = PipelineStats(record=Recorder("decoding", hosts.clock))
     target = _Target(answer, pair, stats, pace) if hosts.rank == 0 else None
     pending: list[int] = []

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ..decode.answer import NO_TOKEN, Answer
 from ..decode.sampling import NotFiniteError
-from ..timeline import Recorder
+from ..stats import Recorder
 from .drafters import Drafter, Proposal, pack_tokens, unpack_tokens
 from .pace import LOOKS_BACK, LOSING, Pace, SpeculationStats
 from .tree import Tree, verify_tree
@@ -34,7 +34,7 @@ def generate_speculatively(
     Raises:
         AgreedError: the target's logits are NaN or infinite; on every host. A draft with such logits is dropped.
     """
-    hosts, decoder, tokens = answer.hosts, answer.decoder, answer.tokens
+    hosts, decoder, tokens = answer.decoder.hosts, answer.decoder, answer.tokens
     stats = SpeculationStats(record=Recorder("decoding", hosts.clock))
     whole = tree or Tree.chain(pace.most)
     token, has_ended = answer.choose(answer.logits)
@@ -98,7 +98,7 @@ def _draft(
     drafter: Drafter | None, answer: Answer, limit: Tree, pace: Pace, stats: SpeculationStats
 ) -> Proposal | None:
     """Draft on host 0, at most a tree; return it on every host, or None where the draft is switched off."""
-    hosts, most, proposal, numbers = answer.hosts, limit.num_drafted, None, None
+    hosts, most, proposal, numbers = answer.decoder.hosts, limit.num_drafted, None, None
     if hosts.is_leader:
         if pace.is_losing():
             stats.switch_off(LOSING, len(answer.tokens))

@@ -5,8 +5,7 @@ and decodes the answer.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ..prefilling.prefiller import Prefiller, ReadRequest
 from ..prefilling.reduction.choosing import Reduction
 from ..prefilling.result import PrefillResult
 from ..prefilling.stages import Watcher
-from ..timeline import Span
+from ..stats import Span
 from .draft import Draft, DraftTask, kept_by_frame
 from .pace import Pace
 from .serial import generate_speculatively
@@ -124,7 +123,7 @@ class TakingTurns:
             state = prefiller.run(read, watcher)
             if needs_caption:
                 with self.hosts.local_stage("captioning"), request.timer.stage("draft"):
-                    caption = _caption_of(captioning) if self.hosts.is_leader else None
+                    caption = captioning.result() if self.hosts.is_leader else None
             with self.hosts.collective_stage("draft"), request.timer.stage("draft"):
                 draft = self._build(read, state, watcher, caption)
             with self.hosts.collective_stage("decode"), request.timer.stage("decode"), ExitStack() as stack:
@@ -182,20 +181,19 @@ class TakingTurns:
         return generate_speculatively(answer, draft.drafter, pace, self._tree)
 
     def _run_captioner(self, rendered: RenderedPrompt) -> str:
-        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit."""
-        device = self.hosts.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self._captioner(rendered)
+        """Call the captioner with this host's GPU as the current one, which a new thread does not inherit.
 
-
-def _caption_of(captioning: Future) -> str:
-    try:
-        caption = captioning.result()
-    except Exception as error:
-        raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
-    if not isinstance(caption, str) or not caption.strip():
-        raise ValueError(f"the captioner returned {caption!r} instead of a caption")
-    return caption.strip()
+        Raises:
+            ValueError: it raises, or returns no text.
+        """
+        with torch.cuda.device(self.hosts.device if self.hosts.device.type == "cuda" else -1):
+            try:
+                caption = self._captioner(rendered)
+            except Exception as error:
+                raise ValueError(f"the captioner failed: {type(error).__name__}: {error}") from error
+        if not isinstance(caption, str) or not caption.strip():
+            raise ValueError(f"the captioner returned {caption!r} instead of a caption")
+        return caption.strip()
 
 
 def _over_whole_prompt(scores_of_rest: Callable[[], Tensor], reduction: Reduction) -> Tensor:

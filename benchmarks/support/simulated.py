@@ -123,7 +123,7 @@ class SimulatedHost(HostGroup):
 
     def __init__(self, machine: _Machine, rank: int, device: torch.device, pace: Sequence[float] | None = None):
         super().__init__(device=device, timeout=float("inf"))
-        self.rank, self.size = rank, machine.num_hosts
+        self._take_place(rank, machine.num_hosts)
         self._watch = _SimulatedWatch(self.name, machine)
         self._machine = machine
         self.laps: list[float] = []

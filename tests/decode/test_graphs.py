@@ -109,7 +109,7 @@ def test_a_kept_prompt_is_answered_again():
 
 def test_what_keeps_steps_from_being_recorded(monkeypatch):
     parts, other = (inspect_model(build("llama", torch.float32), backend) for backend in ("triton", "torch"))
-    assert not graphs.wants_graphs(parts)  # on a CPU, and without a word
+    assert not parts.wants_graphs  # on a CPU, and without a word
     assert graphs.why_not_captured(parts, None) is None
     assert "in shares" in graphs.why_not_captured(parts, HostGroup.single())
     assert "torch attention" in graphs.why_not_captured(other, None)

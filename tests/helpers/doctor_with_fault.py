@@ -10,7 +10,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 # isort: split
 import torch
 
-from apbv import HostError, HostGroup
+from apbv import HostGroup
 from apbv.doctor import __main__ as doctor
 from apbv.doctor import machine
 from apbv.hosts import Exchange
@@ -68,15 +68,6 @@ def dying_host() -> None:
     """Host 1's process ends within a check."""
     right = machine.processor
     machine.processor = lambda: os._exit(3) if HERE == 1 else right()
-
-
-def no_connection() -> None:
-    """The hosts meet, and cannot exchange anything."""
-
-    def connect(group, *settings, **more):
-        raise HostError("NCCL error: unhandled system error")
-
-    HostGroup.from_process_group = connect
 
 
 def other_version() -> None:

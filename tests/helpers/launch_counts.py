@@ -68,7 +68,7 @@ class Echo:
 def one_of(size: int, rank: int, gpu: Machine) -> HostGroup:
     """One of several hosts, of which the others are not there."""
     hosts = HostGroup.single("cuda:0")
-    hosts.rank, hosts.size = rank, size
+    hosts._take_place(rank, size)
     hosts._data = hosts._control = Echo(gpu, size)
     return hosts
 

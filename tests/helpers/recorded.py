@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from apbv.decode import graphs
 from apbv.kernels import BufferTable
 from apbv.model import attention
+from apbv.model.parts import ModelParts
 
 
 class Operations(TorchDispatchMode):
@@ -96,7 +97,7 @@ def recorded_on_a_cpu():
     repeated: list[int] = []
 
     with (
-        patch.object(graphs, "wants_graphs", lambda parts: parts.decode.cuda_graphs == "auto"),
+        patch.object(ModelParts, "wants_graphs", property(lambda parts: parts.decode.cuda_graphs == "auto")),
         patch.object(graphs, "why_not_captured", lambda parts, hosts: hosts and "the KV lies in shares"),
         patch.object(graphs, "GraphRecorder", partial(Repeater, repeated)),
     ):

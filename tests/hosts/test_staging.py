@@ -8,7 +8,8 @@ import pytest
 from staged import staged_group, staged_job
 
 from apbv import Engine, HostGroup, PrefillConfig, SpeculativeConfig
-from apbv.hosts.collectives import Courier
+from apbv.hosts import in_thread
+from apbv.hosts.collectives import _wait_apart
 
 import families
 from engines import QUESTION
@@ -61,5 +62,5 @@ def test_an_exchange_that_ends_as_a_wait_gives_up_has_its_own_outcome(error):
         if timeout is not None or error is not None:
             raise RuntimeError("Operation timed out!") if timeout is not None else error
 
-    courier, work = Courier(), SimpleNamespace(wait=wait, is_completed=lambda: True)
-    assert courier.send(partial(courier.wait, work)).exception() is error
+    work, watch = SimpleNamespace(wait=wait, is_completed=lambda: True), SimpleNamespace(is_broken=False)
+    assert in_thread(partial(_wait_apart, work, watch)).exception() is error

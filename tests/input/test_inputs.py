@@ -27,7 +27,7 @@ class OneOf(HostGroup):
 
     def __init__(self, rank: int, size: int):
         super().__init__(device=torch.device("cpu"), timeout=0.0, owns_group=False)
-        self.rank, self.size = rank, size
+        self._take_place(rank, size)
 
 
 def assert_encoded_alike(pieces: list[torch.Tensor], whole: torch.Tensor) -> None:

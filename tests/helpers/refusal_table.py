@@ -1,0 +1,53 @@
+"""The table of refusals on the page docs/choosing.md."""
+
+from apbv.refusals import REFUSALS
+
+# What the page calls a feature.
+FEATURES = {
+    "anchor_query": "`--anchor-query`",
+    "no_anchor": "a method without an anchor",
+    "sparse": "`--sparse`",
+    "dense_method": "`zigzag_ring` or `ulysses`",
+    "other_sparse_method": "a method of other sparse attention",
+    "skip_margin": "`--sparse-skip-margin`",
+    "sparse_without_margin": "`xattention` or `flexprefill`",
+    "reduction": "`--reduce`",
+    "early_reduction": "`--reduce` before the language model",
+    "late_reduction": "`--reduce` between layers",
+    "reduce_layer": "`--reduce-layer`",
+    "kv_reuse": "`--reuse kv`",
+    "watching_draft": "a draft that goes by the target's prefill",
+    "handing_over": "`--kv-transfer`",
+    "context": "`--context`",
+    "source": "`--video`, `--image` or `--audio`",
+    "draft_host": "`--draft-host`",
+    "one_host": "one host",
+    "one_model": "`std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
+    "self_drafting": "`std`, `std_apbv`, `streaming` or `layerskip`",
+    "tensor_parallel": "`--tensor-parallel`",
+    "learning_draft": "`tabed`",
+    "tree": "a draft tree",
+    "chain_only": "`tabed` or `ngram`",
+    "keep": "`--keep`",
+    "no_choice": "`text_only`, `std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
+    "keep_ratio": "`--keep-ratio`",
+    "keep_tokens": "`--keep-tokens`",
+    "fixed_share": "a strategy that keeps all tokens, or none",
+    "prune_kv": "`--prune kv`",
+    "drops_nothing": "a strategy that keeps all tokens or none, or `tabed`",
+    "passed_kv": "`std_apbv`",
+    "nothing_passed": "a prefill that passes nothing on",
+    "ranking": "`--keep` by the target's scores",
+    "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
+    "caption": "`--ensemble` with a C",
+    "no_captioner": "no `--captioner`",
+}
+
+
+def table() -> str:
+    """Lay the refusals out."""
+    rows = [
+        f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**FEATURES)} |"
+        for (feature, other), reason in REFUSALS.items()
+    ]
+    return "\n".join(["| this | does not go with | because |", "|---|---|---|", *rows])
