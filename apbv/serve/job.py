@@ -120,7 +120,6 @@ class Job:
         record: what may be told of it.
         events: pieces of the answer, and at last Finished or an ApiError.
         created: when it arrived, in seconds since 1970.
-        is_streamed: whether its client wants the text as it comes, and not only all of it.
         is_cancelled: whether its client has gone.
         has_ended: whether its last event was sent.
         files: closes its files.
@@ -134,7 +133,7 @@ class Job:
         self.created = int(time.time())
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self.is_streamed = self.is_cancelled = self.has_ended = False
+        self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
         self.kv_bytes = self.num_finished = 0

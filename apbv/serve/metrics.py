@@ -40,25 +40,27 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": "Drafted tokens",
     "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
 }
+# With the duration of a request that is counted in it, if one is.
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From arrival to the first token", _FIRST_TOKEN_SECONDS),
+    "time_to_first_token_seconds": (
+        "From arrival to the first token",
+        _FIRST_TOKEN_SECONDS,
+        "time_to_first_token",
+    ),
     "inter_token_latency_seconds": ("From one token of an answer to its next", _GAP_SECONDS),
-    "e2e_request_latency_seconds": ("From arrival to the end", _REQUEST_SECONDS),
-    "request_queue_time_seconds": ("From having been read to the prefill", _REQUEST_SECONDS),
-    "request_prefill_time_seconds": ("From the prefill's beginning to the first token", _REQUEST_SECONDS),
-    "request_decode_time_seconds": ("From the first token to the last", _REQUEST_SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the end", _REQUEST_SECONDS, "total"),
+    "request_queue_time_seconds": ("From having been read to the prefill", _REQUEST_SECONDS, "queue"),
+    "request_prefill_time_seconds": (
+        "From the prefill's beginning to the first token",
+        _REQUEST_SECONDS,
+        "prefill",
+    ),
+    "request_decode_time_seconds": ("From the first token to the last", _REQUEST_SECONDS, "decode"),
     "request_prompt_tokens": ("Tokens of a prompt", _TOKENS),
     "request_generation_tokens": ("Tokens of an answer", _TOKENS),
     "kv_transfer_wait_seconds": ("From KV being offered to its having been fetched", _REQUEST_SECONDS),
 }
-# The figures that a request's durations, and its draft, are counted in.
-_OF_DURATIONS = {
-    "time_to_first_token_seconds": "time_to_first_token",
-    "request_queue_time_seconds": "queue",
-    "request_prefill_time_seconds": "prefill",
-    "request_decode_time_seconds": "decode",
-    "e2e_request_latency_seconds": "total",
-}
+# The figures that a request's draft is counted in.
 _OF_SPECULATION = {
     "spec_decode_num_drafts": "rounds",
     "spec_decode_num_draft_tokens": "num_drafted",
@@ -84,7 +86,7 @@ class Metrics:
         self._counters = {name: self._new(Counter, name, what) for name, what in _COUNTERS.items()}
         self._histograms = {
             name: self._new(Histogram, name, what, buckets=buckets)
-            for name, (what, buckets) in _HISTOGRAMS.items()
+            for name, (what, buckets, *_) in _HISTOGRAMS.items()
         }
         self._finished = self._labelled("request_success", "finished_reason", "Requests that ended, by reason")
         self._refused = self._labelled("requests_refused", "reason", "Requests that were refused, by reason")
@@ -125,10 +127,11 @@ class Metrics:
             for name, figure in _OF_SPECULATION.items():
                 self._counters[name].inc(record.speculation[figure])
         is_answer = record.outcome in ("stop", "length")
-        for name, duration in _OF_DURATIONS.items():
-            seconds = record.seconds(duration)
-            if seconds is not None and (is_answer or duration == "time_to_first_token"):
-                self._histograms[name].observe(seconds)
+        for name, (_, _, *durations) in _HISTOGRAMS.items():
+            for duration in durations:
+                seconds = record.seconds(duration)
+                if seconds is not None and (is_answer or duration == "time_to_first_token"):
+                    self._histograms[name].observe(seconds)
         if is_answer:
             self._histograms["request_prompt_tokens"].observe(record.prompt_tokens)
             self._histograms["request_generation_tokens"].observe(record.completion_tokens)

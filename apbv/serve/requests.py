@@ -99,12 +99,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The response's JSON."""
-        if self.status == 401:
-            kind = "authentication_error"
-        elif self.status == 429:
-            kind = "rate_limit_error"
-        else:
-            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        others = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, others)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -115,16 +111,13 @@ class _Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
+        ignored = _OF_THE_DECODER if getattr(self, "hands_over", False) else ()
         for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and not _is_neutral(name, value) and not self._may_ignore(name):
+            if name in _REFUSED and name not in ignored and not _is_neutral(name, value):
                 raise _refused(name, f"{name} is not supported by this server")
             if name not in _REFUSED | _WITHOUT_EFFECT:
                 _logger.warning("a field of a request is not known, and ignored: %.100r", name)
         return self
-
-    def _may_ignore(self, name: str) -> bool:
-        """Return whether a field that is not served changes no answer of this server."""
-        return name in _WITHOUT_EFFECT
 
     @classmethod
     def parse(cls: type[_Body], body: bytes) -> _Body:
@@ -185,15 +178,11 @@ class VideoPart(_Strict):
     video_url: MediaUrl
 
 
-class AudioUrl(_Strict):
-    url: str
-
-
 class AudioPart(_Strict):
     """Sound as vLLM takes it."""
 
     type: Literal["audio_url"]
-    audio_url: AudioUrl
+    audio_url: MediaUrl
 
 
 class InputAudio(_Strict):
@@ -208,19 +197,12 @@ class InputAudioPart(_Strict):
     input_audio: InputAudio
 
 
+_Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")]
+
+
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: (
-        str
-        | Annotated[
-            list[
-                Annotated[
-                    TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")
-                ]
-            ],
-            Field(fail_fast=True),
-        ]
-    )
+    content: str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -324,9 +306,6 @@ class GenerationRequest(_Strict):
             message = "a request with do_remote_decode gets its one token at once: stream must be false"
             raise _refused("stream", message)
 
-    def _may_ignore(self, name: str) -> bool:
-        return super()._may_ignore(name) or (self.hands_over and name in _OF_THE_DECODER)
-
     @property
     def hands_over(self) -> bool:
         """Whether another server continues from the prompt's KV."""
@@ -406,7 +385,11 @@ class ChatRequest(_ChatOptions, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions, about text only: a prompt as it is, or its token ids."""
+    """The body of POST /v1/completions, about text only.
+
+    Attributes:
+        prompt: the one prompt as it is, or its token ids.
+    """
 
     default_limit = 16  # OpenAI's and vLLM's
     prompt_field, id_prefix = "prompt", "cmpl"
@@ -427,20 +410,13 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            if len(self.prompt) > 1:
+                raise _refused("prompt", f"this server takes one prompt per request, not {len(self.prompt)}")
+            (self.prompt,) = self.prompt
         if not self.prompt:
             raise _refused("prompt", "the prompt is empty")
-        if not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int) and len(self.prompt) > 1:
-            raise _refused("prompt", f"this server takes one prompt per request, not {len(self.prompt)}")
-        if not self.the_prompt:
-            raise _refused("prompt", "the prompt is empty")
         return self
-
-    @property
-    def the_prompt(self) -> str | list[int]:
-        """The one prompt, as text or as token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return self.prompt
-        return self.prompt[0]
 
 
 class TokenizeRequest(_ChatOptions):

@@ -46,10 +46,8 @@ class Limits:
         Raises:
             ApiError: with status 400 where there can never be so many answers at once.
         """
-        answer, count = (
-            0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens,
-            order.num_answers,
-        )
+        answer = 0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens
+        count = order.num_answers
         num_bytes = count * (num_tokens + answer) * self.token_bytes
         most = min(each for each in (count, self.max_answers, self.max_running) if each is not None)
         if count > 1 and num_bytes > self.max_kv_bytes:
@@ -80,12 +78,6 @@ class Scheduler:
         self._offers: dict[str, tuple[int, float]] = {}  # by transfer: bytes of KV, and since when
         self._ended_offers: set[str] = set()  # that ended before they were counted
         self._awaits_offers = True
-
-    @property
-    def running(self) -> list[Job]:
-        """The requests that hold KV, or are about to."""
-        with self.changed:
-            return list(self._running)
 
     @property
     def has_stopped(self) -> bool:
@@ -200,26 +192,38 @@ class Scheduler:
             job.send(event)
         return True
 
-    def stop(self) -> list[Job]:
-        """Refuse further requests, and return those that were waiting; what runs goes on."""
+    def stop(self) -> None:
+        """Refuse further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
         with self.changed:
             self.is_stopping = True
-            waiting = list(self._ready)
-            self._ready.clear()
+            waiting, self._ready = self._ready, []
             self.changed.notify_all()
-            return waiting
+        self._end_all(waiting, "the server is stopping", "rejected")
 
-    def give_up_offers(self) -> None:
-        """Let everything stop although KV waits to be fetched."""
+    def cut_short(self) -> None:
+        """End what runs, and let KV wait no longer."""
         with self.changed:
             self._awaits_offers = False
+            running = list(self._running)
             self.changed.notify_all()
+        self._end_all(running, "the server is stopping", "failed")
+        for job in running:
+            self.cancel(job)
 
-    def close(self) -> list[Job]:
-        """Stop, and return all requests that are left, running ones included."""
+    def close(self, failure: str | None) -> None:
+        """Take no request any more, and end all that are left, running ones included.
+
+        Args:
+            failure: what the server fails of; None: it was asked to end.
+        """
         with self.changed:
-            self.stop()
-            return [*self._admitted, *self._running]
+            self.is_stopping = True
+            left = [*self._admitted, *self._running]
+        self._end_all(left, failure or "the server is stopping", "failed" if failure else "rejected")
+
+    def _end_all(self, jobs: list[Job], reason: str, outcome: str) -> None:
+        for job in jobs:
+            self.end(job, ApiError(503, reason), outcome)
 
     def _first_fits(self) -> bool:
         if not self._ready:
