@@ -12,7 +12,6 @@ import av
 import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
-from av.video.codeccontext import VideoCodecContext
 from av.video.frame import PictureType
 
 # Containers whose packets carry the presentation time that the encoder gave them.
@@ -124,12 +123,18 @@ class VideoFile:
         if not streams or streams[0].codec_context is None:
             self._container.close()
             raise self.error("has no video stream that can be decoded")
-        self.stream = streams[0]
+        self.stream, codec = streams[0], streams[0].codec_context
         # Damage that the h264 decoder conceals it reports reliably only with a single thread.
-        self.stream.codec_context.thread_count = 1
-        self._can_skip = _can_skip(self.stream.codec_context)
+        codec.thread_count = 1
+        # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit. In HEVC it leaves
+        # out a sub-layer non-reference picture (H.265, 7.4.2.2), to which frames of higher temporal sub-layers may
+        # refer: their number is in the header of mp4 and mkv, hvcC (ISO/IEC 14496-15).
+        self._can_skip = codec.name in _SKIPPING
+        if codec.name == "hevc":
+            header = bytes(codec.extradata or b"")
+            self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
 
-    def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
+    def list_times(self, check: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
 
         Args:
@@ -143,7 +148,8 @@ class VideoFile:
         """
         container, codec, rows = self._container, self.stream.codec_context, []
         for packet in container.demux(self.stream):
-            check(len(rows))
+            if check is not None:
+                check(len(rows))
             if not packet.size:
                 continue  # the end of the stream, or a repeated frame in avi
             # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
@@ -151,16 +157,19 @@ class VideoFile:
                 raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
             # VP8 has packets that are only referred to; a bit of the header says whether to show them.
             shown = not packet.is_discard and not (codec.name == "vp8" and not memoryview(packet)[0] & 0x10)
-            times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
-            rows.append((*times, packet.is_keyframe, shown))
-        end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
+            pts = _NO_TIME if packet.pts is None else packet.pts
+            dts = _NO_TIME if packet.dts is None else packet.dts
+            rows.append((pts, dts, packet.is_keyframe, shown))
+        end = 0
+        for entry in self.stream.index_entries:
+            end = max(end, entry.pos + entry.size)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
         nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64)
-        if not any(row[3] for row in rows):
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        pts, (is_key, shown) = table[:, 0], table[:, 2:].T.astype(bool)
+        if not shown.any():
             raise self.error("has no video frames")
-        pts, _, is_key, shown = np.array(rows, np.int64).T
-        is_key, shown = is_key.astype(bool), shown.astype(bool)
         if not is_key.any():
             return nothing
         first = int(is_key.argmax())  # what comes or is displayed before it refers to frames that were cut away
@@ -171,11 +180,11 @@ class VideoFile:
         are_of_decoding = codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) > 0).all()
         if not (are_stored and are_distinct and frames.any() and is_nearly_sorted(pts[shown])) or are_of_decoding:
             return nothing
-        keys = np.array(rows, np.int64)[is_key, :2]
+        keys = table[is_key, :2]
         return np.sort(pts[frames]), keys[keys[:, 0].argsort()]
 
     def frames_from(
-        self, key: np.ndarray, wanted: Container[int], check: Callable[[], None] = lambda: None
+        self, key: np.ndarray, wanted: Container[int], check: Callable[[], None] | None = None
     ) -> Iterator[av.VideoFrame]:
         """Decode from a keyframe on, leave out what is neither wanted nor needed, and yield the wanted frames.
 
@@ -189,7 +198,8 @@ class VideoFile:
         """
         key_time, unfed, unseen = int(key[0]), set(wanted), set(wanted)
         for packet in chain(self._packets_from(key), (None,)):
-            check()
+            if check is not None:
+                check()
             if not unfed:
                 packet = None  # nothing more is fed once the last wanted frame is in: the decoder is drained
             needed = packet is None or packet.pts in wanted or packet.pts == key_time
@@ -216,24 +226,24 @@ class VideoFile:
             if target is None:
                 self._container.close()
                 self.open()
-            elif target == _NO_TIME or not self._seek(target):
+            elif target == _NO_TIME:
                 continue
+            else:
+                try:
+                    self._container.seek(target, stream=self.stream)
+                except av.error.FFmpegError:
+                    continue
             packets = self._container.demux(self.stream)
             for packet in packets:
                 if packet.pts == key[0] and packet.is_keyframe:
                     yield packet
-                    yield from (packet for packet in packets if packet.size)
+                    for packet in packets:
+                        if packet.size:
+                            yield packet
                     return
                 if target is not None and packet.is_keyframe and (packet.pts is None or packet.pts > key[0]):
                     break
         raise self.error("changed since it was probed")
-
-    def _seek(self, target: int) -> bool:
-        try:
-            self._container.seek(target, stream=self.stream)
-        except av.error.FFmpegError:
-            return False
-        return True
 
     def decode(self, packet: av.Packet | None, needed: bool = True) -> list[av.VideoFrame]:
         """Return the frames that the decoder gives out on one more packet; on None, those that it still holds.
@@ -262,7 +272,7 @@ class VideoFile:
         yield from self.decode(None)
 
 
-def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
+def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -> VideoInfo:
     """List the frames of a file's first video stream.
 
     This reads all packets and decodes one frame; it decodes all where packet times cannot be trusted (see
@@ -270,7 +280,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
 
     Args:
         check: called with the number of each packet before it is listed, and of each frame that has to be decoded;
-            what it raises ends the probing.
+            what it raises ends the probing. None: nothing is.
 
     Raises:
         VideoError: the file is missing, no video, has no frames, is cut short (as far as the container tells), or
@@ -287,7 +297,8 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number:
         else:
             first, times = None, []
             for number, frame in enumerate(file.decode_all(threads=0)):
-                check(number)
+                if check is not None:
+                    check(number)
                 first = first or frame
                 times.append(frame.pts)
             if first is None:
@@ -332,15 +343,3 @@ def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, boo
     if b and c and not a and not d:
         return True, b < 0, c < 0
     raise file.error("is rotated by an angle that is no multiple of 90 degrees")
-
-
-def _can_skip(codec: VideoCodecContext) -> bool:
-    """Return whether ffmpeg's ``skip_frame = NONREF`` leaves all other frames as they are, to the bit.
-
-    In HEVC it takes for not referred to a *sub-layer non-reference picture* (H.265, 7.4.2.2), to which frames of
-    higher temporal sub-layers may refer: their number is in the header of mp4 and mkv, hvcC (ISO/IEC 14496-15).
-    """
-    if codec.name == "hevc":
-        header = bytes(codec.extradata or b"")
-        return len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
-    return codec.name in _SKIPPING

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .decoding import AtWork
 from .file import VideoError, VideoInfo
+from .reading import AtWork
 
 
 def load_decoder() -> type:
