@@ -147,7 +147,7 @@ class ModelInputs:
             return cls(input_ids, _positions(parts, batch), 0, start)
         visual = visual_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if shows else None
         audio = audio_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if sounds else None
-        return cls._of_sources(parts, batch, visual, audio)
+        return cls._of_sources(parts, batch, input_ids, visual, audio)
 
     @classmethod
     def from_skeleton(
@@ -162,39 +162,36 @@ class ModelInputs:
         Raises:
             PromptError: as :meth:`from_processor`.
         """
-        input_ids, visual, audio = _check_batch(skeleton.batch), None, None
+        input_ids, visual, audio = skeleton.batch["input_ids"], None, None
         if skeleton.items:
             visual = share_out(skeleton.items, skeleton.row_starts, hosts, frame_parallel)
         if skeleton.sounds:
             audio = audio_from_batch(parts, skeleton.batch, input_ids[0], hosts, frame_parallel)
             audio = replace(audio, sources=skeleton.sounds)
-        return cls._of_sources(parts, skeleton.batch, visual, audio)
+        return cls._of_sources(parts, skeleton.batch, input_ids, visual, audio)
 
     @classmethod
     def _of_sources(
         cls,
         parts: ModelParts,
         batch: Mapping[str, Any],
+        input_ids: Tensor,
         visual: VisualInput | None,
         audio: AudioInput | None,
     ) -> "ModelInputs":
         """Make a prompt with placeholders of images, video or sound."""
-        input_ids = _check_batch(batch)
         where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
         num_visual = int(parts.is_visual(input_ids[0]).sum())
         if visual is not None and visual.num_rows != num_visual:
             raise PromptError(
                 f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
             )
-        position_ids = _positions(parts, batch)
-        return cls(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            context_start=int(where[0]),
-            query_start=_query_start(int(where[-1]) + 1, position_ids),
-            visual=visual,
-            audio=audio,
-        )
+        position_ids, behind = _positions(parts, batch), int(where[-1]) + 1
+        # Behind a video that is heard, what ends its sound lies at the same position as what ends the video, and
+        # is no part of the question.
+        same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
+        query_start = behind + int(same.numel() > 0 and bool(same.all()))
+        return cls(input_ids, position_ids, int(where[0]), query_start, visual, audio)
 
     def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "ModelInputs":
         """Return the same prompt with this host's share of the pixels.
@@ -202,7 +199,9 @@ class ModelInputs:
         Args:
             chunk_bytes: see :class:`~apbv.input.visual.VisualInput`.
         """
-        return replace(self, visual=self.visual.with_pixels(pixels, chunk_bytes))
+        has_share = bool(self.visual.patches[self.visual.host])
+        visual = replace(self.visual, pixels=pixels if has_share else None, chunk_bytes=chunk_bytes)
+        return replace(self, visual=visual)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -217,15 +216,6 @@ def _check_batch(batch: Mapping[str, Any]) -> Tensor:
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
         raise PromptError("padded prompts are not supported: attention_mask must be all ones")
     return input_ids
-
-
-def _query_start(behind_last: int, position_ids: Tensor) -> int:
-    """Return where a prompt's query begins, of which what ends the last placeholders may be no part.
-
-    Behind a video that is heard, what ends its sound lies at the same position as what ends the video.
-    """
-    same = position_ids[..., behind_last : behind_last + 1] == position_ids[..., behind_last + 1 : behind_last + 2]
-    return behind_last + int(same.numel() > 0 and bool(same.all()))
 
 
 def _positions(parts: ModelParts, batch: Mapping[str, Any]) -> Tensor:
@@ -283,7 +273,7 @@ def visual_from_batch(
     given = [
         (item.kind, patches, values) for (item, _, values), patches in zip(found, visual.item_patches, strict=True)
     ]
-    return visual.with_pixels(GivenPixels(given))
+    return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
 
 
 def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int) -> Iterator[_Found]:

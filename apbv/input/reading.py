@@ -22,7 +22,7 @@ from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
-from .visual import PromptError, VisualInput
+from .visual import PromptError
 
 
 class PromptReader:
@@ -79,24 +79,20 @@ class PromptReader:
             PromptError: the model does not hear, and is asked to.
         """
         num_frames = self._num_frames if question.num_frames is None else question.num_frames
-        videos, heard = [], []
+        is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
+        if is_wanted and infos and not hears:
+            raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
         for info in infos:
             if question.fps is None:
                 frames = sample_uniform(info, num_frames)
             else:
                 frames = sample_fps(info, question.fps, max_frames=num_frames)
-            sound = self._sound_of(info, question.audio_in_video, heard)
-            heard += [] if sound is None else [sound]
+            sound = None
+            if hears and is_wanted is not False and (is_wanted or has_audio(info.path)):
+                sound = self._hear(info.path, heard, seconds=info.duration, beside_video=True)
+                heard.append(sound)
             videos.append(SampledVideo(info, tuple(frames), sound))
         return tuple(videos)
-
-    def _sound_of(self, info: VideoInfo, is_wanted: bool | None, heard: Sequence[Sound]) -> Sound | None:
-        """Decode what is heard with a video's frames; None where there is nothing, or nothing is wanted."""
-        if is_wanted and not self.parts.hears:
-            raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
-        if is_wanted is False or not self.parts.hears or (is_wanted is None and not has_audio(info.path)):
-            return None
-        return self._hear(info.path, heard, seconds=info.duration, beside_video=True)
 
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
         """Decode audio at the model's rate, where the model can take it beside what is heard already.
@@ -132,8 +128,9 @@ class PromptReader:
             with self._tokenizing:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
-        heard, sounds = [video.sound for video in videos if video.sound is not None], []
+        sounds = []
         for path in rendered.sounds:
+            heard = [video.sound for video in videos if video.sound is not None]
             sounds.append(self._hear(path, [*heard, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
@@ -160,23 +157,18 @@ class PromptReader:
         """
         with timer.stage("preprocess"):
             skeleton, config = prompt or self.lay_out(rendered, videos), self._config
-            if skeleton.items or skeleton.sounds:
-                inputs = ModelInputs.from_skeleton(self.parts, skeleton, hosts, config.frame_parallel)
-                return inputs, inputs.visual and self._pixels_of(skeleton, inputs.visual, hosts, timer)
-            start, batch = self._query_start(rendered, skeleton.batch), skeleton.batch
-            inputs = ModelInputs.from_processor(
-                self.parts, batch, hosts, query_start=start, query_len=config.query_len
-            )
+            if not (skeleton.items or skeleton.sounds):
+                start, query_len = self._query_start(rendered, skeleton.batch), config.query_len
+                inputs = ModelInputs.from_processor(
+                    self.parts, skeleton.batch, hosts, query_start=start, query_len=query_len
+                )
+                return inputs, None
+            inputs = ModelInputs.from_skeleton(self.parts, skeleton, hosts, config.frame_parallel)
+        if inputs.visual is None:
             return inputs, None
-
-    def _pixels_of(
-        self, skeleton: Skeleton, visual: VisualInput, hosts: HostGroup, timer: StageTimer
-    ) -> SourcePixels:
-        """Return the pixels of a prompt's items, of which this host's share is read when it is asked for."""
-        mine = visual.patches[hosts.rank]
-        readers = []
-        for run, numbers in visual.runs:
-            if not intersect(run, mine):
+        readers, device = [], self.parts.device
+        for run, numbers in inputs.visual.runs:
+            if not intersect(run, inputs.visual.patches[hosts.rank]):
                 continue
             source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):
@@ -191,17 +183,18 @@ class PromptReader:
                     grid=skeleton.grids[numbers[0]],
                     processor=self.processor,
                     timer=timer,
-                    device=self.parts.device,
+                    device=device,
                     dtype=self.parts.dtype,
                     config=self._config.video,
                     runs_ahead=hosts.has_own_process,
+                    side=torch.cuda.Stream(device) if device.type == "cuda" else None,
                 )
             readers.append((run, reader))
-        return SourcePixels(tuple(readers), timer, hosts.has_own_process)
+        return inputs, SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
         """Check token ids that come instead of a prompt."""
-        given = (question.prompt, question.videos, question.pictures, question.sounds, question.context)
+        given = (question.prompt, question.video, question.images, question.audio, question.context)
         if any(given) or question.messages:
             raise PromptError("token ids come instead of a prompt and its sources, not beside them")
         token_ids, vocab_size = tuple(question.token_ids), self.parts.vocab_size

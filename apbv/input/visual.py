@@ -11,9 +11,10 @@ adjacent: what alternates with another's, such as a video and its sound, is seve
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -155,13 +156,13 @@ class VisualInput:
     @cached_property
     def item_patches(self) -> tuple[range, ...]:
         """The temporal patches of every item."""
-        ends = accumulate((item.num_patches for item in self.items), initial=0)
-        return tuple(range(start, stop) for start, stop in pairwise(ends))
+        ends = list(accumulate(map(attrgetter("num_patches"), self.items), initial=0))
+        return tuple(map(range, ends, ends[1:]))
 
     @cached_property
     def frames(self) -> tuple[range, ...]:
         """The rows of every temporal patch, without those that end a video."""
-        frames = [range(start, stop) for start, stop in pairwise(self.row_starts)]
+        frames = list(map(range, self.row_starts, self.row_starts[1:]))
         for item, patches in zip(self.items, self.item_patches, strict=True):
             last = frames[patches.stop - 1]
             frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
@@ -170,11 +171,6 @@ class VisualInput:
     def rows_of(self, patches: range) -> range:
         """Return the rows of adjacent temporal patches."""
         return range(self.row_starts[patches.start], self.row_starts[patches.stop])
-
-    def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "VisualInput":
-        """Return the same with the pixels of this host's share, where it has one."""
-        mine = self.patches[self.host]
-        return replace(self, pixels=pixels if mine else None, chunk_bytes=chunk_bytes)
 
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
@@ -249,7 +245,10 @@ def share_out(
 
 def _costs(items: Sequence[VisualItem]) -> list[int]:
     """Return for every temporal patch an estimate of the memory in use while it is encoded."""
-    return [item.patch_bytes for item in items for _ in range(item.num_patches)]
+    costs = []
+    for item in items:
+        costs += [item.patch_bytes] * item.num_patches
+    return costs
 
 
 def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:

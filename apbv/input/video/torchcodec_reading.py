@@ -9,14 +9,14 @@ as one. Frames of another time than was asked for, as it gives out of MPEG trans
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .file import VideoError, VideoInfo
-from .reading import AtWork
 
 
 def load_decoder() -> type:
@@ -39,7 +39,7 @@ def torchcodec_chunks(
     chunk_len: int,
     threads: int,
     device: str,
-    at_work: AtWork,
+    at_work: Callable[[int], AbstractContextManager],
 ) -> Iterator[np.ndarray | Tensor]:
     """Decode frames chunk by chunk.
 
