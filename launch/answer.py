@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup
 from apbv.input.audio import AudioError, has_audio
+from apbv.input.images import Picture
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
@@ -110,10 +110,7 @@ def read_sources(options: argparse.Namespace) -> str | None:
         ValueError: a file cannot be read, or is no video, no image or no audio.
     """
     for path in options.image or ():
-        try:
-            Image.open(path).close()
-        except Exception as error:  # of a damaged file, Pillow raises nearly anything
-            raise ValueError(f"cannot read the image {path}: {error}") from error
+        Picture.of(path)
     for path in options.video or ():
         with VideoFile(path):
             pass

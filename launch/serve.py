@@ -11,10 +11,8 @@ its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 
 
 import argparse
 import ipaddress
-import math
 import os
 import socket
-import sys
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,8 +45,6 @@ _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _LOOPBACK = "127.0.0.1"
-# What torchrun gives its processes after SIGTERM by default, and what of that is left to respond and to exit.
-_SHUTDOWN_SECONDS, _EXIT_SECONDS = 30.0, 10.0
 FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
 
 
@@ -197,20 +193,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def warn_of_early_kill(grace: float) -> None:
-    """Warn on stderr, once per machine, where torchrun by default kills its processes before their work is done.
-
-    Args:
-        grace: seconds that the work may take after SIGTERM.
-    """
-    needed = math.ceil(grace + _EXIT_SECONDS)
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0" and needed > _SHUTDOWN_SECONDS:
-        sys.stderr.write(
-            f"warning: for --grace {grace:g} torchrun needs --shutdown-timeout {needed} or more (newer than torch "
-            "2.11), or send SIGTERM to host 0's process\n"
-        )
-
-
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
     """Serve on this host until asked to end, and return the exit status."""
     options = parse_arguments(arguments, prog)
@@ -222,7 +204,6 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
 
     def run(hosts: "HostGroup") -> None:
         prepare_process(options, hosts)
-        warn_of_early_kill(options.grace)
         if hosts.is_leader:
             log_to_stderr(options.log_format)
         with hosts.local_stage("opening the port"):

@@ -247,16 +247,12 @@ class ImageReader:
         with self.timer.stage("preprocess"):
             shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
             images = [shown] if self.is_untiled else shown
-            values = image_values(process(self.processor, self.processor.image_token * len(shown), images=images))
+            batch = process(self.processor, self.processor.image_token * len(shown), images=images)
+            names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+            values = {name: batch[name] for name in names if batch.get(name) is not None}
             if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
                 values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
             return values, None
-
-
-def image_values(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``get_image_features`` takes out of a processor's batch."""
-    names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
-    return {name: batch[name] for name in names if batch.get(name) is not None}
 
 
 def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[str, Tensor]:

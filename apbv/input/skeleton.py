@@ -2,8 +2,8 @@
 
 The model's own processor runs on tensors without storage, so that no host has to hold the whole video to know what
 the prompt looks like. It writes a placeholder's text once for every visual token, and the tokenizer turns each
-copy into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each run
-of placeholders is tokenised as if it were one.
+copy into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each
+run of placeholders is tokenised as if it were one.
 """
 
 import copy
@@ -138,7 +138,9 @@ def lay_out(
                 heard.append((source.sound, batch))
             # InternVL has one name for images and video.
             pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
-            num_patches, num_ending = num_temporal_patches(batch, pixels), parts.num_rows_ending_video
+            num_patches, num_ending = pixels.shape[pixels.dim() == 5], parts.num_rows_ending_video
+            if grid is not None:
+                num_patches = int(grid[0, 0])
             frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
             num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
             identity = Source(FileIdentity.of(source.info.path), source.frames)
@@ -217,14 +219,9 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     return arguments
 
 
-def num_temporal_patches(batch: Mapping[str, Any], pixels: Tensor) -> int:
-    """Count the temporal patches of the one video of a processor's batch."""
-    if batch.get("video_grid_thw") is not None:
-        return int(batch["video_grid_thw"][0, 0])
-    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
-
-
-def process(processor, text: str, **inputs) -> Mapping[str, Any]:
+def process(
+    processor, text: str, replace: Callable[..., tuple[list[str], list]] | None = None, **inputs
+) -> Mapping[str, Any]:
     """Call a transformers processor on one text, and return what it would by itself, in tensors.
 
     The processor is not changed: a copy of it, which shares its parts, hands a shortened text to the tokenizer,
@@ -233,9 +230,29 @@ def process(processor, text: str, **inputs) -> Mapping[str, Any]:
     Args:
         processor: that of a video model; it is used by one thread at a time.
         text: the prompt, with one placeholder for each image, video or sound.
+        replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
         inputs: the processor's further arguments, such as ``images`` or ``videos``.
     """
-    return _tokenized(processor, text, processor.get_text_with_replacements, inputs)
+    replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
+    run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
+
+    def shortened(*args, **kwargs) -> tuple[list[str], list]:
+        (expanded,), offsets = replace(*args, **kwargs)
+        for each in run.finditer(expanded):
+            counts.append(len(each.group()) // len(each.group(1)))
+        return [run.sub(r"\1", expanded)], offsets
+
+    one_of_each = copy.copy(processor)
+    one_of_each.get_text_with_replacements = shortened
+    output = one_of_each(text=[text], return_tensors="pt", **inputs)
+    input_ids = output["input_ids"][0]
+    repeats = torch.ones_like(input_ids)
+    is_placeholder = torch.isin(input_ids, torch.tensor(list(placeholders.values())))
+    repeats[is_placeholder] = torch.tensor(counts, dtype=repeats.dtype)
+    for name in _PER_TOKEN:
+        if name in output:
+            output[name] = output[name].repeat_interleave(repeats, dim=1)
+    return output
 
 
 def process_apart(
@@ -283,38 +300,12 @@ def process_apart(
 
     for placeholders, arguments, name in calls:
         try:
-            batches.append(_tokenized(processor, placeholders, replace, arguments))
+            batches.append(process(processor, placeholders, replace, **arguments))
         except PromptError:
             raise
         except ValueError as error:
             raise PromptError(f"{name}: {error}") from error
     return batches, found
-
-
-def _tokenized(
-    processor, text: str, replace: Callable[..., tuple[list[str], list]], inputs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Call a processor, with another function in place of its ``get_text_with_replacements``."""
-    placeholders = _placeholders(processor)
-    run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
-
-    def shortened(*args, **kwargs) -> tuple[list[str], list]:
-        (expanded,), offsets = replace(*args, **kwargs)
-        for each in run.finditer(expanded):
-            counts.append(len(each.group()) // len(each.group(1)))
-        return [run.sub(r"\1", expanded)], offsets
-
-    one_of_each = copy.copy(processor)
-    one_of_each.get_text_with_replacements = shortened
-    output = one_of_each(text=[text], return_tensors="pt", **inputs)
-    input_ids = output["input_ids"][0]
-    repeats = torch.ones_like(input_ids)
-    is_placeholder = torch.isin(input_ids, torch.tensor(list(placeholders.values())))
-    repeats[is_placeholder] = torch.tensor(counts, dtype=repeats.dtype)
-    for name in _PER_TOKEN:
-        if name in output:
-            output[name] = output[name].repeat_interleave(repeats, dim=1)
-    return output
 
 
 def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:

@@ -12,7 +12,7 @@ from .reading import ReadyRequest
 from .requests import ApiError, FinishReason
 
 # The moments of a record between which a duration lies.
-_DURATIONS = {
+DURATIONS = {
     "read": ("arrived", "ready"),
     "queue": ("ready", "began"),
     "prefill": ("began", "first_token"),
@@ -20,7 +20,6 @@ _DURATIONS = {
     "time_to_first_token": ("arrived", "first_token"),
     "total": ("arrived", "ended"),
 }
-DURATIONS = tuple(_DURATIONS)
 
 
 @dataclass(kw_only=True)
@@ -65,7 +64,7 @@ class RequestRecord:
 
     def seconds(self, name: str) -> float | None:
         """Return one of :data:`DURATIONS`; None where the request did not get so far."""
-        earlier, later = (getattr(self, moment) for moment in _DURATIONS[name])
+        earlier, later = (getattr(self, moment) for moment in DURATIONS[name])
         return None if earlier is None or later is None else later - earlier
 
 

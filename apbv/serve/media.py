@@ -124,7 +124,12 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     """
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
-    root = _resolved(folder)
+    try:
+        root = folder.resolve(strict=True)
+        if not root.is_dir():
+            raise NotADirectoryError
+    except (OSError, RuntimeError) as error:
+        raise FolderError("this server cannot read its folder of media files at present") from error
     if path.endswith("/"):
         raise MediaError(f"{path!r:.200} is no file")
     try:
@@ -140,16 +145,6 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     if not regular:
         raise MediaError(f"there is no file {path!r:.200} in the folder that this server may read")
     return found
-
-
-def _resolved(folder: Path) -> Path:
-    try:
-        root = folder.resolve(strict=True)
-        if not root.is_dir():
-            raise NotADirectoryError
-    except (OSError, RuntimeError) as error:
-        raise FolderError("this server cannot read its folder of media files at present") from error
-    return root
 
 
 @contextmanager
@@ -177,7 +172,7 @@ def open_media(
     else:
         named = _path_of(url) if scheme else url
         path = find_in_folder(settings.media_dir, named)
-        yield Media(named, str(path.relative_to(_resolved(settings.media_dir))), path)
+        yield Media(named, str(path.relative_to(settings.media_dir.resolve())), path)
 
 
 def _path_of(url: str) -> str:

@@ -1,10 +1,10 @@
-"""The options of ``apbv serve``: what is refused at the start, and what they set; torchrun's patience."""
+"""The options of ``apbv serve``: what is refused at the start, and what they set."""
 
 import os
 
 import pytest
 
-from apbv.launch.serve import parse_arguments, settings_of, warn_of_early_kill
+from apbv.launch.serve import parse_arguments, settings_of
 from apbv.serve.settings import ServerSettings
 
 REFUSED = {
@@ -69,12 +69,3 @@ def test_where_consumers_find_a_process(monkeypatch):
         found = settings_of(options)
         assert found.kv_host == expected if expected else not found.kv_host.startswith("127.")
         assert (found.kv_port, found.kv_seconds) == (0, 120.0)
-
-
-def test_a_grace_beyond_torchruns_is_warned_of_once_per_machine(monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for rank, grace in (("0", 20.0), ("1", 120.0), ("0", 120.0)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        warn_of_early_kill(grace)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--grace 120" in line and "--shutdown-timeout 130" in line
