@@ -27,8 +27,6 @@ from .requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    InputAudioPart,
-    TextPart,
     TokenizeRequest,
 )
 from .settings import ServerSettings
@@ -36,8 +34,6 @@ from .settings import ServerSettings
 # Fields of requests that the engine takes as they are.
 _SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 _SAMPLING |= {"ignore_eos"}
-# What a part is for the chat template.
-_KINDS = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
@@ -214,7 +210,7 @@ class Reader:
             parts = [{"type": "text", "text": message.content}] if is_text else []
             messages.append({"role": message.role, "content": parts})
             for place, part in enumerate([] if is_text else message.content):
-                if isinstance(part, TextPart):
+                if part.type == "text":
                     parts.append({"type": "text", "text": part.text})
                     continue
                 if len(media) == settings.max_frames:
@@ -222,7 +218,7 @@ class Reader:
                     raise ApiError(400, message, param="messages")
                 _require_wanted(is_wanted)
                 sent = getattr(part, part.type)
-                is_inline = isinstance(part, InputAudioPart)
+                is_inline = part.type == "input_audio"
                 url = f"data:audio/{sent.format};base64,{sent.data}" if is_inline else sent.url
                 try:
                     file = stack.enter_context(open_media(url, settings, self._private_files, deadline))
@@ -231,7 +227,7 @@ class Reader:
                     raise ApiError(400, str(error), param=where) from error
                 except FolderError as error:
                     raise ApiError(503, str(error)) from error
-                parts.append({"type": _KINDS[part.type], "file": len(media)})
+                parts.append({"type": part.type.removesuffix("_url").removeprefix("input_"), "file": len(media)})
                 media.append(file)
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
@@ -298,10 +294,10 @@ def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     contents += [prompt] if isinstance(prompt, str) else []
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
-    texts += [part.text for part in parts if isinstance(part, TextPart)]
+    texts += [part.text for part in parts if part.type == "text"]
     options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format")]
     num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)
-    return num_chars, any(not isinstance(part, TextPart) for part in parts)
+    return num_chars, any(part.type != "text" for part in parts)
 
 
 def _require_wanted(is_wanted: Callable[[], bool]) -> None:

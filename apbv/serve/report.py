@@ -11,27 +11,17 @@ from .tracing import Tracer
 _logger = logging.getLogger(__name__)
 
 
-class Reporter:
-    """Tells of requests that have ended, to Prometheus, to the log and to a collector of traces; for any thread.
+def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None) -> None:
+    """Count a request that has ended, trace it, and write its line of the log; for any thread.
 
     Args:
-        metrics: the figures that count them.
         tracer: sends a trace of each; None: there are no traces.
-
-    Attributes:
-        metrics: as above.
     """
-
-    def __init__(self, metrics: Metrics, tracer: Tracer | None = None):
-        self.metrics, self._tracer = metrics, tracer
-
-    def tell(self, record: RequestRecord) -> None:
-        """Count a request, trace it, and write its line of the log."""
-        self.metrics.observe_end(record)
-        fields = log_fields(self.metrics.model, record)
-        if self._tracer is not None:
-            fields["trace_id"] = self._tracer.trace(record)
-        _logger.info("%s %s", record.id, _in_words(record), extra={FIELDS: fields})
+    metrics.observe_end(record)
+    fields = log_fields(metrics.model, record)
+    if tracer is not None:
+        fields["trace_id"] = tracer.trace(record)
+    _logger.info("%s %s", record.id, _in_words(record), extra={FIELDS: fields})
 
 
 def log_fields(model: str, record: RequestRecord) -> dict[str, Any]:

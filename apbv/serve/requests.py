@@ -163,46 +163,33 @@ class MediaUrl(_Strict):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: MediaUrl
-
-
-class VideoPart(_Strict):
-    type: Literal["video_url"]
-    video_url: MediaUrl
-
-
-class AudioPart(_Strict):
-    """Sound as vLLM takes it."""
-
-    type: Literal["audio_url"]
-    audio_url: MediaUrl
-
-
 class InputAudio(_Strict):
+    """Sound as OpenAI takes it: base64 of a file. What its format is, is seen from its content."""
+
     data: str
     format: Annotated[str, Field(pattern=r"^\w{1,16}$")]
 
 
-class InputAudioPart(_Strict):
-    """Sound as OpenAI takes it: base64 of a file. What its format is, is seen from its content."""
+class Part(_Strict):
+    """A part of a message, with the field that its type names."""
 
-    type: Literal["input_audio"]
-    input_audio: InputAudio
+    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
+    text: str | None = None
+    image_url: MediaUrl | None = None
+    video_url: MediaUrl | None = None
+    audio_url: MediaUrl | None = None
+    input_audio: InputAudio | None = None
 
-
-_Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")]
+    @model_validator(mode="after")
+    def _check_content(self) -> "Part":
+        if getattr(self, self.type) is None:
+            raise _refused(self.type, f"a part of the type {self.type} needs a field {self.type}")
+        return self
 
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_Part], Field(fail_fast=True)]
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]

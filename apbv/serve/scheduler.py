@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 
 from .job import Finished, Job
+from .metrics import Metrics
 from .order import Order
-from .report import Reporter
+from .report import report
 from .requests import ApiError
+from .tracing import Tracer
 
 _CLIENT_LEFT = 499  # as nginx has it
 _SECONDS_PER_TOKEN = 1e-3  # that a prompt lets others go first, about what its prefill takes on a CPU
@@ -68,8 +70,8 @@ class Scheduler:
         is_stopping: whether no further request is taken.
     """
 
-    def __init__(self, reporter: Reporter, limits: Limits):
-        self._reporter, self.metrics, self.limits = reporter, reporter.metrics, limits
+    def __init__(self, limits: Limits, metrics: Metrics, tracer: Tracer | None = None):
+        self.limits, self.metrics, self._tracer = limits, metrics, tracer
         self.changed = threading.Condition()
         self.is_stopping = False
         self._admitted: set[Job] = set()  # not running yet
@@ -187,7 +189,7 @@ class Scheduler:
         record = job.record
         record.ended, record.outcome = time.monotonic(), outcome
         record.status = 200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
-        self._reporter.tell(record)
+        report(record, self.metrics, self._tracer)
         if event is not None:
             job.send(event)
         return True

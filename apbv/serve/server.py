@@ -24,7 +24,6 @@ from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
 from .reading import Reader
-from .report import Reporter
 from .scheduler import Limits, Scheduler
 from .settings import ServerSettings
 from .tracing import Tracer
@@ -84,7 +83,7 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
                 endpoint, tracer = settings.otlp_traces_endpoint, None
                 if endpoint is not None:
                     tracer = stack.enter_context(closing(Tracer(endpoint, settings.model)))
-                scheduler = Scheduler(Reporter(Metrics(settings.model), tracer), limits_of(engine, settings))
+                scheduler = Scheduler(limits_of(engine, settings), Metrics(settings.model), tracer)
         if settings.kv_host is not None and engine.prefills:  # collective over the hosts that prefill
             on_end = None if scheduler is None else scheduler.end_offer
             where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}

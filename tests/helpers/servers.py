@@ -22,7 +22,6 @@ from apbv.serve.executor import Executor
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
 from apbv.serve.reading import Reader
-from apbv.serve.report import Reporter
 from apbv.serve.scheduler import Limits, Scheduler
 from apbv.serve.settings import ServerSettings
 from apbv.serve.worker import Worker
@@ -201,7 +200,7 @@ class InProcess:
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
-        self.scheduler = scheduler = Scheduler(Reporter(Metrics("demo")), limits)
+        self.scheduler = scheduler = Scheduler(limits, Metrics("demo"))
         patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": scheduler.end_offer}
         self.offers = Offers(hosts, **patient) if hands_over else None
         self.worker = Worker(Executor(engine, hosts, self.offers), reader, scheduler)

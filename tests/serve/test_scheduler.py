@@ -14,7 +14,6 @@ from apbv.serve.job import Job
 from apbv.serve.metrics import Metrics
 from apbv.serve.order import Order
 from apbv.serve.reading import Reader, ReadyRequest
-from apbv.serve.report import Reporter
 from apbv.serve.requests import ApiError, CompletionRequest
 from apbv.serve.scheduler import Limits, Scheduler
 from apbv.serve.server import limits_of
@@ -26,7 +25,7 @@ from servers import metric_in
 
 def scheduler(max_tokens: int = 100, **limits) -> Scheduler:
     given = {"max_queue": 1000, "max_kv_bytes": 8 * max_tokens, "token_bytes": 8, **limits}
-    return Scheduler(Reporter(Metrics("m")), Limits(**given))
+    return Scheduler(Limits(**given), Metrics("m"))
 
 
 LOOP = asyncio.new_event_loop()

@@ -10,7 +10,7 @@ import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from ...config import VIDEO_BACKEND_NAMES, require_frame_rate
+from ...config import require_frame_rate
 from ...hosts import fair_share_of_cores
 from .file import VideoError, VideoFile, VideoInfo
 
@@ -47,7 +47,7 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     return [(2 * i * (n - 1) + k - 1) // (2 * (k - 1)) for i in range(k)]
 
 
-def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int | None = None) -> list[int]:
+def sample_fps(info: VideoInfo, fps: float, max_frames: int | None = None) -> list[int]:
     """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending, distinct.
 
     The frames are found by their timestamps, which is right for a variable frame rate too; of two equally near,
@@ -56,15 +56,13 @@ def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int
     Args:
         info: the video.
         fps: frames per second.
-        min_frames, max_frames: where the times make fewer or more frames than this, the result is
-            :func:`sample_uniform` of that many instead.
+        max_frames: where the times make more frames than this, the result is :func:`sample_uniform` of that many
+            instead.
 
     Raises:
-        ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or the limits are not 1 <= min_frames <= max_frames.
+        ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
     """
     require_frame_rate(fps)
-    if min_frames < 1 or (max_frames is not None and max_frames < min_frames):
-        raise ValueError(f"need 1 <= min_frames <= max_frames, got {min_frames} and {max_frames}")
     times = np.asarray(info.timestamps)
     # A frame is nearest to the times from half way to the one before (excluded) to half way to the next, and
     # is taken if a grid time lies there. Counting the grid times up to each edge needs no grid in memory. The
@@ -72,8 +70,6 @@ def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int
     edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
     count = np.floor(edges * fps + 1e-6)
     chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
-    if len(chosen) < min_frames:
-        return sample_uniform(info, min_frames)
     if max_frames is not None and len(chosen) > max_frames:
         return sample_uniform(info, max_frames)
     return chosen
@@ -122,7 +118,7 @@ def iter_frames(
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
             does not come; or the frame size changes, or the file. It may be raised before the frame's own chunk,
             and behind the last.
-        ValueError: the indices do not ascend, or chunk_len < 1, or no such back end; at once, as all that follow.
+        ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
         IndexError: an index is out of range.
         ImportError: torchcodec is asked for, and cannot be loaded.
     """
@@ -133,8 +129,6 @@ def iter_frames(
         raise IndexError(f"frame indices {wanted[0]}..{wanted[-1]} of {info.num_frames} frames")
     if chunk_len < 1:
         raise ValueError(f"need chunk_len >= 1, got {chunk_len}")
-    if backend not in VIDEO_BACKEND_NAMES:
-        raise ValueError(f"no back end {backend!r} decodes videos; there are {', '.join(VIDEO_BACKEND_NAMES)}")
     threads = threads or fair_share_of_cores()
     on_gpu = str(device).startswith("cuda")
     if backend == "pyav" or (backend == "auto" and not on_gpu):
@@ -150,7 +144,7 @@ def iter_frames(
     chunks = ahead(torchcodec_chunks(decoder_type, info, wanted, chunk_len, threads, str(device), at_work))
     if backend == "torchcodec":
         return chunks
-    return _with_pyav_behind(chunks, info, wanted, chunk_len, threads, at_work)
+    return _with_pyav_behind(chunks, lambda given: pyav_chunks(info, wanted[given:], chunk_len, threads, at_work))
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -185,21 +179,16 @@ def require_backend(name: str) -> None:
 
 
 def _with_pyav_behind(
-    chunks: "Iterator[Tensor]",
-    info: VideoInfo,
-    wanted: list[int],
-    chunk_len: int,
-    threads: int,
-    at_work: AtWork,
+    chunks: "Iterator[Tensor]", others: Callable[[int], Iterator[np.ndarray]]
 ) -> "Iterator[np.ndarray | Tensor]":
-    """Give out the chunks, and from the first on that torchcodec cannot decode those of PyAV."""
+    """Give out the chunks, and from the first on that torchcodec cannot decode those behind so many frames."""
     given = 0
     try:
         for chunk in chunks:
             yield chunk
             given += len(chunk)
     except VideoError:
-        yield from pyav_chunks(info, wanted[given:], chunk_len, threads, at_work)
+        yield from others(given)
 
 
 def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
