@@ -48,11 +48,6 @@ class Setting(NamedTuple):
     help: str
     more: Mapping[str, Any] = {}
 
-    @property
-    def dest(self) -> str:
-        """The option's name in a namespace."""
-        return self.option.removeprefix("--").replace("-", "_")
-
 
 def _of(config: type, *rows: tuple) -> tuple[Setting, ...]:
     return tuple(Setting(config, *row) for row in rows)
@@ -275,8 +270,9 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the fields of a config that options have values for."""
-    found = {each.field: getattr(options, each.dest, None) for each in _SETTINGS if each.config is config}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {each.field: each.option[2:].replace("-", "_") for each in _SETTINGS if each.config is config}
+    found = {field: getattr(options, option, None) for field, option in values.items()}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:

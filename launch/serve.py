@@ -10,7 +10,6 @@ its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 
 """
 
 import argparse
-import ipaddress
 import os
 import socket
 from dataclasses import fields
@@ -187,10 +186,7 @@ def _own_address(http_host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:

@@ -21,7 +21,7 @@ from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
 from .files import Source
-from .visual import PromptError
+from .visual import PromptError, RowStarts
 
 # Convolutions and pooling make one token of so many spectrogram frames, by two strides of two.
 FRAMES_PER_TOKEN = 4
@@ -46,7 +46,7 @@ class Sound:
 
 
 @dataclass(frozen=True)
-class AudioInput:
+class AudioInput(RowStarts):
     """The sound of a prompt, and this host's share of the work on it.
 
     A *unit* is the smallest piece that can be encoded by itself (:attr:`~apbv.model.parts.ModelParts.audio_unit`).
@@ -74,18 +74,9 @@ class AudioInput:
     sources: tuple[Source, ...] | None = None
 
     @property
-    def num_rows(self) -> int:
-        """The audio tokens in the prompt."""
-        return self.row_starts[-1]
-
-    @property
     def pieces(self) -> tuple[range, ...]:
         """The rows that each host encodes."""
         return tuple(self.rows_of(share) for share in self.units)
-
-    def rows_of(self, units: range) -> range:
-        """Return the rows of adjacent units."""
-        return range(self.row_starts[units.start], self.row_starts[units.stop])
 
     def chunks(self, host: int) -> list[range]:
         """Return the units that a host encodes at a time."""

@@ -34,10 +34,8 @@ class FileIdentity:
         try:
             resolved = Path(path).resolve()
             found = resolved.stat()
-        except FileNotFoundError as error:
-            raise VideoError(f"{path}: no such file") from error
         except OSError as error:
-            raise VideoError(f"{path}: cannot be read ({error.strerror})") from error
+            raise VideoError(f"{path}: {error.strerror.lower()}") from error
         return cls(str(resolved), found.st_size, found.st_mtime_ns)
 
 
@@ -67,7 +65,7 @@ class KnownVideos:
         self._limit, self._lock = limit, threading.Lock()
         self._found: dict[FileIdentity, VideoInfo] = {}  # from the least recently used on
 
-    def probe(self, path: str | Path, check: Callable[[int], None] | None = None) -> VideoInfo:
+    def probe(self, path: str | Path, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
         """See :func:`apbv.input.video.probe`; the same object again for a file that is known by this path."""
         identity = FileIdentity.of(path)
         with self._lock:
@@ -109,9 +107,8 @@ def probe_once(
             if not hosts.is_leader:
                 size, told = FileIdentity.of(path).size, VideoInfo.from_bytes(data)
                 if size != told.num_bytes:
-                    raise VideoError(
-                        f"{path}: is {size} bytes long here, but {told.num_bytes} on {hosts.name_of(0)}"
-                    )
+                    there = f"{told.num_bytes} on {hosts.name_of(0)}"
+                    raise VideoError(f"{path}: is {size} bytes long here, but {there}")
                 info = replace(told, path=path)
         infos.append(info)
     return tuple(infos)

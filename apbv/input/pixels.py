@@ -64,21 +64,21 @@ class SourcePixels:
                 return_freed_memory()  # a peak that hardly any other request has
 
 
+@dataclass(frozen=True)
 class GivenPixels:
     """Pixels that the caller holds.
 
-    Args:
+    Attributes:
         items: for every item its kind, its temporal patches, and its part of a processor's batch.
     """
 
-    def __init__(self, items: Sequence[tuple[str, range, Mapping[str, Any]]]):
-        self._items = items
+    items: Sequence[tuple[str, range, Mapping[str, Any]]]
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
         for chunk in chunks:
             parts = []
-            for kind, patches, values in self._items:
+            for kind, patches, values in self.items:
                 if part := intersect(chunk, patches):
                     own = range(part.start - patches.start, part.stop - patches.start)
                     parts.append((kind, _cut(kind, values, own)))

@@ -5,6 +5,7 @@ The library, the script and the server all read by this.
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..hosts import HostGroup
 from ..layout import intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .audio import FRAMES_PER_TOKEN, AudioError, Sound, has_audio, read_audio
+from .audio import FRAMES_PER_TOKEN, AudioError, Sound, audio_from_batch, has_audio, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
@@ -22,7 +23,7 @@ from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
-from .visual import PromptError
+from .visual import PromptError, share_out
 
 
 class PromptReader:
@@ -163,12 +164,18 @@ class PromptReader:
                     self.parts, skeleton.batch, hosts, query_start=start, query_len=query_len
                 )
                 return inputs, None
-            inputs = ModelInputs.from_skeleton(self.parts, skeleton, hosts, config.frame_parallel)
-        if inputs.visual is None:
+            input_ids, visual, audio = skeleton.batch["input_ids"], None, None
+            if skeleton.items:
+                visual = share_out(skeleton.items, skeleton.row_starts, hosts, config.frame_parallel)
+            if skeleton.sounds:
+                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts, config.frame_parallel)
+                audio = replace(audio, sources=skeleton.sounds)
+            inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
+        if visual is None:
             return inputs, None
         readers, device = [], self.parts.device
-        for run, numbers in inputs.visual.runs:
-            if not intersect(run, inputs.visual.patches[hosts.rank]):
+        for run, numbers in visual.runs:
+            if not intersect(run, visual.patches[hosts.rank]):
                 continue
             source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):

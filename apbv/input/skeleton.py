@@ -238,8 +238,7 @@ def process(
 
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
         (expanded,), offsets = replace(*args, **kwargs)
-        for each in run.finditer(expanded):
-            counts.append(len(each.group()) // len(each.group(1)))
+        counts.extend(len(each.group()) // len(each.group(1)) for each in run.finditer(expanded))
         return [run.sub(r"\1", expanded)], offsets
 
     one_of_each = copy.copy(processor)
@@ -310,8 +309,5 @@ def process_apart(
 
 def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
     """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images and video."""
-    found = {}
-    for kind in kinds:
-        if hasattr(processor, f"{kind}_token_id"):
-            found[getattr(processor, f"{kind}_token")] = getattr(processor, f"{kind}_token_id")
-    return found
+    names = [f"{kind}_token" for kind in kinds if hasattr(processor, f"{kind}_token_id")]
+    return {getattr(processor, name): getattr(processor, f"{name}_id") for name in names}

@@ -101,8 +101,27 @@ class Pixels(Protocol):
         """
 
 
+class RowStarts:
+    """Numbers the rows of adjacent pieces.
+
+    Attributes:
+        row_starts: where the rows of each piece begin, and where the last one's end.
+    """
+
+    row_starts: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """The tokens of this kind in the prompt."""
+        return self.row_starts[-1]
+
+    def rows_of(self, pieces: range) -> range:
+        """Return the rows of adjacent pieces."""
+        return range(self.row_starts[pieces.start], self.row_starts[pieces.stop])
+
+
 @dataclass(frozen=True)
-class VisualInput:
+class VisualInput(RowStarts):
     """The videos and images of a prompt, and this host's share of the work on them.
 
     Temporal patches are numbered over all items. A row is a visual token's embedding; rows are numbered in prompt
@@ -131,11 +150,6 @@ class VisualInput:
         """``"video"`` or ``"image"`` where all items are, else ``"mixed"``."""
         kinds = {item.kind for item in self.items}
         return kinds.pop() if len(kinds) == 1 else "mixed"
-
-    @property
-    def num_rows(self) -> int:
-        """The visual tokens in the prompt."""
-        return self.row_starts[-1]
 
     @property
     def num_temporal_patches(self) -> int:
@@ -167,10 +181,6 @@ class VisualInput:
             last = frames[patches.stop - 1]
             frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
         return tuple(frames)
-
-    def rows_of(self, patches: range) -> range:
-        """Return the rows of adjacent temporal patches."""
-        return range(self.row_starts[patches.start], self.row_starts[patches.stop])
 
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""
@@ -245,10 +255,7 @@ def share_out(
 
 def _costs(items: Sequence[VisualItem]) -> list[int]:
     """Return for every temporal patch an estimate of the memory in use while it is encoded."""
-    costs = []
-    for item in items:
-        costs += [item.patch_bytes] * item.num_patches
-    return costs
+    return [item.patch_bytes for item in items for _ in range(item.num_patches)]
 
 
 def split_by_cost(costs: Sequence[int], parts: int) -> tuple[range, ...]:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -112,8 +113,7 @@ class _Endpoints:
         return JSONResponse({"server_load": self._num_answering})
 
     async def metrics(self, _: Request) -> Response:
-        metrics = self._scheduler.metrics
-        return Response(metrics.render(), media_type=metrics.content_type)
+        return Response(self._scheduler.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
         """Answer a request whose body is of some type."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from .job import RequestRecord
 
@@ -74,8 +73,6 @@ class Metrics:
     Attributes:
         model: as given.
     """
-
-    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, model: str):
         self._registry, self.model = CollectorRegistry(), model

@@ -243,8 +243,7 @@ class GenerationRequest(_Strict):
         if self.temperature is not None and 0 < self.temperature < 1e-6:
             raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
         if not self.hands_over:
-            self._check_stop()
-            self._check_format()
+            self._check_answer()
         if self.stream_options is not None and not self.stream:
             raise _refused("stream_options", "stream_options needs stream")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -258,15 +257,13 @@ class GenerationRequest(_Strict):
             raise _refused("min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}")
         return self
 
-    def _check_stop(self) -> None:
+    def _check_answer(self) -> None:
         if len(self.stop_strings) > 4:
             raise _refused("stop", "there may be at most 4 stop strings")
         if any(not 1 <= len(string) <= _MAX_STOP_LENGTH for string in self.stop_strings):
             raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
         if self.stop_token_ids and self.min_tokens:
             raise _refused("stop_token_ids", "stop_token_ids are not supported together with min_tokens")
-
-    def _check_format(self) -> None:
         asked = self.response_format or {}
         if asked.get("type", "text") not in ("text", "json_object", "json_schema"):
             raise _refused("response_format", "response_format: type must be text, json_object or json_schema")

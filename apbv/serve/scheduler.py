@@ -13,7 +13,7 @@ from .requests import ApiError
 from .tracing import Tracer
 
 _CLIENT_LEFT = 499  # as nginx has it
-_SECONDS_PER_TOKEN = 1e-3  # that a prompt lets others go first, about what its prefill takes on a CPU
+_PER_TOKEN = 1e-3  # seconds that a prompt lets others go first, about what its prefill takes on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,8 @@ class Scheduler:
                 return False
             job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
             job.record.ready = time.monotonic()
-            bisect.insort(self._ready, job, key=_due)
+            # Later the longer its prompt is.
+            bisect.insort(self._ready, job, key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens)
             self.changed.notify_all()
             return True
 
@@ -250,8 +251,3 @@ class Scheduler:
             kv_cache_usage_perc=used / most if most else 0,
             kv_offers_waiting=len(self._offers),
         )
-
-
-def _due(job: Job) -> float:
-    """Return the moment by which a request is put in order: later the longer its prompt is."""
-    return job.record.ready + _SECONDS_PER_TOKEN * job.read.num_tokens

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from contextlib import ExitStack, closing
+from functools import partial
 
 import h11
 import uvicorn
@@ -193,7 +194,7 @@ class _Server(uvicorn.Server):
         self._ending: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._worker.start(on_stop=self.end, on_end=self._leave)
+        self._worker.start(on_stop=self.end, on_end=partial(setattr, self, "should_exit", True))
         await super().startup(sockets)
         print(self._greeting, flush=True)
 
@@ -205,6 +206,3 @@ class _Server(uvicorn.Server):
         if self._ending is None:
             self._ending = threading.Thread(target=self._worker.finish, args=(self._grace,), daemon=True)
             self._ending.start()
-
-    def _leave(self) -> None:
-        self.should_exit = True

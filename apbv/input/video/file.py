@@ -134,7 +134,7 @@ class VideoFile:
             header = bytes(codec.extradata or b"")
             self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
 
-    def list_times(self, check: Callable[[int], None] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
         """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
 
         Args:
@@ -148,8 +148,7 @@ class VideoFile:
         """
         container, codec, rows = self._container, self.stream.codec_context, []
         for packet in container.demux(self.stream):
-            if check is not None:
-                check(len(rows))
+            check(len(rows))
             if not packet.size:
                 continue  # the end of the stream, or a repeated frame in avi
             # In a broadcast a lost packet is normal, and the decoder tells which frames it hurts.
@@ -157,12 +156,9 @@ class VideoFile:
                 raise self.error(f"is cut short or damaged: packet {len(rows)} is incomplete")
             # VP8 has packets that are only referred to; a bit of the header says whether to show them.
             shown = not packet.is_discard and not (codec.name == "vp8" and not memoryview(packet)[0] & 0x10)
-            pts = _NO_TIME if packet.pts is None else packet.pts
-            dts = _NO_TIME if packet.dts is None else packet.dts
-            rows.append((pts, dts, packet.is_keyframe, shown))
-        end = 0
-        for entry in self.stream.index_entries:
-            end = max(end, entry.pos + entry.size)
+            times = (_NO_TIME if time is None else time for time in (packet.pts, packet.dts))
+            rows.append((*times, packet.is_keyframe, shown))
+        end = max((entry.pos + entry.size for entry in self.stream.index_entries), default=0)
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
         nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64)
@@ -184,7 +180,7 @@ class VideoFile:
         return np.sort(pts[frames]), keys[keys[:, 0].argsort()]
 
     def frames_from(
-        self, key: np.ndarray, wanted: Container[int], check: Callable[[], None] | None = None
+        self, key: np.ndarray, wanted: Container[int], check: Callable[[], None] = lambda: None
     ) -> Iterator[av.VideoFrame]:
         """Decode from a keyframe on, leave out what is neither wanted nor needed, and yield the wanted frames.
 
@@ -198,8 +194,7 @@ class VideoFile:
         """
         key_time, unfed, unseen = int(key[0]), set(wanted), set(wanted)
         for packet in chain(self._packets_from(key), (None,)):
-            if check is not None:
-                check()
+            check()
             if not unfed:
                 packet = None  # nothing more is fed once the last wanted frame is in: the decoder is drained
             needed = packet is None or packet.pts in wanted or packet.pts == key_time
@@ -237,9 +232,7 @@ class VideoFile:
             for packet in packets:
                 if packet.pts == key[0] and packet.is_keyframe:
                     yield packet
-                    for packet in packets:
-                        if packet.size:
-                            yield packet
+                    yield from (packet for packet in packets if packet.size)
                     return
                 if target is not None and packet.is_keyframe and (packet.pts is None or packet.pts > key[0]):
                     break
@@ -272,7 +265,7 @@ class VideoFile:
         yield from self.decode(None)
 
 
-def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -> VideoInfo:
+def probe(path: str | os.PathLike, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
     """List the frames of a file's first video stream.
 
     This reads all packets and decodes one frame; it decodes all where packet times cannot be trusted (see
@@ -280,7 +273,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
 
     Args:
         check: called with the number of each packet before it is listed, and of each frame that has to be decoded;
-            what it raises ends the probing. None: nothing is.
+            what it raises ends the probing.
 
     Raises:
         VideoError: the file is missing, no video, has no frames, is cut short (as far as the container tells), or
@@ -297,8 +290,7 @@ def probe(path: str | os.PathLike, check: Callable[[int], None] | None = None) -
         else:
             first, times = None, []
             for number, frame in enumerate(file.decode_all(threads=0)):
-                if check is not None:
-                    check(number)
+                check(number)
                 first = first or frame
                 times.append(frame.pts)
             if first is None:
