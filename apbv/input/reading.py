@@ -159,11 +159,8 @@ class PromptReader:
         with timer.stage("preprocess"):
             skeleton, config = prompt or self.lay_out(rendered, videos), self._config
             if not (skeleton.items or skeleton.sounds):
-                start, query_len = self._query_start(rendered, skeleton.batch), config.query_len
-                inputs = ModelInputs.from_processor(
-                    self.parts, skeleton.batch, hosts, query_start=start, query_len=query_len
-                )
-                return inputs, None
+                asked = {"query_start": self._query_start(rendered, skeleton.batch), "query_len": config.query_len}
+                return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
             input_ids, visual, audio = skeleton.batch["input_ids"], None, None
             if skeleton.items:
                 visual = share_out(skeleton.items, skeleton.row_starts, hosts, config.frame_parallel)

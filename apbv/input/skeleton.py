@@ -118,6 +118,7 @@ def lay_out(
         calls.append((text, {"images": images}, ", ".join(files) or "an image"))
     with tokenizing:
         batches, found = process_apart(processor, rendered.text, calls)
+    of_images = sum(num_tokens for kind, num_tokens in found if kind == "image")
     left = {
         "video": zip(videos, batches, strict=False),
         "image": iter(pictures),
@@ -146,7 +147,6 @@ def lay_out(
             identity = Source(FileIdentity.of(source.info.path), source.frames)
             item = VisualItem("video", num_patches, num_ending, num_bytes, identity)
         else:
-            of_images = sum(count for each, count in found if each == "image")
             num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
             item = VisualItem("image", patch_bytes=num_bytes, source=source.source)
@@ -236,10 +236,13 @@ def process(
     replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
     run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
 
+    def first(found: re.Match) -> str:
+        counts.append(len(found[0]) // len(found[1]))
+        return found[1]
+
     def shortened(*args, **kwargs) -> tuple[list[str], list]:
         (expanded,), offsets = replace(*args, **kwargs)
-        counts.extend(len(each.group()) // len(each.group(1)) for each in run.finditer(expanded))
-        return [run.sub(r"\1", expanded)], offsets
+        return [run.sub(first, expanded)], offsets
 
     one_of_each = copy.copy(processor)
     one_of_each.get_text_with_replacements = shortened
