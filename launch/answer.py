@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from apbv import GenerateResult, HostGroup
 from apbv.input.audio import AudioError, has_audio
+from apbv.input.images import Picture
 from apbv.input.video.file import VideoFile
 from apbv.launch.options import load_engine, prepare_process
 from apbv.launch.progress import ProgressBars
@@ -41,13 +41,8 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
     progress = ProgressBars(enabled=hosts.is_leader and sys.stderr.isatty(), delay=progress_delay)
     with closing(progress):  # nothing of it stays on the screen, also where this ends with an error
         engine = load_engine(options, hosts)
-        progress.watch(engine, options.max_new_tokens)
+        progress.watch(engine)
         with streamed(engine.tokenizer, enabled=hosts.is_leader) as show:
-
-            def take(token: int) -> None:
-                show(token)
-                progress.count_token()
-
             answer = engine.generate(
                 options.prompt,
                 video=options.video,
@@ -61,7 +56,7 @@ def run(options: argparse.Namespace, hosts: HostGroup, progress_delay: float = 2
                 temperature=options.temperature,
                 top_p=options.top_p,
                 seed=options.seed,
-                on_token=take,
+                on_token=show,
                 on_stage=progress.begin,
                 on_progress=progress.advance,
                 timeline=options.timeline is not None,
@@ -109,10 +104,7 @@ def read_sources(options: argparse.Namespace) -> str | None:
         ValueError: a file cannot be read, or is no video, no image or no audio.
     """
     for path in options.image or ():
-        try:
-            Image.open(path).close()
-        except Exception as error:  # of a damaged file, Pillow raises nearly anything
-            raise ValueError(f"cannot read the image {path}: {error}") from error
+        Picture.of(path)
     for path in options.video or ():
         with VideoFile(path):
             pass
@@ -137,9 +129,9 @@ def require_writable_outputs(options: argparse.Namespace) -> None:
         wanted = getattr(options, name)
         if wanted is None:
             continue
-        path, option = Path(wanted), f"--{name.replace('_', '-')}"
+        path = Path(wanted)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{option} {path} cannot be written")
+            raise ValueError(f"--{name} {path} cannot be written")
 
 
 def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -> str:
@@ -148,9 +140,11 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
     Args:
         num_hosts: the number of hosts that take part, a draft host included.
     """
-    mebibyte, stats = 2**20, answer.stats
-    speculation = stats["speculation"]
-    rows = [("method", f"{stats['method']} on {_hosts(stats, num_hosts)}, {stats['device']}, {stats['dtype']}")]
+    mebibyte, stats, speculation = 2**20, answer.stats, answer.stats["speculation"]
+    number, size = stats["hosts"], stats["tensor_parallel_size"]
+    hosts = f"{number} host{'s' if number > 1 else ''}" + (f" of {size} processes" if size > 1 else "")
+    hosts += " and a draft host" if num_hosts > number else ""
+    rows = [("method", f"{stats['method']} on {hosts}, {stats['device']}, {stats['dtype']}")]
     for number, video in enumerate(answer.videos, 1):
         name = "video" if len(answer.videos) == 1 else f"video {number}"
         sampled = f"{len(video.frames)} of {video.info.num_frames} frames, {video.info.duration:.1f} s"
@@ -178,13 +172,6 @@ def table(answer: GenerateResult, options: argparse.Namespace, num_hosts: int) -
         rows.append(("communication", f"{stats['comm_bytes_total'] / mebibyte:.2f} MiB"))
     rows.append(("peak memory", f"{max(stats['peak_memory_bytes']) / mebibyte:.0f} MiB on the fullest process"))
     return "\n".join(f"  {name:<20} {value}" for name, value in rows)
-
-
-def _hosts(stats: dict[str, Any], num_hosts: int) -> str:
-    """Name the hosts that prefilled, and the one that drafted."""
-    number, size = stats["hosts"], stats["tensor_parallel_size"]
-    text = f"{number} host{'s' if number > 1 else ''}" + (f" of {size} processes" if size > 1 else "")
-    return f"{text} and a draft host" if num_hosts > number else text
 
 
 def _speculation(

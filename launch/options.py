@@ -48,11 +48,6 @@ class Setting(NamedTuple):
     help: str
     more: Mapping[str, Any] = {}
 
-    @property
-    def dest(self) -> str:
-        """The option's name in a namespace."""
-        return self.option.removeprefix("--").replace("-", "_")
-
 
 def _of(config: type, *rows: tuple) -> tuple[Setting, ...]:
     return tuple(Setting(config, *row) for row in rows)
@@ -265,17 +260,19 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End the process with one line where options do not go together."""
     if options.speculate == "off" and (useless := given_for_draft(options)):
         parser.error(f"--{next(iter(useless)).replace('_', '-')} needs --speculate")
-    for make in (prefill_config, speculative_config, sampling_config):
-        try:
-            make(options)
-        except ValueError as error:
-            parser.error(str(error))
+    try:
+        prefill_config(options)
+        speculative_config(options)
+        SamplingParams(**given(options, SamplingParams))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def given(options: argparse.Namespace, config: type) -> dict[str, Any]:
     """Return the fields of a config that options have values for."""
-    found = {each.field: getattr(options, each.dest, None) for each in _SETTINGS if each.config is config}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {each.field: each.option[2:].replace("-", "_") for each in _SETTINGS if each.config is config}
+    found = {field: getattr(options, option, None) for field, option in values.items()}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
@@ -286,23 +283,17 @@ def given_for_draft(options: argparse.Namespace) -> dict[str, Any]:
 
 def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     """Make the settings of prefill; ValueError where they do not go together."""
-    video = given(options, VideoConfig)
+    video, reduction = given(options, VideoConfig), given(options, ReduceConfig)
+    if reduction and "method" not in reduction:
+        raise ValueError(f"--reduce-{next(iter(reduction))} needs --reduce")
     if "chunk_bytes" in video:
         video["chunk_bytes"] *= _MIB
     return PrefillConfig(
         **given(options, PrefillConfig),
         sparse=sparse_config(options),
         video=VideoConfig(**video),
-        reduce=reduce_config(options),
+        reduce=ReduceConfig(**reduction) if reduction else None,
     )
-
-
-def reduce_config(options: argparse.Namespace) -> ReduceConfig | None:
-    """Make the settings of a reduction, if any; ValueError where one has no effect."""
-    settings = given(options, ReduceConfig)
-    if settings and "method" not in settings:
-        raise ValueError(f"--reduce-{next(iter(settings))} needs --reduce")
-    return ReduceConfig(**settings) if settings else None
 
 
 def sparse_config(options: argparse.Namespace) -> SparseConfig | None:
@@ -330,11 +321,6 @@ def speculative_config(options: argparse.Namespace) -> SpeculativeConfig | None:
     if "hippo_terms" in settings:
         settings["hippo_terms"] = tuple(settings["hippo_terms"])
     return SpeculativeConfig(strategy=options.speculate, **settings)
-
-
-def sampling_config(options: argparse.Namespace) -> SamplingParams:
-    """Make the settings of sampling; ValueError where a value is out of range."""
-    return SamplingParams(**given(options, SamplingParams))
 
 
 def load_engine(options: argparse.Namespace, hosts: "HostGroup", reuse: ReuseConfig | None = None) -> "Engine":

@@ -10,11 +10,8 @@ its --shutdown-timeout (30 s; it has to be longer than --grace), and exits with 
 """
 
 import argparse
-import ipaddress
-import math
 import os
 import socket
-import sys
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,33 +34,17 @@ from apbv.launch.options import (
 )
 from apbv.refusals import refuse
 from apbv.serve.log import LOG_FORMATS
+from apbv.serve.settings import ServerSettings
 from apbv.serve.tracing import require_traceable
 
 if TYPE_CHECKING:
     from apbv import HostGroup
-    from apbv.serve.server import ServerSettings, TransferSettings
 
 _MIB = 2**20
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 _LAST_PORT = 65_535
 _LOOPBACK = "127.0.0.1"
-# What torchrun gives its processes after SIGTERM by default, and what of that is left to respond and to exit.
-_SHUTDOWN_SECONDS, _EXIT_SECONDS = 30.0, 10.0
 FIRST = ("model", "host", "port", "media_dir", "method", "speculate")
-# Options with a number above 0: its kind and default, and what is limited.
-_LIMITS = {
-    "--max-queue": (int, 64, "requests that may wait"),
-    "--max-running": (int, None, "answers decoded at once (default: as many as the KV allows)"),
-    "--max-kv-mib": (float, None, "KV of all requests (default: half of what is free on host 0)"),
-    "--max-body-mib": (float, 96.0, "a request's body"),
-    "--max-model-len": (int, None, "tokens of prompt and answer (default: the model's)"),
-    "--max-frames": (int, 2048, "frames of all videos of a request, with its images"),
-    "--max-packets": (int, 2**20, "packets of a video, which are about its frames"),
-    "--max-media-mib": (float, 64.0, "a file sent or fetched"),
-    "--max-decoded-mib": (float, 8192.0, "a request's decoded frames"),
-    "--max-image-mib": (float, 3072.0, "memory to decode a request's images"),
-    "--fetch-seconds": (float, 30.0, "to fetch a request's files"),
-}
 
 
 def parse_arguments(arguments: list[str] | None = None, prog: str | None = None) -> argparse.Namespace:
@@ -87,10 +68,9 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     http.add_argument("--otlp-traces-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP")
 
     requests = parser.add_argument_group("requests: the most, and what they get that they do not ask for")
-    for option, (kind, default, about) in _LIMITS.items():
-        told = about if default is None else f"{about} (default {default:g})"
-        names = (option, "--max-num-seqs") if option == "--max-running" else (option,)
-        requests.add_argument(*names, type=positive(kind), default=default, metavar="N", help=told)
+    for each in fields(ServerSettings):
+        if "about" in each.metadata:
+            _add_limit(requests, each.name, each.default, each.metadata["about"])
     requests.add_argument("--media-dir", type=Path, metavar="DIR", help="of files for requests, on every host")
     requests.add_argument(
         "--allow-media-host", action="append", default=[], metavar="HOST", help="to fetch from; may be repeated"
@@ -118,6 +98,22 @@ def parse_arguments(arguments: list[str] | None = None, prog: str | None = None)
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def _add_limit(group: argparse._ActionsContainer, name: str, default: float | None, about: str) -> None:
+    """Add an option with a number above 0, which of bytes is in MiB."""
+    is_bytes = name.endswith("_bytes")
+    read = positive(float if is_bytes or name.endswith("_seconds") else int)
+    shown = default if default is None or not is_bytes else default // _MIB
+    names = ["--" + name.replace("_bytes", "_mib").replace("_", "-")]
+    group.add_argument(
+        *names + ["--max-num-seqs"] * (name == "max_running"),
+        dest=name,
+        type=(lambda text: int(read(text) * _MIB)) if is_bytes else read,
+        default=default,
+        metavar="N",
+        help=about if default is None else f"{about} (default {shown})",
+    )
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -152,55 +148,22 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--port {options.port} is one of the ports from --kv-port {options.kv_port} on")
 
 
-def reuse_config(options: argparse.Namespace) -> ReuseConfig | None:
-    """Make the settings of what is kept for further questions; None: nothing is."""
-    return options.reuse and ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
-
-
-def settings_of(options: argparse.Namespace) -> "ServerSettings":
-    """Make the server's settings."""
-    from apbv.serve.media import MediaSettings
-    from apbv.serve.reading import RequestSettings
-    from apbv.serve.server import ServerSettings
-
-    media = MediaSettings(
-        folder=options.media_dir,
-        hosts=frozenset(host.lower() for host in options.allow_media_host),
-        max_bytes=int(options.max_media_mib * _MIB),
-        fetch_seconds=options.fetch_seconds,
-    )
-    others = {
-        "num_frames": options.frames,
-        "max_decoded_bytes": int(options.max_decoded_mib * _MIB),
-        "max_image_bytes": int(options.max_image_mib * _MIB),
-        "media": media,
-        "model": options.served_model_name or options.model,
-        "max_kv_bytes": None if options.max_kv_mib is None else int(options.max_kv_mib * _MIB),
-        "max_body_bytes": int(options.max_body_mib * _MIB),
-        "api_key": options.api_key or os.environ.get("APBV_API_KEY") or None,
-        "transfer": transfer_settings(options),
-    }
-    settings = {**vars(options), **others}
-    of_requests, of_server = ({each.name for each in fields(one)} for one in (RequestSettings, ServerSettings))
-    requests = RequestSettings(**{name: settings[name] for name in of_requests})
-    return ServerSettings(**{name: settings[name] for name in of_server - {"requests"}}, requests=requests)
-
-
-def transfer_settings(options: argparse.Namespace) -> "TransferSettings | None":
-    """Make the settings of handing KV over; None where it is not.
+def settings_of(options: argparse.Namespace) -> ServerSettings:
+    """Make the server's settings.
 
     Raises:
-        OSError: this machine does not know its own address.
+        OSError: KV is handed over, and this machine does not know its own address.
     """
-    from apbv.serve.server import TransferSettings
-
-    if options.kv_transfer is None:
-        return None
-    return TransferSettings(
-        host=options.kv_host or _own_address(options.host),
-        port=options.kv_port or 0,
-        seconds=options.kv_seconds or 120.0,
-    )
+    settings = vars(options) | {
+        "model": options.served_model_name or options.model,
+        "num_frames": options.frames,
+        "media_hosts": frozenset(host.lower() for host in options.allow_media_host),
+        "api_key": options.api_key or os.environ.get("APBV_API_KEY") or None,
+        "kv_host": options.kv_transfer and (options.kv_host or _own_address(options.host)),
+        "kv_port": options.kv_port or 0,
+        "kv_seconds": options.kv_seconds or ServerSettings.kv_seconds,
+    }
+    return ServerSettings(**{each.name: settings[each.name] for each in fields(ServerSettings)})
 
 
 def _own_address(http_host: str) -> str:
@@ -223,24 +186,7 @@ def _own_address(http_host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def warn_of_early_kill(grace: float) -> None:
-    """Warn on stderr, once per machine, where torchrun by default kills its processes before their work is done.
-
-    Args:
-        grace: seconds that the work may take after SIGTERM.
-    """
-    needed = math.ceil(grace + _EXIT_SECONDS)
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") == "0" and needed > _SHUTDOWN_SECONDS:
-        sys.stderr.write(
-            f"warning: for --grace {grace:g} torchrun needs --shutdown-timeout {needed} or more (newer than torch "
-            "2.11), or send SIGTERM to host 0's process\n"
-        )
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
@@ -254,13 +200,13 @@ def main(arguments: list[str] | None = None, prog: str | None = None) -> int:
 
     def run(hosts: "HostGroup") -> None:
         prepare_process(options, hosts)
-        warn_of_early_kill(options.grace)
         if hosts.is_leader:
             log_to_stderr(options.log_format)
         with hosts.local_stage("opening the port"):
             settings = settings_of(options)
             sock = bind(options.host, options.port) if hosts.is_leader else None
-        engine = load_engine(options, hosts, reuse_config(options))
+        reuse = options.reuse and ReuseConfig(mode=options.reuse, max_bytes=options.reuse_mib * _MIB)
+        engine = load_engine(options, hosts, reuse)
         if hosts.device.type == "cuda":
             engine.warm_up(in_batch=why_one_at_a_time(engine) is None)
         serve(engine, hosts, sock, settings)

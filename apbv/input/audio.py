@@ -4,7 +4,7 @@ Sound is no visual input: all of it is read, and nothing of it is left out, neit
 visual tokens. So its rows are counted apart from those of images and video, also where their tokens alternate.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -21,7 +21,7 @@ from ..hosts import HostGroup
 from ..layout import intersect, split_evenly
 from ..model.parts import ModelParts
 from .files import Source
-from .visual import PromptError
+from .visual import PromptError, RowStarts
 
 # Convolutions and pooling make one token of so many spectrogram frames, by two strides of two.
 FRAMES_PER_TOKEN = 4
@@ -46,7 +46,7 @@ class Sound:
 
 
 @dataclass(frozen=True)
-class AudioInput:
+class AudioInput(RowStarts):
     """The sound of a prompt, and this host's share of the work on it.
 
     A *unit* is the smallest piece that can be encoded by itself (:attr:`~apbv.model.parts.ModelParts.audio_unit`).
@@ -74,18 +74,9 @@ class AudioInput:
     sources: tuple[Source, ...] | None = None
 
     @property
-    def num_rows(self) -> int:
-        """The audio tokens in the prompt."""
-        return self.row_starts[-1]
-
-    @property
     def pieces(self) -> tuple[range, ...]:
         """The rows that each host encodes."""
         return tuple(self.rows_of(share) for share in self.units)
-
-    def rows_of(self, units: range) -> range:
-        """Return the rows of adjacent units."""
-        return range(self.row_starts[units.start], self.row_starts[units.stop])
 
     def chunks(self, host: int) -> list[range]:
         """Return the units that a host encodes at a time."""
@@ -119,7 +110,9 @@ def audio_from_batch(
             "the prompt has placeholder tokens for audio, but no input_features and feature_attention_mask"
         )
     lengths = torch.as_tensor(mask).sum(dim=1).tolist()
-    row_starts, num_rows = _row_starts(lengths, parts.audio_unit), int(parts.is_audio(input_ids).sum())
+    of_units = [min(parts.audio_unit, n - start) for n in lengths for start in range(0, n, parts.audio_unit)]
+    row_starts = list(accumulate(map(num_audio_tokens, of_units), initial=0))
+    num_rows = int(parts.is_audio(input_ids).sum())
     if row_starts[-1] != num_rows:
         raise PromptError(
             f"the prompt has {num_rows} placeholder tokens for audio, but its spectrograms make {row_starts[-1]}"
@@ -141,12 +134,6 @@ def audio_from_batch(
 def num_audio_tokens(num_frames: int) -> int:
     """Return how many tokens a tower makes of so many spectrogram frames, which two strides of two leave."""
     return max(0, ((num_frames - 1) // 2 + 1) // 2)
-
-
-def _row_starts(lengths: Sequence[int], unit: int) -> list[int]:
-    """Return where the rows of every unit start, and where the last one's end."""
-    of_units = [min(unit, length - start) for length in lengths for start in range(0, length, unit)]
-    return list(accumulate(map(num_audio_tokens, of_units), initial=0))
 
 
 class AudioError(ValueError):

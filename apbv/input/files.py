@@ -29,10 +29,13 @@ class FileIdentity:
         """Look at a file.
 
         Raises:
-            OSError: there is no such file.
+            VideoError: there is no such file, or it cannot be looked at.
         """
-        resolved = Path(path).resolve()
-        found = resolved.stat()
+        try:
+            resolved = Path(path).resolve()
+            found = resolved.stat()
+        except OSError as error:
+            raise VideoError(f"{path}: {error.strerror.lower()}") from error
         return cls(str(resolved), found.st_size, found.st_mtime_ns)
 
 
@@ -64,7 +67,7 @@ class KnownVideos:
 
     def probe(self, path: str | Path, check: Callable[[int], None] = lambda number: None) -> VideoInfo:
         """See :func:`apbv.input.video.probe`; the same object again for a file that is known by this path."""
-        identity = _identify(path)
+        identity = FileIdentity.of(path)
         with self._lock:
             info = self._found.pop(identity, None)
         if info is None:
@@ -102,20 +105,10 @@ def probe_once(
         data = hosts.broadcast_bytes(data)
         with hosts.local_stage("reading the video"):
             if not hosts.is_leader:
-                size, told = _identify(path).size, VideoInfo.from_bytes(data)
+                size, told = FileIdentity.of(path).size, VideoInfo.from_bytes(data)
                 if size != told.num_bytes:
-                    raise VideoError(
-                        f"{path}: is {size} bytes long here, but {told.num_bytes} on {hosts.name_of(0)}"
-                    )
+                    there = f"{told.num_bytes} on {hosts.name_of(0)}"
+                    raise VideoError(f"{path}: is {size} bytes long here, but {there}")
                 info = replace(told, path=path)
         infos.append(info)
     return tuple(infos)
-
-
-def _identify(path: str | Path) -> FileIdentity:
-    try:
-        return FileIdentity.of(path)
-    except FileNotFoundError as error:
-        raise VideoError(f"{path}: no such file") from error
-    except OSError as error:
-        raise VideoError(f"{path}: cannot be read ({error.strerror})") from error

@@ -1,5 +1,7 @@
 """Images as a prompt's readers hold them: their size at once, their pixels when they are asked for."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +40,12 @@ class Picture:
             if image.dim() != 3 or image.shape[0] != 3:
                 raise PromptError(f"an image's tensor must be [3, H, W], not {list(image.shape)}")
             return cls(image, *image.shape[-2:])
-        if isinstance(image, Image.Image):
-            return cls(image, *_shown_size(image))
-        if not isinstance(image, str | Path):
+        if not isinstance(image, Image.Image | str | Path):
             kind = type(image).__name__
             raise PromptError(f"an image must be a file, a PIL image or a tensor [3, H, W], not of type {kind}")
-        try:
-            with Image.open(image) as opened:
-                return cls(Path(image), *_shown_size(opened))
-        except Exception as error:  # of a damaged file, Pillow's decoders raise nearly anything
-            raise _unreadable(image, error) from error
+        with _opened(image) as opened:
+            size = opened.size if _orientation(opened) in range(5, 9) else (opened.height, opened.width)
+        return cls(Path(image) if isinstance(image, str) else image, *size)
 
     @property
     def source(self) -> Source | None:
@@ -62,13 +60,9 @@ class Picture:
         """
         if isinstance(self.image, Tensor):
             return self.image
-        if isinstance(self.image, Image.Image):
-            return _upright(self.image)
-        try:
-            with Image.open(self.image) as opened:
-                shown = _upright(opened)
-        except Exception as error:
-            raise _unreadable(self.image, error) from error
+        with _opened(self.image) as opened:
+            upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
+            shown = upright.convert("RGB")  # which is what transformers makes of a file
         if (shown.height, shown.width) != (self.height, self.width):
             raise PromptError(f"the image {self.image} was changed after it was looked at")
         return shown
@@ -86,15 +80,14 @@ def _orientation(image: Image.Image) -> int:
     return Image.Image.getexif(image).get(_ORIENTATION, 1)
 
 
-def _shown_size(image: Image.Image) -> tuple[int, int]:
-    """Return the height and width of an image when it is upright."""
-    return (image.width, image.height) if _orientation(image) in range(5, 9) else (image.height, image.width)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Return an image in RGB as it is shown, which is what transformers makes of a file."""
-    return (image if _orientation(image) == 1 else ImageOps.exif_transpose(image)).convert("RGB")
-
-
-def _unreadable(image: Any, error: Exception) -> PromptError:
-    return PromptError(f"cannot read the image {image}: {error}")
+@contextmanager
+def _opened(image: Any) -> Iterator[Image.Image]:
+    """Open an image file; PromptError where it cannot be read, up to the end of the block."""
+    if isinstance(image, Image.Image):
+        yield image
+        return
+    try:
+        with Image.open(image) as opened:
+            yield opened
+    except Exception as error:  # of a damaged file, Pillow's decoders raise nearly anything
+        raise PromptError(f"cannot read the image {image}: {error}") from error

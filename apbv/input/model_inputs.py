@@ -17,12 +17,9 @@ from ..hosts import HostGroup
 from ..model.parts import ModelParts
 from .audio import AudioInput, audio_from_batch
 from .pixels import GivenPixels, Pixels
-from .skeleton import Skeleton
 from .visual import PIXEL_COPIES, PromptError, VisualInput, VisualItem, equal_row_starts, share_out
 
 POSITION_RULES = ("transformers", "vllm")
-# An item of a batch: what it is, its rows, and its pixels.
-_Found = tuple[VisualItem, int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -144,57 +141,37 @@ class ModelInputs:
             raise PromptError("sound was given, but the prompt has no placeholder tokens for it")
         if not (shows or sounds):
             start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
-            return cls(input_ids, _positions(parts, batch), 0, start)
+            return cls(input_ids, _positions(parts, input_ids, batch), 0, start)
         visual = visual_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if shows else None
         audio = audio_from_batch(parts, batch, input_ids[0], hosts, frame_parallel) if sounds else None
-        return cls._of_sources(parts, batch, visual, audio)
+        return cls.of_sources(parts, batch, input_ids, visual, audio)
 
     @classmethod
-    def from_skeleton(
-        cls, parts: ModelParts, skeleton: Skeleton, hosts: HostGroup, frame_parallel: bool = True
+    def of_sources(
+        cls,
+        parts: ModelParts,
+        batch: Mapping[str, Any],
+        input_ids: Tensor,
+        visual: VisualInput | None,
+        audio: AudioInput | None,
     ) -> "ModelInputs":
-        """Make the prompt of videos, images and sound without the pixels, which :meth:`with_pixels` adds.
-
-        Args:
-            skeleton: as :func:`~apbv.input.skeleton.lay_out` returns it.
-            frame_parallel: each host encodes its share of the frames, images and sound, instead of all.
+        """Make a prompt with placeholders of images, video or sound.
 
         Raises:
             PromptError: as :meth:`from_processor`.
         """
-        input_ids, visual, audio = _check_batch(skeleton.batch), None, None
-        if skeleton.items:
-            visual = share_out(skeleton.items, skeleton.row_starts, hosts, frame_parallel)
-        if skeleton.sounds:
-            audio = audio_from_batch(parts, skeleton.batch, input_ids[0], hosts, frame_parallel)
-            audio = replace(audio, sources=skeleton.sounds)
-        return cls._of_sources(parts, skeleton.batch, visual, audio)
-
-    @classmethod
-    def _of_sources(
-        cls,
-        parts: ModelParts,
-        batch: Mapping[str, Any],
-        visual: VisualInput | None,
-        audio: AudioInput | None,
-    ) -> "ModelInputs":
-        """Make a prompt with placeholders of images, video or sound."""
-        input_ids = _check_batch(batch)
         where = parts.is_placeholder(input_ids[0]).nonzero().flatten()
         num_visual = int(parts.is_visual(input_ids[0]).sum())
         if visual is not None and visual.num_rows != num_visual:
             raise PromptError(
                 f"the prompt has {num_visual} placeholder tokens, but its images and videos have {visual.num_rows}"
             )
-        position_ids = _positions(parts, batch)
-        return cls(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            context_start=int(where[0]),
-            query_start=_query_start(int(where[-1]) + 1, position_ids),
-            visual=visual,
-            audio=audio,
-        )
+        position_ids, behind = _positions(parts, input_ids, batch), int(where[-1]) + 1
+        # Behind a video that is heard, what ends its sound lies at the same position as what ends the video, and
+        # is no part of the question.
+        same = position_ids[..., behind : behind + 1] == position_ids[..., behind + 1 : behind + 2]
+        query_start = behind + int(same.numel() > 0 and bool(same.all()))
+        return cls(input_ids, position_ids, int(where[0]), query_start, visual, audio)
 
     def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "ModelInputs":
         """Return the same prompt with this host's share of the pixels.
@@ -202,7 +179,9 @@ class ModelInputs:
         Args:
             chunk_bytes: see :class:`~apbv.input.visual.VisualInput`.
         """
-        return replace(self, visual=self.visual.with_pixels(pixels, chunk_bytes))
+        has_share = bool(self.visual.patches[self.visual.host])
+        visual = replace(self.visual, pixels=pixels if has_share else None, chunk_bytes=chunk_bytes)
+        return replace(self, visual=visual)
 
 
 def _check_batch(batch: Mapping[str, Any]) -> Tensor:
@@ -219,18 +198,8 @@ def _check_batch(batch: Mapping[str, Any]) -> Tensor:
     return input_ids
 
 
-def _query_start(behind_last: int, position_ids: Tensor) -> int:
-    """Return where a prompt's query begins, of which what ends the last placeholders may be no part.
-
-    Behind a video that is heard, what ends its sound lies at the same position as what ends the video.
-    """
-    same = position_ids[..., behind_last : behind_last + 1] == position_ids[..., behind_last + 1 : behind_last + 2]
-    return behind_last + int(same.numel() > 0 and bool(same.all()))
-
-
-def _positions(parts: ModelParts, batch: Mapping[str, Any]) -> Tensor:
+def _positions(parts: ModelParts, input_ids: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Compute the rotary positions of the whole prompt by the model's own rule."""
-    input_ids = torch.as_tensor(batch["input_ids"]).cpu()
     arange = torch.arange(input_ids.shape[1])[None]
     if not parts.uses_mrope:
         return arange
@@ -263,9 +232,7 @@ def visual_from_batch(
     if batch.get("pixel_values") is None and batch.get("pixel_values_videos") is None:
         raise PromptError("the prompt has placeholder tokens for images or video, but no pixels were given")
     left = {kind: _items(parts, batch, kind, kinds.count(kind)) for kind in ("image", "video")}
-    found: list[_Found] = []
-    start = 0
-    row_starts: list[int] = []
+    found, row_starts, start = [], [], 0
     while start < len(kinds):
         kind = kinds[start]
         item, num_rows, values = next(left[kind], (None, 0, {}))
@@ -283,11 +250,11 @@ def visual_from_batch(
     given = [
         (item.kind, patches, values) for (item, _, values), patches in zip(found, visual.item_patches, strict=True)
     ]
-    return visual.with_pixels(GivenPixels(given))
+    return replace(visual, pixels=GivenPixels(given) if visual.patches[visual.host] else None)
 
 
-def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int) -> Iterator[_Found]:
-    """Take the images or the videos of a batch apart.
+def _items(parts: ModelParts, batch: Mapping[str, Any], kind: str, num_rows: int) -> Iterator[tuple]:
+    """Take the images or the videos of a batch apart: what each is, its rows, and its pixels.
 
     Args:
         num_rows: of all videos together, which have as many as one another where they have no grids.

@@ -21,7 +21,7 @@ from ..layout import intersect
 from ..stats import StageTimer
 from ..transfer import side_stream
 from .images import Picture
-from .placeholders import process
+from .skeleton import process
 from .video import VideoInfo, ahead, iter_frames, read_frames
 from .visual import PixelChunk, Pixels
 
@@ -48,18 +48,13 @@ class SourcePixels:
             yield from pixels
 
     def _read(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
-        inside = [[chunk for chunk in chunks if chunk.start in run] for run, _ in self.readers]
-        done, total = (
-            0,
-            sum(
-                sum(map(len, mine)) * reader.num_merged
-                for mine, (_, reader) in zip(inside, self.readers, strict=True)
-            ),
-        )
-        for mine, (run, reader) in zip(inside, self.readers, strict=True):
-            if not mine:
-                continue
-            with closing(reader.read([_shifted(chunk, run) for chunk in mine])) as read:
+        shares, done, total = [], 0, 0
+        for run, reader in self.readers:
+            mine = [chunk for chunk in chunks if chunk.start in run]
+            shares += [(mine, run.start, reader)] * bool(mine)
+            total += sum(map(len, mine)) * reader.num_merged
+        for mine, first, reader in shares:
+            with closing(reader.read(mine, first)) as read:
                 for chunk, what in zip(mine, read, strict=True):
                     done += len(what)
                     self.timer.progress("decode_video", done, total)
@@ -70,25 +65,27 @@ class SourcePixels:
                 return_freed_memory()  # a peak that hardly any other request has
 
 
+@dataclass(frozen=True)
 class GivenPixels:
     """Pixels that the caller holds.
 
-    Args:
+    Attributes:
         items: for every item its kind, its temporal patches, and its part of a processor's batch.
     """
 
-    def __init__(self, items: Sequence[tuple[str, range, Mapping[str, Any]]]):
-        self._items = items
+    items: Sequence[tuple[str, range, Mapping[str, Any]]]
 
     def chunks(self, chunks: Sequence[range]) -> Iterator[PixelChunk]:
         """See :class:`Pixels`."""
         for chunk in chunks:
-            parts = [
-                (kind, _cut(kind, values, _shifted(intersect(chunk, patches), patches)))
-                for kind, patches, values in self._items
-                if intersect(chunk, patches)
-            ]
-            yield PixelChunk(_joined([values for _, values in parts]), chunk, parts[0][0])
+            parts = []
+            for kind, patches, values in self.items:
+                if part := intersect(chunk, patches):
+                    own = range(part.start - patches.start, part.stop - patches.start)
+                    parts.append((kind, _cut(kind, values, own)))
+            values = [values for _, values in parts]
+            joined = {name: torch.cat([torch.as_tensor(each[name]) for each in values]) for name in values[0]}
+            yield PixelChunk(joined, chunk, parts[0][0])
 
 
 class KeptPixels:
@@ -130,11 +127,6 @@ class KeptPixels:
                 self._source.close()
 
 
-def _shifted(patches: range, run: range) -> range:
-    """Number temporal patches from a run's first."""
-    return range(patches.start - run.start, patches.stop - run.start)
-
-
 def _cut(kind: str, values: Mapping[str, Any], patches: range) -> dict[str, Any]:
     """Return the part of an item's pixels that is of some of its temporal patches."""
     if kind == "image":
@@ -147,11 +139,6 @@ def _cut(kind: str, values: Mapping[str, Any], patches: range) -> dict[str, Any]
     grid = grid.clone()
     grid[0, 0] = len(patches)
     return {"pixel_values_videos": pixels[patches.start * rows : patches.stop * rows], "video_grid_thw": grid}
-
-
-def _joined(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the batches of several items."""
-    return {name: torch.cat([torch.as_tensor(values[name]) for values in items]) for name in items[0]}
 
 
 @dataclass(frozen=True)
@@ -183,9 +170,14 @@ class VideoReader:
     config: VideoConfig = field(default_factory=VideoConfig)
     runs_ahead: bool = True
 
-    def read(self, chunks: Sequence[range]) -> Iterator[Tensor]:
-        """Decode frames: uint8 ``[t, H, W, 3]``; see :meth:`SourcePixels.chunks`."""
-        frames = self.frames[chunks[0].start * self.num_merged : chunks[-1].stop * self.num_merged]
+    def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[Tensor]:
+        """Decode frames: uint8 ``[t, H, W, 3]``; see :meth:`SourcePixels.chunks`.
+
+        Args:
+            first: the number of the video's first temporal patch.
+        """
+        start, stop = chunks[0].start - first, chunks[-1].stop - first
+        frames = self.frames[start * self.num_merged : stop * self.num_merged]
         size, threads = len(chunks[0]) * self.num_merged, self.config.threads or 0
         if not self.runs_ahead:
             for start in range(0, len(frames), size):
@@ -244,11 +236,11 @@ class ImageReader:
         """What the images take as RGB."""
         return sum(3 * picture.height * picture.width for picture in self.pictures)
 
-    def read(self, chunks: Sequence[range]) -> Iterator[list[Any]]:
-        """Decode images; see :meth:`SourcePixels.chunks`."""
+    def read(self, chunks: Sequence[range], first: int = 0) -> Iterator[list[Any]]:
+        """Decode images, as :meth:`VideoReader.read` does frames."""
         for chunk in chunks:
             with self.timer.stage("decode_video"):
-                images = [picture.load() for picture in self.pictures[chunk.start : chunk.stop]]
+                images = [picture.load() for picture in self.pictures[chunk.start - first : chunk.stop - first]]
             yield images
 
     @torch.no_grad()
@@ -257,16 +249,12 @@ class ImageReader:
         with self.timer.stage("preprocess"):
             shown = read * 2 if self.is_untiled and len(read) == 1 else read  # a sample of several
             images = [shown] if self.is_untiled else shown
-            values = image_values(process(self.processor, self.processor.image_token * len(shown), images=images))
+            batch = process(self.processor, self.processor.image_token * len(shown), images=images)
+            names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
+            values = {name: batch[name] for name in names if batch.get(name) is not None}
             if len(shown) > len(read):  # of the number in a sample the model asks only whether it is 1
                 values |= {name: values[name][: len(read)] for name in ("pixel_values", "image_sizes")}
             return values, None
-
-
-def image_values(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``get_image_features`` takes out of a processor's batch."""
-    names = ("pixel_values", "image_grid_thw", "image_sizes", "batch_num_images")
-    return {name: batch[name] for name in names if batch.get(name) is not None}
 
 
 def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[str, Tensor]:
@@ -278,10 +266,10 @@ def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[st
             there the frame size depends on the whole video's length, so it is pinned.
     """
     video_processor = processor.video_processor
-    frames = frames.permute(0, 3, 1, 2)
-    if grid is None:
-        return _pixels(video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt"))
-    if video_processor.do_resize:
+    frames, options = frames.permute(0, 3, 1, 2), {}
+    if grid is not None:
+        options["do_resize"] = False
+    if grid is not None and video_processor.do_resize:
         from transformers.image_utils import SizeDict
         from transformers.video_processing_utils import BaseVideoProcessor
 
@@ -293,8 +281,5 @@ def preprocess_frames(processor, frames: Tensor, grid: Tensor | None) -> dict[st
             size=SizeDict(height=height, width=width),
             resample=video_processor.resample,
         )[0]
-    return _pixels(video_processor(videos=[frames], do_resize=False, do_sample_frames=False, return_tensors="pt"))
-
-
-def _pixels(output: Mapping[str, Any]) -> dict[str, Tensor]:
+    output = video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt", **options)
     return {n: output[n] for n in ("pixel_values_videos", "pixel_values", "video_grid_thw") if n in output}

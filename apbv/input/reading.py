@@ -5,6 +5,7 @@ The library, the script and the server all read by this.
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..hosts import HostGroup
 from ..layout import intersect
 from ..model.parts import ModelParts
 from ..stats import StageTimer
-from .audio import FRAMES_PER_TOKEN, AudioError, Sound, has_audio, read_audio
+from .audio import FRAMES_PER_TOKEN, AudioError, Sound, audio_from_batch, has_audio, read_audio
 from .files import FileIdentity, KnownVideos, Source
 from .images import Picture
 from .model_inputs import ModelInputs
@@ -22,7 +23,7 @@ from .pixels import ImageReader, SourcePixels, VideoReader
 from .rendering import Question, RenderedPrompt, render_prompt
 from .skeleton import SampledVideo, Skeleton, lay_out
 from .video import VideoInfo, require_backend, sample_fps, sample_uniform
-from .visual import PromptError, VisualInput
+from .visual import PromptError, share_out
 
 
 class PromptReader:
@@ -79,24 +80,20 @@ class PromptReader:
             PromptError: the model does not hear, and is asked to.
         """
         num_frames = self._num_frames if question.num_frames is None else question.num_frames
-        videos, heard = [], []
+        is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
+        if is_wanted and infos and not hears:
+            raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
         for info in infos:
             if question.fps is None:
                 frames = sample_uniform(info, num_frames)
             else:
                 frames = sample_fps(info, question.fps, max_frames=num_frames)
-            sound = self._sound_of(info, question.audio_in_video, heard)
-            heard += [] if sound is None else [sound]
+            sound = None
+            if hears and is_wanted is not False and (is_wanted or has_audio(info.path)):
+                sound = self._hear(info.path, heard, seconds=info.duration, beside_video=True)
+                heard.append(sound)
             videos.append(SampledVideo(info, tuple(frames), sound))
         return tuple(videos)
-
-    def _sound_of(self, info: VideoInfo, is_wanted: bool | None, heard: Sequence[Sound]) -> Sound | None:
-        """Decode what is heard with a video's frames; None where there is nothing, or nothing is wanted."""
-        if is_wanted and not self.parts.hears:
-            raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
-        if is_wanted is False or not self.parts.hears or (is_wanted is None and not has_audio(info.path)):
-            return None
-        return self._hear(info.path, heard, seconds=info.duration, beside_video=True)
 
     def _hear(self, path: str, heard: Sequence[Sound], **clip) -> Sound:
         """Decode audio at the model's rate, where the model can take it beside what is heard already.
@@ -132,8 +129,9 @@ class PromptReader:
             with self._tokenizing:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
-        heard, sounds = [video.sound for video in videos if video.sound is not None], []
+        sounds = []
         for path in rendered.sounds:
+            heard = [video.sound for video in videos if video.sound is not None]
             sounds.append(self._hear(path, [*heard, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 
@@ -160,23 +158,21 @@ class PromptReader:
         """
         with timer.stage("preprocess"):
             skeleton, config = prompt or self.lay_out(rendered, videos), self._config
-            if skeleton.items or skeleton.sounds:
-                inputs = ModelInputs.from_skeleton(self.parts, skeleton, hosts, config.frame_parallel)
-                return inputs, inputs.visual and self._pixels_of(skeleton, inputs.visual, hosts, timer)
-            start, batch = self._query_start(rendered, skeleton.batch), skeleton.batch
-            inputs = ModelInputs.from_processor(
-                self.parts, batch, hosts, query_start=start, query_len=config.query_len
-            )
+            if not (skeleton.items or skeleton.sounds):
+                asked = {"query_start": self._query_start(rendered, skeleton.batch), "query_len": config.query_len}
+                return ModelInputs.from_processor(self.parts, skeleton.batch, hosts, **asked), None
+            input_ids, visual, audio = skeleton.batch["input_ids"], None, None
+            if skeleton.items:
+                visual = share_out(skeleton.items, skeleton.row_starts, hosts, config.frame_parallel)
+            if skeleton.sounds:
+                audio = audio_from_batch(self.parts, skeleton.batch, input_ids[0], hosts, config.frame_parallel)
+                audio = replace(audio, sources=skeleton.sounds)
+            inputs = ModelInputs.of_sources(self.parts, skeleton.batch, input_ids, visual, audio)
+        if visual is None:
             return inputs, None
-
-    def _pixels_of(
-        self, skeleton: Skeleton, visual: VisualInput, hosts: HostGroup, timer: StageTimer
-    ) -> SourcePixels:
-        """Return the pixels of a prompt's items, of which this host's share is read when it is asked for."""
-        mine = visual.patches[hosts.rank]
-        readers = []
+        readers, device = [], self.parts.device
         for run, numbers in visual.runs:
-            if not intersect(run, mine):
+            if not intersect(run, visual.patches[hosts.rank]):
                 continue
             source = skeleton.sources[numbers[0]]
             if isinstance(source, Picture):
@@ -191,17 +187,17 @@ class PromptReader:
                     grid=skeleton.grids[numbers[0]],
                     processor=self.processor,
                     timer=timer,
-                    device=self.parts.device,
+                    device=device,
                     dtype=self.parts.dtype,
                     config=self._config.video,
                     runs_ahead=hosts.has_own_process,
                 )
             readers.append((run, reader))
-        return SourcePixels(tuple(readers), timer, hosts.has_own_process)
+        return inputs, SourcePixels(tuple(readers), timer, hosts.has_own_process)
 
     def _take_token_ids(self, question: Question) -> RenderedPrompt:
         """Check token ids that come instead of a prompt."""
-        given = (question.prompt, question.videos, question.pictures, question.sounds, question.context)
+        given = (question.prompt, question.video, question.images, question.audio, question.context)
         if any(given) or question.messages:
             raise PromptError("token ids come instead of a prompt and its sources, not beside them")
         token_ids, vocab_size = tuple(question.token_ids), self.parts.vocab_size

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class Question(Checked):
 
     Attributes:
         prompt: the question.
-        video: a video file, or several, which come in this order; ``"demo"``: the packaged clip.
+        video: a video file, or several, which come in this order; ``"demo"``: the packaged clip. Kept as a
+            list, as images and audio are.
         images: behind the videos: an image file, a PIL image or a tensor ``[3, H, W]``, or several.
         context: a long text.
         messages: a chat in transformers' format, instead of all these.
@@ -61,21 +63,15 @@ class Question(Checked):
     audio: str | Path | Sequence[str | Path] | None = None
     audio_in_video: bool | None = instance_of(bool)
 
-    @property
-    def videos(self) -> Sequence[str | Path]:
-        """The video files."""
-        packaged = None if Path("demo").exists() else "demo"
-        return [demo.video_path() if video == packaged else video for video in _listed(self.video)]
-
-    @property
-    def pictures(self) -> Sequence[Any]:
-        """The images."""
-        return _listed(self.images)
-
-    @property
-    def sounds(self) -> Sequence[str | Path]:
-        """The audio files."""
-        return _listed(self.audio)
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("video", "images", "audio"):
+            given = getattr(self, name)
+            files = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+            object.__setattr__(self, name, files)
+        if "demo" in self.video and not Path("demo").exists():
+            videos = [demo.video_path() if video == "demo" else video for video in self.video]
+            object.__setattr__(self, "video", videos)
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
     """
     prompt, context = asked.prompt, asked.context
     if asked.messages is None:
-        videos, images, sounds = (list(each) for each in (asked.videos, asked.pictures, asked.sounds))
+        videos, images, sounds = asked.video, asked.images, asked.audio
         shown = "video" if videos else "images" if images else "audio" if sounds else None
         if context is not None:
             try:
@@ -128,13 +124,13 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             raise PromptError("the prompt is empty")
         if context is not None and not context.strip():
             raise PromptError("the context is empty")
-        sources = {"video": videos, "image": images, "audio": sounds}
-        content = [{"type": kind} for kind, each in sources.items() for _ in each]
+        content = [{"type": "video"}] * len(videos) + [{"type": "image"}] * len(images)
+        content += [{"type": "audio"}] * len(sounds)
         text = prompt.strip() if context is None else f"{context.strip()}\n\n{prompt.strip()}"
         messages = [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
         question = [f"\n\n{prompt.strip()}"] if context is not None else None
     else:
-        if prompt is not None or context is not None or asked.videos or asked.pictures or asked.sounds:
+        if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
             raise PromptError("messages come instead of prompt, video, images, audio and context, not beside them")
         messages, videos, images, sounds = _collect_sources(asked.messages)
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
@@ -148,18 +144,22 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
             f"a prompt may show at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
             f"{len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
         )
+    for what, sources in (("a video", videos), ("audio", sounds)):
+        for source in sources:
+            if not isinstance(source, str | Path):
+                raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
     rendered, has_template = apply_template(processor, messages, parts.is_video_model, asked.template or {})
     query_char = None if question is None else _find_question(rendered, question)
     if query_char is None and context is not None:
         raise PromptError("the model's chat template alters the question, so its start cannot be found")
     return RenderedPrompt(
         text=rendered,
-        videos=[_path(video, "a video") for video in videos],
-        pictures=[Picture.of(image) for image in images],
+        videos=list(map(str, videos)),
+        pictures=list(map(Picture.of, images)),
         query_char=query_char,
         has_context=context is not None,
         has_template=has_template,
-        sounds=tuple(_path(sound, "audio") for sound in sounds),
+        sounds=tuple(map(str, sounds)),
     )
 
 
@@ -205,13 +205,6 @@ def _find_question(rendered: str, question: Sequence[str]) -> int | None:
     return None if start == len(rendered) else start
 
 
-def _path(source: Any, what: str) -> str:
-    """Return the path of a video or of audio, which come as local files only."""
-    if not isinstance(source, str | Path):
-        raise PromptError(f"{what} must be a file, not of type {type(source).__name__}")
-    return str(source)
-
-
 def text_parts(message: Message) -> list[str]:
     """Return the texts of a message whose content is a list of parts."""
     return [part["text"] for part in message["content"] if part["type"] == "text"]
@@ -241,13 +234,19 @@ def apply_template(
         template = template.get("default")
     if template is None:
         return "\n\n".join("".join(text_parts(message)) for message in messages), False
-    chat = _without_developers(messages) if not re.search("""["']developer["']""", template) else list(messages)
+    chat = list(messages)
+    if "developer" in map(itemgetter("role"), chat) and not re.search("""["']developer["']""", template):
+        chat = _without_developers(chat)
     if not (has_parts or _reads_parts(processor)):
         chat = [{**message, "content": "\n".join(filter(None, text_parts(message)))} for message in chat]
     options = {"add_generation_prompt": True, **options}
     if options["add_generation_prompt"] and options.get("continue_final_message"):
         raise PromptError("continue_final_message needs add_generation_prompt to be false")
-    options = _known(processor, template, options)
+    variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
+    if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
+        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is no variable of a chat template")
+    for unknown in variables.difference(re.findall(r"\w+", template)):
+        del options[unknown]
     try:
         return processor.apply_chat_template(chat, tokenize=False, **options), True
     except Exception as error:  # templates raise what they like
@@ -266,28 +265,9 @@ def _reads_parts(processor) -> bool:
 
 def _without_developers(messages: Sequence[Message]) -> list[Message]:
     """Make a developer's messages system messages, and one of them all at the chat's beginning."""
-    if not any(message["role"] == "developer" for message in messages):
-        return list(messages)
     is_system = [message["role"] in ("system", "developer") for message in messages]
     if is_system.index(True) == 0 and sum(is_system) == 1:
         return [{**messages[0], "role": "system"}, *messages[1:]]
     texts = ["\n".join(text_parts(message)) for message, system in zip(messages, is_system, strict=True) if system]
     merged = {"role": "system", "content": [{"type": "text", "text": "\n\n".join(filter(None, texts))}]}
     return [merged, *(message for message, system in zip(messages, is_system, strict=True) if not system)]
-
-
-def _known(processor, template: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a template reads.
-
-    Raises:
-        PromptError: one is an argument of transformers' call.
-    """
-    variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
-    if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
-        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is no variable of a chat template")
-    unknown = variables - set(re.findall(r"\w+", template))
-    return {name: value for name, value in options.items() if name not in unknown}
-
-
-def _listed(files: Any) -> Sequence[Any]:
-    return () if files is None else files if isinstance(files, list | tuple) else [files]

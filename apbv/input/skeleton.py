@@ -1,15 +1,20 @@
 """What a prompt looks like before its frames and images are decoded: token ids, and its items.
 
 The model's own processor runs on tensors without storage, so that no host has to hold the whole video to know what
-the prompt looks like.
+the prompt looks like. It writes a placeholder's text once for every visual token, and the tokenizer turns each
+copy into the same id: for 150,000 of them that takes a second, and to repeat the id a hundredth of one. So each
+run of placeholders is tokenised as if it were one.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +22,6 @@ from ..model.parts import ModelParts
 from .audio import Sound
 from .files import FileIdentity, Source
 from .images import Picture
-from .placeholders import process_apart
 from .rendering import RenderedPrompt
 from .video import VideoInfo
 from .visual import (
@@ -30,6 +34,8 @@ from .visual import (
 )
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
+# What a processor returns with one entry for every token; all else is about pixels.
+_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -98,26 +104,25 @@ def lay_out(
             f"{silent[0]}: is not heard, but another video of the prompt is; the model has a rule for all or "
             "none of them (audio_in_video)"
         )
-    calls = [_video_arguments(parts, processor, video) for video in videos]
-    calls += [_audio_arguments(processor, sound) for sound in sounds]
-    names = [video.info.path for video in videos] + [sound.source.file.path for sound in sounds]
-    names += [
-        ", ".join(str(picture.image) for picture in pictures if isinstance(picture.image, Path)) or "an image"
-    ]
+    calls = []
+    for video in videos:
+        calls.append((processor.video_token, _video_arguments(parts, processor, video), video.info.path))
+    for sound in sounds:
+        calls.append((processor.audio_token, _audio_arguments(processor, sound), sound.source.file.path))
     if pictures:
+        files = [str(picture.image) for picture in pictures if isinstance(picture.image, Path)]
         images = [picture.without_pixels() for picture in pictures]
         # As transformers' own chats have them: all of a prompt's are one sample, not one each.
-        calls.append({"images": [images] if parts.family == "llava_onevision" else images})
+        images = [images] if parts.family == "llava_onevision" else images
+        text = processor.image_token * len(pictures)
+        calls.append((text, {"images": images}, ", ".join(files) or "an image"))
     with tokenizing:
-        batches, found = process_apart(processor, rendered.text, calls, names)
-    of_videos, of_sounds = batches[: len(videos)], batches[len(videos) :][: len(sounds)]
-    of_images = batches[len(videos) + len(sounds) :]
-    image_tokens = sum(num_tokens for kind, num_tokens in found if kind == "image")
-    pixel_bytes = of_images[0]["pixel_values"].nbytes if of_images else 0
+        batches, found = process_apart(processor, rendered.text, calls)
+    of_images = sum(num_tokens for kind, num_tokens in found if kind == "image")
     left = {
-        "video": iter(zip(videos, of_videos, strict=True)),
+        "video": zip(videos, batches, strict=False),
         "image": iter(pictures),
-        "audio": iter(zip(sounds, of_sounds, strict=True)),
+        "audio": zip(sounds, batches[len(videos) :], strict=False),
     }
     items, row_starts, sources, grids = [], [], [], []
     heard: list[tuple[Sound, Mapping[str, Any]]] = []
@@ -132,9 +137,17 @@ def lay_out(
             grid = batch.get("video_grid_thw")
             if source.sound is not None:
                 heard.append((source.sound, batch))
-            item = _video_item(parts, source, batch)
+            # InternVL has one name for images and video.
+            pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
+            num_patches, num_ending = pixels.shape[pixels.dim() == 5], parts.num_rows_ending_video
+            if grid is not None:
+                num_patches = int(grid[0, 0])
+            frame_bytes = 3 * source.info.height * source.info.width * len(source.frames)
+            num_bytes = FRAME_COPIES * frame_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches
+            identity = Source(FileIdentity.of(source.info.path), source.frames)
+            item = VisualItem("video", num_patches, num_ending, num_bytes, identity)
         else:
-            num_bytes = PIXEL_COPIES * pixel_bytes * num_tokens // image_tokens
+            num_bytes = PIXEL_COPIES * batches[-1]["pixel_values"].nbytes * num_tokens // of_images
             num_bytes += FRAME_COPIES * 3 * source.height * source.width
             item = VisualItem("image", patch_bytes=num_bytes, source=source.source)
         row_starts += equal_row_starts(start, item.num_patches, num_tokens, item.num_ending_rows)
@@ -142,10 +155,21 @@ def lay_out(
         items.append(item)
         sources.append(source)
         grids.append(grid)
+    # But for the pixels, with the last one's tokens, which are the whole prompt's.
+    merged = {name: value for name, value in batches[-1].items() if name not in _PIXELS}
+    for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"):
+        values = [torch.as_tensor(batch[name]) for batch in batches if batch.get(name) is not None]
+        if values:
+            merged[name] = torch.cat(values)
+    if heard:  # spectrograms, each as long as it is, and masks, as long as the longest
+        masks = [batch["feature_attention_mask"][0].bool() for _, batch in heard]
+        features = [batch["input_features"][0] for _, batch in heard]
+        merged["input_features"] = [each[:, mask] for each, mask in zip(features, masks, strict=True)]
+        merged["feature_attention_mask"] = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
     return Skeleton(
         rendered=rendered,
         videos=tuple(videos),
-        batch=_merged(batches) | _merged_sounds([batch for _, batch in heard]),
+        batch=merged,
         items=tuple(items),
         row_starts=(*row_starts, start),
         sources=tuple(sources),
@@ -184,7 +208,7 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
         width=info.width,
         height=info.height,
         duration=info.duration,
-        frames_indices=[round(info.timestamps[index] * info.fps) for index in frames],
+        frames_indices=np.rint(info.timestamps[frames] * info.fps).astype(int).tolist(),
     )
     arguments = {"videos": [pixels], "video_metadata": [metadata], "do_sample_frames": False}
     if parts.hears:  # its frames lie at this rate in time; the others' processors ask the metadata
@@ -195,44 +219,98 @@ def _video_arguments(parts: ModelParts, processor, video: SampledVideo) -> dict[
     return arguments
 
 
-def _video_item(parts: ModelParts, video: SampledVideo, batch: Mapping[str, Any]) -> VisualItem:
-    # InternVL has one name for images and video.
-    pixels = batch["pixel_values" if parts.family == "internvl" else "pixel_values_videos"]
-    num_patches = num_temporal_patches(batch, pixels)
-    num_bytes = 3 * video.info.height * video.info.width * len(video.frames)
-    return VisualItem(
-        kind="video",
-        num_patches=num_patches,
-        num_ending_rows=parts.num_rows_ending_video,
-        patch_bytes=FRAME_COPIES * num_bytes // num_patches + PIXEL_COPIES * pixels.nbytes // num_patches,
-        source=Source(FileIdentity.of(video.info.path), video.frames),
-    )
+def process(
+    processor, text: str, replace: Callable[..., tuple[list[str], list]] | None = None, **inputs
+) -> Mapping[str, Any]:
+    """Call a transformers processor on one text, and return what it would by itself, in tensors.
+
+    The processor is not changed: a copy of it, which shares its parts, hands a shortened text to the tokenizer,
+    and transformers checks that the tokenizer found as many placeholders as there are in that.
+
+    Args:
+        processor: that of a video model; it is used by one thread at a time.
+        text: the prompt, with one placeholder for each image, video or sound.
+        replace: what writes the placeholders out, instead of the processor's ``get_text_with_replacements``.
+        inputs: the processor's further arguments, such as ``images`` or ``videos``.
+    """
+    replace, placeholders = replace or processor.get_text_with_replacements, _placeholders(processor)
+    run, counts = re.compile(rf"({'|'.join(map(re.escape, placeholders))})\1*"), []
+
+    def first(found: re.Match) -> str:
+        counts.append(len(found[0]) // len(found[1]))
+        return found[1]
+
+    def shortened(*args, **kwargs) -> tuple[list[str], list]:
+        (expanded,), offsets = replace(*args, **kwargs)
+        return [run.sub(first, expanded)], offsets
+
+    one_of_each = copy.copy(processor)
+    one_of_each.get_text_with_replacements = shortened
+    output = one_of_each(text=[text], return_tensors="pt", **inputs)
+    input_ids = output["input_ids"][0]
+    repeats = torch.ones_like(input_ids)
+    is_placeholder = torch.isin(input_ids, torch.tensor(list(placeholders.values())))
+    repeats[is_placeholder] = torch.tensor(counts, dtype=repeats.dtype)
+    for name in _PER_TOKEN:
+        if name in output:
+            output[name] = output[name].repeat_interleave(repeats, dim=1)
+    return output
 
 
-def num_temporal_patches(batch: Mapping[str, Any], pixels: Tensor) -> int:
-    """Count the temporal patches of the one video of a processor's batch."""
-    if batch.get("video_grid_thw") is not None:
-        return int(batch["video_grid_thw"][0, 0])
-    return pixels.shape[1] if pixels.dim() == 5 else pixels.shape[0]
+def process_apart(
+    processor, text: str, calls: Sequence[tuple[str, Mapping[str, Any], str]]
+) -> tuple[list[Mapping[str, Any]], list[tuple[str, int]]]:
+    """Call a transformers processor on one text and on its sources, one after the other.
+
+    Together a processor takes only videos of as many frames as one another, where it has no grid for each.
+
+    Args:
+        processor: as of :func:`process`.
+        text: likewise.
+        calls: for each source (a video, which may have its sound with it, a sound, or all images) a text of only
+            its placeholders, the processor's arguments, and what errors call it.
+
+    Returns:
+        What it returns for each source, with the whole prompt's tokens in the last; and for each image, video and
+        sound, in prompt order, its kind (``"image"``, ``"video"`` or ``"audio"``), and how many tokens of this
+        kind stand for it; those of a video's sound, which lie between, do not count.
+
+    Raises:
+        PromptError: the text has other placeholders than there are sources, or the processor refuses one.
+    """
+    collected = {"images_replacements": [], "videos_replacements": [], "audio_replacements": []}
+    found, batches = [], []
+
+    def replace(texts: list[str], *args: Sequence[str], **kwargs: Sequence[str]) -> tuple[list[str], list]:
+        for name, new in (dict(zip(collected, args, strict=False)) | kwargs).items():
+            collected[name] += new
+        if len(batches) < len(calls) - 1:
+            return texts, []
+        wanted = sum(map(len, collected.values()))
+        try:
+            texts, (offsets,) = processor.get_text_with_replacements([text], **collected)
+        except StopIteration:
+            offsets = []
+        if len(offsets) != wanted:
+            raise PromptError(
+                f"the prompt shows {wanted} images and videos, but its text has placeholders for more or fewer"
+            )
+        for each in offsets:
+            tokens = _placeholders(processor, ("audio",) if each["type"] == "audio" else ("image", "video"))
+            found.append((each["type"], sum(map(each["replacement"].count, tokens))))
+        return texts, [offsets]
+
+    for placeholders, arguments, name in calls:
+        try:
+            batches.append(process(processor, placeholders, replace, **arguments))
+        except PromptError:
+            raise
+        except ValueError as error:
+            raise PromptError(f"{name}: {error}") from error
+    return batches, found
 
 
-def _merged(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge what a processor returned for every source, but for the pixels; tokens are the last one's."""
-    merged = {name: value for name, value in batches[-1].items() if name not in _PIXELS}
-    for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"):
-        values = [batch[name] for batch in batches if batch.get(name) is not None]
-        if values:
-            merged[name] = torch.cat([torch.as_tensor(value) for value in values])
-    return merged
-
-
-def _merged_sounds(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the spectrograms of single sounds, each as long as it is, and their masks, as long as the longest."""
-    if not batches:
-        return {}
-    masks = [batch["feature_attention_mask"][0].bool() for batch in batches]
-    features = [batch["input_features"][0] for batch in batches]
-    return {
-        "input_features": [each[:, mask] for each, mask in zip(features, masks, strict=True)],
-        "feature_attention_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True),
-    }
+def _placeholders(processor, kinds: Sequence[str] = ("image", "video", "audio")) -> dict[str, int]:
+    """The texts that stand for tokens of these kinds, with their ids; InternVL has one, for images and video."""
+    names = [f"{kind}_token" for kind in kinds if hasattr(processor, f"{kind}_token_id")]
+    return {getattr(processor, name): getattr(processor, f"{name}_id") for name in names}

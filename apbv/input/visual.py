@@ -11,9 +11,10 @@ adjacent: what alternates with another's, such as a video and its sound, is seve
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +101,27 @@ class Pixels(Protocol):
         """
 
 
+class RowStarts:
+    """Numbers the rows of adjacent pieces.
+
+    Attributes:
+        row_starts: where the rows of each piece begin, and where the last one's end.
+    """
+
+    row_starts: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """The tokens of this kind in the prompt."""
+        return self.row_starts[-1]
+
+    def rows_of(self, pieces: range) -> range:
+        """Return the rows of adjacent pieces."""
+        return range(self.row_starts[pieces.start], self.row_starts[pieces.stop])
+
+
 @dataclass(frozen=True)
-class VisualInput:
+class VisualInput(RowStarts):
     """The videos and images of a prompt, and this host's share of the work on them.
 
     Temporal patches are numbered over all items. A row is a visual token's embedding; rows are numbered in prompt
@@ -132,11 +152,6 @@ class VisualInput:
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
-    def num_rows(self) -> int:
-        """The visual tokens in the prompt."""
-        return self.row_starts[-1]
-
-    @property
     def num_temporal_patches(self) -> int:
         """The temporal patches of all items."""
         return len(self.row_starts) - 1
@@ -155,26 +170,17 @@ class VisualInput:
     @cached_property
     def item_patches(self) -> tuple[range, ...]:
         """The temporal patches of every item."""
-        ends = accumulate((item.num_patches for item in self.items), initial=0)
-        return tuple(range(start, stop) for start, stop in pairwise(ends))
+        ends = list(accumulate(map(attrgetter("num_patches"), self.items), initial=0))
+        return tuple(map(range, ends, ends[1:]))
 
     @cached_property
     def frames(self) -> tuple[range, ...]:
         """The rows of every temporal patch, without those that end a video."""
-        frames = [range(start, stop) for start, stop in pairwise(self.row_starts)]
+        frames = list(map(range, self.row_starts, self.row_starts[1:]))
         for item, patches in zip(self.items, self.item_patches, strict=True):
             last = frames[patches.stop - 1]
             frames[patches.stop - 1] = range(last.start, last.stop - item.num_ending_rows)
         return tuple(frames)
-
-    def rows_of(self, patches: range) -> range:
-        """Return the rows of adjacent temporal patches."""
-        return range(self.row_starts[patches.start], self.row_starts[patches.stop])
-
-    def with_pixels(self, pixels: Pixels, chunk_bytes: int | None = None) -> "VisualInput":
-        """Return the same with the pixels of this host's share, where it has one."""
-        mine = self.patches[self.host]
-        return replace(self, pixels=pixels if mine else None, chunk_bytes=chunk_bytes)
 
     def ending_rows_of(self, patches: range) -> int:
         """Count the rows behind the last frame of adjacent temporal patches of an item; 0 unless they end it."""

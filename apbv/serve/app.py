@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -31,32 +32,31 @@ from .requests import (
     GenerationRequest,
     TokenizeRequest,
 )
+from .scheduler import Scheduler
+from .settings import ServerSettings
 from .worker import Worker
 
 _PARSERS = 4  # bodies that are parsed at a time
 _TOKENIZERS = 4  # prompts that are tokenized at a time for requests that want nothing else
+_REQUEST_ID, _FITTING = "X-Request-Id", re.compile(r"[!-~]{1,256}")
 _CLIENT_CLOSED_REQUEST = 499  # nobody sees it
 _Body = TypeVar("_Body", GenerationRequest, TokenizeRequest, DetokenizeRequest)
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(
-    worker: Worker, model: str, max_model_len: int, *, max_body_bytes: int, api_key: str | None = None
-) -> Starlette:
+def build_app(worker: Worker, scheduler: Scheduler, settings: ServerSettings) -> Starlette:
     """Build the ASGI application.
 
     Args:
-        worker: answers the requests.
-        model: the name that requests give, and are told.
-        max_model_len: the tokens of prompt and answer that clients are told are possible.
-        max_body_bytes: the largest body that is read.
-        api_key: the bearer token that whoever lets the model or its tokenizer work has to send; None: none.
+        worker: answers the requests that the scheduler gives it.
+        settings: with the name that requests give, their largest body, and the bearer token that whoever lets the
+            model or its tokenizer work has to send.
     """
-    endpoints = _Endpoints(worker, model, max_model_len, max_body_bytes)
+    endpoints = _Endpoints(worker, scheduler, settings)
 
     def guarded(handler: _Handler) -> _Handler:
         async def guard(request: Request) -> Response:
-            _require_key(request, api_key)
+            _require_key(request, settings.api_key)
             return await handler(request)
 
         return guard
@@ -75,7 +75,7 @@ def build_app(
             Route("/load", endpoints.load),
             Route("/metrics", endpoints.metrics),
         ],
-        middleware=[Middleware(_RequestIds)],
+        middleware=[Middleware(_with_request_ids)],
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
     )
 
@@ -83,15 +83,16 @@ def build_app(
 class _Endpoints:
     """The requests' handlers."""
 
-    def __init__(self, worker: Worker, model: str, max_model_len: int, max_body_bytes: int):
-        self._worker, self._model, self._bodies = worker, model, Bodies(max_body_bytes)
-        self._max_model_len, self._started = max_model_len, int(time.time())
+    def __init__(self, worker: Worker, scheduler: Scheduler, settings: ServerSettings):
+        self._worker, self._scheduler = worker, scheduler
+        self._model, self._bodies = settings.model, Bodies(settings.max_body_bytes)
+        self._max_model_len, self._started = worker.reader.max_model_len, int(time.time())
         self._num_answering = 0  # answers that are asked for now
         self._parsers = ThreadPoolExecutor(_PARSERS, thread_name_prefix="parser")
         # Two, so that no short text waits for long ones.
         self._light, self._heavy = (ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="tokenizer") for _ in "12")
         # One for everybody in the queue: who waits for another server's files keeps nobody else waiting.
-        self._readers = ThreadPoolExecutor(worker.max_admitted, thread_name_prefix="reader")
+        self._readers = ThreadPoolExecutor(scheduler.limits.max_queue + 1, thread_name_prefix="reader")
 
     async def models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._describe()]})
@@ -112,8 +113,7 @@ class _Endpoints:
         return JSONResponse({"server_load": self._num_answering})
 
     async def metrics(self, _: Request) -> Response:
-        metrics = self._worker.metrics
-        return Response(metrics.render(), media_type=metrics.content_type)
+        return Response(self._scheduler.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def answer(self, body: type[GenerationRequest], request: Request) -> Response:
         """Answer a request whose body is of some type."""
@@ -122,10 +122,10 @@ class _Endpoints:
         try:
             asked = await self._read(request, body)
         except ApiError as error:
-            self._worker.end(job, error, "invalid")
+            self._scheduler.end(job, error, "invalid")
             raise
         except ClientDisconnect:
-            self._worker.end(job, None, "cancelled")
+            self._scheduler.end(job, None, "cancelled")
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         self._worker.admit(job)
         watch = asyncio.create_task(self._cancel_when_gone(request, job))
@@ -186,7 +186,7 @@ class _Endpoints:
     async def _cancel_when_gone(self, request: Request, job: Job) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self._worker.cancel(job)
+        self._scheduler.cancel(job)
         job.send(ApiError(_CLIENT_CLOSED_REQUEST, "the client has gone"))
 
     async def _events(self, job: Job, watch: asyncio.Task) -> AsyncIterator[Event]:
@@ -203,7 +203,7 @@ class _Endpoints:
         finally:
             self._num_answering -= 1
             watch.cancel()
-            self._worker.cancel(job)
+            self._scheduler.cancel(job)
 
 
 def _require_key(request: Request, api_key: str | None) -> None:
@@ -218,28 +218,22 @@ def _require_key(request: Request, api_key: str | None) -> None:
         raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
 
 
-class _RequestIds:
-    """Gives every request an id: the client's, if that fits into a line of the log, or one of its own."""
+def _with_request_ids(app: ASGIApp) -> ASGIApp:
+    """Give every request an id: the client's, if that fits into a line of the log, or one of its own."""
 
-    _HEADER = "X-Request-Id"
-    _FITTING = re.compile(r"[!-~]{1,256}")
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get(self._HEADER, "")
-        request_id = given if self._FITTING.fullmatch(given) else uuid.uuid4().hex
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(_REQUEST_ID, "")
+        request_id = given if _FITTING.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[self._HEADER] = request_id
+                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await app(scope, receive, send_with_id)
+
+    return call
 
 
 async def _error(_: Request, error: Exception) -> JSONResponse:

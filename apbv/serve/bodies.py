@@ -12,14 +12,6 @@ _MOST_WHOLE = 4  # bodies of the largest size that may be half read at once
 _MOST = 256  # bodies that may be half read at once, of any size
 
 
-class _Body:
-    """A body that is being read."""
-
-    def __init__(self, request: Request):
-        self.client = request.client.host if request.client else ""
-        self.data, self.task = bytearray(), asyncio.current_task()
-
-
 class Bodies:
     """Reads bodies, within a bound on those that are half read; used in the event loop's thread.
 
@@ -32,7 +24,8 @@ class Bodies:
 
     def __init__(self, max_bytes: int):
         self._max_bytes = max_bytes
-        self._reading: dict[_Body, None] = {}  # in the order in which they were begun
+        # What has come, and the client, by who reads it, in the order in which they were begun.
+        self._reading: dict[asyncio.Task, tuple[bytearray, str]] = {}
 
     async def read(self, request: Request) -> bytes:
         """Read a whole body.
@@ -57,30 +50,30 @@ class Bodies:
             raise ApiError(408, message, headers={"Connection": "close"}) from error
 
     async def _read(self, request: Request) -> bytes:
-        body = _Body(request)
-        self._reading[body] = None
+        task, data = asyncio.current_task(), bytearray()
+        self._reading[task] = data, request.client.host if request.client else ""
         try:
             self._make_room()
             async for piece in request.stream():
-                body.data += piece
-                if len(body.data) > self._max_bytes:
+                data += piece
+                if len(data) > self._max_bytes:
                     raise self._too_large()
                 self._make_room()
-            return bytes(body.data)
+            return bytes(data)
         finally:
-            self._reading.pop(body, None)
+            self._reading.pop(task, None)
 
     def _make_room(self) -> None:
         """Drop half-read bodies while there are too many, or too large ones."""
         most, least = _MOST_WHOLE * self._max_bytes, _MOST_WHOLE * self._max_bytes // _MOST
-        while sum(len(body.data) + least for body in self._reading) > most:
+        while sum(len(data) + least for data, _ in self._reading.values()) > most:
             held = Counter()
-            for body in self._reading:
-                held[body.client] += len(body.data) + least
-            (client, _), *_ = held.most_common(1)
-            dropped = next(body for body in self._reading if body.client == client)
+            for data, client in self._reading.values():
+                held[client] += len(data) + least
+            (greediest, _), *_ = held.most_common(1)
+            dropped = next(task for task, (_, client) in self._reading.items() if client == greediest)
             del self._reading[dropped]
-            dropped.task.cancel()
+            dropped.cancel()
 
     def _too_large(self) -> ApiError:
         message, headers = f"the body may have at most {self._max_bytes} bytes", {"Connection": "close"}

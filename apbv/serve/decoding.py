@@ -4,7 +4,7 @@ import copy
 import threading
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,16 +17,6 @@ from .job import Job
 from .requests import ApiError
 from .scheduler import Scheduler
 from .telling import Telling
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """A job whose prompt is prefilled, with its KV on this host, and what tells of each of its answers."""
-
-    job: Job
-    request: Request
-    state: PrefillResult
-    tellings: list[Telling]
 
 
 class Decoding:
@@ -44,7 +34,7 @@ class Decoding:
         self._parts, self._scheduler = engine.parts, scheduler
         # A tokenizer must not be used by two threads at once.
         self.decode = copy.deepcopy(engine.tokenizer).decode
-        self._arrivals: deque[Prefilled] = deque()
+        self._arrivals: deque[tuple[Job, Request, PrefillResult, list[Telling]]] = deque()
         self._members: dict[Member, tuple[Job, Telling]] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -64,10 +54,15 @@ class Decoding:
         self._thread.join()
         self._attention.close()
 
-    def add(self, prefilled: Prefilled) -> None:
-        """Let an answer join; from then on this thread ends the job, and releases its KV."""
+    def add(self, job: Job, request: Request, state: PrefillResult, tellings: list[Telling]) -> None:
+        """Let a prefilled job's answers join; from then on this thread ends the job, and releases its KV.
+
+        Args:
+            state: the prompt's, with its KV on this host.
+            tellings: of each answer.
+        """
         with self._scheduler.changed:
-            self._arrivals.append(prefilled)
+            self._arrivals.append((job, request, state, tellings))
             self._scheduler.changed.notify_all()
 
     def _run(self) -> None:
@@ -78,7 +73,10 @@ class Decoding:
             while self._admit(batch):
                 if failure := self._step(batch):
                     batch = Batch(self._parts)  # and with the old one goes what a failed step has left of the KV
-                    self._fail_all(failure)
+                    jobs = {job for job, _ in self._members.values()}
+                    self._members.clear()
+                    for job in jobs:
+                        self._fail(job, failure)
         except BaseException as error:
             self.failure = error
             with self._scheduler.changed:
@@ -92,15 +90,16 @@ class Decoding:
             if self._is_closing:
                 return False
         while arrivals:
-            self._join(batch, arrivals.popleft())
+            self._join(batch, *arrivals.popleft())
         return True
 
-    def _join(self, batch: Batch, arrival: Prefilled) -> None:
+    def _join(
+        self, batch: Batch, job: Job, request: Request, state: PrefillResult, tellings: list[Telling]
+    ) -> None:
         """Add a job's answers to the batch; the job fails by itself where its KV finds no memory to grow."""
-        job, state = arrival.job, arrival.state
         try:
-            for telling in arrival.tellings:
-                self._members[batch.join(state, telling.asked(arrival.request))] = job, telling
+            for telling in tellings:
+                self._members[batch.join(state, telling.asked(request))] = job, telling
                 state = replace(state, kv=state.kv.behind(state.layout))  # of which the next one makes a copy
         except Exception as error:
             self._fail(job, _in_words(error))
@@ -143,12 +142,6 @@ class Decoding:
         job.is_cancelled = True
         if all(job is not other for other, _ in self._members.values()):
             self._scheduler.release(job)
-
-    def _fail_all(self, failure: str) -> None:
-        jobs = {job for job, _ in self._members.values()}
-        self._members.clear()
-        for job in jobs:
-            self._fail(job, failure)
 
 
 def _in_words(error: Exception) -> str:

@@ -113,11 +113,6 @@ class Executor:
             return None
         return HandedOver(token, finish_reason([token], request.sampling, self.engine.parts.eos_token_ids), ticket)
 
-    def make_room(self, num_bytes: int) -> None:
-        """Let offers end that have waited for long, to free so many bytes; on host 0, not collective."""
-        if self.offers is not None:
-            self.offers.make_room(num_bytes)
-
     @cached_property
     def _handing_over(self) -> Engine:
         return self.engine.handing_over()

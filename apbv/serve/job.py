@@ -12,7 +12,7 @@ from .reading import ReadyRequest
 from .requests import ApiError, FinishReason
 
 # The moments of a record between which a duration lies.
-_DURATIONS = {
+DURATIONS = {
     "read": ("arrived", "ready"),
     "queue": ("ready", "began"),
     "prefill": ("began", "first_token"),
@@ -20,7 +20,6 @@ _DURATIONS = {
     "time_to_first_token": ("arrived", "first_token"),
     "total": ("arrived", "ended"),
 }
-DURATIONS = tuple(_DURATIONS)
 
 
 @dataclass(kw_only=True)
@@ -65,7 +64,7 @@ class RequestRecord:
 
     def seconds(self, name: str) -> float | None:
         """Return one of :data:`DURATIONS`; None where the request did not get so far."""
-        earlier, later = (getattr(self, moment) for moment in _DURATIONS[name])
+        earlier, later = (getattr(self, moment) for moment in DURATIONS[name])
         return None if earlier is None or later is None else later - earlier
 
 
@@ -120,7 +119,6 @@ class Job:
         record: what may be told of it.
         events: pieces of the answer, and at last Finished or an ApiError.
         created: when it arrived, in seconds since 1970.
-        is_streamed: whether its client wants the text as it comes, and not only all of it.
         is_cancelled: whether its client has gone.
         has_ended: whether its last event was sent.
         files: closes its files.
@@ -134,7 +132,7 @@ class Job:
         self.created = int(time.time())
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        self.is_streamed = self.is_cancelled = self.has_ended = False
+        self.is_cancelled = self.has_ended = False
         self.files = ExitStack()
         self.read: ReadyRequest | None = None
         self.kv_bytes = self.num_finished = 0

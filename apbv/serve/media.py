@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
+from .settings import ServerSettings
+
 _MAX_REDIRECTS = 3
 _CHUNK = 2**16
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -34,24 +36,6 @@ class MediaError(ValueError):
 
 class FolderError(RuntimeError):
     """The folder that requests may name files of cannot be read: no request is to blame for that."""
-
-
-@dataclass(frozen=True)
-class MediaSettings:
-    """The limits on what requests may refer to.
-
-    Attributes:
-        folder: the allowed folder; None: no files.
-        hosts: names of the hosts that may be fetched from, lower case; an address or ``localhost`` that stands
-            here itself may be one of this machine or its network.
-        max_bytes: the size of one file that is sent inline or fetched.
-        fetch_seconds: how long fetching all files of a request may take.
-    """
-
-    folder: Path | None = None
-    hosts: frozenset[str] = frozenset()
-    max_bytes: int = 64 * 2**20
-    fetch_seconds: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,12 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     """
     if folder is None:
         raise MediaError("this server reads no files: it was started without --media-dir")
-    root = _resolved(folder)
+    try:
+        root = folder.resolve(strict=True)
+        if not root.is_dir():
+            raise NotADirectoryError
+    except (OSError, RuntimeError) as error:
+        raise FolderError("this server cannot read its folder of media files at present") from error
     if path.endswith("/"):
         raise MediaError(f"{path!r:.200} is no file")
     try:
@@ -158,19 +147,9 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     return found
 
 
-def _resolved(folder: Path) -> Path:
-    try:
-        root = folder.resolve(strict=True)
-        if not root.is_dir():
-            raise NotADirectoryError
-    except (OSError, RuntimeError) as error:
-        raise FolderError("this server cannot read its folder of media files at present") from error
-    return root
-
-
 @contextmanager
 def open_media(
-    url: str, settings: MediaSettings, private_files: PrivateFiles, deadline: float | None = None
+    url: str, settings: ServerSettings, private_files: PrivateFiles, deadline: float | None = None
 ) -> Iterator[Media]:
     """Provide the file that a URL, or a path in the allowed folder, stands for; on host 0.
 
@@ -183,7 +162,7 @@ def open_media(
     """
     scheme = url[: url.index(":")].lower() if ":" in url[:16] else ""
     if scheme == "data":
-        with private_files.holding(_decode_data(url, settings.max_bytes)) as path:
+        with private_files.holding(_decode_data(url, settings.max_media_bytes)) as path:
             yield Media("the inline data", None, path)
     elif scheme in ("http", "https"):
         with private_files.holding(fetch(url, settings, deadline)) as path:
@@ -192,8 +171,8 @@ def open_media(
         raise MediaError(f"a URL must begin with file:, data: or https:, not with {scheme}:")
     else:
         named = _path_of(url) if scheme else url
-        path = find_in_folder(settings.folder, named)
-        yield Media(named, str(path.relative_to(_resolved(settings.folder))), path)
+        path = find_in_folder(settings.media_dir, named)
+        yield Media(named, str(path.relative_to(settings.media_dir.resolve())), path)
 
 
 def _path_of(url: str) -> str:
@@ -225,7 +204,7 @@ def _decode_data(url: str, max_bytes: int) -> bytes:
     return decoded
 
 
-def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> bytes:
+def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> bytes:
     """Fetch a file from an allowed host.
 
     The address is resolved once, checked, and then connected to, so that a name cannot change its meaning in
@@ -251,7 +230,7 @@ def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> b
                 if response.status in _REDIRECTS:
                     url = urljoin(url, response.getheader("Location", ""))
                 elif response.status == 200:
-                    data = _read(response, host, settings.max_bytes)
+                    data = _read(response, host, settings.max_media_bytes)
                     if time.monotonic() >= deadline:  # what it was cut at may look like its end
                         raise TimeoutError
                     return data
@@ -270,27 +249,28 @@ def fetch(url: str, settings: MediaSettings, deadline: float | None = None) -> b
     raise MediaError(f"{host} redirects more than {_MAX_REDIRECTS} times")
 
 
-def _host_of(url: str, settings: MediaSettings) -> str:
+def _host_of(url: str, settings: ServerSettings) -> str:
     """Return the host of an http(s) URL; MediaError unless it may be fetched from."""
     try:
         parts = urlsplit(url)
         host, _ = (parts.hostname or "").lower(), parts.port
     except ValueError as error:
         raise MediaError(f"{url!r:.200} is not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or host not in settings.hosts:
+    if parts.scheme not in ("http", "https") or host not in settings.media_hosts:
         raise MediaError(f"this server does not fetch from {host!r:.100} (see --allow-media-host)")
     return host
 
 
 @contextmanager
 def _connected(
-    url: str, host: str, settings: MediaSettings, deadline: float
+    url: str, host: str, settings: ServerSettings, deadline: float
 ) -> Iterator[http.client.HTTPConnection]:
     """Connect to the host's first address, if all of them are allowed, until the deadline."""
     secure = urlsplit(url).scheme == "https"
     port = urlsplit(url).port or (443 if secure else 80)
     addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    if not _is_local_by_name(host) and not all(map(is_public, addresses)):
+    # Who lists a name for this machine, or an address, knows what it means.
+    if host not in ("localhost", *addresses) and not all(map(is_public, addresses)):
         raise MediaError(f"the address of {host} is not a public one")
     sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
 
@@ -310,15 +290,6 @@ def _connected(
     finally:
         cut.cancel()
         sock.close()
-
-
-def _is_local_by_name(host: str) -> bool:
-    """Return whether the operator who lists this name knows that it means this machine or network."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return True
 
 
 def is_public(address: str) -> bool:

@@ -1,7 +1,8 @@
 """The figures that Prometheus reads from GET /metrics, called what vLLM calls them where they mean the same."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from .job import RequestRecord
 
@@ -33,36 +34,33 @@ _GAUGES = {
     "kv_cache_bytes": "Bytes of KV held",
     "kv_offers_waiting": "KV of prompts that waits to be fetched by a decoder",
 }
+# With the figure of a request's draft that is counted in it, if one is.
 _COUNTERS = {
-    "prompt_tokens": "Tokens of prefilled prompts",
-    "generation_tokens": "Tokens of answers",
-    "spec_decode_num_drafts": "Windows of drafted tokens",
-    "spec_decode_num_draft_tokens": "Drafted tokens",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted",
+    "prompt_tokens": ("Tokens of prefilled prompts",),
+    "generation_tokens": ("Tokens of answers",),
+    "spec_decode_num_drafts": ("Windows of drafted tokens", "rounds"),
+    "spec_decode_num_draft_tokens": ("Drafted tokens", "num_drafted"),
+    "spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted", "num_accepted"),
 }
+# With the duration of a request that is counted in it, if one is.
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From arrival to the first token", _FIRST_TOKEN_SECONDS),
+    "time_to_first_token_seconds": (
+        "From arrival to the first token",
+        _FIRST_TOKEN_SECONDS,
+        "time_to_first_token",
+    ),
     "inter_token_latency_seconds": ("From one token of an answer to its next", _GAP_SECONDS),
-    "e2e_request_latency_seconds": ("From arrival to the end", _REQUEST_SECONDS),
-    "request_queue_time_seconds": ("From having been read to the prefill", _REQUEST_SECONDS),
-    "request_prefill_time_seconds": ("From the prefill's beginning to the first token", _REQUEST_SECONDS),
-    "request_decode_time_seconds": ("From the first token to the last", _REQUEST_SECONDS),
+    "e2e_request_latency_seconds": ("From arrival to the end", _REQUEST_SECONDS, "total"),
+    "request_queue_time_seconds": ("From having been read to the prefill", _REQUEST_SECONDS, "queue"),
+    "request_prefill_time_seconds": (
+        "From the prefill's beginning to the first token",
+        _REQUEST_SECONDS,
+        "prefill",
+    ),
+    "request_decode_time_seconds": ("From the first token to the last", _REQUEST_SECONDS, "decode"),
     "request_prompt_tokens": ("Tokens of a prompt", _TOKENS),
     "request_generation_tokens": ("Tokens of an answer", _TOKENS),
     "kv_transfer_wait_seconds": ("From KV being offered to its having been fetched", _REQUEST_SECONDS),
-}
-# The figures that a request's durations, and its draft, are counted in.
-_OF_DURATIONS = {
-    "time_to_first_token_seconds": "time_to_first_token",
-    "request_queue_time_seconds": "queue",
-    "request_prefill_time_seconds": "prefill",
-    "request_decode_time_seconds": "decode",
-    "e2e_request_latency_seconds": "total",
-}
-_OF_SPECULATION = {
-    "spec_decode_num_drafts": "rounds",
-    "spec_decode_num_draft_tokens": "num_drafted",
-    "spec_decode_num_accepted_tokens": "num_accepted",
 }
 
 
@@ -76,29 +74,21 @@ class Metrics:
         model: as given.
     """
 
-    content_type = CONTENT_TYPE_LATEST
-
     def __init__(self, model: str):
         self._registry, self.model = CollectorRegistry(), model
         self._gauges = {name: self._new(Gauge, name, what) for name, what in _GAUGES.items()}
-        self._counters = {name: self._new(Counter, name, what) for name, what in _COUNTERS.items()}
+        self._counters = {name: self._new(Counter, name, what) for name, (what, *_) in _COUNTERS.items()}
         self._histograms = {
             name: self._new(Histogram, name, what, buckets=buckets)
-            for name, (what, buckets) in _HISTOGRAMS.items()
+            for name, (what, buckets, *_) in _HISTOGRAMS.items()
         }
-        self._finished = self._labelled("request_success", "finished_reason", "Requests that ended, by reason")
-        self._refused = self._labelled("requests_refused", "reason", "Requests that were refused, by reason")
-        self._transfers = self._labelled("kv_transfers", "how", "KV offered to decoders, by how that ended")
-        self._transfer_bytes = self._labelled("kv_transfer_bytes", "how", "Bytes of it, by how that ended")
-        # A counter that appears with its first event would hide that event from a rate.
-        for counter, values in (
-            (self._finished, _FINISHED_REASONS.values()),
-            (self._refused, _REFUSALS),
-            (self._transfers, TRANSFER_ENDS),
-            (self._transfer_bytes, TRANSFER_ENDS),
-        ):
-            for value in values:
-                counter.labels(model, value)
+        ended, offered = "Requests that ended, by reason", "KV offered to decoders, by how that ended"
+        self._finished = self._labelled("request_success", "finished_reason", ended, _FINISHED_REASONS.values())
+        refused = "Requests that were refused, by reason"
+        self._refused = self._labelled("requests_refused", "reason", refused, _REFUSALS)
+        self._transfers = self._labelled("kv_transfers", "how", offered, TRANSFER_ENDS)
+        num_bytes = "Bytes of it, by how that ended"
+        self._transfer_bytes = self._labelled("kv_transfer_bytes", "how", num_bytes, TRANSFER_ENDS)
 
     def set(self, **gauges: float) -> None:
         """Set gauges, by their names without the prefix."""
@@ -122,13 +112,15 @@ class Metrics:
         self._counters["prompt_tokens"].inc(record.prompt_tokens)
         self._counters["generation_tokens"].inc(record.completion_tokens)
         if record.speculation is not None:
-            for name, figure in _OF_SPECULATION.items():
-                self._counters[name].inc(record.speculation[figure])
+            for name, (_, *figures) in _COUNTERS.items():
+                for figure in figures:
+                    self._counters[name].inc(record.speculation[figure])
         is_answer = record.outcome in ("stop", "length")
-        for name, duration in _OF_DURATIONS.items():
-            seconds = record.seconds(duration)
-            if seconds is not None and (is_answer or duration == "time_to_first_token"):
-                self._histograms[name].observe(seconds)
+        for name, (_, _, *durations) in _HISTOGRAMS.items():
+            for duration in durations:
+                seconds = record.seconds(duration)
+                if seconds is not None and (is_answer or duration == "time_to_first_token"):
+                    self._histograms[name].observe(seconds)
         if is_answer:
             self._histograms["request_prompt_tokens"].observe(record.prompt_tokens)
             self._histograms["request_generation_tokens"].observe(record.completion_tokens)
@@ -155,5 +147,8 @@ class Metrics:
         figure = kind(f"apbv:{name}", what, ["model_name"], registry=self._registry, **options)
         return figure.labels(self.model)
 
-    def _labelled(self, name: str, label: str, what: str) -> Counter:
-        return Counter(f"apbv:{name}", what, ["model_name", label], registry=self._registry)
+    def _labelled(self, name: str, label: str, what: str, values: Iterable[str]) -> Counter:
+        counter = Counter(f"apbv:{name}", what, ["model_name", label], registry=self._registry)
+        for value in values:  # one that appears with its first event would hide that event from a rate
+            counter.labels(self.model, value)
+        return counter

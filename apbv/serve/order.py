@@ -61,12 +61,7 @@ class Order:
         ]
         return Question(**{**self.asked, "messages": messages or None})
 
-    def request(
-        self,
-        hosts: HostGroup,
-        files: Sequence[Any],
-        prompt: Skeleton | None = None,
-    ) -> Request:
+    def request(self, hosts: HostGroup, files: Sequence[Any], prompt: Skeleton | None = None) -> Request:
         """Return the request as the engine takes it.
 
         Args:

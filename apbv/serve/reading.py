@@ -7,35 +7,33 @@ import copy
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
-from ..config import SamplingParams, require_frame_rate
+from ..config import SamplingParams
 from ..engine import Engine
 from ..input.reading import PromptReader
 from ..input.skeleton import Skeleton
 from ..input.visual import PromptError
 from ..model.parts import inspect_model
-from .media import FolderError, Media, MediaError, MediaSettings, PrivateFiles, open_media
+from .media import FolderError, Media, MediaError, PrivateFiles, open_media
 from .order import Order
 from .requests import (
     ApiError,
-    AudioPart,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    ImagePart,
-    InputAudioPart,
-    TextPart,
     TokenizeRequest,
-    VideoPart,
 )
-from .text import AnswerText
+from .settings import ServerSettings
 
+# Fields of requests that the engine takes as they are.
+_SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_SAMPLING |= {"ignore_eos"}
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 # Cameras and encoders write about ten. Each is a pass over all of the image, and takes a few bytes.
 _MAX_SCANS = 100
@@ -45,42 +43,6 @@ _IMAGE_COPIES = 6
 # Characters of a text that is read beside others without their noticing; and of a text's beginning, for each token
 # that fits, by which it is judged whether to read the rest.
 _LIGHT_CHARS, _CHARS_PER_TOKEN = 2**16, 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestSettings:
-    """The limits on requests, and the defaults for what they do not say.
-
-    Attributes:
-        max_model_len: tokens of prompt and answer together; None: as many as the model was made for.
-        temperature, top_p, fps: the default of the request's field of that name.
-        max_new_tokens, num_frames: likewise; None: the engine's default.
-        max_frames: the most frames of all videos of a request, with its images.
-        max_packets: the most packets that a video may have, which is about as many as it has frames.
-        max_decoded_bytes: the most bytes that the frames of one request may take as RGB, in their stored size.
-        max_image_bytes: the most bytes that may be allocated to decode the images of one request. Of an animation
-            only the first frame is decoded.
-        media: the limits on files.
-
-    Raises:
-        ValueError: fps is no frame rate.
-    """
-
-    max_model_len: int | None = None
-    max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    num_frames: int | None = None
-    fps: float | None = None
-    max_frames: int = 2048
-    max_packets: int = 2**20
-    max_decoded_bytes: int = 8 * 2**30
-    max_image_bytes: int = 3 * 2**30
-    media: MediaSettings = field(default_factory=MediaSettings)
-
-    def __post_init__(self):
-        if self.fps is not None:
-            require_frame_rate(self.fps)
 
 
 @dataclass(frozen=True)
@@ -102,14 +64,9 @@ class ReadyRequest:
     prompt: Skeleton | None = None
 
     @property
-    def prompt_token_ids(self) -> list[int] | None:
-        """The prompt's tokens, where the reply is to have them."""
-        return _token_ids(self.prompt) if self.request.return_token_ids else None
-
-    def answer_text(self, decode: Callable[[Sequence[int]], str]) -> AnswerText:
-        """Return the text of the answer to come; see there for ``decode``."""
-        stop, token_ids = self.request.stop_strings, self.request.stop_token_ids or []
-        return AnswerText(decode, stop, token_ids, self.order.sampling.min_tokens)
+    def token_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        return self.prompt.batch["input_ids"][0].tolist()
 
 
 class Reader:
@@ -117,9 +74,12 @@ class Reader:
 
     No file is read and no template is rendered under a lock. A tokenizer must not be used by two threads at once,
     so there are two: whatever takes long, a short text does not wait for it.
+
+    Args:
+        max_tokens: of a prompt and its answer that can ever run; longer prompts are refused.
     """
 
-    def __init__(self, engine: Engine, settings: RequestSettings, private_files: PrivateFiles):
+    def __init__(self, engine: Engine, settings: ServerSettings, private_files: PrivateFiles, max_tokens: int):
         self._engine = engine
         self._parts, self._videos = inspect_model(engine.model), engine.videos
         self._num_frames = settings.num_frames or engine.num_frames
@@ -129,7 +89,7 @@ class Reader:
         )
         self._settings, self._private_files = settings, private_files
         self._max_new_tokens = settings.max_new_tokens or engine.max_new_tokens
-        self.max_model_len = settings.max_model_len or self._parts.max_position_embeddings
+        self.max_model_len = min(settings.max_model_len or self._parts.max_position_embeddings, max_tokens)
         self._max_chars = self.max_model_len * max(map(len, self._light.tokenizer.get_vocab()))
 
     def read(
@@ -152,7 +112,7 @@ class Reader:
             except ValueError as error:
                 raise ApiError(400, str(error), param="response_format") from error
         if isinstance(request, CompletionRequest):
-            given = request.the_prompt
+            given = request.prompt
             is_text = isinstance(given, str)
             if is_text:
                 self._require_fits(prompts, given, field)
@@ -167,31 +127,27 @@ class Reader:
         room = self.max_model_len - num_tokens
         if room < wanted:
             raise self._too_long(f"{num_tokens} tokens and the answer may take {wanted}", field)
+        bias = request.logit_bias or {}
+        self._require_known(bias, "logit_bias")
+        defaults = {"temperature": settings.temperature, "top_p": settings.top_p}
         sampling = SamplingParams(
+            **defaults | request.model_dump(include=_SAMPLING, exclude_none=True),
             max_new_tokens=min(limit or max(request.default_limit or self._max_new_tokens, least), room),
-            temperature=settings.temperature if request.temperature is None else request.temperature,
-            top_p=settings.top_p if request.top_p is None else request.top_p,
             top_k=max(request.top_k or 0, 0),
-            min_p=request.min_p or 0.0,
-            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            logit_bias=self._bias_of(request),
+            logit_bias=tuple(bias.items()),
             logprobs=request.num_logprobs,
             json_schema=request.json_schema,
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
-            ignore_eos=bool(request.ignore_eos),
             min_tokens=least,
         )
         order = Order(asked, [file.relative for file in media], sampling, request.hands_over, request.num_answers)
         return ReadyRequest(order, num_tokens, media, request, prompt)
 
-    def _bias_of(self, request: GenerationRequest) -> tuple[tuple[int, float], ...]:
-        """Return a request's logit bias; ApiError where the model has no such token."""
-        bias, vocab_size = request.logit_bias or {}, self._parts.vocab_size
-        if any(token >= vocab_size for token in bias):
-            raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param="logit_bias")
-        return tuple(bias.items())
+    def _require_known(self, token_ids: Iterable[int], field: str) -> None:
+        """Refuse tokens that the model does not have."""
+        vocab_size = self._parts.vocab_size
+        if any(token >= vocab_size for token in token_ids):
+            raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param=field)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Return the tokens that the model would read; raises ApiError as :meth:`read`."""
@@ -201,7 +157,8 @@ class Reader:
             return prompts.tokenize(request.prompt, request.add_special_tokens is not False)
         with ExitStack() as stack:
             media, asked = self._open_chat(request, stack, is_wanted)
-            return _token_ids(self._lay_out(prompts, asked, media, "messages", is_wanted))
+            prompt = self._lay_out(prompts, asked, media, "messages", is_wanted)
+            return prompt.batch["input_ids"][0].tolist()
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return how the vocabulary spells tokens that it has."""
@@ -213,11 +170,9 @@ class Reader:
         Raises:
             ApiError: with status 400 where the model has no such token, or cannot take so many.
         """
-        vocab_size = self._parts.vocab_size
         if len(token_ids) > self.max_model_len:
             raise ApiError(400, f"at most {self.max_model_len} tokens are allowed", param="tokens")
-        if any(token >= vocab_size for token in token_ids):
-            raise ApiError(400, f"the model's token ids go from 0 to {vocab_size - 1}", param="tokens")
+        self._require_known(token_ids, "tokens")
         return self._light.tokenizer.decode(token_ids)
 
     def is_light(self, request: GenerationRequest | TokenizeRequest) -> bool:
@@ -247,23 +202,33 @@ class Reader:
     ) -> tuple[list[Media], dict[str, Any]]:
         """Open a chat's files; return them, and the fields of an order's question."""
         settings, media = self._settings, []
-        deadline = time.monotonic() + settings.media.fetch_seconds
+        deadline = time.monotonic() + settings.fetch_seconds
 
-        def open_file(url: str) -> Media:
-            if len(media) == settings.max_frames:
-                raise ApiError(
-                    400, f"at most {settings.max_frames} videos and images are allowed", param="messages"
-                )
-            _require_wanted(is_wanted)
-            return stack.enter_context(open_media(url, settings.media, self._private_files, deadline))
-
-        messages = [
-            {
-                "role": message.role,
-                "content": _read_parts(message.content, f"messages.{number}.content", media, open_file),
-            }
-            for number, message in enumerate(request.messages)
-        ]
+        messages = []
+        for number, message in enumerate(request.messages):
+            is_text = isinstance(message.content, str)
+            parts = [{"type": "text", "text": message.content}] if is_text else []
+            messages.append({"role": message.role, "content": parts})
+            for place, part in enumerate([] if is_text else message.content):
+                if part.type == "text":
+                    parts.append({"type": "text", "text": part.text})
+                    continue
+                if len(media) == settings.max_frames:
+                    message = f"at most {settings.max_frames} videos and images are allowed"
+                    raise ApiError(400, message, param="messages")
+                _require_wanted(is_wanted)
+                sent = getattr(part, part.type)
+                is_inline = part.type == "input_audio"
+                url = f"data:audio/{sent.format};base64,{sent.data}" if is_inline else sent.url
+                try:
+                    file = stack.enter_context(open_media(url, settings, self._private_files, deadline))
+                except MediaError as error:
+                    where = f"messages.{number}.content.{place}.{part.type}"
+                    raise ApiError(400, str(error), param=where) from error
+                except FolderError as error:
+                    raise ApiError(503, str(error)) from error
+                parts.append({"type": part.type.removesuffix("_url").removeprefix("input_"), "file": len(media)})
+                media.append(file)
         num_frames = request.num_frames or min(self._num_frames, settings.max_frames)
         if num_frames > settings.max_frames:
             raise ApiError(400, f"num_frames may be at most {settings.max_frames}", param="num_frames")
@@ -288,7 +253,7 @@ class Reader:
         Raises:
             ApiError: with status 400 where the engine would refuse it, except for damaged frames and images.
         """
-        deadline = time.monotonic() + self._settings.media.fetch_seconds
+        deadline = time.monotonic() + self._settings.fetch_seconds
 
         def check(num_packets: int) -> None:
             if num_packets >= self._settings.max_packets or time.monotonic() > deadline:
@@ -329,49 +294,15 @@ def _weigh(request: GenerationRequest | TokenizeRequest) -> tuple[int, bool]:
     contents += [prompt] if isinstance(prompt, str) else []
     parts = [part for content in contents if not isinstance(content, str) for part in content]
     texts = [content for content in contents if isinstance(content, str)]
-    texts += [part.text for part in parts if isinstance(part, TextPart)]
+    texts += [part.text for part in parts if part.type == "text"]
     options = [getattr(request, name, None) for name in ("chat_template_kwargs", "response_format")]
     num_chars = sum(map(len, texts)) + sum(len(str(each)) for each in options if each)
-    return num_chars, any(not isinstance(part, TextPart) for part in parts)
+    return num_chars, any(part.type != "text" for part in parts)
 
 
 def _require_wanted(is_wanted: Callable[[], bool]) -> None:
     if not is_wanted():
         raise ApiError(503, "the server is stopping, or the client has gone")
-
-
-def _token_ids(prompt: Skeleton) -> list[int]:
-    return prompt.batch["input_ids"][0].tolist()
-
-
-def _read_parts(
-    content: str | list, where: str, media: list[Media], open_file: Callable[[str], Media]
-) -> list[dict[str, Any]]:
-    """Read a message's content parts, and append their files to ``media``."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    parts = []
-    for number, part in enumerate(content):
-        if isinstance(part, TextPart):
-            parts.append({"type": "text", "text": part.text})
-            continue
-        kind, url = _file_of(part)
-        try:
-            parts.append({"type": kind, "file": len(media)})
-            media.append(open_file(url))
-        except MediaError as error:
-            raise ApiError(400, str(error), param=f"{where}.{number}.{part.type}") from error
-        except FolderError as error:
-            raise ApiError(503, str(error)) from error
-    return parts
-
-
-def _file_of(part: ImagePart | VideoPart | AudioPart | InputAudioPart) -> tuple[str, str]:
-    """Return what a part is for the chat template, and the URL of its file."""
-    if isinstance(part, InputAudioPart):
-        return "audio", f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}"
-    kind = part.type.removesuffix("_url")
-    return kind, getattr(part, part.type).url
 
 
 def _require_small(what: str, sizes: list[tuple[int, int]], most: int, copies: int = 1) -> None:

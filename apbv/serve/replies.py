@@ -16,10 +16,7 @@ class Replies:
 
     def __init__(self, job: Job, request: GenerationRequest, model: str):
         self._job, self._is_chat = job, isinstance(request, ChatRequest)
-        self._with_token_ids, self._with_logprobs = (
-            bool(request.return_token_ids),
-            request.num_logprobs is not None,
-        )
+        self._with_token_ids, self._with_logprobs = request.return_token_ids, request.num_logprobs is not None
         self._head = {"id": job.record.id, "created": job.created, "model": model}
         options = request.stream_options or StreamOptions()
         self._with_usage = bool(options.include_usage)
@@ -35,34 +32,32 @@ class Replies:
             event = await anext(events)
         if isinstance(event, ApiError):
             raise event
-        prompt = self._prompt_token_ids()
         choices = []
         for each in map(_joined, pieces.values()):
             body = {"text": each.text}
             if self._is_chat:
                 body = {"message": {"role": "assistant", "content": each.text, "refusal": None}}
-            choices.append(self._choice(body, each) | ({} if self._is_chat else prompt))
-        reply = {
-            **self._head,
-            "object": "chat.completion" if self._is_chat else "text_completion",
-            "choices": choices,
-            "usage": self._usage(event.num_tokens),
-            **(prompt if self._is_chat else {}),
-        }
+            choices.append(self._choice(body, each))
+        reply = self._object("chat.completion", choices) | {"usage": self._usage(event.num_tokens)}
         if event.kv_transfer_params is not None:
             reply["kv_transfer_params"] = event.kv_transfer_params
-        return reply
+        return self._with_prompt(reply)
 
     async def stream(self, first: Event, events: AsyncIterator[Event]) -> AsyncIterator[str]:
         """Yield server-sent events; an error after the first of them can only be told in another."""
         try:
             for choice in range(self._job.read.order.num_answers):
-                if opening := self._opening(choice):
-                    yield self._sse(opening)
+                if self._is_chat or self._with_token_ids:
+                    body = {"delta": {"role": "assistant", "content": ""}} if self._is_chat else {"text": ""}
+                    opening = {"index": choice, **body, "logprobs": None, "finish_reason": None}
+                    yield self._sse(self._with_prompt(self._chunk(opening)))
             event = first
             while isinstance(event, Piece):
                 self._num_told += len(event.token_ids)
-                yield self._sse(self._chunk(event))
+                body = {"text": event.text}
+                if self._is_chat:
+                    body = {"delta": {"content": event.text} if event.text or not event.reason else {}}
+                yield self._sse(self._chunk(self._choice(body, event)))
                 event = await anext(events)
             if not isinstance(event, Finished):
                 yield _event(event.body)
@@ -74,24 +69,18 @@ class Replies:
         finally:
             await events.aclose()
 
-    def _opening(self, choice: int) -> dict[str, Any] | None:
-        """Return the event before an answer's text; None: there is none."""
-        prompt = self._prompt_token_ids()
-        head = {"index": choice, "logprobs": None, "finish_reason": None}
-        if self._is_chat:
-            role = {"role": "assistant", "content": ""}
-            return {**self._chunk(), "choices": [{**head, "delta": role}], **prompt}
-        return {**self._chunk(), "choices": [{**head, "text": "", **prompt}]} if prompt else None
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": kind if self._is_chat else "text_completion", "choices": choices}
 
-    def _chunk(self, piece: Piece | None = None) -> dict[str, Any]:
-        """Return an event with a piece of an answer, or with none."""
-        kind, choices = "chat.completion.chunk" if self._is_chat else "text_completion", []
-        if piece is not None:
-            body = {"text": piece.text}
-            if self._is_chat:
-                body = {"delta": {"content": piece.text} if piece.text or not piece.reason else {}}
-            choices.append(self._choice(body, piece))
-        return {**self._head, "object": kind, "choices": choices}
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return self._object("chat.completion.chunk", list(choices))
+
+    def _with_prompt(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Add the prompt's tokens to a reply, where they are asked for: of a raw prompt to its choices."""
+        if self._with_token_ids:
+            for owner in [reply] if self._is_chat else reply["choices"]:
+                owner["prompt_token_ids"] = self._job.read.token_ids
+        return reply
 
     def _choice(self, body: dict[str, Any], piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece) if self._with_logprobs else None
@@ -116,17 +105,10 @@ class Replies:
             "top_logprobs": [{text: value, **dict(top)} for text, value, top in piece.logprobs],
         }
 
-    def _prompt_token_ids(self) -> dict[str, Any]:
-        prompt = self._job.read.prompt_token_ids
-        return {} if prompt is None else {"prompt_token_ids": prompt}
-
     def _usage(self, num_tokens: int) -> dict[str, int]:
         prompt = self._job.read.num_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": num_tokens,
-            "total_tokens": prompt + num_tokens,
-        }
+        total = prompt + num_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": num_tokens, "total_tokens": total}
 
     def _sse(self, chunk: dict[str, Any]) -> str:
         """Format a chunk as an event.

@@ -1,7 +1,6 @@
 """Telling of a request once it has ended: to Prometheus, to the log and to a collector of traces."""
 
 import logging
-from typing import Any
 
 from .job import DURATIONS, RequestRecord
 from .log import FIELDS
@@ -11,33 +10,16 @@ from .tracing import Tracer
 _logger = logging.getLogger(__name__)
 
 
-class Reporter:
-    """Tells of requests that have ended, to Prometheus, to the log and to a collector of traces; for any thread.
+def report(record: RequestRecord, metrics: Metrics, tracer: Tracer | None = None) -> None:
+    """Count a request that has ended, trace it, and write its line of the log; for any thread.
 
     Args:
-        metrics: the figures that count them.
         tracer: sends a trace of each; None: there are no traces.
-
-    Attributes:
-        metrics: as above.
     """
-
-    def __init__(self, metrics: Metrics, tracer: Tracer | None = None):
-        self.metrics, self._tracer = metrics, tracer
-
-    def tell(self, record: RequestRecord) -> None:
-        """Count a request, trace it, and write its line of the log."""
-        self.metrics.observe_end(record)
-        fields = log_fields(self.metrics.model, record)
-        if self._tracer is not None:
-            fields["trace_id"] = self._tracer.trace(record)
-        _logger.info("%s %s", record.id, _in_words(record), extra={FIELDS: fields})
-
-
-def log_fields(model: str, record: RequestRecord) -> dict[str, Any]:
-    """Return the fields of a structured log; times are in seconds, None where it did not get so far."""
+    metrics.observe_end(record)
+    # Times are in seconds, None where it did not get so far.
     names = ("status", "outcome", "prompt_tokens", "completion_tokens")
-    fields = {"request_id": record.id, "model": model, **{name: getattr(record, name) for name in names}}
+    fields = {"request_id": record.id, "model": metrics.model, **{name: getattr(record, name) for name in names}}
     for name in DURATIONS:
         seconds = record.seconds(name)
         fields[f"{name}_seconds"] = None if seconds is None else round(seconds, 6)
@@ -45,7 +27,9 @@ def log_fields(model: str, record: RequestRecord) -> dict[str, Any]:
         fields |= {name: record.speculation[name] for name in ("num_drafted", "num_accepted")}
     if record.transfer is not None:
         fields["transfer"] = record.transfer
-    return fields
+    if tracer is not None:
+        fields["trace_id"] = tracer.trace(record)
+    _logger.info("%s %s", record.id, _in_words(record), extra={FIELDS: fields})
 
 
 def _in_words(record: RequestRecord) -> str:

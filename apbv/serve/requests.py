@@ -99,12 +99,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The response's JSON."""
-        if self.status == 401:
-            kind = "authentication_error"
-        elif self.status == 429:
-            kind = "rate_limit_error"
-        else:
-            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        others = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, others)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -115,16 +111,13 @@ class _Strict(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_is_not_served(self) -> "_Strict":
+        ignored = _OF_THE_DECODER if getattr(self, "hands_over", False) else ()
         for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED and not _is_neutral(name, value) and not self._may_ignore(name):
+            if name in _REFUSED and name not in ignored and not _is_neutral(name, value):
                 raise _refused(name, f"{name} is not supported by this server")
             if name not in _REFUSED | _WITHOUT_EFFECT:
                 _logger.warning("a field of a request is not known, and ignored: %.100r", name)
         return self
-
-    def _may_ignore(self, name: str) -> bool:
-        """Return whether a field that is not served changes no answer of this server."""
-        return name in _WITHOUT_EFFECT
 
     @classmethod
     def parse(cls: type[_Body], body: bytes) -> _Body:
@@ -170,57 +163,33 @@ class MediaUrl(_Strict):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: MediaUrl
-
-
-class VideoPart(_Strict):
-    type: Literal["video_url"]
-    video_url: MediaUrl
-
-
-class AudioUrl(_Strict):
-    url: str
-
-
-class AudioPart(_Strict):
-    """Sound as vLLM takes it."""
-
-    type: Literal["audio_url"]
-    audio_url: AudioUrl
-
-
 class InputAudio(_Strict):
+    """Sound as OpenAI takes it: base64 of a file. What its format is, is seen from its content."""
+
     data: str
     format: Annotated[str, Field(pattern=r"^\w{1,16}$")]
 
 
-class InputAudioPart(_Strict):
-    """Sound as OpenAI takes it: base64 of a file. What its format is, is seen from its content."""
+class Part(_Strict):
+    """A part of a message, with the field that its type names."""
 
-    type: Literal["input_audio"]
-    input_audio: InputAudio
+    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
+    text: str | None = None
+    image_url: MediaUrl | None = None
+    video_url: MediaUrl | None = None
+    audio_url: MediaUrl | None = None
+    input_audio: InputAudio | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "Part":
+        if getattr(self, self.type) is None:
+            raise _refused(self.type, f"a part of the type {self.type} needs a field {self.type}")
+        return self
 
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: (
-        str
-        | Annotated[
-            list[
-                Annotated[
-                    TextPart | ImagePart | VideoPart | AudioPart | InputAudioPart, Field(discriminator="type")
-                ]
-            ],
-            Field(fail_fast=True),
-        ]
-    )
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
 
 
 _Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -274,8 +243,7 @@ class GenerationRequest(_Strict):
         if self.temperature is not None and 0 < self.temperature < 1e-6:
             raise _refused("temperature", "temperature must be 0 (greedy) or at least 1e-6")
         if not self.hands_over:
-            self._check_stop()
-            self._check_format()
+            self._check_answer()
         if self.stream_options is not None and not self.stream:
             raise _refused("stream_options", "stream_options needs stream")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
@@ -289,15 +257,13 @@ class GenerationRequest(_Strict):
             raise _refused("min_tokens", f"min_tokens is {self.min_tokens}, but max_tokens is {limit}")
         return self
 
-    def _check_stop(self) -> None:
+    def _check_answer(self) -> None:
         if len(self.stop_strings) > 4:
             raise _refused("stop", "there may be at most 4 stop strings")
         if any(not 1 <= len(string) <= _MAX_STOP_LENGTH for string in self.stop_strings):
             raise _refused("stop", f"stop strings must have 1 to {_MAX_STOP_LENGTH} characters")
         if self.stop_token_ids and self.min_tokens:
             raise _refused("stop_token_ids", "stop_token_ids are not supported together with min_tokens")
-
-    def _check_format(self) -> None:
         asked = self.response_format or {}
         if asked.get("type", "text") not in ("text", "json_object", "json_schema"):
             raise _refused("response_format", "response_format: type must be text, json_object or json_schema")
@@ -323,9 +289,6 @@ class GenerationRequest(_Strict):
         if self.hands_over and self.stream:
             message = "a request with do_remote_decode gets its one token at once: stream must be false"
             raise _refused("stream", message)
-
-    def _may_ignore(self, name: str) -> bool:
-        return super()._may_ignore(name) or (self.hands_over and name in _OF_THE_DECODER)
 
     @property
     def hands_over(self) -> bool:
@@ -406,7 +369,11 @@ class ChatRequest(_ChatOptions, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions, about text only: a prompt as it is, or its token ids."""
+    """The body of POST /v1/completions, about text only.
+
+    Attributes:
+        prompt: the one prompt as it is, or its token ids.
+    """
 
     default_limit = 16  # OpenAI's and vLLM's
     prompt_field, id_prefix = "prompt", "cmpl"
@@ -427,20 +394,13 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            if len(self.prompt) > 1:
+                raise _refused("prompt", f"this server takes one prompt per request, not {len(self.prompt)}")
+            (self.prompt,) = self.prompt
         if not self.prompt:
             raise _refused("prompt", "the prompt is empty")
-        if not isinstance(self.prompt, str) and not isinstance(self.prompt[0], int) and len(self.prompt) > 1:
-            raise _refused("prompt", f"this server takes one prompt per request, not {len(self.prompt)}")
-        if not self.the_prompt:
-            raise _refused("prompt", "the prompt is empty")
         return self
-
-    @property
-    def the_prompt(self) -> str | list[int]:
-        """The one prompt, as text or as token ids."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return self.prompt
-        return self.prompt[0]
 
 
 class TokenizeRequest(_ChatOptions):

@@ -6,12 +6,14 @@ import time
 from dataclasses import dataclass
 
 from .job import Finished, Job
+from .metrics import Metrics
 from .order import Order
-from .report import Reporter
+from .report import report
 from .requests import ApiError
+from .tracing import Tracer
 
 _CLIENT_LEFT = 499  # as nginx has it
-_SECONDS_PER_TOKEN = 1e-3  # that a prompt lets others go first, about what its prefill takes on a CPU
+_PER_TOKEN = 1e-3  # seconds that a prompt lets others go first, about what its prefill takes on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,8 @@ class Limits:
         Raises:
             ApiError: with status 400 where there can never be so many answers at once.
         """
-        answer, count = (
-            0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens,
-            order.num_answers,
-        )
+        answer = 0 if order.hands_over else order.sampling.max_new_tokens + self.spare_tokens
+        count = order.num_answers
         num_bytes = count * (num_tokens + answer) * self.token_bytes
         most = min(each for each in (count, self.max_answers, self.max_running) if each is not None)
         if count > 1 and num_bytes > self.max_kv_bytes:
@@ -70,8 +70,8 @@ class Scheduler:
         is_stopping: whether no further request is taken.
     """
 
-    def __init__(self, reporter: Reporter, limits: Limits):
-        self._reporter, self.metrics, self.limits = reporter, reporter.metrics, limits
+    def __init__(self, limits: Limits, metrics: Metrics, tracer: Tracer | None = None):
+        self.limits, self.metrics, self._tracer = limits, metrics, tracer
         self.changed = threading.Condition()
         self.is_stopping = False
         self._admitted: set[Job] = set()  # not running yet
@@ -80,12 +80,6 @@ class Scheduler:
         self._offers: dict[str, tuple[int, float]] = {}  # by transfer: bytes of KV, and since when
         self._ended_offers: set[str] = set()  # that ended before they were counted
         self._awaits_offers = True
-
-    @property
-    def running(self) -> list[Job]:
-        """The requests that hold KV, or are about to."""
-        with self.changed:
-            return list(self._running)
 
     @property
     def has_stopped(self) -> bool:
@@ -116,7 +110,8 @@ class Scheduler:
                 return False
             job.kv_bytes = self.limits.bytes_of(job.read.order, job.read.num_tokens)
             job.record.ready = time.monotonic()
-            bisect.insort(self._ready, job, key=_due)
+            # Later the longer its prompt is.
+            bisect.insort(self._ready, job, key=lambda each: each.record.ready + _PER_TOKEN * each.read.num_tokens)
             self.changed.notify_all()
             return True
 
@@ -195,31 +190,43 @@ class Scheduler:
         record = job.record
         record.ended, record.outcome = time.monotonic(), outcome
         record.status = 200 if isinstance(event, Finished) else _CLIENT_LEFT if event is None else event.status
-        self._reporter.tell(record)
+        report(record, self.metrics, self._tracer)
         if event is not None:
             job.send(event)
         return True
 
-    def stop(self) -> list[Job]:
-        """Refuse further requests, and return those that were waiting; what runs goes on."""
+    def stop(self) -> None:
+        """Refuse further requests, and those that wait; what runs goes on, and KV waits to be fetched."""
         with self.changed:
             self.is_stopping = True
-            waiting = list(self._ready)
-            self._ready.clear()
+            waiting, self._ready = self._ready, []
             self.changed.notify_all()
-            return waiting
+        self._end_all(waiting, "the server is stopping", "rejected")
 
-    def give_up_offers(self) -> None:
-        """Let everything stop although KV waits to be fetched."""
+    def cut_short(self) -> None:
+        """End what runs, and let KV wait no longer."""
         with self.changed:
             self._awaits_offers = False
+            running = list(self._running)
             self.changed.notify_all()
+        self._end_all(running, "the server is stopping", "failed")
+        for job in running:
+            self.cancel(job)
 
-    def close(self) -> list[Job]:
-        """Stop, and return all requests that are left, running ones included."""
+    def close(self, failure: str | None) -> None:
+        """Take no request any more, and end all that are left, running ones included.
+
+        Args:
+            failure: what the server fails of; None: it was asked to end.
+        """
         with self.changed:
-            self.stop()
-            return [*self._admitted, *self._running]
+            self.is_stopping = True
+            left = [*self._admitted, *self._running]
+        self._end_all(left, failure or "the server is stopping", "failed" if failure else "rejected")
+
+    def _end_all(self, jobs: list[Job], reason: str, outcome: str) -> None:
+        for job in jobs:
+            self.end(job, ApiError(503, reason), outcome)
 
     def _first_fits(self) -> bool:
         if not self._ready:
@@ -244,8 +251,3 @@ class Scheduler:
             kv_cache_usage_perc=used / most if most else 0,
             kv_offers_waiting=len(self._offers),
         )
-
-
-def _due(job: Job) -> float:
-    """Return the moment by which a request is put in order: later the longer its prompt is."""
-    return job.record.ready + _SECONDS_PER_TOKEN * job.read.num_tokens

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import threading
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from functools import partial
 
 import h11
 import uvicorn
@@ -24,10 +24,10 @@ from .executor import Executor, follow, why_one_at_a_time
 from .log import OncePerPeriod
 from .media import PrivateFiles
 from .metrics import Metrics
-from .reading import Reader, RequestSettings
-from .report import Reporter
+from .reading import Reader
 from .scheduler import Limits, Scheduler
-from .tracing import tracing
+from .settings import ServerSettings
+from .tracing import Tracer
 from .worker import Worker
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -35,48 +35,6 @@ _LAST_RESPONSES_SECONDS = 5
 _HEADER_SECONDS = 10.0
 _FEWEST_TOKENS = 64  # of a prompt and its answer, where nobody says how long they may be
 _WARNING_SECONDS = 60.0  # anybody can cause these warnings, as often as they like
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferSettings:
-    """The settings of handing KV over; attributes as of :class:`apbv.kv.offers.Offers`.
-
-    Attributes:
-        host, port, seconds: where each process listens for consumers, and how long KV waits for them.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    seconds: float = 120.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """The settings of a server.
-
-    Attributes:
-        model: the name that requests give.
-        max_queue: how many requests may wait.
-        max_running: how many answers may be decoded at once; None: as many as the KV allows.
-        max_kv_bytes: the most bytes of KV; None: half of what is free on host 0.
-        max_body_bytes: the largest body of a request.
-        grace: seconds that running answers may take once the server was asked to end.
-        api_key: the bearer token that /v1/* wants; None: none.
-        transfer: how KV is handed over; None: it is not.
-        otlp_traces_endpoint: the URL that a trace of each request is sent to; None: none is.
-        requests: the limits on requests.
-    """
-
-    model: str
-    max_queue: int = 64
-    max_running: int | None = None
-    max_kv_bytes: int | None = None
-    max_body_bytes: int = 96 * 2**20
-    grace: float = 20.0
-    api_key: str | None = field(default=None, repr=False)
-    transfer: TransferSettings | None = None
-    otlp_traces_endpoint: str | None = None
-    requests: RequestSettings = field(default_factory=RequestSettings)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,20 +78,33 @@ def serve(engine: Engine, hosts: HostGroup, sock: socket.socket | None, settings
     """
     with ExitStack() as stack:
         private_files = stack.enter_context(PrivateFiles())
+        scheduler = offers = None
         with hosts.local_stage("preparing the server"):
-            scheduler = None if sock is None else _scheduler(engine, settings, stack)
-        executor = Executor(engine, hosts, _offers(engine, settings.transfer, scheduler, stack))
+            if sock is not None:
+                endpoint, tracer = settings.otlp_traces_endpoint, None
+                if endpoint is not None:
+                    tracer = stack.enter_context(closing(Tracer(endpoint, settings.model)))
+                scheduler = Scheduler(limits_of(engine, settings), Metrics(settings.model), tracer)
+        if settings.kv_host is not None and engine.prefills:  # collective over the hosts that prefill
+            on_end = None if scheduler is None else scheduler.end_offer
+            where = {"host": settings.kv_host, "port": settings.kv_port, "seconds": settings.kv_seconds}
+            offers = stack.enter_context(Offers(engine.hosts, **where, on_end=on_end))
+        executor = Executor(engine, hosts, offers)
         with hosts.local_stage("opening the server"):
             if scheduler is not None:
-                reader = _reader(engine, settings, scheduler.limits, private_files)
+                reader = Reader(engine, settings, private_files, scheduler.limits.max_tokens)
                 worker = Worker(executor, reader, scheduler)
                 listen(sock)
         if scheduler is not None:
-            return _lead(worker, sock, settings, hosts.size)
+            app = build_app(worker, scheduler, settings)
+            asyncio.run(_Server(app, worker, sock, settings, hosts.size).serve([sock]))
+            if worker.failure is not None:
+                raise worker.failure
+            return
         wants_to_stop = threading.Event()
         for number in _SIGNALS:
             signal.signal(number, lambda *_: wants_to_stop.set())
-        follow(executor, settings.requests.media.folder, private_files, wants_to_stop)
+        follow(executor, settings.media_dir, private_files, wants_to_stop)
 
 
 def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
@@ -147,7 +118,7 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
     max_bytes = settings.max_kv_bytes
     if max_bytes is None:
         max_bytes = free_memory_bytes(engine.hosts.device) // 2
-    wanted = settings.requests.max_model_len or _FEWEST_TOKENS
+    wanted = settings.max_model_len or _FEWEST_TOKENS
     wanted_bytes = (wanted + GROWTH_ROWS) * token_bytes
     if max_bytes < wanted_bytes:
         raise ValueError(
@@ -162,49 +133,6 @@ def limits_of(engine: Engine, settings: ServerSettings) -> Limits:
         max_running=settings.max_running,
         max_answers=1 if why_one_at_a_time(engine) else None,
     )
-
-
-def _scheduler(engine: Engine, settings: ServerSettings, stack: ExitStack) -> Scheduler:
-    """Make the scheduler of host 0."""
-    tracer = stack.enter_context(tracing(settings.otlp_traces_endpoint, settings.model))
-    return Scheduler(Reporter(Metrics(settings.model), tracer), limits_of(engine, settings))
-
-
-def _offers(
-    engine: Engine, settings: TransferSettings | None, scheduler: Scheduler | None, stack: ExitStack
-) -> Offers | None:
-    """Open where this process offers KV, until the stack ends; collective over the hosts that prefill."""
-    if settings is None or not engine.prefills:
-        return None
-    offers = Offers(
-        engine.hosts,
-        host=settings.host,
-        port=settings.port,
-        seconds=settings.seconds,
-        on_end=None if scheduler is None else scheduler.end_offer,
-    )
-    return stack.enter_context(offers)
-
-
-def _reader(engine: Engine, settings: ServerSettings, limits: Limits, private_files: PrivateFiles) -> Reader:
-    """Make the reader of host 0, which refuses by its length what could never run."""
-    longest = settings.requests.max_model_len or engine.parts.max_position_embeddings
-    requests = replace(settings.requests, max_model_len=min(longest, limits.max_tokens))
-    return Reader(engine, requests, private_files)
-
-
-def _lead(worker: Worker, sock: socket.socket, settings: ServerSettings, num_hosts: int) -> None:
-    """Speak HTTP, and lead the other hosts, until asked to end; on host 0."""
-    app = build_app(
-        worker,
-        settings.model,
-        worker.max_model_len,
-        max_body_bytes=settings.max_body_bytes,
-        api_key=settings.api_key,
-    )
-    asyncio.run(_Server(app, worker, sock, settings, num_hosts).serve([sock]))
-    if worker.failure is not None:
-        raise worker.failure
 
 
 class _Protocol(H11Protocol):
@@ -254,7 +182,7 @@ class _Server(uvicorn.Server):
         )
         for name in ("uvicorn.error", "apbv.serve.fields"):
             logging.getLogger(name).addFilter(OncePerPeriod(_WARNING_SECONDS))
-        self._worker, self._settings = worker, settings
+        self._worker, self._grace = worker, settings.grace
         host, port = sock.getsockname()[:2]
         one_at_a_time = worker.why_one_at_a_time
         self._greeting = (
@@ -266,7 +194,7 @@ class _Server(uvicorn.Server):
         self._ending: threading.Thread | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._worker.start(on_stop=self.end, on_end=self._leave)
+        self._worker.start(on_stop=self.end, on_end=partial(setattr, self, "should_exit", True))
         await super().startup(sockets)
         print(self._greeting, flush=True)
 
@@ -276,12 +204,5 @@ class _Server(uvicorn.Server):
     def end(self) -> None:
         """Finish the running answers, then exit. From any thread, at once; a second call changes nothing."""
         if self._ending is None:
-            self._ending = threading.Thread(target=self._end, daemon=True)
+            self._ending = threading.Thread(target=self._worker.finish, args=(self._grace,), daemon=True)
             self._ending.start()
-
-    def _end(self) -> None:
-        self._worker.stop()
-        self._worker.join(self._settings.grace)
-
-    def _leave(self) -> None:
-        self.should_exit = True

@@ -1,39 +1,37 @@
 """Telling a request's client what becomes of an answer, token by token."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..input.request import Request
 from ..logprobs import TokenLogprobs
 from .job import Finished, Job, Piece
 from .requests import FinishReason
 from .scheduler import Scheduler
-
-
-class Decode(Protocol):
-    """Token ids to text; one thread at a time may call it."""
-
-    def __call__(self, tokens: Sequence[int], skip_special_tokens: bool) -> str: ...
+from .text import AnswerText
 
 
 class Telling:
     """Sends the text of one answer to its client as it grows, and at last how it ended.
 
     Args:
-        decode: called in the thread that calls this.
+        decode: token ids to text; called in the thread that calls this.
         choice: which of the request's answers it is.
     """
 
-    def __init__(self, job: Job, scheduler: Scheduler, decode: Decode, choice: int = 0):
+    def __init__(self, job: Job, scheduler: Scheduler, decode: Callable[..., str], choice: int = 0):
         self._job, self._scheduler, self._decode, self._choice = job, scheduler, decode, choice
-        self._text, self._told = job.read.answer_text(partial(decode, skip_special_tokens=True)), 0
+        asked, least = job.read.request, job.read.order.sampling.min_tokens
+        to_text = partial(decode, skip_special_tokens=True)
+        self._text = AnswerText(to_text, asked.stop_strings, asked.stop_token_ids or [], least)
+        self._told = 0
         self._logprobs: list[TokenLogprobs] = []
         self._num_noted, self._last_at = 0, 0.0
         # Nobody needs the text of an unfinished answer that is not streamed, unless something in it may end it.
-        self._reads_along = job.is_streamed or self._text.may_stop
+        self._reads_along = asked.stream or self._text.may_stop
 
     def asked(self, request: Request) -> Request:
         """Return a request for this answer alone."""
@@ -47,7 +45,10 @@ class Telling:
         if tokens and not job.is_cancelled:
             self._note(len(tokens))
             if self._reads_along:
-                self._tell(self._text.update(tokens), tokens)
+                text = self._text.update(tokens)
+                # A stream hears of tokens that have no text, too.
+                if text or (job.read.request.stream and len(tokens) > self._told):
+                    self._send(text, tokens)
         return job.is_cancelled or self._text.stopped
 
     def finish(self, tokens: Sequence[int], reason: FinishReason, kv_params: dict[str, Any] | None = None) -> bool:
@@ -70,11 +71,6 @@ class Telling:
         if job.num_finished < job.read.order.num_answers:
             return True
         return self._scheduler.end(job, Finished(job.record.completion_tokens, kv_params), reason)
-
-    def _tell(self, text: str, tokens: Sequence[int]) -> None:
-        """Send some text and the tokens that have come; a stream hears of tokens that have no text, too."""
-        if text or (self._job.is_streamed and len(tokens) > self._told):
-            self._send(text, tokens)
 
     def _send(self, text: str, tokens: Sequence[int], reason: FinishReason | None = None) -> None:
         new = slice(self._told, len(tokens))

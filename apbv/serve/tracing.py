@@ -5,7 +5,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -111,26 +110,13 @@ class Tracer:
         self._exporters_log.removeFilter(self._seldom)
 
 
-@contextmanager
-def tracing(endpoint: str | None, model: str) -> Iterator[Tracer | None]:
-    """Make a tracer for a while; None where there is no endpoint."""
-    tracer = None if endpoint is None else Tracer(endpoint, model)
-    try:
-        yield tracer
-    finally:
-        if tracer is not None:
-            tracer.close()
-
-
 def _phases(record: "RequestRecord") -> Iterator[tuple[str, float, float]]:
     """Yield the name, beginning and end of each phase that a request reached."""
-    phases = [("read", record.arrived, record.ready), ("queue", record.ready, record.began)]
-    phases.append(("prefill", record.began, record.first_token))
-    if record.transfer is None:
-        phases.append(("decode", record.first_token, record.last_token))
-    else:
-        phases.append(("hand_over", record.first_token, record.ended))
-    for name, began, ended in phases:
+    last = ("decode", record.first_token, record.last_token)
+    if record.transfer is not None:
+        last = ("hand_over", record.first_token, record.ended)
+    before = (("read", record.arrived, record.ready), ("queue", record.ready, record.began))
+    for name, began, ended in (*before, ("prefill", record.began, record.first_token), last):
         if began is not None:
             yield name, began, record.ended if ended is None else ended
 

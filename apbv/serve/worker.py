@@ -10,7 +10,7 @@ import torch
 
 from ..hosts import AgreedError, HostError
 from ..prefilling.cancelling import RequestCancelled
-from .decoding import Decoding, Prefilled
+from .decoding import Decoding
 from .executor import (
     ANSWER,
     HAND_OVER,
@@ -22,7 +22,7 @@ from .executor import (
     exchange_commands,
     why_one_at_a_time,
 )
-from .job import Finished, Job
+from .job import Job
 from .reading import Reader, client_message
 from .requests import ApiError, GenerationRequest
 from .scheduler import Scheduler
@@ -48,17 +48,13 @@ class Worker:
 
     Attributes:
         reader: reads the requests.
-        max_model_len: the tokens of a prompt and its answer, at most.
-        max_admitted: how many requests may be read or wait at all.
         why_one_at_a_time: why answers are not decoded together; None where they are.
         failure: the error that ended the thread before it was told to.
     """
 
     def __init__(self, executor: Executor, reader: Reader, scheduler: Scheduler):
         self._executor, self.reader, self._scheduler = executor, reader, scheduler
-        self.max_admitted, self.metrics = scheduler.limits.max_queue + 1, scheduler.metrics
         self.why_one_at_a_time = why_one_at_a_time(executor.engine)
-        self.max_model_len = reader.max_model_len
         self._decoding = None if self.why_one_at_a_time else Decoding(executor.engine, scheduler)
         self._decode = executor.engine.tokenizer.decode
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -75,16 +71,11 @@ class Worker:
         self._on_stop, self._on_end = on_stop, on_end
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the threads run."""
-        return self._thread.is_alive()
-
     def reason_unavailable(self) -> str | None:
         """Say why no request can be answered; None if all is well."""
         if self.failure is not None:
             return "a host has failed"
-        if self._scheduler.is_stopping or not self.is_alive:
+        if self._scheduler.is_stopping or not self._thread.is_alive():
             return "the server is stopping"
         if not self._is_busy and time.monotonic() - self._last_step_at > _SILENCE_SECONDS:
             return "a host does not answer"
@@ -102,7 +93,7 @@ class Worker:
             self._scheduler.admit(job)
         except ApiError:
             job.record.outcome = "rejected"
-            self.metrics.observe_end(job.record)
+            self._scheduler.metrics.observe_end(job.record)
             raise
 
     def submit(self, job: Job, request: GenerationRequest) -> None:
@@ -112,7 +103,6 @@ class Worker:
             return not (job.is_cancelled or self._scheduler.is_stopping)
 
         try:
-            job.is_streamed = bool(request.stream)
             if request.hands_over and self._executor.offers is None:
                 message = "this server hands no KV over: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
@@ -126,38 +116,24 @@ class Worker:
             is_ready = self._scheduler.make_ready(job)
         except ApiError as error:
             if is_wanted():
-                return self.end(job, error, "invalid" if error.status < 500 else "failed")
+                return self._scheduler.end(job, error, "invalid" if error.status < 500 else "failed")
             is_ready = False
         except Exception as error:
-            return self.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
+            return self._scheduler.end(job, ApiError(500, f"cannot read the request: {error}"), "failed")
         if not is_ready:
             outcome = "cancelled" if job.is_cancelled else "rejected"
-            self.end(job, ApiError(503, "the server is stopping"), outcome)
+            self._scheduler.end(job, ApiError(503, "the server is stopping"), outcome)
 
-    def cancel(self, job: Job) -> None:
-        """Drop a request whose client has gone: at once from the queue, or at its next token."""
-        self._scheduler.cancel(job)
-
-    def end(self, job: Job, event: Finished | ApiError | None, outcome: str) -> None:
-        """End a request that is not running; see :meth:`.scheduler.Scheduler.end`."""
-        self._scheduler.end(job, event, outcome)
-
-    def stop(self) -> None:
+    def finish(self, seconds: float) -> None:
         """Refuse the requests that wait or come, finish the others, and let all hosts leave.
 
-        They stay until the KV of prompts that were handed over has been fetched, too.
+        They stay until the KV of prompts that were handed over has been fetched, too. After so many seconds what
+        still runs is cut short.
         """
-        for job in self._scheduler.stop():
-            self.end(job, ApiError(503, "the server is stopping"), "rejected")
-
-    def join(self, seconds: float) -> None:
-        """Wait for the engine's threads to end; after so many seconds cut the running answers short, and leave."""
+        self._scheduler.stop()
         self._thread.join(seconds)
-        if self.is_alive:
-            self._scheduler.give_up_offers()
-            for job in self._scheduler.running:
-                self.end(job, ApiError(503, "the server is stopping"), "failed")
-                self.cancel(job)
+        if self._thread.is_alive():
+            self._scheduler.cut_short()
         self._thread.join()
 
     def _run(self) -> None:
@@ -171,10 +147,7 @@ class Worker:
         except BaseException as error:
             self.failure = error
         finally:
-            left = self._scheduler.close()
-            reason = "the server is stopping" if self.failure is None else "a host has failed"
-            for job in left:
-                self._scheduler.end(job, ApiError(503, reason), "failed" if self.failure else "rejected")
+            self._scheduler.close(None if self.failure is None else "a host has failed")
             self._on_end()
 
     def _step(self) -> bool:
@@ -184,8 +157,8 @@ class Worker:
             raise self._decoding.failure
         has_stopped = job is None and self._scheduler.has_stopped
         if job is None:
-            if num_bytes := self._scheduler.bytes_wanted():
-                self._executor.make_room(num_bytes)
+            if (num_bytes := self._scheduler.bytes_wanted()) and self._executor.offers is not None:
+                self._executor.offers.make_room(num_bytes)  # by those that have waited for long
             self._send_command(LEAVE if has_stopped else WAIT)
         else:
             self._is_busy = True
@@ -200,7 +173,7 @@ class Worker:
     def _carry_out(self, job: Job) -> None:
         """Carry out a request up to its end, or to where the other thread decodes it."""
         try:
-            prefilled = self._lead(job)
+            goes_on = self._lead(job)
         except RequestCancelled:
             self._scheduler.end(job, None, "cancelled")
         except Exception as error:
@@ -213,12 +186,12 @@ class Worker:
             else:
                 self._scheduler.end(job, ApiError(500, f"{type(error).__name__}: {error}"), "failed")
         else:
-            if prefilled is not None:
-                return self._decoding.add(prefilled)
+            if goes_on:
+                return
         self._scheduler.release(job)
 
-    def _lead(self, job: Job) -> Prefilled | None:
-        """Have all hosts carry out a request; return what the other thread is to decode."""
+    def _lead(self, job: Job) -> bool:
+        """Have all hosts carry out a request; return whether the other thread decodes its answers."""
         executor, order, media = self._executor, job.read.order, job.read.media
         hosts, sent = executor.hosts, []
         if hosts.num_processes > 1:
@@ -239,13 +212,13 @@ class Worker:
 
         done = executor.carry_out(command, order, open_files, tellings[0].asked, job.read.prompt)
         if command == PREFILL:
-            return Prefilled(job, *done, tellings)
-        if command == HAND_OVER:
+            self._decoding.add(job, *done, tellings)
+        elif command == HAND_OVER:
             self._hand_over(job, done, tellings[0])
         else:
             job.record.speculation = done.stats["speculation"]
             tellings[0].finish(done.token_ids, done.finish_reason)
-        return None
+        return command == PREFILL
 
     def _hand_over(self, job: Job, handed: HandedOver, telling: Telling) -> None:
         """Tell a client where the KV is that waits for it, or drop it where the client has gone."""

@@ -18,9 +18,8 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 from apbv import Engine, HostGroup
 from apbv.config import SamplingParams
 from apbv.input.request import Question, Request
-from apbv.serve.media import MediaSettings
-from apbv.serve.reading import RequestSettings
-from apbv.serve.server import ServerSettings, bind, serve
+from apbv.serve.server import bind, serve
+from apbv.serve.settings import ServerSettings
 from apbv.stats import StageTimer
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -100,10 +99,12 @@ def ask_a_server(
     """
     with hosts.local_stage("opening a port"):
         sock = bind("127.0.0.1", 0) if hosts.is_leader else None
-    media = MediaSettings(folder=Path(options.video).resolve().parent)
-    limits = RequestSettings(max_frames=options.frames, media=media)
     settings = ServerSettings(
-        model="benchmark", max_queue=max(options.concurrency), max_running=max_running, requests=limits
+        model="benchmark",
+        max_queue=max(options.concurrency),
+        max_running=max_running,
+        max_frames=options.frames,
+        media_dir=Path(options.video).resolve().parent,
     )
     measured: list[tuple[Way, list[Answer], float]] = []
     failures: list[BaseException] = []

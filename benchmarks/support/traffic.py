@@ -3,12 +3,12 @@
 import copy
 from collections import Counter
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModel, PreTrainedConfig
 
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")

@@ -21,9 +21,9 @@ from apbv.serve.app import build_app
 from apbv.serve.executor import Executor
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
-from apbv.serve.reading import Reader, RequestSettings
-from apbv.serve.report import Reporter
+from apbv.serve.reading import Reader
 from apbv.serve.scheduler import Limits, Scheduler
+from apbv.serve.settings import ServerSettings
 from apbv.serve.worker import Worker
 
 from patience import HANGING, limit, wait_for
@@ -189,21 +189,22 @@ class InProcess:
     Args:
         hands_over: whether KV is held for other servers, which have an hour to fetch it.
         model, max_model_len, max_running: what answers, how much it may read and write, and how many at once.
+        media: what files it may read.
     """
 
-    def __init__(self, media, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None):
+    def __init__(self, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None, **media):
         self.loop = asyncio.new_event_loop()
         hosts = HostGroup.single("cpu")
         self.engine = engine = Engine.from_pretrained(model, hosts=hosts, dtype="float32")
-        self.private_files, frames = PrivateFiles(), {"num_frames": 8, "max_frames": 16}
-        settings = RequestSettings(max_model_len=max_model_len, max_new_tokens=1, media=media, **frames)
-        reader = Reader(engine, settings, self.private_files)
+        self.private_files, limited = PrivateFiles(), {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
+        settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
-        scheduler = Scheduler(Reporter(Metrics("demo")), limits)
+        reader = Reader(engine, settings, self.private_files, limits.max_tokens)
+        self.scheduler = scheduler = Scheduler(limits, Metrics("demo"))
         patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": scheduler.end_offer}
         self.offers = Offers(hosts, **patient) if hands_over else None
         self.worker = Worker(Executor(engine, hosts, self.offers), reader, scheduler)
-        self.app = build_app(self.worker, "demo", reader.max_model_len, max_body_bytes=2**20)
+        self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
@@ -214,8 +215,7 @@ class InProcess:
     def close(self):
         if self.offers is not None:
             self.offers.close()
-        self.worker.stop()
-        self.worker.join(10)
+        self.worker.finish(10)
         self.loop.run_until_complete(self.client.aclose())
         self.loop.close()
         self.private_files.close()

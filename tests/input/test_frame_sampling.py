@@ -72,14 +72,10 @@ def test_fps_examples():
     assert sample_fps(info, 10) == ties
     assert sample_fps(info, 1, max_frames=4) == sample_uniform(250, 4)
     assert sample_fps(info, 1, max_frames=10) == list(range(0, 250, 25))
-    assert sample_fps(info, 0.01, min_frames=4) == sample_uniform(250, 4)
-    assert sample_fps(info_at([0, 0.04]), 1, min_frames=4) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "args", [(0,), (-1,), (float("nan"),), (float("inf"),), (1e308,), (10**400,), (1, 0), (1, 5, 4)]
-)
+@pytest.mark.parametrize("args", [(0,), (-1,), (float("nan"),), (float("inf"),), (1e308,), (10**400,), (1, 0)])
 @pytest.mark.filterwarnings("error")
 def test_fps_arguments(args):
-    with pytest.raises(ValueError, match=r"fps must lie in|need 1 <="):
+    with pytest.raises(ValueError, match=r"fps must lie in|cannot sample"):
         sample_fps(info_at([0, 1]), *args)

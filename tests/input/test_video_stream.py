@@ -9,7 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from apbv.input.video import VideoError, decoding, iter_frames, probe, read_frames
+from apbv.input.video import VideoError, iter_frames, probe, read_frames, reading
 from apbv.input.video.file import VideoFile
 
 from pairs import each_choice, pairwise
@@ -81,14 +81,14 @@ def test_few_frames_are_in_memory(tmp_path, monkeypatch, gop):
     """Two chunks at most, and in each thread one frame that has no place yet; also while nobody asks for more."""
     chunk_len, height, width, threads = 8, 96, 128, 4
     info = probe(encode(tmp_path / "a.mp4", n=250, gop=gop, size=(height, width)))
-    ahead, put = threading.Event(), decoding._Chunks.put
+    ahead, put = threading.Event(), reading._Chunks.put
 
     def noted(chunks, row, image):
         if row == 2 * chunk_len:
             ahead.set()
         return put(chunks, row, image)
 
-    monkeypatch.setattr(decoding._Chunks, "put", noted)
+    monkeypatch.setattr(reading._Chunks, "put", noted)
     tracemalloc.start()
     rows = 0
     for chunk in iter_frames(info, range(250), chunk_len, threads):

@@ -11,7 +11,6 @@ from PIL import Image
 
 from apbv import demo
 from apbv.input.video import probe, read_frames
-from apbv.serve.media import MediaSettings
 
 from servers import InProcess, Site, in_thread
 
@@ -32,14 +31,14 @@ def media(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def app(media):
-    with closing(InProcess(MediaSettings(folder=media, max_bytes=2**19))) as app:
+    with closing(InProcess(media_dir=media, max_media_bytes=2**19)) as app:
         yield app
 
 
 @pytest.fixture(scope="session")
 def handing_over(media):
     """A server whose KV nobody has to fetch in a hurry."""
-    with closing(InProcess(MediaSettings(folder=media), hands_over=True)) as app:
+    with closing(InProcess(media_dir=media, hands_over=True)) as app:
         yield app
 
 

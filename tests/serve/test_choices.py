@@ -11,7 +11,6 @@ import torch
 from pydantic import BaseModel, Field
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
-from apbv.serve.media import MediaSettings
 
 from servers import InProcess, chunks, post
 
@@ -34,7 +33,7 @@ def engine(request) -> Engine:
 
 @pytest.fixture(scope="module")
 def app():
-    with closing(InProcess(MediaSettings(), max_model_len=400, max_running=3)) as app:
+    with closing(InProcess(max_model_len=400, max_running=3)) as app:
         yield app
 
 

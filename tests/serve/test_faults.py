@@ -19,7 +19,6 @@ from apbv.serve.decoding import Decoding
 from apbv.serve.executor import HAND_OVER as COMMAND
 from apbv.serve.executor import WAIT, Executor, exchange_commands, why_one_at_a_time
 from apbv.serve.job import Job
-from apbv.serve.media import MediaSettings
 from apbv.serve.order import Order
 from apbv.serve.requests import ChatRequest
 from apbv.serve.scheduler import Scheduler
@@ -39,7 +38,7 @@ def ask(app: InProcess, **fields):
 
 
 def figure(app: InProcess, name: str) -> float:
-    return metric_in(app.worker.metrics.render().decode(), f"apbv:{name}")
+    return metric_in(app.scheduler.metrics.render().decode(), f"apbv:{name}")
 
 
 def out_of_memory(*_):
@@ -62,10 +61,10 @@ def test_kv_is_free_once_it_counts_as_free(app, fails, monkeypatch, request):
     """Nothing is left to Python's garbage collector, which comes when it likes."""
     kept, left, add, release = [], [], Decoding.add, Scheduler.release
 
-    def watch(decoding, prefilled):
-        kept.extend(weakref.ref(layer) for layer in prefilled.state.kv.cache.layers)
-        prefilled.job.is_cancelled = fails == LEAVES
-        add(decoding, prefilled)
+    def watch(decoding, job, request, state, tellings):
+        kept.extend(weakref.ref(layer) for layer in state.kv.cache.layers)
+        job.is_cancelled = fails == LEAVES
+        add(decoding, job, request, state, tellings)
 
     def count(scheduler, job):
         left.append(sum(ref() is not None for ref in kept))
@@ -140,7 +139,7 @@ def late(site, count: int) -> bytes:
 
 
 def test_a_request_does_not_wait_for_the_media_of_others(site):
-    with closing(InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})), max_queue=8)) as server:
+    with closing(InProcess(media_hosts=frozenset({"127.0.0.1"}), max_queue=8)) as server:
         post = partial(server.client.post, "/v1/chat/completions")
 
         async def ask_beside() -> list[int]:
@@ -158,7 +157,7 @@ def test_a_request_does_not_wait_for_the_media_of_others(site):
 
 def test_a_request_that_is_still_read_when_the_server_stops(site):
     """It hears so at once; what is being fetched for it does not stay, and nothing else is fetched."""
-    app = InProcess(MediaSettings(hosts=frozenset({"127.0.0.1"})))
+    app = InProcess(media_hosts=frozenset({"127.0.0.1"}))
 
     async def stop_meanwhile():
         job, request = Job(), ChatRequest.parse(late(site, 3))
@@ -166,7 +165,7 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
         reading = asyncio.get_running_loop().run_in_executor(None, app.worker.submit, job, request)
         while not site.paths:
             await asyncio.sleep(0.01)
-        app.worker.stop()
+        app.scheduler.stop()
         event = await job.events.get()
         assert not reading.done()
         site.may_answer.set()
@@ -182,13 +181,13 @@ def test_a_request_that_is_still_read_when_the_server_stops(site):
 
 def test_a_server_that_stops_gives_offers_up_after_its_grace(media):
     """What runs is given the time, waits for its KV included; no time is given here."""
-    with closing(InProcess(MediaSettings(folder=media), hands_over=True)) as app:
+    with closing(InProcess(media_dir=media, hands_over=True)) as app:
         assert ask(app, kv_transfer_params=HAND_OVER).status_code == 200  # which nobody fetches
-        app.worker.stop()
-        assert app.worker.is_alive and app.request("GET", "/health").status_code == 503
-        threading.Thread(target=app.worker.join, args=(0.0,)).start()
+        app.scheduler.stop()
+        assert app.worker._thread.is_alive() and app.request("GET", "/health").status_code == 503
+        threading.Thread(target=app.worker.finish, args=(0.0,)).start()
         app.worker._thread.join(HANGING)
-        assert not app.worker.is_alive
+        assert not app.worker._thread.is_alive()
 
 
 def test_of_two_servers_that_want_one_port_the_second_says_so():

@@ -17,9 +17,10 @@ from apbv import demo
 from apbv.input.files import FileIdentity
 from apbv.serve import media as serving_media
 from apbv.serve import reading
-from apbv.serve.media import MediaError, MediaSettings, PrivateFiles, fetch, is_public, open_media
-from apbv.serve.reading import Reader, ReadyRequest, RequestSettings
+from apbv.serve.media import MediaError, PrivateFiles, fetch, is_public, open_media
+from apbv.serve.reading import Reader, ReadyRequest
 from apbv.serve.requests import ApiError, ChatRequest
+from apbv.serve.settings import ServerSettings
 
 from patience import HANGING
 from servers import asking, data_url, part, text
@@ -37,7 +38,7 @@ def folder(tmp_path):
     return allowed
 
 
-def read(url: str, media: MediaSettings) -> bytes:
+def read(url: str, media: ServerSettings) -> bytes:
     with PrivateFiles() as private_files, open_media(url, media, private_files) as found:
         return found.path.read_bytes()
 
@@ -47,11 +48,11 @@ def ordered(app, *content: dict, num_frames: int | None = None, **limits) -> Rea
     messages = [{"role": "user", "content": [*content, text("x")]}]
     request = ChatRequest.parse(asking(messages=messages, num_frames=num_frames))
     with PrivateFiles() as private_files, ExitStack() as stack:
-        return Reader(app.engine, RequestSettings(**limits), private_files).read(request, stack)
+        return Reader(app.engine, ServerSettings(**limits), private_files, 4096).read(request, stack)
 
 
 def test_files_of_the_folder_and_no_others(folder):
-    media = MediaSettings(folder=folder, max_bytes=100)
+    media = ServerSettings(media_dir=folder, max_media_bytes=100)
     for url in ("file", "sub/../file", "in", f"{folder}/file", f"file://{folder}/file", "file:file"):
         assert read(url, media) == b"file", url
     assert read("sub/a %41", media) == read("file:sub/a%20%2541", media) == b"escaped"
@@ -61,7 +62,7 @@ def test_files_of_the_folder_and_no_others(folder):
             read(url, media)
     unreadable = ("", ".", "file/", "sub", "pipe", "nowhere", "loop", "a\0b", "x" * 5000, "file:%ff", "\ud800")
     for url in (*unreadable, "file://host/file", "ftp://a/b"):
-        for settings in (media, MediaSettings()):
+        for settings in (media, ServerSettings()):
             with pytest.raises(MediaError):
                 read(url, settings)
 
@@ -69,12 +70,12 @@ def test_files_of_the_folder_and_no_others(folder):
 def test_a_folder_that_was_removed_is_the_servers_failure(app, tmp_path):
     """Not the request's, and it does not end the server: the folder may be mounted again."""
     with pytest.raises(ApiError, match="its folder") as error:
-        ordered(app, part("image", "picture.png"), media=MediaSettings(folder=tmp_path / "media"))
+        ordered(app, part("image", "picture.png"), media_dir=tmp_path / "media")
     assert error.value.status == 503 and str(tmp_path) not in str(error.value)
 
 
 def test_inline_data_lies_in_a_private_file_and_then_nowhere():
-    media = MediaSettings(max_bytes=100)
+    media = ServerSettings(max_media_bytes=100)
     url = "data:video/mp4;base64," + base64.b64encode(b"x" * 100).decode()
     with PrivateFiles() as private_files, open_media(url, media, private_files) as found:
         assert found.path.read_bytes() == b"x" * 100 and found.path.stat().st_mode & 0o777 == 0o600
@@ -101,7 +102,9 @@ def test_equal_bytes_are_one_file_until_nobody_uses_it():
 
 def test_only_listed_hosts_are_fetched_from(site, monkeypatch):
     port, here = site.server_address[1], site.url
-    media = MediaSettings(hosts=frozenset({"127.0.0.1", "media.example"}), max_bytes=100, fetch_seconds=HANGING)
+    media = ServerSettings(
+        media_hosts=frozenset({"127.0.0.1", "media.example"}), max_media_bytes=100, fetch_seconds=HANGING
+    )
     assert fetch(f"{here}/file", media) == b"xxx"
     assert fetch(f"{here}/to/{here}/file", media) == fetch(f"{here}/to//file", media) == b"xxx"
     refused = {"missing": "404", "large": "at most 100", "short": "middle", "to//" * 5 + "file": "redirects more"}
@@ -146,9 +149,9 @@ def test_the_files_of_a_request_share_the_time_to_fetch_them(site, app, monkeypa
     clock = SimpleNamespace(monotonic=lambda: 0.4 * HANGING * len(site.paths))
     for module in (serving_media, reading):
         monkeypatch.setattr(module, "time", clock)
-    media = MediaSettings(hosts=frozenset({"127.0.0.1"}), fetch_seconds=HANGING)
+    media = {"media_hosts": frozenset({"127.0.0.1"}), "fetch_seconds": HANGING}
     with pytest.raises(ApiError, match="fetching took more than"):
-        ordered(app, *[part("image", f"{site.url}/file")] * 6, media=media)
+        ordered(app, *[part("image", f"{site.url}/file")] * 6, **media)
     assert len(site.paths) == 3
 
 
@@ -157,7 +160,7 @@ def test_what_another_protocol_says_is_not_passed_on():
         port = server.getsockname()[1]
         threading.Thread(target=lambda: server.accept()[0].sendall(b"SSH-2.0-a-secret\r\n"), daemon=True).start()
         with pytest.raises(MediaError, match="BadStatusLine") as error:
-            fetch(f"http://127.0.0.1:{port}/x", MediaSettings(hosts=frozenset({"127.0.0.1"})))
+            fetch(f"http://127.0.0.1:{port}/x", ServerSettings(media_hosts=frozenset({"127.0.0.1"})))
     assert "secret" not in str(error.value)
 
 

@@ -1,10 +1,11 @@
-"""The options of ``apbv serve``: what is refused at the start, and what they set; torchrun's patience."""
+"""The options of ``apbv serve``: what is refused at the start, and what they set."""
 
 import os
 
 import pytest
 
-from apbv.launch.serve import parse_arguments, settings_of, transfer_settings, warn_of_early_kill
+from apbv.launch.serve import parse_arguments, settings_of
+from apbv.serve.settings import ServerSettings
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
@@ -45,16 +46,15 @@ def test_every_option_reaches_the_settings(monkeypatch, tmp_path):
         --max-decoded-mib 4 --max-image-mib 5 --max-packets 9 --fetch-seconds 6"""
     monkeypatch.setenv("APBV_API_KEY", "from the environment")
     settings = settings_of(parse_arguments(["--model", "demo", *given.split()]))
-    requests, media = settings.requests, settings.requests.media
     assert (settings.model, settings.max_queue, settings.max_running, settings.grace) == ("m", 3, 2, 7)
-    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.transfer) == (2**19, 2 * 2**20, None)
+    assert (settings.max_kv_bytes, settings.max_body_bytes, settings.kv_host) == (2**19, 2 * 2**20, None)
     assert (settings.api_key, settings.otlp_traces_endpoint) == ("from the environment", "http://c/v1")
-    assert (requests.max_model_len, requests.max_frames, requests.max_new_tokens) == (99, 11, 12)
-    assert (requests.temperature, requests.top_p, requests.num_frames, requests.fps) == (0.5, 0.9, 8, 2)
-    assert (requests.max_decoded_bytes, requests.max_image_bytes) == (4 * 2**20, 5 * 2**20)
-    assert requests.max_packets == 9
-    assert (media.folder, media.hosts, media.max_bytes) == (tmp_path, {"media.example"}, 3 * 2**20)
-    assert media.fetch_seconds == 6 and settings_of(parse_arguments(["demo"])).model == "demo"
+    assert (settings.max_model_len, settings.max_frames, settings.max_new_tokens) == (99, 11, 12)
+    assert (settings.temperature, settings.top_p, settings.num_frames, settings.fps) == (0.5, 0.9, 8, 2)
+    assert (settings.max_decoded_bytes, settings.max_image_bytes) == (4 * 2**20, 5 * 2**20)
+    assert (settings.max_packets, settings.fetch_seconds, settings.max_media_bytes) == (9, 6, 3 * 2**20)
+    assert (settings.media_dir, settings.media_hosts) == (tmp_path, {"media.example"})
+    assert settings_of(parse_arguments(["demo"])) == ServerSettings(api_key="from the environment")
 
 
 def test_where_consumers_find_a_process(monkeypatch):
@@ -66,15 +66,6 @@ def test_where_consumers_find_a_process(monkeypatch):
     ):
         monkeypatch.setattr(os, "environ", os.environ | environment)
         options = parse_arguments(["--model", "demo", "--kv-transfer", "tcp", *options.split()])
-        found = transfer_settings(options)
-        assert found.host == expected if expected else not found.host.startswith("127.")
-        assert (found.port, found.seconds) == (0, 120.0)
-
-
-def test_a_grace_beyond_torchruns_is_warned_of_once_per_machine(monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for rank, grace in (("0", 20.0), ("1", 120.0), ("0", 120.0)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        warn_of_early_kill(grace)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--grace 120" in line and "--shutdown-timeout 130" in line
+        found = settings_of(options)
+        assert found.kv_host == expected if expected else not found.kv_host.startswith("127.")
+        assert (found.kv_port, found.kv_seconds) == (0, 120.0)

@@ -47,7 +47,7 @@ def test_a_prompt_may_be_text_or_token_ids(app, prompt_ids):
 
 
 def test_without_a_limit_an_answer_has_sixteen_tokens_or_what_there_is_room_for(app, prompt_ids):
-    prompt = (prompt_ids * 48)[: app.worker.max_model_len - 3]
+    prompt = (prompt_ids * 48)[: app.worker.reader.max_model_len - 3]
     for given, count in ((PROMPT, 16), (prompt, 3)):
         assert complete(app, given, ignore_eos=True)["usage"]["completion_tokens"] == count
     error = post(app, "/v1/completions", prompt=prompt, max_tokens=4).json()["error"]
@@ -153,7 +153,7 @@ def test_tokens_are_those_of_the_tokenizer_and_those_that_are_prefilled(app, pro
     tokenizer = app.engine.tokenizer
     told = post(app, "/tokenize", prompt=PROMPT, return_token_strs=True).json()
     assert (told["tokens"], told["token_strs"]) == (prompt_ids, tokenizer.convert_ids_to_tokens(prompt_ids))
-    assert (told["count"], told["max_model_len"]) == (len(prompt_ids), app.worker.max_model_len)
+    assert (told["count"], told["max_model_len"]) == (len(prompt_ids), app.worker.reader.max_model_len)
     assert post(app, "/detokenize", tokens=prompt_ids).json() == {"prompt": tokenizer.decode(prompt_ids)}
     said = ["be brief", [text("which letter"), text("is first")], "J", "and then?"]
     roles = ["system", "user", "assistant", "user"]
@@ -192,6 +192,6 @@ def test_a_requests_id_is_the_clients_and_each_is_one_line_of_the_log_without_wh
 
 def test_what_operators_and_routers_ask(app):
     (model,) = app.request("GET", "/v1/models").json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("demo", app.worker.max_model_len)
+    assert (model["id"], model["max_model_len"]) == ("demo", app.worker.reader.max_model_len)
     others = {"/v1/models/demo": 200, "/v1/models/other": 404, "/ping": 200, "/version": 200}
     assert {path: app.request("GET", path).status_code for path in others} == others

@@ -13,11 +13,11 @@ from apbv.kv.cache import GROWTH_ROWS
 from apbv.serve.job import Job
 from apbv.serve.metrics import Metrics
 from apbv.serve.order import Order
-from apbv.serve.reading import ReadyRequest, RequestSettings
-from apbv.serve.report import Reporter
+from apbv.serve.reading import Reader, ReadyRequest
 from apbv.serve.requests import ApiError, CompletionRequest
 from apbv.serve.scheduler import Limits, Scheduler
-from apbv.serve.server import ServerSettings, _reader, limits_of
+from apbv.serve.server import limits_of
+from apbv.serve.settings import ServerSettings
 
 from patience import HANGING
 from servers import metric_in
@@ -25,7 +25,7 @@ from servers import metric_in
 
 def scheduler(max_tokens: int = 100, **limits) -> Scheduler:
     given = {"max_queue": 1000, "max_kv_bytes": 8 * max_tokens, "token_bytes": 8, **limits}
-    return Scheduler(Reporter(Metrics("m")), Limits(**given))
+    return Scheduler(Limits(**given), Metrics("m"))
 
 
 LOOP = asyncio.new_event_loop()
@@ -136,20 +136,21 @@ def test_after_it_was_stopped_nothing_is_taken_and_what_runs_or_may_be_fetched_g
     assert books.take(0) is running
     for transfer in ("a transfer", "another"):
         books.hold_offer(transfer, 800)
-    assert books.stop() == [waiting] and not books.has_stopped
+    books.stop()
+    assert waiting.record.status == 503 and not books.has_stopped
     late = new_job()
     books.admit(late)
     assert not books.make_ready(late) and books.take(0) is None
     leave(books, running)
     books.end_offer("a transfer", "fetched", 800)
     assert not books.has_stopped
-    books.give_up_offers()
+    books.cut_short()
     assert books.has_stopped
 
 
 def test_what_counts_is_what_buffers_take(app):
     engine = app.engine
-    limits = limits_of(engine, ServerSettings(model="demo"))
+    limits = limits_of(engine, ServerSettings())
     order = Order({"prompt": "x"}, [], SamplingParams(max_new_tokens=300, ignore_eos=True))
     state, taken = engine.prefill("x" * 40), []
     batch = Batch(engine.parts)
@@ -163,12 +164,11 @@ def test_what_counts_is_what_buffers_take(app):
 
 def test_the_least_that_a_server_may_hold(app):
     """The KV of the longest prompt and answer; what could never run is refused by its length."""
-    requests = RequestSettings(max_model_len=100)
-    least = (100 + GROWTH_ROWS) * limits_of(app.engine, ServerSettings(model="demo")).token_bytes
-    given = ServerSettings(model="demo", max_kv_bytes=least, requests=requests)
+    least = (100 + GROWTH_ROWS) * limits_of(app.engine, ServerSettings()).token_bytes
+    given = ServerSettings(max_kv_bytes=least, max_model_len=100)
     limits = limits_of(app.engine, given)
     assert limits.max_tokens == 100
     with pytest.raises(ValueError, match=r"--max-kv-mib"):
         limits_of(app.engine, replace(given, max_kv_bytes=least - 1))
-    longer = replace(given, requests=replace(requests, max_model_len=200))
-    assert _reader(app.engine, longer, limits, app.private_files).max_model_len == 100
+    longer = replace(given, max_model_len=200)
+    assert Reader(app.engine, longer, app.private_files, limits.max_tokens).max_model_len == 100

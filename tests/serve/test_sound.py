@@ -6,8 +6,6 @@ from contextlib import closing
 import audio_files
 import pytest
 
-from apbv.serve.media import MediaSettings
-
 import families
 from servers import InProcess, data_url, part, post, text
 
@@ -19,7 +17,7 @@ def hearing(tmp_path_factory):
     audio_files.write(folder / "a.wav", [(0, 1.3)])
     audio_files.write(folder / "b.mp4", [(0, 2)], "aac", video=(0, 2), size=(56, 84))
     model = families.save_checkpoint(families.OMNI, tmp_path_factory.mktemp("model"))
-    with closing(InProcess(MediaSettings(folder=folder), model=str(model), max_model_len=2000)) as app:
+    with closing(InProcess(media_dir=folder, model=str(model), max_model_len=2000)) as app:
         yield app, folder
 
 

@@ -14,7 +14,7 @@ import pytest
 from apbv.serve.job import RequestRecord
 from apbv.serve.log import OncePerPeriod, log_to_stderr
 from apbv.serve.metrics import OUTCOMES, TRANSFER_ENDS, Metrics
-from apbv.serve.report import Reporter
+from apbv.serve.report import report
 from apbv.serve.tracing import Tracer, require_traceable
 
 from collector import Collector, values_of
@@ -117,9 +117,8 @@ def log(capsys):
 
 def test_a_request_is_an_object_with_all_its_times(log, collector):
     written, tracer = log("json"), Tracer(collector.url, "a model")
-    reporter = Reporter(Metrics("a model"), tracer)
     for request in (ANSWERED, REFUSED):
-        reporter.tell(request)
+        report(request, Metrics("a model"), tracer)
     tracer.close()
     traces = [span.trace_id.hex() for span in collector.named("llm_request", 2)]
     answered, refused = map(json.loads, written())

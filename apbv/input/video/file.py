@@ -12,7 +12,6 @@ import av
 import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
-from av.video.codeccontext import VideoCodecContext
 from av.video.frame import PictureType
 
 # Containers whose packets carry the presentation time that the encoder gave them.
@@ -124,10 +123,16 @@ class VideoFile:
         if not streams or streams[0].codec_context is None:
             self._container.close()
             raise self.error("has no video stream that can be decoded")
-        self.stream = streams[0]
+        self.stream, codec = streams[0], streams[0].codec_context
         # Damage that the h264 decoder conceals it reports reliably only with a single thread.
-        self.stream.codec_context.thread_count = 1
-        self._can_skip = _can_skip(self.stream.codec_context)
+        codec.thread_count = 1
+        # Whether ffmpeg's skip_frame = NONREF leaves all other frames as they are, to the bit. In HEVC it leaves
+        # out a sub-layer non-reference picture (H.265, 7.4.2.2), to which frames of higher temporal sub-layers may
+        # refer: their number is in the header of mp4 and mkv, hvcC (ISO/IEC 14496-15).
+        self._can_skip = codec.name in _SKIPPING
+        if codec.name == "hevc":
+            header = bytes(codec.extradata or b"")
+            self._can_skip = len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
 
     def list_times(self, check: Callable[[int], None]) -> tuple[np.ndarray, np.ndarray]:
         """Read all packets for the frames' times and the keyframes'; none where these packets do not tell them.
@@ -157,10 +162,10 @@ class VideoFile:
         if container.format.name.startswith("mov") and end > container.size:
             raise self.error(f"is cut short: {container.size} of at least {end} bytes")
         nothing = np.empty(0, np.int64), np.empty((0, 2), np.int64)
-        if not any(row[3] for row in rows):
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        pts, (is_key, shown) = table[:, 0], table[:, 2:].T.astype(bool)
+        if not shown.any():
             raise self.error("has no video frames")
-        pts, _, is_key, shown = np.array(rows, np.int64).T
-        is_key, shown = is_key.astype(bool), shown.astype(bool)
         if not is_key.any():
             return nothing
         first = int(is_key.argmax())  # what comes or is displayed before it refers to frames that were cut away
@@ -171,7 +176,7 @@ class VideoFile:
         are_of_decoding = codec.has_b_frames and shown.sum() > 1 and (np.diff(pts[shown]) > 0).all()
         if not (are_stored and are_distinct and frames.any() and is_nearly_sorted(pts[shown])) or are_of_decoding:
             return nothing
-        keys = np.array(rows, np.int64)[is_key, :2]
+        keys = table[is_key, :2]
         return np.sort(pts[frames]), keys[keys[:, 0].argsort()]
 
     def frames_from(
@@ -216,8 +221,13 @@ class VideoFile:
             if target is None:
                 self._container.close()
                 self.open()
-            elif target == _NO_TIME or not self._seek(target):
+            elif target == _NO_TIME:
                 continue
+            else:
+                try:
+                    self._container.seek(target, stream=self.stream)
+                except av.error.FFmpegError:
+                    continue
             packets = self._container.demux(self.stream)
             for packet in packets:
                 if packet.pts == key[0] and packet.is_keyframe:
@@ -227,13 +237,6 @@ class VideoFile:
                 if target is not None and packet.is_keyframe and (packet.pts is None or packet.pts > key[0]):
                     break
         raise self.error("changed since it was probed")
-
-    def _seek(self, target: int) -> bool:
-        try:
-            self._container.seek(target, stream=self.stream)
-        except av.error.FFmpegError:
-            return False
-        return True
 
     def decode(self, packet: av.Packet | None, needed: bool = True) -> list[av.VideoFrame]:
         """Return the frames that the decoder gives out on one more packet; on None, those that it still holds.
@@ -332,15 +335,3 @@ def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, boo
     if b and c and not a and not d:
         return True, b < 0, c < 0
     raise file.error("is rotated by an angle that is no multiple of 90 degrees")
-
-
-def _can_skip(codec: VideoCodecContext) -> bool:
-    """Return whether ffmpeg's ``skip_frame = NONREF`` leaves all other frames as they are, to the bit.
-
-    In HEVC it takes for not referred to a *sub-layer non-reference picture* (H.265, 7.4.2.2), to which frames of
-    higher temporal sub-layers may refer: their number is in the header of mp4 and mkv, hvcC (ISO/IEC 14496-15).
-    """
-    if codec.name == "hevc":
-        header = bytes(codec.extradata or b"")
-        return len(header) > 22 and header[0] == 1 and header[21] >> 3 & 7 == 1
-    return codec.name in _SKIPPING

@@ -1,22 +1,26 @@
-"""Choosing which frames of a video are read, and reading them by the back end that is asked for."""
+"""Choosing frames of a video, and decoding them: by PyAV in runs that begin at keyframes, or by torchcodec."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
+import av
 import numpy as np
+from av.video.reformatter import VideoReformatter
 
-from ...config import VIDEO_BACKEND_NAMES, require_frame_rate
+from ...config import require_frame_rate
 from ...hosts import fair_share_of_cores
-from .decoding import AtWork, pyav_chunks
-from .file import VideoError, VideoInfo
+from .file import VideoError, VideoFile, VideoInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Item = TypeVar("Item")
+# Frames after which a run of wanted frames may be split at a keyframe, for several threads to share.
+_FRAMES_PER_RUN = 64
+AtWork = Callable[[int], AbstractContextManager]
 _END = object()
 
 
@@ -43,7 +47,7 @@ def sample_uniform(info_or_n: VideoInfo | int, num_frames: int) -> list[int]:
     return [(2 * i * (n - 1) + k - 1) // (2 * (k - 1)) for i in range(k)]
 
 
-def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int | None = None) -> list[int]:
+def sample_fps(info: VideoInfo, fps: float, max_frames: int | None = None) -> list[int]:
     """Find the frames nearest to the times 0, 1/fps, 2/fps... up to the last; indices ascending, distinct.
 
     The frames are found by their timestamps, which is right for a variable frame rate too; of two equally near,
@@ -52,15 +56,13 @@ def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int
     Args:
         info: the video.
         fps: frames per second.
-        min_frames, max_frames: where the times make fewer or more frames than this, the result is
-            :func:`sample_uniform` of that many instead.
+        max_frames: where the times make more frames than this, the result is :func:`sample_uniform` of that many
+            instead.
 
     Raises:
-        ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or the limits are not 1 <= min_frames <= max_frames.
+        ValueError: ``fps`` is not in 0 < fps <= MAX_FPS, or ``max_frames`` < 1.
     """
     require_frame_rate(fps)
-    if min_frames < 1 or (max_frames is not None and max_frames < min_frames):
-        raise ValueError(f"need 1 <= min_frames <= max_frames, got {min_frames} and {max_frames}")
     times = np.asarray(info.timestamps)
     # A frame is nearest to the times from half way to the one before (excluded) to half way to the next, and
     # is taken if a grid time lies there. Counting the grid times up to each edge needs no grid in memory. The
@@ -68,8 +70,6 @@ def sample_fps(info: VideoInfo, fps: float, min_frames: int = 1, max_frames: int
     edges = np.concatenate([(times[1:] + times[:-1]) / 2, times[-1:]])
     count = np.floor(edges * fps + 1e-6)
     chosen = np.flatnonzero(np.diff(count, prepend=-1) > 0).tolist()
-    if len(chosen) < min_frames:
-        return sample_uniform(info, min_frames)
     if max_frames is not None and len(chosen) > max_frames:
         return sample_uniform(info, max_frames)
     return chosen
@@ -118,19 +118,17 @@ def iter_frames(
         VideoError: a frame, or one that was decoded on the way to it, is damaged so that the decoder notices, or
             does not come; or the frame size changes, or the file. It may be raised before the frame's own chunk,
             and behind the last.
-        ValueError: the indices do not ascend, or chunk_len < 1, or no such back end; at once, as all that follow.
+        ValueError: the indices do not ascend, or chunk_len < 1; at once, as all that follow.
         IndexError: an index is out of range.
         ImportError: torchcodec is asked for, and cannot be loaded.
     """
-    wanted = [int(i) for i in indices]
-    if any(a >= b for a, b in itertools.pairwise(wanted)):
+    wanted = list(map(int, indices))
+    if wanted != sorted(set(wanted)):
         raise ValueError("frame indices must be strictly ascending")
     if wanted and (wanted[0] < 0 or wanted[-1] >= info.num_frames):
         raise IndexError(f"frame indices {wanted[0]}..{wanted[-1]} of {info.num_frames} frames")
     if chunk_len < 1:
         raise ValueError(f"need chunk_len >= 1, got {chunk_len}")
-    if backend not in VIDEO_BACKEND_NAMES:
-        raise ValueError(f"no back end {backend!r} decodes videos; there are {', '.join(VIDEO_BACKEND_NAMES)}")
     threads = threads or fair_share_of_cores()
     on_gpu = str(device).startswith("cuda")
     if backend == "pyav" or (backend == "auto" and not on_gpu):
@@ -146,7 +144,7 @@ def iter_frames(
     chunks = ahead(torchcodec_chunks(decoder_type, info, wanted, chunk_len, threads, str(device), at_work))
     if backend == "torchcodec":
         return chunks
-    return _with_pyav_behind(chunks, info, wanted, chunk_len, threads, at_work)
+    return _with_pyav_behind(chunks, lambda given: pyav_chunks(info, wanted[given:], chunk_len, threads, at_work))
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -181,18 +179,179 @@ def require_backend(name: str) -> None:
 
 
 def _with_pyav_behind(
-    chunks: "Iterator[Tensor]",
-    info: VideoInfo,
-    wanted: list[int],
-    chunk_len: int,
-    threads: int,
-    at_work: AtWork,
+    chunks: "Iterator[Tensor]", others: Callable[[int], Iterator[np.ndarray]]
 ) -> "Iterator[np.ndarray | Tensor]":
-    """Give out the chunks, and from the first on that torchcodec cannot decode those of PyAV."""
+    """Give out the chunks, and from the first on that torchcodec cannot decode those behind so many frames."""
     given = 0
     try:
         for chunk in chunks:
             yield chunk
             given += len(chunk)
     except VideoError:
-        yield from pyav_chunks(info, wanted[given:], chunk_len, threads, at_work)
+        yield from others(given)
+
+
+def plan_runs(info: VideoInfo, wanted: Sequence[int]) -> list[range]:
+    """Split the wanted frames into runs: a new one wherever a seek skips a frame, and in long runs at keyframes.
+
+    A frame is decoded from the last keyframe that is displayed no later. One that comes before it in the file may
+    be displayed behind it, and need the group before.
+
+    Returns:
+        The place of each run's frames in ``wanted``.
+    """
+    if not len(info.pts) or not wanted:
+        return [range(len(wanted))] * bool(wanted)
+    keys = np.searchsorted(info.keys[:, 0], info.pts[list(wanted)], side="right") - 1
+    starts = np.searchsorted(info.pts, info.keys[keys, 0]).tolist()  # the frames with which their groups begin
+    cuts = [0]
+    for place in range(1, len(wanted)):
+        is_long = starts[place] >= starts[cuts[-1]] + _FRAMES_PER_RUN
+        if starts[place] > wanted[place - 1] + 1 or (is_long and starts[place] > starts[place - 1]):
+            cuts.append(place)
+    return list(map(range, cuts, [*cuts[1:], len(wanted)]))
+
+
+def _run_frames(
+    file: VideoFile, info: VideoInfo, frames: Sequence[int], check: Callable[[], None]
+) -> Iterator[av.VideoFrame]:
+    """Decode a run's frames, in their order."""
+    if len(info.pts):
+        times = info.pts[list(frames)]
+        key = info.keys[np.searchsorted(info.keys[:, 0], times[0], side="right") - 1]
+        yield from file.frames_from(key, set(times.tolist()), check)
+        return
+    missing = set(frames)
+    for number, frame in enumerate(file.decode_all()):
+        check()
+        if frame.is_corrupt:
+            raise file.error(f"frame {number} cannot be decoded: the data is damaged")
+        if number in missing:
+            missing.remove(number)
+            yield frame
+        if not missing:
+            return
+    raise file.error(f"frame {min(missing)} cannot be decoded")
+
+
+class _Unwanted(Exception):
+    """Nobody waits for these frames any more."""
+
+
+class _Chunks:
+    """The chunks that are being filled, row by row, by several threads; no more than two at a time.
+
+    A thread whose row is too far ahead waits. It cannot wait for ever: threads take the runs in order, so the
+    first row that is missing is always being decoded by one that need not wait.
+
+    Attributes:
+        error: why there will be no more.
+    """
+
+    def __init__(self, num_rows: int, chunk_len: int, shape: tuple[int, int, int]):
+        self.error: BaseException | None = None
+        self._shape, self._chunk_len = shape, chunk_len
+        num_whole, rest = divmod(num_rows, chunk_len)
+        self._missing = [chunk_len] * num_whole + [rest] * (rest > 0)
+        self._arrays: dict[int, np.ndarray] = {}
+        self._taking, self._has_ended = 0, False
+        self._changed = threading.Condition()
+
+    def check(self) -> None:
+        """Raise _Unwanted if nobody wants any more frames."""
+        if self._has_ended:
+            raise _Unwanted
+
+    def put(self, row: int, image: np.ndarray) -> None:
+        """Put a frame in its place, once there is room for it; _Unwanted if nobody wants it."""
+        number, place = divmod(row, self._chunk_len)
+        with self._changed:
+            while number > self._taking + 1 and not self._has_ended:
+                self._changed.wait()
+            self.check()
+            if number not in self._arrays:
+                self._arrays[number] = np.empty((self._missing[number], *self._shape), np.uint8)
+            array = self._arrays[number]
+        array[place] = image
+        with self._changed:
+            self._missing[number] -= 1
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let all threads end."""
+        with self._changed:
+            self.error, self._has_ended = self.error or error, True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """Give out the chunks, each once it is complete; raise the first error."""
+        for number in range(len(self._missing)):
+            with self._changed:
+                self._taking = number
+                self._changed.notify_all()
+                while self._missing[number]:
+                    if self.error is not None:
+                        raise self.error
+                    self._changed.wait()
+                chunk = self._arrays.pop(number)
+            yield chunk
+            del chunk
+
+
+def pyav_chunks(
+    info: VideoInfo, wanted: list[int], chunk_len: int, threads: int, at_work: AtWork
+) -> Iterator[np.ndarray]:
+    """Decode frames chunk by chunk, as :func:`apbv.input.video.iter_frames`, by up to so many threads."""
+    runs = plan_runs(info, wanted)
+    todo = iter(runs)  # of which every thread takes the next
+    chunks = _Chunks(len(wanted), chunk_len, (info.height, info.width, 3))
+    workers = []
+    try:
+        for number in range(min(threads, len(runs))):
+            arguments = (info, wanted, todo, chunks, at_work, number)
+            workers.append(threading.Thread(target=_work, args=arguments, daemon=True))  # no exit waits for it
+            workers[-1].start()
+        yield from chunks
+        for worker in workers:
+            worker.join()  # what is fed behind the last frame may show that this one is damaged
+        if chunks.error is not None:
+            raise chunks.error
+    finally:
+        chunks.end()
+        for worker in workers:
+            if worker is not threading.current_thread():  # in which the garbage collector may run
+                worker.join()
+
+
+def _work(
+    info: VideoInfo, wanted: list[int], todo: Iterator[range], chunks: _Chunks, at_work: AtWork, number: int
+) -> None:
+    """Decode runs, always the first that no other thread has taken on, until there are none left."""
+    try:
+        run = next(todo, None)
+        if run is None:  # no file is opened for nothing
+            return
+        with VideoFile(info.path) as file:
+            if file.num_bytes != info.num_bytes:
+                raise file.error("changed since it was probed")
+            converter = VideoReformatter()  # to make one for every frame costs more than it saves
+            while run is not None:
+                frames = _run_frames(file, info, wanted[run.start : run.stop], chunks.check)
+                for row in (*run, None):
+                    with at_work(number):
+                        frame = next(frames, None)
+                        if frame is not None:
+                            image = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+                    if frame is None:
+                        continue
+                    if info.transpose:
+                        image = image.transpose(1, 0, 2)
+                    if image.shape[:2] != (info.height, info.width):
+                        raise file.error("the frame size changes within the video")
+                    image = image[:: -1 if info.flip_vertical else 1, :: -1 if info.flip_horizontal else 1]
+                    chunks.put(row, image)
+                run = next(todo, None)
+    except _Unwanted:
+        pass
+    except BaseException as error:
+        chunks.end(error)

@@ -9,13 +9,13 @@ as one. Frames of another time than was asked for, as it gives out of MPEG trans
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .decoding import AtWork
 from .file import VideoError, VideoInfo
 
 
@@ -39,7 +39,7 @@ def torchcodec_chunks(
     chunk_len: int,
     threads: int,
     device: str,
-    at_work: AtWork,
+    at_work: Callable[[int], AbstractContextManager],
 ) -> Iterator[np.ndarray | Tensor]:
     """Decode frames chunk by chunk.
 
@@ -58,11 +58,11 @@ def torchcodec_chunks(
     Raises:
         VideoError: torchcodec cannot decode a frame of the next chunk, or gives out another than was probed.
     """
-    if not len(info.pts):
-        raise _error(info, "its packets do not tell the frames' times")
-    if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
-        raise _error(info, "it is mirrored")
     try:
+        if not len(info.pts):
+            raise ValueError("its packets do not tell the frames' times")
+        if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
+            raise ValueError("it is mirrored")
         decoder = decoder_type(
             info.path,
             dimension_order="NHWC",
@@ -80,10 +80,8 @@ def torchcodec_chunks(
                     torch.cuda.current_stream(chunk.device).synchronize()
             yield chunk if chunk.is_cuda else chunk.numpy()
             del batch, chunk
-    except VideoError:
-        raise
     except (RuntimeError, ValueError) as error:
-        raise _error(info, str(error)) from error
+        raise VideoError(f"{info.path}: torchcodec cannot decode it: {error}") from error
 
 
 def _frame_mappings(info: VideoInfo) -> str:
@@ -102,10 +100,6 @@ def _check(info: VideoInfo, frames: list[int], batch) -> None:
     # The time base is not known here, but what a tick lasts is, unless all is one frame.
     tick = times[-1] / (pts[-1] - pts[0]) if len(pts) > 1 else 0
     if tick and np.abs(batch.pts_seconds.numpy() - times[frames] - pts[0] * tick).max() > tick / 2:
-        raise _error(info, f"it gives out other frames than {frames[0]}..{frames[-1]}")
+        raise ValueError(f"it gives out other frames than {frames[0]}..{frames[-1]}")
     if tuple(batch.data.shape[1:3]) != (info.height, info.width):
-        raise _error(info, "the frame size changes within the video")
-
-
-def _error(info: VideoInfo, reason: str) -> VideoError:
-    return VideoError(f"{info.path}: torchcodec cannot decode it: {reason}")
+        raise ValueError("the frame size changes within the video")
