@@ -188,22 +188,24 @@ class InProcess:
 
     Args:
         hands_over: whether KV is held for other servers, which have an hour to fetch it.
-        model, max_model_len, max_running: what answers, how much it may read and write, and how many at once.
+        model, max_model_len, max_running: what answers (an Engine, too), how much it may read and write, and how
+            many at once.
         media: what files it may read.
     """
 
     def __init__(self, max_queue=4, hands_over=False, model="demo", max_model_len=48, max_running=None, **media):
         self.loop = asyncio.new_event_loop()
-        hosts = HostGroup.single("cpu")
-        self.engine = engine = Engine.from_pretrained(model, hosts=hosts, dtype="float32")
+        if not isinstance(model, Engine):
+            model = Engine.from_pretrained(model, hosts=HostGroup.single("cpu"), dtype="float32")
+        self.engine = engine = model
         self.private_files, limited = PrivateFiles(), {"num_frames": 8, "max_frames": 16, "max_body_bytes": 2**20}
         settings = ServerSettings(max_model_len=max_model_len, max_new_tokens=1, **limited, **media)
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
         self.scheduler = scheduler = Scheduler(limits, Metrics("demo"))
         patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": scheduler.end_offer}
-        self.offers = Offers(hosts, **patient) if hands_over else None
-        self.worker = Worker(Executor(engine, hosts, self.offers), reader, scheduler)
+        self.offers = Offers(engine.hosts, **patient) if hands_over else None
+        self.worker = Worker(Executor(engine, engine.hosts, self.offers), reader, scheduler)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
