@@ -18,7 +18,7 @@ QUESTIONS = {
     "name the letters in order": {"max_tokens": 8},
     "how many letters are shown": {"max_tokens": 5, "temperature": 0.9, "top_p": 0.8, "seed": 3},
     "which letter has the border: red": {"max_tokens": 12, "ignore_eos": True, "presence_penalty": 0.5},
-    "describe the clip shot by shot": {"max_tokens": 9, "n": 2, "temperature": 1.1, "logprobs": True},
+    "describe the clip shot by shot": {"max_tokens": 9, "n": 2, "temperature": 1.1, "seed": 7, "logprobs": True},
 }
 
 
