@@ -138,6 +138,7 @@ class Cuda:
 
         def tell_allocator(tensor, stream):
             if isinstance(tensor, GpuTensor):
+                machine.note("lent", "record_stream")
                 streams.tell_allocator(tensor.inner, stream.number)
 
         def empty_cache():
