@@ -61,8 +61,8 @@ def test_the_answers_are_those_of_the_cpu(clip):
             found = together(engine, clip, gpu)
     assert found == [tokens[:count] for tokens, count in zip(expected, LENGTHS, strict=True)]
     assert [len(tokens) for tokens in found] == LENGTHS
-    # The allocator knows that logits, keys and values of every prompt are used by the batch's stream, too. (No rule
-    # finds where that is missing: a kernel gets the addresses of keys and values as numbers.)
+    # The allocator knows that the batch's stream uses logits, keys and values of every prompt. No rule finds where
+    # that is missing: a kernel gets the addresses of keys and values as numbers.
     lent = [event for event in gpu.events.of("lent") if event.place == "apbv/decode/batch.py:_take_in"]
     assert len(lent) == len(QUESTIONS) * (1 + 2 * engine.parts.num_layers)
     # Behind the first, which has to wait for its prefill, and those behind which another prompt is prefilled.
