@@ -1,5 +1,8 @@
 """Answers that follow a JSON schema: which tokens may come next. llguidance, an extra, says so."""
 
+import json
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,6 +45,20 @@ class Grammar:
         self._matcher.consume_token(token)
 
 
+def _closed(json_schema: str) -> str:
+    """Let objects have no other properties than a schema names, unless it says that they may.
+
+    OpenAI's strict schemas say so of every object, and vLLM takes all to mean it; else a weak model adds one after
+    the other. What ``allOf`` puts together is left as it is: no part of it names all properties.
+    """
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        names_all = isinstance(part.get("properties"), dict) and "type" in part
+        return {"additionalProperties": False, **part} if names_all else part
+
+    return json_schema if "allOf" in json_schema else json.dumps(json.loads(json_schema, object_hook=close))
+
+
 class Grammars:
     """Makes grammars for answers of one model.
 
@@ -73,9 +90,9 @@ class Grammars:
             raise ValueError(f"a JSON schema may have at most {_MAX_SCHEMA_CHARS} characters")
         try:
             matcher = LLMatcher(
-                self._tokenizer, LLMatcher.grammar_from_json_schema(json_schema, defaults=_SPACING)
+                self._tokenizer, LLMatcher.grammar_from_json_schema(_closed(json_schema), defaults=_SPACING)
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"this is no JSON schema: {error}") from error
         if matcher.is_error():
             raise ValueError(f"this JSON schema is not supported: {matcher.get_error():.200}")

@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from apbv import Engine, HostGroup, SamplingParams, SpeculativeConfig
+from apbv.grammar import Grammars
 
 from servers import InProcess, chunks, post
 
@@ -68,6 +69,28 @@ def test_an_answer_by_a_schema_is_json_that_fits_it(engine, temperature):
     if told.stats["speculation"] is not None:
         assert "JSON schema" in told.stats["speculation"]["switched_off"]
     assert engine.generate(PROMPT, max_new_tokens=9).text != told.text
+
+
+def test_objects_have_no_other_properties_than_a_schema_names():
+    """As OpenAI's strict schemas and vLLM have it: else a weak model never comes to an end."""
+    engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"), dtype="float32")
+    grammars = Grammars(engine.tokenizer, engine.parts.vocab_size, engine.parts.eos_token_ids)
+    named = {"type": "object", "properties": {"count": {"type": "integer"}, "properties": {"type": "object"}}}
+    inner = {"$defs": {"named": named}, "$ref": "#/$defs/named"}
+    joined = {"allOf": [named, {"properties": {"other": {}}}]}
+    for schema, has_others in (
+        (named, False),
+        (inner, False),
+        ({**named, "additionalProperties": True}, True),
+        (joined, True),
+        ({"type": "object"}, True),
+    ):
+        grammar = grammars.begin(json.dumps(schema))
+        for token in engine.tokenizer.encode('{"count": 3, "', add_special_tokens=False):
+            grammar.take(token)
+        follows = grammar.masked(torch.zeros(1, engine.parts.vocab_size))[0].isfinite()
+        allowed = [follows[engine.tokenizer.encode(letter, add_special_tokens=False)[0]].item() for letter in "po"]
+        assert allowed == [True, has_others], schema
 
 
 def test_several_answers_are_those_of_the_next_seeds(app):
