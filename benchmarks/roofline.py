@@ -36,13 +36,10 @@ PEAKS = {
 }
 # What is supposed to be reached of arithmetic in attention and in matrix products, of memory, and of links.
 REACHED = {"attention": 0.6, "products": 0.7, "memory": 0.8, "links": 0.7}
-# Where the first GPU's owner finds each row measured.
+# Where the first GPU's owner finds rows measured.
 MEASURED_BY = {
     "attention": "operators.py --preset h200",
     "choosing what is passed on": "operators.py --preset h200",
-    "projections": "",
-    "MLP": "",
-    "element-wise": "",
     "exchange": "torchrun --nproc-per-node 8 -m apbv.doctor",
     "hand-over": "throughput.py --json, `stages_ms.handoff`",
 }
@@ -95,7 +92,8 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
         others = sum(each.kv_bytes for each in costs[1:])
         columns[f"`{method}`, {hosts}"] = milliseconds(costs[host], gpu, moved, others)
     totals = [sum(parts.values()) for parts in columns.values()]
-    lines = [[part, *(f"{c[part]:.1f}" for c in columns.values()), by] for part, by in MEASURED_BY.items()]
+    parts = zip(*(parts.items() for parts in columns.values()), strict=True)
+    lines = [[row[0][0], *(f"{ms:.1f}" for _, ms in row), MEASURED_BY.get(row[0][0], "")] for row in parts]
     lines.append(["all", *(f"{total:.0f}" for total in totals), "throughput.py --preset table5"])
     lines.append(["of the last", *(f"{total / totals[-1]:.2f} ×" for total in totals), ""])
     return markdown_table([f"ms on {gpu}, {options.prefill}", *columns, "measured by"], lines)

@@ -99,13 +99,9 @@ def ask_a_server(
     """
     with hosts.local_stage("opening a port"):
         sock = bind("127.0.0.1", 0) if hosts.is_leader else None
-    settings = ServerSettings(
-        model="benchmark",
-        max_queue=max(options.concurrency),
-        max_running=max_running,
-        max_frames=options.frames,
-        media_dir=Path(options.video).resolve().parent,
-    )
+    folder, clients = Path(options.video).resolve().parent, max(options.concurrency)
+    limits = {"max_queue": clients, "max_running": max_running, "max_frames": options.frames}
+    settings = ServerSettings(model="benchmark", media_dir=folder, **limits)
     measured: list[tuple[Way, list[Answer], float]] = []
     failures: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Counts calls of torch and the bytes that they move."""
+"""Counts the bytes that calls of torch move."""
 
 import copy
 from collections import Counter
@@ -16,11 +16,11 @@ _FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fr
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the calls of this thread and their bytes, by name."""
+    """Counts the bytes of this thread's calls, by name."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.bytes = Counter(), Counter()
+        self.bytes = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -29,7 +29,6 @@ class Traffic(TorchDispatchMode):
         if name not in _FREE and not is_view:
             # What is written in place is an operand, too: it counts once.
             tensors = {id(x): x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)}
-            self.calls[name] += 1
             self.bytes[name] += sum(x.nbytes for x in tensors.values())
         return result
 

@@ -89,7 +89,7 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
         states = [torch.randn(1, rows, heads, 64).transpose(1, 2) for heads in (8, 2, 2)]
         with torch.no_grad(), Traffic() as traffic:
             out = attention(*states, 64**-0.5, 0).transpose(1, 2).contiguous()
-        assert any("attention" in name for name in traffic.calls)
+        assert any("attention" in name for name in traffic.bytes)
         return sum(size for name, size in traffic.bytes.items() if "attention" not in name) / out.nbytes
 
     assert max(simulate(2, moved_per_output)) <= most
