@@ -221,11 +221,10 @@ class Batch:
 
     def _take_in(self) -> None:
         """Take the KV of those whose prefill is done; wait for the first where there is nobody else."""
-        waiting = [member for member in self._members if member.kv is None]
-        for member in waiting:
+        for member in [member for member in self._members if member.kv is None and not member.has_ended]:
             answer, ready = member.answer, member.answer.ready
             if ready is not None and not ready.query():
-                if member is not self._members[0]:
+                if any(other.kv is not None for other in self._members):
                     continue
                 ready.synchronize()
             layers = answer.decoder.cache.layers

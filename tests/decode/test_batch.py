@@ -171,18 +171,20 @@ def test_a_member_fails_alone(fails):
 
 
 def test_a_step_that_fails_may_be_taken_again(monkeypatch):
+    """Also where an answer has ended in it, for which there was no memory."""
     parts = parts_of()
-    states, batch = [prefilled("llama", number) for number in range(2)], Batch(parts)
-    members = [batch.join(state, asked(state)) for state in states]
+    states, batch = [prefilled("llama", number) for number in range(3)], Batch(parts)
+    *members, last = [batch.join(state, asked(state)) for state in states]
     for _ in range(3):
         batch.step()
     with monkeypatch.context() as patch:
+        patch.setattr(last.kv, "make_room", lambda: torch.empty(-1))  # a RuntimeError, as of an allocator
         patch.setitem(vars(parts), "lm_head", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             batch.step()
-    assert [len(member.tokens) for member in members] == [3, 3]
+    assert [len(member.tokens) for member in members] == [3, 3] and last.has_ended
     run(batch)
-    assert [member.tokens for member in members] == [alone(state, parts) for state in states]
+    assert [member.tokens for member in members] == [alone(state, parts) for state in states[:2]]
 
 
 def test_whoever_ends_lets_go_of_the_kv():
