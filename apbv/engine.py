@@ -327,9 +327,7 @@ class Engine:
         Args:
             timeline: collect a timeline of every host.
         """
-        if request.sampling.json_schema is not None:
-            request = self._with_grammar(request)
-        with self._guarded(request) as guarded:
+        with self._guarded(self._with_grammar(request)) as guarded:
             read, state, answered = self._way.answer(guarded, self._prefiller)
         self._note_what_the_demo_cannot(read)
         return self._result(read.request, state, answered, timeline, read.videos)
@@ -438,14 +436,14 @@ class Engine:
         Raises:
             RequestCancelled, ValueError, HostError: as :meth:`generate`.
         """
-        if request.sampling.json_schema is not None:
-            request = self._with_grammar(request)
-        with closing(self._prefiller.read(request)) as read:
+        with closing(self._prefiller.read(self._with_grammar(request))) as read:
             self._note_what_the_demo_cannot(read)
             return read.request, self._prefiller.run(read)
 
     def _with_grammar(self, request: Request) -> Request:
-        """Return a request with the grammar of its JSON schema; ValueError on all hosts where it is none."""
+        """Return a request with the grammar of its JSON schema, if it has one; ValueError on all hosts if not."""
+        if request.sampling.json_schema is None:
+            return request
         with self.hosts.local_stage("reading the JSON schema"):
             grammar = self.grammars.begin(request.sampling.json_schema) if self.hosts.is_leader else None
         return replace(request, grammar=grammar)

@@ -65,9 +65,6 @@ class StageTimer:
         on_stage: called with the name of each stage as it begins, in the thread that begins it.
         on_progress: called with what :meth:`progress` is told, in the thread that tells it. Of both only one call
             is under way at a time.
-
-    Attributes:
-        prefilled_on_gpu: what the GPU comes to when the prefill is done; None where no prefill on a GPU was timed.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class StageTimer:
         self._prefilled: _Moment = self._began, None
         self._first_token: _Moment | None = None
         self._bytes_before, self._bytes_of_prefill = hosts.bytes_received, 0
-        self.prefilled_on_gpu: torch.cuda.Event | None = None
 
     @contextmanager
     def stage(self, name: str, track: str | None = None) -> Iterator[None]:
@@ -123,8 +119,12 @@ class StageTimer:
     def mark_prefilled(self) -> None:
         """End the time to first token, as long as no token is chosen: the KV is there, and handed over."""
         self._prefilled = self._now("handoff")
-        self.prefilled_on_gpu = self._prefilled[1]
         self._bytes_of_prefill = self.comm_bytes
+
+    @property
+    def prefilled_on_gpu(self) -> torch.cuda.Event | None:
+        """What the GPU comes to when the prefill is done; None where no prefill on a GPU was timed."""
+        return self._prefilled[1]
 
     def mark_first_token(self) -> None:
         """End the time to first token: this process knows the token, and its caller is about to."""

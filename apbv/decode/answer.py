@@ -73,7 +73,7 @@ class Answer:
         for count, token in enumerate(new, start=1):
             if (
                 (token in self.eos_token_ids and not self.sampling.ignore_eos)
-                or len(self.tokens) + count >= self.sampling.max_new_tokens
+                or count >= self.num_left
                 or (self.stop is not None and self.stop([*self.tokens, *new[:count]]))
             ):
                 del self.logprobs[len(self.tokens) + count :]

@@ -89,7 +89,7 @@ class BatchRunner:
         self._parts = parts
         like = torch.empty(0, dtype=parts.dtype, device=parts.device)
         self._looks_up = choose(parts.backend, like) == "triton"
-        records = self._looks_up and parts.wants_graphs and may_record(parts, None)
+        records = self._looks_up and may_record(parts, None)
         self._recorded = RecordedSteps(parts) if records else None
 
     @torch.no_grad()

@@ -152,7 +152,9 @@ MOST_CAPTURED = 64
 
 
 def may_record(parts: ModelParts, hosts: HostGroup | None) -> bool:
-    """Return whether steps, which are wanted as graphs, can be recorded; warn where they cannot."""
+    """Return whether steps are recorded as graphs; warn where they are wanted, and cannot be."""
+    if not parts.wants_graphs:
+        return False
     obstacle = why_not_captured(parts, hosts)
     if obstacle is not None:
         warn_caller(f"decoding without CUDA graphs: {obstacle}")

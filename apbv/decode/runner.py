@@ -54,7 +54,7 @@ class ModelRunner:
 
     def __init__(self, parts: ModelParts, cache, hosts: HostGroup | None = None, prompt: ChosenKV | None = None):
         self._parts, self._cache, self._hosts, self._prompt = parts, cache, hosts, prompt
-        self._recorded = RecordedSteps(parts) if parts.wants_graphs and may_record(parts, hosts) else None
+        self._recorded = RecordedSteps(parts) if may_record(parts, hosts) else None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # of the recorded steps
 
     @torch.no_grad()

@@ -304,10 +304,11 @@ class HostGroup:
         if self.num_processes == 1:
             return data
         (length,) = self.broadcast_ints([len(data)] if self.is_leader else None, 1)
-        if length:
-            tensor = _bytes_tensor(data) if self.is_leader else torch.empty(length, dtype=torch.uint8)
-            data = self.start_broadcast(tensor, 0).wait().numpy().tobytes()
-        return data if length else b""
+        if not length:
+            return b""
+        tensor = _bytes_tensor(data) if self.is_leader else torch.empty(length, dtype=torch.uint8)
+        self.start_broadcast(tensor, 0).wait()
+        return data if self.is_leader else tensor.numpy().tobytes()
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Gather the same number of floats from every process, on every process: one list per process."""
@@ -348,12 +349,12 @@ class HostGroup:
 
     def start_gathering(self, tensor: Tensor) -> Exchange:
         """Start gathering a small tensor in host memory from every process; the result is ``[H * T, *shape]``."""
-        return (
-            Exchange(partial(tensor.unsqueeze, 0)) if self.num_processes == 1 else self._control.all_gather(tensor)
-        )
+        if self.num_processes == 1:
+            return Exchange(lambda: tensor[None])
+        return self._control.all_gather(tensor)
 
     def _gather_control(self, tensor: Tensor) -> Tensor:
-        return tensor[None] if self.num_processes == 1 else self.start_gathering(tensor).wait()
+        return self.start_gathering(tensor).wait()
 
     def working(self, stage: str) -> AbstractContextManager:
         """Return a context for long work outside a stage, so that other hosts go on waiting for this one."""

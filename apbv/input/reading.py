@@ -129,9 +129,8 @@ class PromptReader:
             with self._tokenizing:
                 batch = self.tokenizer(text, **options)
             return Skeleton(rendered, (), batch)
-        sounds = []
+        heard, sounds = [video.sound for video in videos if video.sound is not None], []
         for path in rendered.sounds:
-            heard = [video.sound for video in videos if video.sound is not None]
             sounds.append(self._hear(path, [*heard, *sounds]))
         return lay_out(self.parts, self.processor, rendered, videos, sounds, self._tokenizing)
 

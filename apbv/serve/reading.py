@@ -214,8 +214,8 @@ class Reader:
                     parts.append({"type": "text", "text": part.text})
                     continue
                 if len(media) == settings.max_frames:
-                    message = f"at most {settings.max_frames} videos and images are allowed"
-                    raise ApiError(400, message, param="messages")
+                    most = f"at most {settings.max_frames} videos and images are allowed"
+                    raise ApiError(400, most, param="messages")
                 _require_wanted(is_wanted)
                 sent = getattr(part, part.type)
                 is_inline = part.type == "input_audio"
