@@ -20,6 +20,8 @@ from .library_attention import choose_attention
 from .runs import BufferTable, ListedBlocks, PackedSequences, Segment, SequenceBuffers
 from .torch_attention import empty_output, result_without_keys, varlen_obstacle
 
+REDUCTIONS = ("peak", "softmax", "dot")
+
 
 def segmented_attention(
     q: Tensor,
@@ -304,9 +306,11 @@ def block_means(
         for fp64 input, except from the reference).
 
     Raises:
-        ValueError: ``center`` is of another shape.
+        ValueError: the block is not positive, or ``center`` is of another shape.
         BackendError: the back end cannot be used here.
     """
+    if block < 1:
+        raise ValueError(f"a block must have at least one row, not {block}")
     require_shapes(states=(states, "B H S D"), center=(center, "B H D"))
     chosen = choose(backend, states) if states.numel() else "torch"
     return implementation("block_scores.block_means", chosen)(states, block, center=center)
@@ -378,9 +382,13 @@ def kv_importance(
         by a rounding, as matrix products do from column to column.
 
     Raises:
-        ValueError: the question is empty, or shapes do not fit together.
+        ValueError: ``reduce`` is unknown, ``pool`` is even, the question is empty, or shapes do not fit together.
         BackendError: the back end cannot be used here.
     """
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
+    if pool < 1 or pool % 2 == 0:
+        raise ValueError(f"pool must be odd, so that a key stands in the middle of its neighbours, not {pool}")
     require_shapes(q_query=(q_query, "B Hq n_q D"), k=(k, "B Hkv T D"), lse=(lse, "B Hq n_q"))
     if q_query.shape[2] == 0:
         raise ValueError("a question of no tokens attends to nothing")

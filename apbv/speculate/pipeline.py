@@ -58,10 +58,11 @@ class PipelineStats(SpeculationStats):
     waiting: ClassVar = "wait for draft"
 
     def times(self) -> dict[str, float | None]:
-        spans = self.of_draft and self.of_draft.spans
-        draft = spans and seconds_of(spans, "draft")
-        idle = spans and seconds_of(spans, "wait for scores", "wait for verdict")
-        return super().times() | {"draft_seconds": draft, "draft_idle_seconds": idle}
+        drafting = idle = None
+        if self.of_draft is not None:
+            drafting = seconds_of(self.of_draft.spans, "draft")
+            idle = seconds_of(self.of_draft.spans, "wait for scores", "wait for verdict")
+        return super().times() | {"draft_seconds": drafting, "draft_idle_seconds": idle}
 
     def summary(self, num_new_tokens: int) -> dict:
         """Return the figures for JSON, with all drafted tokens, useless windows included, as ``num_written``."""

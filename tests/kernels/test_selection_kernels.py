@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from apbv.kernels import kv_importance, reference, select_topk
+from apbv.kernels import block_means, kv_importance, reference, select_topk
 
 from attention_cases import randn
 from device import DEVICE, TRITON_DTYPES
@@ -140,6 +140,9 @@ def test_no_keys_have_no_importance_and_what_cannot_be_is_refused():
     assert kv_importance(*make_inputs(0, 5, 4, 64, torch.float32), 0.1, pool=5).shape == (BATCH, KV_HEADS, 0)
     q, k, scores, out = map(torch.zeros, ((1, 4, 5, 16), (1, 2, 9, 16), (1, 2, 9), (2, 1, 2, 3, 16)))
     for operator, *arguments, options, message in (
+        (kv_importance, q, k, 1.0, {"reduce": "magic"}, "reduce must be one of peak, softmax, dot, not 'magic'"),
+        (kv_importance, q, k, 1.0, {"pool": 2}, "pool must be odd"),
+        (block_means, k, 0, {}, "a block must have at least one row, not 0"),
         (
             kv_importance,
             q,

@@ -13,8 +13,10 @@ from apbv import HostGroup
 from apbv.config import SamplingParams
 from apbv.decode.answer import generate_tokens
 from apbv.speculate.pace import TRIAL_PASSES, Pace, best_window, passes_lost
+from apbv.speculate.pipeline import DraftReport, PipelineStats
 from apbv.speculate.serial import generate_speculatively
 from apbv.speculate.tree import Tree
+from apbv.stats import Recorder
 
 from answers import answer_by
 from drafters import PATTERNS, STEPS, ScriptedDrafter, ScriptedTree, decoders
@@ -141,3 +143,14 @@ def test_a_losing_draft_is_switched_off_on_all_hosts_and_a_winning_one_kept(pool
         assert 3 < figures["switched_off_after"] < STEPS - 5 and figures["mean_accepted_tokens"] == 1
         assert figures["rounds"] < figures["num_target_forwards"] == STEPS - 1
         assert seconds <= STEPS - 1 + TRIAL_PASSES + 2 * 2.5  # the first round, and the last
+
+
+# ---- the figures ----
+
+
+def test_a_draft_beside_that_had_nothing_to_do_took_no_time():
+    """Which is 0 seconds; only those of a draft that was lost are not known."""
+    stats = PipelineStats(record=Recorder("decoding"))
+    assert stats.times()["draft_seconds"] is stats.times()["draft_idle_seconds"] is None
+    stats.of_draft = DraftReport(num_drafted=0, bytes_received=0, spans=[])
+    assert (stats.times()["draft_seconds"], stats.times()["draft_idle_seconds"]) == (0, 0)
