@@ -4,7 +4,7 @@ Keys and values are ``[B, Hkv, T, D]``, post-RoPE. In a sharded cache each token
 within a host, rows are in token order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..hosts import Exchange, HostGroup
+from ..hosts import HostGroup
 from ..layout import ContextLayout, intersect
 from ..transfer import to_device
 
@@ -260,6 +260,7 @@ class ShardedCache(Cache):
     def __init__(self, num_layers: int, layout: ContextLayout, host: int, keep_query: bool = True):
         super().__init__(layers=[])
         self.host, self.layout, self.layouts = host, layout, []
+        self._transfers: Iterator[None] | None = None
         self.add_layers(num_layers, layout, keep_query)
 
     def add_layers(self, count: int, layout: ContextLayout, keep_query: bool = True) -> None:
@@ -319,28 +320,51 @@ class ShardedCache(Cache):
         Raises:
             HostError: a host failed meanwhile.
         """
-        gathered = DynamicCache()
         if hosts.size == 1:
+            gathered = DynamicCache()
             for share in self.layers:
                 gathered.layers.append(GrowingLayer())
                 gathered.layers[-1].hold(share.keys, share.values)
                 gathered.layers[-1].buffers = share.buffers if releases else None
             return gathered
-        exchange = self._start_gather(0, hosts, to_host)
-        for index, share in enumerate(self.layers):
-            shares, owned = exchange.wait(), [self.owned_spans(host, index) for host in range(hosts.size)]
-            if releases:
-                share.keys = share.values = share.buffers = None
-            if index + 1 < len(self.layers):
-                exchange = self._start_gather(index + 1, hosts, to_host)
-            if hosts.rank == to_host:
-                gathered.layers.append(_in_position_order(shares, owned))
+        if self._transfers is None:
+            self._transfers = self._transfer(hosts, to_host, releases)
+        for _ in self._transfers:
+            pass
+        gathered, self._gathered, self._transfers = self._gathered, None, None
         return gathered if hosts.rank == to_host else None
 
-    def _start_gather(self, index: int, hosts: HostGroup, to_host: int) -> Exchange:
-        layer = self.layers[index]
-        counts = [sum(map(len, self.owned_spans(host, index))) for host in range(hosts.size)]
-        return hosts.gather_rows(torch.stack([layer.keys, layer.values]), counts, to_host, dim=3)
+    def gather_behind_each(self, attention: Callable[..., Tensor], hosts: HostGroup) -> Callable[..., Tensor]:
+        """Return an attention behind which each layer's KV leaves for host 0; :meth:`gather` waits for the last.
+
+        For one forward pass over all layers, on every host. The KV travels beside the layers' MLPs, when nothing
+        else does.
+        """
+        self._transfers = self._transfer(hosts, 0, releases=True)
+
+        def attend(*args, **kwargs) -> Tensor:
+            out = attention(*args, **kwargs)
+            next(self._transfers)
+            return out
+
+        return attend
+
+    def _transfer(self, hosts: HostGroup, to_host: int, releases: bool) -> Iterator[None]:
+        """Send one layer after the other to join the others in ``_gathered``; yield while each is on its way."""
+        self._gathered = DynamicCache()
+        for index, share in enumerate(self.layers):
+            spans = [self.owned_spans(host, index) for host in range(hosts.size)]
+            counts = [sum(map(len, owned)) for owned in spans]
+            exchange = hosts.gather_rows(torch.stack([share.keys, share.values]), counts, to_host, dim=3)
+            if releases:
+                share.keys = share.values = share.buffers = None
+            try:
+                yield
+            finally:  # also where the prefill has ended: what is on its way must not be freed
+                shares = exchange.wait()
+            if hosts.rank == to_host:
+                self._gathered.layers.append(_in_position_order(shares, spans))
+            del exchange, shares
 
 
 def _in_position_order(shares: list[Tensor], spans: list[list[range]]) -> GrowingLayer:

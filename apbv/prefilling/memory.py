@@ -1,8 +1,8 @@
 """Estimates what a prefill takes in memory on every host, refuses what cannot fit, and explains what ran out.
 
 The estimate needs a model's config and a layout of the prompt; nothing runs. First the vision tower encodes, chunk
-by chunk, into the embeddings of the host's tokens. Then the layers run, each of which leaves the KV that the host
-keeps. Then the KV goes to host 0, where it is gathered.
+by chunk, into the embeddings of the host's tokens. Then the layers run. The KV of each stays where it is computed,
+or goes to host 0: while the next layer runs, or behind the last one.
 """
 
 import gc
@@ -105,15 +105,17 @@ def host_memory(
     encoding = {"embeddings": max(num_visual, num_encoded) * hidden * (1 + sizes.deepstack)}
     encoding["a video chunk"] = chunk
     # A layer that has come and the next, which is coming; on other hosts copies of what they send.
-    moving = 2 * (gathered_row or num_kept * kv_row) * leaves
+    gathered = {"KV": max(sizes.layers * gathered_row, kept)}
+    gathered["layers on their way"] = 2 * (gathered_row or num_kept * kv_row) * leaves
     stages = {
         "encoding": encoding,
-        "prefill": {"KV kept here": kept, "activations": layer, "passing KV": passing},
-        "handoff": {"KV": max(sizes.layers * gathered_row, kept), "layers on their way": moving},
+        "prefill": {**gathered, "activations": layer, "passing KV": passing},
+        "handoff": gathered,
     }
     states = num_rows * (hidden + query + kv_row)
     depth = certain_depth or sizes.layers
-    certain = {"prefill": (depth - 1) * num_kept * kv_row + states, "handoff": depth * gathered_row}
+    stays = (depth - 1) * num_kept * kv_row * (not leaves or host == 0)
+    certain = {"prefill": stays + states, "handoff": depth * gathered_row}
     return HostMemory(kept, stages, certain)
 
 

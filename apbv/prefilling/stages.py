@@ -194,6 +194,9 @@ def run_stage(
     if stage.tokens is None and stage.layout.anchor_copy:
         _move_copy(positions, inputs.position_ids, stage.layout.anchor_copy)
     attention = asking_before_each(method, hosts, stop) if stop is not None else method
+    is_only_pass = len(layers) == parts.num_layers and stage.layout.is_split and not method.separate_query
+    if is_only_pass and hosts.size > 1 and method.config.kv == "gathered" and method.config.overlap:
+        attention = cache.gather_behind_each(attention, hosts)
     with _shown_to(watcher, stage, decoder, attention, has_question=not method.separate_query) as attention:
         held, rows.local = [rows.local], None
         result.local = _run(parts, decoder, held, positions, past_key_values=cache, apbv=attention, **extra)
