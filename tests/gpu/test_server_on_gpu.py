@@ -1,18 +1,20 @@
-"""The server on a pretended GPU: one thread prefills while another decodes, and the answers are the CPU's."""
+"""The server on pretended GPUs: one thread prefills while another decodes, and the answers are the CPU's."""
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
-from apbv import Engine, HostGroup, demo
+from apbv import Engine, HostGroup, PrefillConfig, ReduceConfig, SparseConfig, demo
 from apbv.kv.remote import RemoteKV
 from apbv.kv.ticket import Ticket
 
 from pretend_gpu import rehearsal, to_gpu
 from rehearsals import on_gpus, resizing_as_on_gpu
-from servers import InProcess
+from servers import InProcess, follow_server
 
+FOLDER: Path = demo.video_path().parent
 VIDEO = {"type": "video_url", "video_url": {"url": demo.video_path().name}}
 QUESTIONS = {
     "name the letters in order": {"max_tokens": 8},
@@ -22,10 +24,11 @@ QUESTIONS = {
 }
 
 
-def answers(engine: Engine) -> list:
-    """What four clients get that ask at the same time, and one that wants the KV of its prompt."""
-    limits = {"media_dir": demo.video_path().parent, "max_model_len": 512}
-    app = InProcess(model=engine, hands_over=True, **limits)
+def answers(engine: Engine) -> list | None:
+    """What four clients get that ask at the same time, and one that wants the KV of a whole prompt; on host 0."""
+    if not engine.hosts.is_leader:
+        return follow_server(engine, FOLDER)
+    app = InProcess(model=engine, hands_over=True, media_dir=FOLDER, max_model_len=512)
 
     async def ask(text: str, **fields) -> dict:
         messages = [{"role": "user", "content": [VIDEO, {"type": "text", "text": text}]}]
@@ -36,15 +39,18 @@ def answers(engine: Engine) -> list:
 
     async def ask_all() -> list:
         asked = [ask(text, **fields) for text, fields in QUESTIONS.items()]
-        *told, handed = await asyncio.gather(*asked, ask("why", kv_transfer_params={"do_remote_decode": True}))
-        num_layers = await asyncio.to_thread(fetch, Ticket.from_params(handed["kv_transfer_params"]))
-        return [num_layers, *([choice["token_ids"] for choice in each["choices"]] for each in [*told, handed])]
+        if engine.prefill_config.reduce is None:
+            asked.append(ask("why", kv_transfer_params={"do_remote_decode": True}))
+        replies = await asyncio.gather(*asked)
+        for reply in replies[len(QUESTIONS) :]:
+            await asyncio.to_thread(fetch, Ticket.from_params(reply["kv_transfer_params"]))
+        return [[choice["token_ids"] for choice in reply["choices"]] for reply in replies]
 
-    def fetch(ticket: Ticket) -> int:
+    def fetch(ticket: Ticket) -> None:
         with RemoteKV(ticket) as remote:
-            found = [keys.isfinite().all() for keys, _ in remote.layers(range(ticket.num_tokens))]
+            layers = [keys.isfinite().all() for keys, _ in remote.layers(range(ticket.num_tokens))]
             remote.confirm()
-        return sum(map(int, found))
+        assert len(layers) == engine.parts.num_layers and all(layers)
 
     try:
         return app.loop.run_until_complete(ask_all())
@@ -52,15 +58,36 @@ def answers(engine: Engine) -> list:
         app.close()
 
 
-@pytest.mark.thorough
-def test_a_server_answers_several_clients_as_on_a_cpu():
+def serve_job(hosts: HostGroup, prefill: PrefillConfig, shares_gpu: bool) -> tuple:
+    """What clients get of the CPU and of GPUs; on host 0 also whether its batch was replayed."""
     with resizing_as_on_gpu():
-        engine = Engine.from_pretrained("demo", hosts=HostGroup.single("cpu"), dtype="float32")
+        engine = Engine.from_pretrained("demo", hosts=hosts, prefill=prefill, dtype="float32")
         expected = answers(engine)
         with rehearsal() as gpu:
-            on_gpu = Engine(to_gpu(engine.model, gpu), engine.processor, on_gpus(HostGroup.single("cpu")))
+            there = on_gpus(hosts, shares_gpu)
+            on_gpu = Engine(to_gpu(engine.model, gpu, there.device.index), engine.processor, there, prefill)
             on_gpu.warm_up(in_batch=True)
             gpu.reset()
             found = answers(on_gpu)
-    assert found == expected and len(expected[4]) == 2 and expected[0] == on_gpu.parts.num_layers
-    assert gpu.events.of("replay") and not [name for name, _ in gpu.events.waits if name == "synchronize"]
+            waits = [name for name, _ in gpu.events.waits if name == "synchronize"]
+            return expected, found, bool(gpu.events.of("replay")), waits
+
+
+SHORT = {"anchor_len": 4, "passing_len": 4}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("num_hosts", "shares_gpu", "prefill"),
+    [
+        (1, False, {}),
+        (3, False, {"reduce": ReduceConfig(method="dycoke", ratio=0.5), **SHORT}),
+        (2, True, {"sparse": SparseConfig(method="spargeattn", block_size=32), **SHORT}),
+    ],
+)
+def test_a_server_answers_several_clients_as_on_a_cpu(pool, num_hosts, shares_gpu, prefill):
+    (expected, found, replays, _), *_ = results = pool.run(
+        num_hosts, serve_job, PrefillConfig(**prefill), shares_gpu
+    )
+    assert found == expected and len(expected[3]) == 2
+    assert replays and not any(waits for *_, waits in results)

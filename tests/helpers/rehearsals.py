@@ -86,14 +86,18 @@ def rehearse(hosts: HostGroup, case: Case, clip: Path) -> tuple[list[int], list[
             return on_cpu, case.ask(engine, clip), gpu.events
 
 
-def on_gpus(hosts: HostGroup) -> HostGroup:
-    """These hosts, each with a GPU of its own and NCCL; collective, in a rehearsal."""
-    device = torch.device("cuda", hosts.rank)
+def on_gpus(hosts: HostGroup, shares_gpu: bool = False) -> HostGroup:
+    """These hosts, each with a GPU of its own and NCCL, or all with the first; collective, in a rehearsal."""
+    device = torch.device("cuda", 0 if shares_gpu else hosts.rank)
     torch.cuda.set_device(device)
     if hosts.size == 1:
         return HostGroup.single(device)
     level_group_counts(hosts._gather_control)
-    group = gpu_groups(dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT))
+    ranks, timeout = dist.get_process_group_ranks(hosts.process_group), timedelta(seconds=GROUP_TIMEOUT)
+    if shares_gpu:
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    else:
+        group = gpu_groups(ranks, timeout)
     return HostGroup.from_process_group(group, device, GROUP_TIMEOUT)
 
 

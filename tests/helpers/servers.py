@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from apbv import Engine, HostGroup
 from apbv.kv.offers import Offers
 from apbv.serve.app import build_app
-from apbv.serve.executor import Executor
+from apbv.serve.executor import Executor, follow
 from apbv.serve.media import PrivateFiles
 from apbv.serve.metrics import Metrics
 from apbv.serve.reading import Reader
@@ -203,8 +203,7 @@ class InProcess:
         limits = Limits(max_queue=max_queue, max_kv_bytes=2**30, token_bytes=2**10, max_running=max_running)
         reader = Reader(engine, settings, self.private_files, limits.max_tokens)
         self.scheduler = scheduler = Scheduler(limits, Metrics("demo"))
-        patient = {"host": "127.0.0.1", "seconds": 3600.0, "on_end": scheduler.end_offer}
-        self.offers = Offers(engine.hosts, **patient) if hands_over else None
+        self.offers = offering(engine, on_end=scheduler.end_offer) if hands_over else None
         self.worker = Worker(Executor(engine, engine.hosts, self.offers), reader, scheduler)
         self.app = build_app(self.worker, scheduler, settings)
         self.worker.start(on_stop=lambda: None, on_end=lambda: None)
@@ -221,6 +220,17 @@ class InProcess:
         self.loop.run_until_complete(self.client.aclose())
         self.loop.close()
         self.private_files.close()
+
+
+def offering(engine: Engine, **options) -> Offers:
+    """Where this host offers KV, which others have an hour to fetch; collective."""
+    return Offers(engine.hosts, seconds=3600.0, **options)
+
+
+def follow_server(engine: Engine, media_dir: Path) -> None:
+    """Do what host 0's app wants of the other hosts, until it ends."""
+    with PrivateFiles() as files, closing(offering(engine)) as offers:
+        follow(Executor(engine, engine.hosts, offers), media_dir, files, threading.Event())
 
 
 def post(app: InProcess, path: str, headers: dict | None = None, **body) -> httpx.Response:
