@@ -1,5 +1,6 @@
 """Which back ends of attention work here, why the others do not, and every operator against fp64."""
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -34,7 +35,8 @@ _ALLOWED, _ALLOWED_IN_FP32, _ALLOWED_OF_HALF = 4.0, 256.0, 2048.0
 
 def backend_checks(hosts: HostGroup) -> Iterable[Check]:
     """List the back ends, and who is chosen for what."""
-    return [*(Check(name, partial(back_end, name)) for name in BACKENDS), Check("chosen", chosen)]
+    each = [Check(name, partial(back_end, name)) for name in BACKENDS]
+    return [*each, Check("chosen", chosen), Check("a new length", new_length)]
 
 
 def operator_checks(hosts: HostGroup) -> Iterable[Check]:
@@ -90,8 +92,36 @@ def chosen(hosts: HostGroup) -> Found:
     windows = ("flash_attn", "torch") if hosts.device.type == "cuda" else ()
     usable = [n for n in windows if not torch_attention.varlen_obstacle(n, hosts.device, dtype, _TOWER_HEAD_DIM)]
     found["a vision tower's windows"] = f"{usable[0]}, in one call" if usable else "torch, one after the other"
-    text = ", ".join(f"{kind}: {name}" for kind, name in found.items())
-    return f"{text} ({dtype_name(dtype)})", {"chosen": found}
+    text = ", ".join(f"{kind}: {name}" for kind, name in found.items()) + f" ({dtype_name(dtype)})"
+    if hosts.device.type == "cuda" and (better := _better_library(*capability(hosts.device))):
+        text += f"; {better} is faster on this GPU: install it"
+    return text, {"chosen": found}
+
+
+def _better_library(major: int, minor: int) -> str | None:
+    """Return the FlashAttention that is made for a generation of GPUs, unless it can be imported."""
+    best = {8: (2, "flash-attn"), 9: (3, "FlashAttention 3"), 10: (4, "flash-attn-4")}.get(major)
+    found = library_attention.flash_version(major)
+    return best[1] if best is not None and (found or 0) < best[0] else None
+
+
+def new_length(hosts: HostGroup) -> Found:
+    """Time every back end's first attention over a length, and its second: some plan each shape anew."""
+    device = hosts.device
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    found: dict[str, list[float]] = {}
+    for name in BACKENDS:
+        if obstacle(name, device, dtype)[0] is not None:
+            continue
+        draw, milliseconds = Draw(device, dtype), []
+        for rows in (300, 301, 301):  # the first call ever loads and compiles as well
+            q, pair = draw.queries(rows), draw.kv(rows)
+            began = time.perf_counter()
+            kernels.segmented_attention(q, [pair], _SCALE, causal_last=True, backend=name)[0].sum().item()
+            milliseconds.append(1e3 * (time.perf_counter() - began))
+        found[name] = milliseconds[1:]
+    text = ", ".join(f"{name} {first:.2g} ms, then {then:.2g} ms" for name, (first, then) in found.items())
+    return text, {"milliseconds": found}
 
 
 def compare(operator: str, hosts: HostGroup) -> Found:
