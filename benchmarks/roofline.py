@@ -7,6 +7,7 @@
 Operators are those of operators.py in bf16, with the heads of Qwen2.5-VL-7B, at the peaks of data sheets (of the
 fastest GPU with the name), which no kernel reaches: a measured time is longer. A prefill is that of a text, by
 ``full`` on one GPU and by the others on all hosts, at the shares of the peaks that kernels are supposed to reach.
+``APBV_BACKEND=torch`` takes no fused kernels for what is neither attention nor a matrix product.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 import torch
 
 from apbv import PrefillConfig
+from apbv.kernels.backends import requested
 
 from support.arguments import COUNT
 from support.cost_model import ATTENTION, HostCost, Shape, cost_of_prompt
@@ -52,9 +54,8 @@ def operators(options: argparse.Namespace) -> str:
         num_bytes, times = case.bytes(torch.bfloat16), []
         for gpu in options.gpus:
             flops, bandwidth, _ = PEAKS[gpu]
-            arithmetic, memory = 1e3 * case.flops / flops, 1e3 * num_bytes / bandwidth
-            bound = "arithmetic" if arithmetic > memory else "memory"
-            times.append(f"{max(arithmetic, memory):.3g} ms ({bound})")
+            least, bound = max((case.flops / flops, "arithmetic"), (num_bytes / bandwidth, "memory"))
+            times.append(f"{1e3 * least:.3g} ms ({bound})")
         lines.append([case.op, case.label, f"{case.flops / 1e9:.3g}", f"{num_bytes / 1e6:.3g}", *times])
     return markdown_table(["operator", "case", "GFLOP", "MB", *options.gpus], lines)
 
@@ -66,9 +67,9 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         element_wise: the bytes of all layers' calls that are neither attention nor matrix products.
         others: the bytes of the KV that other hosts hold, and host 0 gets.
     """
-    flops, bandwidth, link = PEAKS[gpu]
+    flops, bandwidth, link = (each / 1e3 for each in PEAKS[gpu])
     products, attention = REACHED["products"] * flops, REACHED["attention"] * flops
-    seconds = {
+    return {
         "attention": sum(cost.flops[part] for part in ATTENTION) / attention,
         "choosing what is passed on": cost.flops["scoring"] / attention,
         "projections": cost.flops["projections"] / products,
@@ -77,7 +78,6 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         "exchange": cost.received.total() / (REACHED["links"] * link),
         "hand-over": others / (REACHED["links"] * link),
     }
-    return {part: 1e3 * value for part, value in seconds.items()}
 
 
 def prefill(options: argparse.Namespace, gpu: str) -> str:
@@ -88,7 +88,7 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
         layout, costs = cost_of_prompt(shape, hosts, prompt, PrefillConfig(method=method))
         host = max(range(hosts), key=lambda each: costs[each].total_flops)
         rows = sum(map(len, layout.local_spans(host)))
-        moved = shape.layers * element_wise_bytes(config, rows)
+        moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
         others = sum(each.kv_bytes for each in costs[1:])
         columns[f"`{method}`, {hosts}"] = milliseconds(costs[host], gpu, moved, others)
     totals = [sum(parts.values()) for parts in columns.values()]
@@ -114,8 +114,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    tables = [prefill(options, gpu) for gpu in options.gpus] if options.prefill else [operators(options)]
-    print("\n\n".join(tables))
+    print("\n\n".join(prefill(options, gpu) for gpu in options.gpus) if options.prefill else operators(options))
     return 0
 
 

@@ -6,6 +6,8 @@ installed and imported as ``apbv.kernels``:
 - ``operators.py`` documents and checks the public functions;
 - for each family of operators ``torch_<family>.py`` and ``triton_<family>.py`` implement them with the same
   signatures, but for ``varlen_attention``, which needs no kernel of ours;
+- ``triton_elementwise.py`` has what a decoder computes between its matrix products, defined by transformers'
+  modules;
 - ``visual_scores.py`` has the scores of visual tokens, which need none either, nor a choice of back ends;
 - :mod:`apbv.kernels.reference` defines in fp64 what every implementation must return.
 

@@ -43,7 +43,7 @@ class ModelRunner:
     """Runs a language model over new tokens, and appends their KV to a cache.
 
     On a GPU, steps of one size are recorded as a CUDA graph where that is possible (:mod:`.graphs`): a step of a
-    7B model launches a thousand kernels, which takes longer than to compute them.
+    7B model launches hundreds of kernels, which takes longer than to compute them.
 
     Args:
         parts: the model.

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..config import DecodeConfig
 from ..kernels.library_attention import require_usable
 from ..layout import split_evenly
 from .digest import SAMPLED_PROJECTIONS, weights_digest
+from .fused import with_fused_kernels
 
 TEXT_FAMILIES = ("llama", "qwen2", "qwen3")
 OMNI_THINKER = "qwen2_5_omni_thinker"  # Qwen2.5-Omni without the talker, which speaks
@@ -79,7 +80,8 @@ class ModelParts:
     Attributes:
         model: the whole model, as the caller passed it.
         family: its ``model_type``.
-        language_model: the decoder without its head; what runs sequence-parallel.
+        language_model: the decoder without its head; what runs sequence-parallel. It shares weights and hooks with
+            the model's own where fused kernels can be used (:mod:`apbv.model.fused`); else it is that.
         lm_head: hidden states ``[1, S, d]`` to logits ``[1, S, V]``.
         video_token_id, image_token_id: the placeholders in ``input_ids``; None for text-only models.
         audio_token_id: likewise for audio; None for models that do not hear.
@@ -304,7 +306,9 @@ def inspect_model(model: PreTrainedModel, backend: str = "auto", decode: DecodeC
     )
     groups = parts.sizes.heads // parts.sizes.kv_heads
     require_usable(backend, parts.device, parts.dtype, parts.head_dim, groups)
-    return parts
+    # To try an MLP that is shared out would be collective.
+    backend = backend if parts.tensor_parallel[1] == 1 else "torch"
+    return replace(parts, language_model=with_fused_kernels(language_model, backend, parts.embed_tokens.weight))
 
 
 def require_supported(config: PreTrainedConfig) -> str:

@@ -36,8 +36,10 @@ def rows_in_chunks(parts: ModelParts, most_rows: int, chunk_bytes: int | None = 
         chunk_bytes: what a chunk's intermediate results may take; None: as :data:`CHUNK_BYTES` says.
     """
     decoder, itemsize = parts.language_model, parts.dtype.itemsize
-    # Of a row a norm holds copies in fp32, and the result before its weights.
+    # Of a row a norm of several calls holds copies in fp32, and the result before its weights.
     norm_rows = chunk_rows(parts.device, parts.hidden_size * (4 * _FP32_COPIES_OF_NORM + itemsize), chunk_bytes)
+    if getattr(decoder.norm, "is_fused", False):
+        norm_rows = most_rows  # which holds nothing but its result
     mlp_width = parts.sizes.intermediate // parts.tensor_parallel[1]
     mlp_rows = chunk_rows(parts.device, mlp_row_bytes(mlp_width, itemsize), chunk_bytes)
     modules = [(decoder.norm, norm_rows)]

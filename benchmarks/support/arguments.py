@@ -41,9 +41,8 @@ _SHARED = {
 def add_shared(parser: argparse._ActionsContainer, *names: str, **defaults) -> None:
     """Add options that are described here, those with a default by keyword."""
     for name in (*names, *defaults):
-        parser.add_argument(
-            f"--{name}", **{**_SHARED[name], "default": defaults.get(name, _SHARED[name].get("default"))}
-        )
+        own = {"default": defaults[name]} if name in defaults else {}
+        parser.add_argument(f"--{name}", **_SHARED[name] | own)
 
 
 def add_clip_options(parser: argparse._ActionsContainer, clips: int, shots: int) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import string
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -79,9 +79,8 @@ def table(records: Iterable[dict], columns: Columns) -> str:
     return markdown_table(columns, [[cell(record, column) for column in columns.values()] for record in records])
 
 
-def markdown_table(header: Iterable, rows: Iterable[Sequence], align: str = "---:") -> str:
+def markdown_table(header: Collection, rows: Iterable[Sequence], align: str = "---:") -> str:
     """Format rows of cells under a header as a Markdown table."""
-    header = list(header)
     lines = [header, [align] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 

@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModel, PreTrainedConfig
 
+from apbv.model.fused import fused_forwards, with_forwards
+
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh")
+_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "lift_fresh", "_unsafe_view")
 
 
 class Traffic(TorchDispatchMode):
@@ -34,8 +36,12 @@ class Traffic(TorchDispatchMode):
 
 
 @torch.no_grad()
-def element_wise_bytes(config: PreTrainedConfig, num_rows: int) -> int:
-    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel runs."""
+def element_wise_bytes(config: PreTrainedConfig, num_rows: int, is_fused: bool = True) -> int:
+    """Count the bytes of a layer's calls that are neither attention nor matrix products; no kernel runs.
+
+    Args:
+        is_fused: whether norms, MLPs and rotary positions are computed by fused kernels.
+    """
     AttentionInterface.register("no_attention", lambda _, q, *states, **options: (q.transpose(1, 2), None))
     moved = []
     for num_layers in (1, 2):  # what the second adds is one layer's
@@ -43,6 +49,9 @@ def element_wise_bytes(config: PreTrainedConfig, num_rows: int) -> int:
         text.num_hidden_layers, text._attn_implementation = num_layers, "no_attention"
         with torch.device("meta"), Traffic() as traffic:
             model = AutoModel.from_config(text, dtype=torch.bfloat16)
+            if is_fused:  # for the kernels stand calls that read and write the same
+                calls = (lambda states, weight, _: states * weight, torch.mul, torch.addcmul)
+                model = with_forwards(model, fused_forwards(model, *calls))
             rows = torch.empty(1, num_rows, text.hidden_size, dtype=torch.bfloat16)
             places, mask = torch.arange(num_rows)[None], torch.empty(1, 1, 1, 1)
             traffic.bytes.clear()

@@ -95,16 +95,18 @@ def test_attention_writes_its_results_where_they_are_wanted(method, most):
     assert max(simulate(2, moved_per_output)) <= most
 
 
-def test_an_unfused_layer_moves_what_its_calls_read_and_write():
+def test_a_layer_moves_what_its_calls_read_and_write():
     shape = config_of("llama-small")
+    rotated = (shape.num_attention_heads + shape.num_key_value_heads) * shape.head_dim
+    # In bf16 two residuals, two norms, a product of gate and up, and heads and their angles.
+    fused = 2 * (10 * shape.hidden_size + 3 * shape.intermediate_size + 2 * rotated + 4 * shape.head_dim)
     one, two, three = (element_wise_bytes(shape, rows) for rows in (64, 128, 192))
-    assert three - two == two - one
-    # Two residuals, an activation and a product, in bf16; besides norms and rotary positions.
-    assert (two - one) / 64 > 2 * (6 * shape.hidden_size + 5 * shape.intermediate_size)
+    assert three - two == two - one == 64 * fused
+    assert element_wise_bytes(shape, 64, is_fused=False) > 2 * one
 
 
 def test_a_prefill_is_predicted_by_its_parts(capsys):
-    tokens, shape = 4096, config_of("llama-small")
+    tokens, shape = 32_768, config_of("llama-small")
     sizes = ["--prefill", "llama-small", "--tokens", str(tokens), "--hosts", "2"]
     roofline.main([*sizes, "--gpus", "H200"])
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]

@@ -14,6 +14,7 @@ from apbv.kernels import (
     merge_states,
     segmented_attention,
     select_topk,
+    triton_elementwise,
     triton_merging,
     verify_attention,
 )
@@ -65,12 +66,19 @@ def rank(guard):
     select_topk(guard(scores), k, v, 7, out, backend="triton")
 
 
+def between_products(guard):
+    triton_elementwise.rms_norm(guard(torch.randn(1, 5, 40)), guard(torch.ones(40)), 1e-6)
+    triton_elementwise.silu_product(guard(torch.randn(1, 5, 40)), guard(torch.randn(1, 5, 40)))
+    angles = (guard(torch.randn(1, 5, 40)) for _ in range(2))
+    triton_elementwise.rotated(guard(torch.randn(1, 5, 3, 40)).transpose(1, 2), *angles)
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_nothing_outside_is_read(behind):
     """In a process of its own, which touching a guard page would end."""
 
     def run():
-        for operator in (attend, attend_masked, merge, rank):
+        for operator in (attend, attend_masked, merge, rank, between_products):
             print(operator.__name__, flush=True)
             operator(lambda tensor: guarded(tensor, behind))
 

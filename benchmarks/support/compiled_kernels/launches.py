@@ -21,6 +21,7 @@ from apbv.kernels import (
     triton_batch_attention,
     triton_block_scores,
     triton_block_sparse,
+    triton_elementwise,
     triton_importance,
     triton_merging,
 )
@@ -68,14 +69,11 @@ def compile_launches(capability: int, call: Callable[[], object]) -> list[tuple[
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         launched[kernel.hash] = self.__name__, kernel
 
-    def generation(device: torch.device) -> tuple[int, int]:
-        return capability // 10, SHARED_MEMORY[capability]
-
     triton_attention._plan_verification.cache_clear()  # the plans are those of another GPU
     triton.runtime.driver.set_active(AbsentGPU(capability))
     with (
         patch.object(JITFunction, "run", compile_only),
-        patch.object(triton_attention, "_generation", generation),
+        patch.object(triton_attention, "_generation", lambda _: (capability // 10, SHARED_MEMORY[capability])),
     ):
         call()
     return list(launched.values())
@@ -168,6 +166,14 @@ def selection() -> None:
     triton_importance.gather_rows(k, v, indices, torch.empty(2, 1, _KV_HEADS, 1024, 128, dtype=_HALF))
 
 
+def element_wise() -> None:
+    """Normalize, activate and rotate 8,001 tokens."""
+    q = torch.empty(1, 8001, _QUERY_HEADS, 128, dtype=_HALF)
+    triton_elementwise.rms_norm(q.flatten(2), q[0, 0].flatten(), 1e-6)
+    triton_elementwise.silu_product(q, q)
+    triton_elementwise.rotated(q.transpose(1, 2), q[:, :, 0], q[:, :, 0])
+
+
 # By name; together they launch every kernel. 26 tokens, of 7 query heads for each of K and V, are more rows than
 # one tile has.
 CALLS: dict[str, Callable[[], None]] = {
@@ -182,6 +188,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "means of blocks": block_means,
     "merge": merge,
     "merge in a block's place": merge_separate,
+    "element-wise": element_wise,
     "importance, peak": partial(importance, "peak"),
     "importance, dot": partial(importance, "dot"),
     "selection": selection,

@@ -1,0 +1,111 @@
+"""A decoder whose norms, MLPs and rotary positions are computed by fused kernels, beside the one as it was.
+
+A decoder layer of transformers calls torch for each step between its matrix products: each reads and writes all
+rows, and is launched by itself. What is run here shares weights, submodules and hooks with the model: of a module
+with fused kernels there is another one, of a subclass with another ``forward``, and of those around it. The model
+itself, and whoever else runs it, sees nothing of that.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from ..kernels.backends import choose, implementation, mistake_of
+from ..warn import warn_caller
+
+_ROTARY = "apply_rotary_pos_emb"
+
+
+@torch.no_grad()
+def with_fused_kernels(decoder: nn.Module, backend: str, like: Tensor) -> nn.Module:
+    """Return a decoder with the same weights, and fused kernels where these are right; else itself.
+
+    Each is tried on a few rows against the module that it stands in for, and left out, with a warning, if wrong.
+
+    Args:
+        backend: as in :class:`apbv.PrefillConfig`; the kernels are Triton's.
+        like: of the device and the dtype of the hidden states.
+
+    Raises:
+        BackendError: Triton is asked for and cannot be used.
+    """
+    if choose(backend, like) != "triton":
+        return decoder
+    names = ("rms_norm", "silu_product", "rotated")
+    forwards = fused_forwards(decoder, *(implementation(f"elementwise.{name}", "triton") for name in names))
+    for module in {type(each): each for each in decoder.modules() if type(each) in forwards}.values():
+        if mistake := _mistake(module, forwards[type(module)], like):
+            del forwards[type(module)]
+            warn_caller(f"a fused kernel is not used for {type(module).__name__}: {mistake}")
+    return with_forwards(decoder, forwards)
+
+
+def fused_forwards(decoder: nn.Module, rms_norm: Callable, silu_product: Callable, rotated: Callable) -> dict:
+    """Return by its class another ``forward`` for what is known here of a decoder's modules.
+
+    Args:
+        rms_norm, silu_product, rotated: as in :mod:`apbv.kernels.triton_elementwise`.
+    """
+
+    def norm(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+
+    found: dict[type, Callable] = {}
+    for module in decoder.modules():
+        kind, children = type(module), set(module._modules)
+        if set(module._parameters) == {"weight"} and hasattr(module, "variance_epsilon"):
+            found[kind] = norm
+        elif children == {"gate_proj", "up_proj", "down_proj", "act_fn"} and type(module.act_fn) is SiLUActivation:
+            found[kind] = mlp
+        elif _ROTARY in kind.forward.__code__.co_names:
+            # The class's own code, for which one global name means something else.
+            own, names = kind.forward, {**kind.forward.__globals__, _ROTARY: rotary}
+            found[kind] = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            found[kind].__kwdefaults__ = own.__kwdefaults__
+    return found
+
+
+def with_forwards(module: nn.Module, forwards: Mapping[type, Callable]) -> nn.Module:
+    """Return a module that shares another one's weights, but computes what is of these classes by other functions.
+
+    A module that somebody has given a ``forward`` of its own keeps it; one in which nothing changes is shared.
+    What is later put in the place of a submodule is not seen.
+    """
+    children = {name: child and with_forwards(child, forwards) for name, child in module._modules.items()}
+    is_changed = type(module) in forwards and "forward" not in vars(module)
+    if not is_changed and all(child is module._modules[name] for name, child in children.items()):
+        return module
+    other, kind = copy.copy(module), type(module)
+    other._modules = children
+    if is_changed:
+        other.__class__ = type(kind.__name__, (kind,), {"forward": forwards[kind], "is_fused": True})
+    return other
+
+
+def _mistake(module: nn.Module, forward: Callable, like: Tensor) -> str | None:
+    """Try a function in place of a module's own, on a few rows; return what is wrong, if any."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu").to(like.device, like.dtype)
+
+    if hasattr(module, "head_dim"):
+        q_and_k, angles = randn(2, 1, 3, 4, module.head_dim).transpose(2, 3), randn(2, 1, 3, module.head_dim)
+        operands = *q_and_k, *angles
+        mine, own = (partial(each.__globals__[_ROTARY], *operands) for each in (forward, type(module).forward))
+    else:
+        x = randn(1, 3, module.gate_proj.in_features if hasattr(module, "gate_proj") else len(module.weight))
+        mine, own = (lambda each=each: [each(module, x)] for each in (forward, type(module).forward))
+    exact = [x.double() for x in own()]
+    return mistake_of(mine, exact, [4 * torch.finfo(like.dtype).eps * float(x.abs().max()) for x in exact])

@@ -1,0 +1,88 @@
+"""Implements what a decoder computes between its matrix products, in Triton kernels that read and write once.
+
+transformers' own modules, which call torch for each step, are the definition and the other implementation.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096  # numbers of a program, at most where a row has no more
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(p_x, p_w, p_out, num_rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """One program normalizes BR rows: in fp32 up to the product with the weights."""
+    o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    m_d = o_d < D
+    mask = (o_r < num_rows)[:, None] & m_d[None, :]
+    o_x = (o_r * D)[:, None] + o_d[None, :]
+    # [BR, BD]
+    b_x = tl.load(p_x + o_x, mask=mask, other=0.0).to(tl.float32)
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / D + eps)[:, None]
+    # [BD]
+    b_w = tl.load(p_w + o_d, mask=m_d, other=0.0)
+    tl.store(p_out + o_x, b_x.to(p_x.dtype.element_ty) * b_w[None, :], mask=mask)
+
+
+@triton.jit
+def silu_product_kernel(p_gate, p_up, p_out, count, BN: tl.constexpr):
+    """One program computes BN numbers; the sigmoid in fp32."""
+    o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    mask = o_n < count
+    # [BN]
+    b_gate = tl.load(p_gate + o_n, mask=mask, other=0.0).to(tl.float32)
+    b_up = tl.load(p_up + o_n, mask=mask, other=0.0)
+    tl.store(p_out + o_n, (b_gate * tl.sigmoid(b_gate)).to(b_up.dtype) * b_up, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "heads"])
+def rotary_kernel(p_x, p_cos, p_sin, p_out, num_rows, heads, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """One program rotates BR rows, each one head of a token: a pair is half of the row apart."""
+    o_r, o_d = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD // 2)
+    mask = (o_r < num_rows)[:, None] & (o_d < D // 2)[None, :]
+    o_x, o_t = (o_r * D)[:, None] + o_d[None, :], (o_r // heads * D)[:, None] + o_d[None, :]
+    # [BR, BD / 2]
+    b_first = tl.load(p_x + o_x, mask=mask, other=0.0).to(tl.float32)
+    b_second = tl.load(p_x + o_x + D // 2, mask=mask, other=0.0).to(tl.float32)
+    b_cos = tl.load(p_cos + o_t, mask=mask, other=0.0)
+    b_sin = tl.load(p_sin + o_t, mask=mask, other=0.0)
+    tl.store(p_out + o_x, b_first * b_cos - b_second * b_sin, mask=mask)
+    b_cos = tl.load(p_cos + o_t + D // 2, mask=mask, other=0.0)
+    b_sin = tl.load(p_sin + o_t + D // 2, mask=mask, other=0.0)
+    tl.store(p_out + o_x + D // 2, b_second * b_cos + b_first * b_sin, mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide rows ``[..., D]`` by the root of their mean square, and multiply them by weights ``[D]``."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+    rows, grid, sizes = _in_rows(x)
+    rms_norm_kernel[grid](x, weight, out, rows, eps, **sizes)
+    return out
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Multiply silu(gate) = gate * sigmoid(gate) by ``up``, of the same shape."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    silu_product_kernel[(triton.cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BN=_BLOCK, num_warps=8)
+    return out
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads ``[B, H, S, D]`` by angles ``[B, S, D]``; in memory the result is ``[B, S, H, D]``."""
+    x = x.transpose(1, 2).contiguous()
+    batch, tokens, heads, dim = x.shape
+    cos, sin = (angles.expand(batch, tokens, dim).contiguous() for angles in (cos, sin))
+    out, (rows, grid, sizes) = torch.empty_like(x), _in_rows(x)
+    rotary_kernel[grid](x, cos, sin, out, rows, heads, **sizes)
+    return out.transpose(1, 2)
+
+
+def _in_rows(x: Tensor) -> tuple[int, tuple[int], dict[str, int]]:
+    """Return the number of rows ``[..., D]``, the grid of programs that take whole ones, and their sizes."""
+    rows, padded = x.numel() // x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    at_once = max(1, _BLOCK // padded)
+    return rows, (triton.cdiv(rows, at_once),), {"D": x.shape[-1], "BR": at_once, "BD": padded, "num_warps": 8}
