@@ -52,7 +52,7 @@ class SpeculativeConfig(Checked):
         keep: which visual tokens a pruned draft sees: by the question's attention to them
             ``"specvlm"`` (SpecVLM's: the fewest that hold 40 % of it, and others evenly spaced),
             ``"attention"`` (the highest) and ``"attention_per_frame"`` (the highest of each frame);
-            ``"uv_prune"`` (ParallelVLM's: what comes closer to the question in the target's first layers),
+            ``"uv_prune"`` (ParallelVLM's: what comes closer to the text in the target's first layers),
             ``"hippo"`` (see ``hippo_terms``), ``"even"`` (evenly spaced), ``"random"``, ``"full"``; None: as the
             strategy's paper does.
         keep_ratio: the share of visual tokens that a pruned draft sees; 0.1 where ``keep_tokens`` is not given.
@@ -67,9 +67,9 @@ class SpeculativeConfig(Checked):
             paper.
         layer_ratio: the share of layers that ``"layerskip"`` runs.
         ensemble: what ``"tabed"`` drafts from: the prompt with the visual tokens that ``keep`` preserves (M), with
-            line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by how well each has
-            predicted the answer so far, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each letter
-            alone; C needs a captioner.
+            line breaks instead (T), a caption (C), and pooled ones (P); ``*``: weighted by their divergence
+            from the target in the answer so far, instead of equally. The paper's are MT, MT*, MTCP, MTCP* and each
+            letter alone; C needs a captioner.
         num_tree_nodes: the tokens of a draft tree, at most γ deep, that is drafted per round instead of a chain of
             γ. None: the strategy's default, which is 25 for ``"sd_tree"`` and a chain for the others.
         draft_host: the last of at least two hosts drafts while the others, which run the target, verify.

@@ -33,27 +33,23 @@ ERROR_FLOOR = 1e-6  # nats: a context that was never wrong gets all the weight, 
 class GridWeights:
     """Chooses two contexts' weights (MT*) among ``[1 - j/10, j/10]``.
 
-    It takes those whose mixture had the verified token on top most often, and of equally good ones those of the
-    smallest KL divergence from the target, summed over the tokens.
+    It takes those whose mixture has the smallest KL divergence from the target, summed over the verified tokens
+    (Algorithm 1).
     """
 
     def __init__(self) -> None:
         second = torch.arange(GRID_STEPS + 1, dtype=torch.float64) / GRID_STEPS
         self._candidates = torch.stack([1 - second, second], dim=1)
-        self._matches: Tensor | int = 0  # of each candidate, on the device of q
         self._errors: Tensor | float = 0.0
 
-    def learn(self, token: int, p: Tensor, q: Tensor) -> None:
-        """Learn from a verified token, the target's distribution ``p [V]`` and the contexts' ``q [m, V]``."""
+    def learn(self, p: Tensor, q: Tensor) -> None:
+        """Learn from the target's distribution ``p [V]`` and the contexts' ``q [m, V]`` of a verified token."""
         self._candidates = to_device(self._candidates, q.device)
-        mixed = self._candidates @ q
-        self._matches = self._matches + (mixed.argmax(dim=-1) == token)
-        self._errors = self._errors + kl_divergence(p, mixed)
+        self._errors = self._errors + kl_divergence(p, self._candidates @ q)
 
     def choose(self) -> Tensor:
         """Return weights ``[m]`` that sum to 1; after at least one token."""
-        finite = self._errors.nan_to_num(nan=FINITE, posinf=FINITE)
-        best = finite.where(self._matches == self._matches.max(), torch.inf).argmin(dim=0, keepdim=True)
+        best = self._errors.nan_to_num(nan=FINITE, posinf=FINITE).argmin(dim=0, keepdim=True)
         return self._candidates.index_select(0, best)[0]
 
 
@@ -63,7 +59,7 @@ class ErrorWeights:
     def __init__(self, num_contexts: int):
         self._errors = torch.zeros(num_contexts, dtype=torch.float64)
 
-    def learn(self, token: int, p: Tensor, q: Tensor) -> None:
+    def learn(self, p: Tensor, q: Tensor) -> None:
         self._errors = to_device(self._errors, q.device) + kl_divergence(p, q)
 
     def choose(self) -> Tensor:
@@ -211,12 +207,12 @@ class EnsembleDrafter(ModelDrafter):
         self.weights = to_device(equal, parts.device)
         # [m, Vq] each: the contexts' distributions after every cached token that is not learnt from yet.
         self._predictions: list[Tensor] = []
-        self._verified: list[tuple[int, Tensor]] = []
+        self._verified: list[Tensor] = []  # the target's logits
 
     def learn(self, tokens: Sequence[int], logits: Tensor) -> None:
         """Collect verified tokens; see :meth:`apbv.speculate.drafters.Drafter.learn`."""
         if self._policy is not None:
-            self._verified += zip(tokens, logits, strict=True)
+            self._verified += logits
 
     def _run(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Run all contexts on these tokens, and return the mixture ``[1, Vq]`` of their next distributions."""
@@ -237,9 +233,9 @@ class EnsembleDrafter(ModelDrafter):
         if not self._verified:
             return
         temperature = self._config.temperature or 1.0
-        for (token, logits), q in zip(self._verified, self._predictions, strict=False):
+        for logits, q in zip(self._verified, self._predictions, strict=False):
             p = torch.softmax(logits.to(q) / temperature, dim=-1)
-            self._policy.learn(token, p[: q.shape[-1]], q)
+            self._policy.learn(p[: q.shape[-1]], q)
         del self._predictions[: len(self._verified)]
         self._verified.clear()
         self.weights = self._policy.choose()

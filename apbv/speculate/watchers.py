@@ -74,9 +74,9 @@ class PassedOn(VisualWatcher):
 class SimilarityChange(VisualWatcher):
     """UV-Prune's scores (ParallelVLM, Eq. 3) in the first layers of the target.
 
-    They are how much closer visual tokens come to the question's tokens. The sum over layers of differences
-    telescopes: ΔS_i = v̂_i^L · Σ_j x̂_j^L − v̂_i^0 · Σ_j x̂_j^0, with unit vectors of visual tokens v and of the
-    question's tokens x. So no layer after L is needed (Section 4.2, Stage I).
+    They are how much closer visual tokens come to the text. The sum over layers of differences telescopes:
+    ΔS_i = v̂_i^L · Σ_j x̂_j^L − v̂_i^0 · Σ_j x̂_j^0, with unit vectors of visual tokens v and of all others of the
+    prompt x. So no layer after L is needed (Section 4.2, Stage I).
 
     Args:
         last_layer: L; 20 in the paper.
@@ -88,9 +88,15 @@ class SimilarityChange(VisualWatcher):
         self.hidden_layers = (0, last_layer)
         self._offer: Callable[[Tensor], bool] | None = None
         self._scores: Tensor | None = None
-        self._text: dict[int, Tensor] = {}  # the sum of the question's unit vectors
+        self._text: dict[int, Tensor] = {}  # the sum of the text's unit vectors
         self._visual: dict[int, Tensor] = {}  # states that wait for that sum, where the query has its own pass
         self._similar: dict[int, Tensor] = {}
+
+    def begin(self, stage: Stage) -> None:
+        super().begin(stage)
+        tokens = stage.owned[stage.hosts.rank]
+        text = ~stage.is_visual[tokens] & (tokens < stage.query_start)
+        self._before_question = text.nonzero().flatten().to(stage.hosts.device)
 
     def request_early(self, offer: Callable[[Tensor], bool]) -> None:
         self._offer, self.hidden_layers = offer, (0, *range(self._last, self._num_layers))
@@ -101,12 +107,14 @@ class SimilarityChange(VisualWatcher):
 
     def on_hidden(self, layer: int, hidden: Tensor, question: Tensor | None, owned: Tensor | None) -> None:
         if layer in (0, self._last):
-            if question is not None:
-                self._text[layer] = functional.normalize(hidden[question].float(), dim=-1).sum(dim=0)
             if owned is not None:
-                self._visual[layer] = hidden[owned[self.stage.visual_rows]]
-            if layer in self._text and layer in self._visual:
-                self._similar[layer] = similarity_to(self._visual.pop(layer), self._text[layer])
+                text, stage = _sum_of_units(hidden[owned[self._before_question]]), self.stage
+                # A prompt that is not split is all on the host that computes it.
+                self._text[layer] = stage.hosts.all_gather(text).wait().sum(0) if stage.layout.is_split else text
+                self._visual[layer] = hidden[owned[stage.visual_rows]]
+            if question is not None:
+                text = self._text.pop(layer) + _sum_of_units(hidden[question])
+                self._similar[layer] = similarity_to(self._visual.pop(layer), text)
         # Every host completes its scores in the same layer of the same pass, between the same two exchanges of
         # attention, so that they can be gathered here.
         if self._offer is not None and len(self._similar) == 2 and self._offer(self.result()):
@@ -118,3 +126,7 @@ class SimilarityChange(VisualWatcher):
             local = self._similar[self._last] - self._similar[0] if self._similar else None
             self._scores = self.gathered(local)
         return self._scores
+
+
+def _sum_of_units(states: Tensor) -> Tensor:
+    return functional.normalize(states.float(), dim=-1).sum(dim=0)

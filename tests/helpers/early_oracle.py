@@ -30,29 +30,37 @@ def shares(count: int, parts: int) -> list[int]:
 
 
 def slowfast(frames, height, width, count, hidden) -> dict:
-    num_frames, size = frames.shape[:2]
+    """Slow frames at i T / N, their tokens the maxima of pairs; all others averaged. As ours shares tokens out."""
+    num_frames = len(frames)
+    pairs = height * math.ceil(width / 2)
     if count < num_frames:
-        slow, side, fast = [], max(height, width), even(num_frames, count)
+        slow, fast = [], [i * num_frames // count for i in range(count)]
+        side = max(height, width)
     else:
         fast, side = range(num_frames), 1
-        most = max(num_frames, count // 4)
-        while num_frames * math.ceil(height / side) * math.ceil(width / side) > most:
+        while num_frames * math.ceil(height / side) * math.ceil(width / side) > max(num_frames, count // 4):
             side += 1
         squares = math.ceil(height / side) * math.ceil(width / side)
-        num_slow = max(k for k in range(num_frames + 1) if k * size + (num_frames - k) * squares <= count)
-        slow = even(num_frames, num_slow)
+        size = pairs if num_frames * pairs >= count else height * width
+        fits = [n for n in range(num_frames + 1) if n * size + (num_frames - n) * squares <= count]
+        slow = [i * num_frames // max(fits) for i in range(max(fits))]
     kept = {}
     for frame in range(num_frames):
         if frame in slow:
-            kept.update({(frame, place): frames[frame, place] for place in range(size)})
+            down, across = 1, 2 if num_frames * pairs >= count else 1
         elif frame in fast:
-            squares = {}
-            for y, x in product(range(height), range(width)):
-                squares.setdefault((y // side, x // side), []).append((y, x))
-            for members in squares.values():
-                rows, columns = sorted({y for y, _ in members}), sorted({x for _, x in members})
-                middle = rows[(len(rows) - 1) // 2] * width + columns[(len(columns) - 1) // 2]
-                kept[frame, middle] = torch.stack([frames[frame, y * width + x] for y, x in members]).mean(dim=0)
+            down = across = side
+        else:
+            continue
+        cells = {}
+        for y, x in product(range(height), range(width)):
+            cells.setdefault((y // down, x // across), []).append((y, x))
+        for members in cells.values():
+            rows, columns = sorted({y for y, _ in members}), sorted({x for _, x in members})
+            middle = rows[(len(rows) - 1) // 2] * width + columns[(len(columns) - 1) // 2]
+            values = [frames[frame, y * width + x].tolist() for y, x in members]
+            pool = max if frame in slow else lambda of_dimension: sum(of_dimension) / len(of_dimension)
+            kept[frame, middle] = torch.tensor([pool(each) for each in zip(*values, strict=True)]).to(frames)
     return kept
 
 
@@ -110,8 +118,8 @@ def density_scores(tokens, hidden) -> dict:
     apart = {(a, b): float((tokens[a] - tokens[b]).norm()) / scale for a in tokens for b in tokens}
     density = {}
     for a in tokens:
-        nearest = sorted(apart[a, b] for b in tokens if b != a)[:4]
-        density[a] = math.exp(-sum(d * d for d in nearest) / len(nearest)) if nearest else 1.0
+        nearest = sorted(apart[a, b] for b in tokens)[:4]  # itself the first
+        density[a] = math.exp(-sum(d * d for d in nearest) / len(nearest))
     farthest = max(apart.values())
     scores = {}
     for a in tokens:
@@ -121,12 +129,13 @@ def density_scores(tokens, hidden) -> dict:
 
 
 def fastvid(frames, height, width, count, hidden) -> dict:
+    """The rule of the authors' program for LLaVA-Video, with frames' means and salience as ours has them."""
     num_frames, size = frames.shape[:2]
     main = frames[..., :hidden]
     means = main.mean(dim=1)
     alike = {frame: cosine(means[frame], means[frame + 1]) for frame in range(num_frames - 1)}
     cuts = best({frame: -value for frame, value in alike.items()}, 7)
-    cuts |= {frame for frame, value in alike.items() if value < 0.9}
+    cuts |= {frame for frame, value in alike.items() if value < 0.84}
     segments, current = [], []
     for frame in range(num_frames):
         current.append(frame)
@@ -136,31 +145,31 @@ def fastvid(frames, height, width, count, hidden) -> dict:
     budget = shares(count, num_frames)
     kept = {}
     for segment in segments:
-        salient = {frame: int(0.4 * budget[frame] + 1e-9) for frame in segment}
-        dense = {frame: budget[frame] - salient[frame] for frame in segment}
+        total = sum(budget[frame] for frame in segment)
+        num_context = int(0.4 * total + 1e-9)
+        salient = dict(zip(segment, shares(total - num_context, len(segment)), strict=True))
         for interval in (4, 3, 2, 1):
-            anchors = segment[::interval]
-            quota = dict(zip(anchors, shares(sum(dense.values()), len(anchors)), strict=True))
-            if interval == 1:
-                quota = dense
+            anchors = [frame for frame in reversed(segment) if (segment[-1] - frame) % interval == 0]
+            quota = dict(zip(anchors, shares(num_context, len(anchors)), strict=True))
             if all(quota[frame] + salient[frame] <= size for frame in anchors):
                 break
-        pool, tops = [], []
+        left, tops = [], []
         for frame in segment:
-            attention = {place: float(main[frame, place] @ means[frame]) for place in range(size)}
-            chosen = best(attention, salient[frame])
+            unlike = {place: -cosine(main[frame, place], means[frame]) for place in range(size)}
+            chosen = best(unlike, salient[frame])
             kept.update({(frame, place): frames[frame, place] for place in chosen})
             rest = {place: main[frame, place] for place in range(size) if place not in chosen}
-            peaks = best(density_scores(rest, hidden), quota[frame]) if frame in quota and rest else set()
-            tops += [(frame, place) for place in sorted(peaks)]
-            pool += [(frame, place) for place in rest if place not in peaks]
-        joined = {top: [] for top in tops}
-        for token in pool if tops else []:
-            nearest = max(tops, key=lambda top: cosine(main[token], main[top]))
-            joined[nearest].append(frames[token])
-        for top, others in joined.items():
-            mean = torch.stack(others).mean(dim=0) if others else frames[top]
-            kept[top] = 0.6 * frames[top] + 0.4 * mean
+            left += [(frame, place) for place in rest]
+            if quota.get(frame):
+                tops.append([(frame, place) for place in sorted(best(density_scores(rest, hidden), quota[frame]))])
+        for of_frame in tops:
+            joined = {top: [] for top in of_frame}
+            for token in left:
+                if token not in of_frame:
+                    joined[max(of_frame, key=lambda top: cosine(main[token], main[top]))].append(frames[token])
+            for top, others in joined.items():
+                mean = torch.stack(others).mean(dim=0) if others else frames[top]
+                kept[top] = 0.6 * frames[top] + 0.4 * mean
     return kept
 
 

@@ -10,7 +10,7 @@ from apbv.prefilling.reduction import EARLY_REDUCERS
 from apbv.prefilling.reduction.frames import SharedVideo
 
 WIDTH, DEEPSTACK = 12, 2
-ALIKE = 0.97  # how much of a frame is the one before it
+ALIKE = 0.97, 0.9  # how much of a frame is the one before it, by turns
 
 
 def movie(num_frames: int, height: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -20,7 +20,8 @@ def movie(num_frames: int, height: int, width: int, seed: int = 0) -> torch.Tens
     for number in range(num_frames):
         fresh = torch.randn(height * width, WIDTH * (1 + DEEPSTACK), generator=generator)
         is_cut = not frames or number % 11 == 7
-        frames.append(fresh if is_cut else ALIKE * frames[-1] + (1 - ALIKE**2) ** 0.5 * fresh)
+        alike = ALIKE[number % 2]
+        frames.append(fresh if is_cut else alike * frames[-1] + (1 - alike**2) ** 0.5 * fresh)
     return torch.stack(frames)
 
 

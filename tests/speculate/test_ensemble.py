@@ -15,7 +15,7 @@ from apbv.decode.sampling import PURPOSE_DRAFT, draw, probabilities, uniform
 from apbv.model.parts import inspect_model
 from apbv.prefilling.encode import encode_visual
 from apbv.speculate.draft import DraftTask
-from apbv.speculate.ensemble import EnsembleDrafter, as_text, read_contexts
+from apbv.speculate.ensemble import EnsembleDrafter, ErrorWeights, GridWeights, as_text, read_contexts
 from apbv.speculate.tree import Tree
 
 import families
@@ -121,8 +121,8 @@ def test_rows_of_the_batch_say_what_each_context_says_alone(family):
 # ---- weights ----
 
 
-def rule_by_brute_force(ensemble: str, said: list[tuple[int, list, list]]) -> list[float]:
-    """Section 5.1 and Appendix B.2, in plain Python: ``said`` is (token, p, a q per context) of the past."""
+def rule_by_brute_force(ensemble: str, said: list[tuple[list, list]]) -> list[float]:
+    """Algorithm 1 and Appendix B.2, in plain Python: ``said`` is (p, a q per context) of the past."""
 
     def kl(p, q):
         return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
@@ -131,16 +131,29 @@ def rule_by_brute_force(ensemble: str, said: list[tuple[int, list, list]]) -> li
         return [sum(w * row[v] for w, row in zip(weights, q, strict=True)) for v in range(len(q[0]))]
 
     if ensemble == "MTCP*":
-        errors = [max(sum(kl(p, q[i]) for _, p, q in said), 1e-6) for i in range(4)]
+        errors = [max(sum(kl(p, q[i]) for p, q in said), 1e-6) for i in range(4)]
         highest = max(1 / e for e in errors)
         scores = [math.exp(1 / e - highest) for e in errors]
         return [score / sum(scores) for score in scores]
 
-    def worth(weights):
-        mixed = [(token, p, mix(weights, q)) for token, p, q in said]
-        return sum(m.index(max(m)) == token for token, _, m in mixed), -sum(kl(p, m) for _, p, m in mixed)
+    def error(weights):
+        return sum(kl(p, mix(weights, q)) for p, q in said)
 
-    return max(([1 - j / 10, j / 10] for j in range(11)), key=worth)
+    return min(([1 - j / 10, j / 10] for j in range(11)), key=error)
+
+
+@pytest.mark.parametrize(("ensemble", "policy"), [("MT*", GridWeights()), ("MTCP*", ErrorWeights(4))])
+def test_weights_go_by_the_divergence_from_the_target_alone(ensemble, policy):
+    """Also where other weights would have had the verified tokens on top more often."""
+    torch.manual_seed(0)
+    said = []
+    for _ in range(12):
+        logits = 2 * torch.randn(9).double()
+        noisy = logits + torch.arange(1, len(ensemble))[:, None] * torch.randn(len(ensemble) - 1, 9)
+        p, q = torch.softmax(logits, -1), torch.softmax(noisy, -1)
+        policy.learn(p, q)
+        said.append((p.tolist(), q.tolist()))
+        assert policy.choose().tolist() == pytest.approx(rule_by_brute_force(ensemble, said), abs=1e-9)
 
 
 @pytest.mark.parametrize(("temperature", "ensemble"), [(0.0, "MT*"), (0.8, "MTCP*"), (0.8, "MT")])
@@ -172,10 +185,10 @@ def test_drafts_are_drawn_from_the_mixture_of_what_the_contexts_say_alone(temper
             logits = target(input_ids=torch.cat([prompt, torch.tensor([[*tokens, *new]])], 1)).logits[0]
         logits = logits[-len(new) - 1 : -1]
         drafter.learn(new, logits)
-        for place, token in enumerate(new):
+        for place in range(len(new)):
             rows = [said_alone(model, *context, [*tokens, *new[:place]])[-1] for context in alone]
             q = torch.softmax(torch.stack(rows) / warmth, -1)
-            said.append((token, torch.softmax(logits[place] / warmth, -1).tolist(), q.tolist()))
+            said.append((torch.softmax(logits[place] / warmth, -1).tolist(), q.tolist()))
         if ensemble.endswith("*"):
             expected_weights = rule_by_brute_force(ensemble, said)
         tokens += new

@@ -33,7 +33,7 @@ DOUBLE = torch.float64
 def seen_by_the_question(family: str):
     """By the model itself, in fp64: attention of the question to visual tokens ``[L, Hq, n_q, n]``.
 
-    And their cosines to the question's tokens, as each layer gets them.
+    And their cosines to all tokens of text, as each layer gets them.
     """
     model, batch = families.build_model(family, dtype=DOUBLE), video_batch(family)
     model.set_attn_implementation("eager")
@@ -43,7 +43,7 @@ def seen_by_the_question(family: str):
     after = int(is_visual.nonzero()[-1]) + 1
     units = [torch.nn.functional.normalize(states[0], dim=-1) for states in output.hidden_states]
     weights = torch.stack(output.attentions)[:, 0, :, after:, is_visual]
-    return weights, [states[is_visual] @ states[after:].T for states in units]
+    return weights, [states[is_visual] @ states[~is_visual].T for states in units]
 
 
 def watched_job(hosts: HostGroup, family: str, settings: dict):

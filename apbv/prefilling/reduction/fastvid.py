@@ -1,24 +1,28 @@
 """Reduces by density: each segment of similar frames keeps salient tokens, and merges the rest.
 
-Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025).
+Source: Shen et al., *FastVID: Dynamic Density Pruning for Fast Video Large Language Models* (2025), as in the
+authors' program for LLaVA-Video.
 
 - *DySeg* cuts the video where adjacent frames are least alike: at the c - 1 = 7 lowest similarities, and wherever
-  one is below 0.9.
-- *ATS* spends two fifths of each frame's budget on its most salient tokens.
-- *DTM* spends the rest on every fourth frame of a segment, its anchor frames: on tokens that are dense and far
-  from denser ones (density peaks, by 4 nearest neighbours). All others of the segment are merged into the most
-  similar of these, each of which becomes 0.6 of itself and 0.4 of the mean of what joined it.
+  one is below tau.
+- *ATS* spends three fifths of a segment's budget evenly on the most salient tokens of its frames.
+- *DTM* spends the rest on every fourth frame of a segment, counted from its last: its anchor frames. It takes
+  tokens that are dense and far from denser ones (density peaks, by 4 nearest neighbours). Into those of each
+  anchor frame, all tokens of the segment that are neither salient nor among them are merged: each becomes 0.6 of
+  itself and 0.4 of the mean of the tokens that are more similar to it than to the others.
 
 What is different here:
 
-- The paper takes salience from the vision tower's [CLS] attention, and frames' similarity from its pooled output.
-  Qwen's tower has neither. A frame is represented by the mean of its tokens' embeddings, and salience is the
-  attention of that mean to the tokens: their inner product.
+- A frame is represented by the mean of its tokens' embeddings, with tau = 0.84, as in the authors' program for
+  Qwen2.5-VL; the paper's 0.9 is for the vision tower's pooled output. That program also spends nothing on a frame
+  whose next one is more similar than 0.95, and so keeps fewer tokens than its ratio says.
+- Salience is a stand-in, as not all towers have a [CLS] token, whose attention the paper takes; the program for
+  Qwen2.5-VL takes how the mean query of the last vision block attends to a token's keys. Here those tokens are
+  salient whose embeddings are least similar to their frame's mean. They are only in part the same tokens.
 - The paper keeps at most a quarter. With more, every fourth frame may have too few tokens to keep; then anchor
   frames are closer: every third, every other, or all.
-- Tokens are merged as they are; only similarities are of unit vectors. A merged token stays at the place of the
-  token that others were merged into. Of equal densities the earlier token counts as the denser one; the authors
-  add noise instead.
+- A merged token stays at the place of the token that others were merged into. Of equal densities the earlier token
+  counts as the denser one; the authors add noise instead.
 """
 
 import torch
@@ -30,9 +34,9 @@ from .choosing import keep_best
 from .frames import KeptRows, SharedVideo
 
 _NUM_SEGMENTS = 8  # c
-_ALIKE = 0.9  # tau
-_INTERVALS = (4, 3, 2)  # p: the paper's, and what is tried where it leaves too little room
-_NUM_NEIGHBOURS = 4  # k
+_ALIKE = 0.84  # tau
+_INTERVALS = (4, 3, 2, 1)  # p: the paper's, and what is tried where it leaves too little room
+_NUM_NEIGHBOURS = 4  # k, the token itself among them
 _OWN_SHARE = 0.6  # beta
 
 
@@ -58,14 +62,15 @@ def share_budget(counts: list[int], frame_size: int) -> tuple[list[int], dict[in
         For every frame how many by their salience; the anchor frames, by their number within the segment, and how
         many each keeps by density.
     """
-    salient = [count * 2 // 5 for count in counts]
-    dense = [count - taken for count, taken in zip(counts, salient, strict=True)]
+    total = sum(counts)
+    dense = total * 2 // 5
+    salient = [len(share) for share in split_evenly(range(total - dense), len(counts))]
     for interval in _INTERVALS:
-        frames = range(0, len(counts), interval)
-        shares = [len(share) for share in split_evenly(range(sum(dense)), len(frames))]
-        if all(share <= frame_size - salient[frame] for frame, share in zip(frames, shares, strict=True)):
-            return salient, dict(zip(frames, shares, strict=True))
-    return salient, dict(enumerate(dense))
+        frames = range(len(counts) - 1, -1, -interval)
+        shares = dict(zip(frames, map(len, split_evenly(range(dense), len(frames))), strict=True))
+        if all(salient[frame] + share <= frame_size for frame, share in shares.items()):
+            break
+    return salient, shares
 
 
 def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
@@ -83,41 +88,41 @@ def keep_by_fastvid(video: SharedVideo, count: int) -> KeptRows:
     places, values = [torch.empty(0, dtype=torch.long)], [rows[:0].flatten(0, 1)]
     for segment in of_hosts[rank]:
         within = rows[segment.start - mine.start : segment.stop - mine.start]
-        budget = share_budget(counts[segment.start : segment.stop], size)
-        chosen, kept = _reduce_segment(within, video.hidden_size, *budget)
+        chosen, kept = _reduce_segment(within, video.hidden_size, counts[segment.start : segment.stop])
         places.append(segment.start * size + chosen)
         values.append(kept)
     return KeptRows(torch.cat(places), torch.cat(values))
 
 
-def _reduce_segment(
-    rows: Tensor, hidden_size: int, salient: list[int], anchor_shares: dict[int, int]
-) -> tuple[Tensor, Tensor]:
-    """Keep a segment's salient tokens, and merge the rest into the densest ones of its anchor frames.
+def _reduce_segment(rows: Tensor, hidden_size: int, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Keep a segment's salient tokens, and merge the rest into the densest ones of every anchor frame.
 
     Args:
         rows: ``[F, h * w, (1 + L) * d]``.
-        salient, anchor_shares: as of :func:`share_budget`.
+        counts: as of :func:`share_budget`.
 
     Returns:
         Places ``[K]`` within the segment, ascending, in host memory, and what is kept there.
     """
     size, flat = rows.shape[1], rows.flatten(0, 1)
-    embeddings = rows[..., :hidden_size].float()
-    state = torch.zeros(len(flat), dtype=torch.long)  # 0: to be merged, 1: salient, 2: an anchor token
-    for frame, tokens in enumerate(embeddings):
-        salience = (tokens @ tokens.mean(dim=0)).cpu()
-        state[frame * size + keep_best(salience, salient[frame])] = 1
-        if frame in anchor_shares:
-            rest = (state[frame * size : (frame + 1) * size] == 0).nonzero().flatten()
+    salient, anchor_shares = share_budget(counts, size)
+    is_salient, anchors = torch.zeros(len(flat), dtype=torch.bool), []
+    for frame, tokens in enumerate(rows[..., :hidden_size].float()):
+        alike = functional.cosine_similarity(tokens, tokens.mean(dim=0), dim=-1).cpu()
+        of_frame = is_salient[frame * size : (frame + 1) * size]
+        of_frame[keep_best(-alike, salient[frame])] = True
+        if anchor_shares.get(frame):
+            rest = (~of_frame).nonzero().flatten()
             dense = density_peaks(tokens[rest.to(tokens.device)]).cpu()
-            state[frame * size + rest[keep_best(dense, anchor_shares[frame])]] = 2
-    anchors, others = (state == 2).nonzero().flatten(), (state == 0).nonzero().flatten()
-    values = flat.clone()
-    if len(anchors) and len(others):
-        values[anchors.to(rows.device)] = _merged(flat, hidden_size, anchors.to(rows.device), others, size)
-    kept = state.nonzero().flatten()
-    return kept, values[kept.to(rows.device)]
+            anchors.append(frame * size + rest[keep_best(dense, anchor_shares[frame])])
+    values, kept = flat.clone(), is_salient.clone()
+    for places in anchors:
+        others = ~is_salient
+        others[places], kept[places] = False, True
+        places = places.to(rows.device)
+        values[places] = _merged(flat, hidden_size, places, others.nonzero().flatten(), size)
+    places = kept.nonzero().flatten()
+    return places, values[places.to(rows.device)]
 
 
 def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, size: int) -> Tensor:
@@ -127,7 +132,7 @@ def _merged(flat: Tensor, hidden_size: int, anchors: Tensor, others: Tensor, siz
     counts = sums.new_zeros(len(anchors), 1)
     for some in others.to(flat.device).split(size):  # a long segment has more similarities than fit in memory
         tokens = flat[some].float()
-        nearest = (functional.normalize(tokens[:, :hidden_size], dim=-1) @ targets.T).argmax(dim=-1)
+        nearest = (tokens[:, :hidden_size] @ targets.T).argmax(dim=-1)  # whatever the tokens' own lengths
         sums.index_add_(0, nearest, tokens)
         counts.index_add_(0, nearest, counts.new_ones(len(some), 1))
     own = flat[anchors].float()
@@ -139,19 +144,16 @@ def density_peaks(tokens: Tensor) -> Tensor:
     """Score tokens ``[m, d]`` as centres of clusters: density times the distance to the nearest denser token.
 
     Distances are divided by the root of d. A token's density is exp of minus the mean square of its distances to
-    its 4 nearest neighbours. The densest has the frame's greatest distance, as there is no denser token.
+    its 4 nearest neighbours, itself among them. The densest has the frame's greatest distance, as there is no
+    denser token.
 
     Returns:
         ``[m]`` in fp32.
     """
-    count = len(tokens)
-    if count < 2:
-        return tokens.new_ones(count)
     distances = torch.cdist(tokens, tokens, compute_mode="donot_use_mm_for_euclid_dist") / tokens.shape[1] ** 0.5
-    others = distances + torch.diag(distances.new_full((count,), float("inf")))
-    nearest = others.topk(min(_NUM_NEIGHBOURS, count - 1), dim=-1, largest=False).values
+    nearest = distances.topk(min(_NUM_NEIGHBOURS, len(tokens)), dim=-1, largest=False).values
     density = (-nearest.square().mean(dim=-1)).exp()
-    number = torch.arange(count, device=tokens.device)
+    number = torch.arange(len(tokens), device=tokens.device)
     denser = (density[None] > density[:, None]) | (
         (density[None] == density[:, None]) & (number[None] < number[:, None])
     )
