@@ -1,44 +1,73 @@
-"""Score a model on RULER's synthetic text tasks at any length, prefilled by any method on real hosts.
+"""Score a text model on RULER's synthetic tasks, by every method on the same samples.
 
-    python benchmarks/ruler.py --model Qwen/Qwen3-8B --method full --tokens 1024 2048 --samples 50
-    torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tokens 131072 --json ruler.jsonl
+    python benchmarks/ruler.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --tasks vt --tokens 2048 --hosts 2 4 8
+    torchrun --nproc-per-node 8 benchmarks/ruler.py --model Qwen/Qwen3-8B --tokens 131072 --rows full apbv
+    python benchmarks/ruler.py --table ruler.jsonl
 
 The eleven tasks of RULER (Hsieh et al.) are needles in a haystack (single_1 to _3, multikey_1 to _3, multivalue,
 multiquery), variable tracking (vt), common words (cwe) and frequent words (fwe). As in RULER the answer's
 beginning is given, and what is scored is the share of the expected strings that the answer contains. The texts are
-drawn here.
+drawn here. Rows are also compared by the distributions of a right answer's tokens behind their KV: by the mean KL
+divergence from those of ``full``, which tells rows apart by far fewer samples. Hosts are simulated
+(support.simulated), or those that torchrun has started. With --json every sample is written as soon as it is done,
+and what the file has already is not measured again.
 """
 
 import argparse
+import json
+import math
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import torch
+from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from apbv import HostGroup, ModelInputs
+from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SparseConfig
+from apbv.config import SPARSE_NAMES
+from apbv.decode.runner import Decoder
 from apbv.hosts import run_on_hosts
 from apbv.input.rendering import Question, render_prompt
-from apbv.launch.options import (
-    OptionParser,
-    add_host_options,
-    add_prefill_options,
-    check,
-    load_engine,
-    prepare_process,
-)
 from apbv.model.parts import ModelParts, inspect_model
+from apbv.prefilling.methods import METHODS
 
-from support.arguments import COUNT, add_shared
-from support.exams import answer_greedily
-from support.records import report
+from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
+from support.exams import answer_greedily, run_on
+from support.records import keep, markdown_table, read_records
 from support.ruler import TASKS, Task, make_task
-from support.summaries import percent_cell
+from support.summaries import mean_cell, percent_cell
+
+
+def rows_of(num_tokens: int) -> dict[str, PrefillConfig]:
+    """Return the ways to prefill so many tokens, by label; what a label does not name has its default."""
+    short = {"anchor_len": -(-num_tokens // 64), "passing_len": -(-num_tokens // 128)}
+    authors = {"importance": "dot", "anchor_query": True}
+    of_apbv = {
+        "": {},
+        ", softmax": {"importance": "softmax"},
+        ", dot": {"importance": "dot"},
+        ", dot, question in the anchor": authors,
+        ", n/64, n/128": short,
+        ", n/64, n/128, dot": {"importance": "dot", **short},
+        ", as its authors": {**authors, **short},
+        ", l_p = 32": {"passing_len": 32},
+        ", l_p = 32, softmax": {"passing_len": 32, "importance": "softmax"},
+        ", l_p = 32, dot": {"passing_len": 32, "importance": "dot"},
+        ", no passing": {"passing_len": 0},
+        ", no anchor": {"anchor_len": 0},
+    }
+    rows = {name: PrefillConfig(method=name) for name in ("full", "star", "apb")}
+    rows["apb, as its authors"] = PrefillConfig(method="apb", **authors)
+    rows |= {f"apbv{label}": PrefillConfig(**settings) for label, settings in of_apbv.items()}
+    sparse = {name: SparseConfig(method=name) for name in SPARSE_NAMES}
+    return rows | {n: PrefillConfig(method=n, sparse=blocks, on_single_host=True) for n, blocks in sparse.items()}
 
 
 def read_task(parts: ModelParts, tokenizer: PreTrainedTokenizerBase, task: Task, hosts: HostGroup) -> ModelInputs:
@@ -60,79 +89,129 @@ def matched(text: str, answers: Sequence[str]) -> float:
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
-def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
-    """Yield a record for every task and length: what ran, and how many answers were right; collective.
+class Sample:
+    """A task, which every row answers.
 
-    An answer with a part of the expected strings counts in part.
+    Attributes:
+        exact: ``full``'s log-probabilities at the places of a right answer's E tokens, ``[E, V]``; on host 0.
+    """
+
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase):
+        self._task, self._tokenizer = task, tokenizer
+        self._expected = tokenizer(" " + " ".join(task.answers), add_special_tokens=False).input_ids
+        self.exact: Tensor | None = None
+
+    def answer(self, hosts: HostGroup, model: PreTrainedModel, rows: dict[str, PrefillConfig]) -> list[dict]:
+        """Answer by each row, ``full`` first of all, and return a record of each on host 0; collective."""
+        parts, found = inspect_model(model), []
+        with hosts.local_stage("reading a task"):
+            inputs = read_task(parts, self._tokenizer, self._task, hosts)
+        for label, config in rows.items():
+            said, state = answer_greedily(parts, inputs, hosts, config, self._task.max_new_tokens)
+            behind = Decoder(parts, state.kv, state.next_position).advance(self._expected[:-1])
+            if hosts.rank > 0:
+                continue
+            logs = torch.cat([state.logits, behind]).float().log_softmax(dim=-1)
+            if label == "full":
+                self.exact = logs
+            text, is_split = self._tokenizer.decode(said, skip_special_tokens=True), state.layout.is_split
+            found.append(
+                {
+                    "label": label,
+                    "method": state.method,
+                    "anchor_len": state.layout.anchor_len if is_split else None,
+                    "passing_len": state.layout.max_passed if is_split else None,  # at most a block's length
+                    "said": text,
+                    "right": matched(text, self._task.answers),
+                    "kl": (self.exact.exp() * (self.exact - logs)).sum(dim=-1).mean().item(),
+                    "agrees": (self.exact.argmax(dim=-1) == logs.argmax(dim=-1)).float().mean().item(),
+                }
+            )
+        return found
+
+
+def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
+    """Yield a record for every sample, row and number of hosts that is not known yet; collective.
 
     Raises:
         ValueError: a task does not fit into a length.
     """
-    disable_progress_bar()  # every host would show one for loading the weights
-    prepare_process(options, hosts)
-    engine = load_engine(options, hosts)
-    parts, tokenizer, config = inspect_model(engine.model), engine.tokenizer, engine.prefill_config
-    for num_tokens, task in product(options.tokens, options.tasks):
-        right = 0.0
-        title = f"{task}, {num_tokens} tokens"
-        for index in tqdm(range(options.samples), desc=title, disable=hosts.rank != 0 or None, leave=False):
-            with hosts.local_stage("making a task"):
-                sample = make_task(task, index, num_tokens, tokenizer)
-                inputs = read_task(parts, tokenizer, sample, hosts)
-            said, state = answer_greedily(parts, inputs, hosts, config, sample.max_new_tokens)
-            right += matched(tokenizer.decode(said, skip_special_tokens=True), sample.answers)
-        split = state.layout.is_split
-        yield {
-            "benchmark": "ruler",
-            "model": options.model,
-            "task": task,
-            "num_tokens": num_tokens,
-            "hosts": hosts.size,
-            "total": options.samples,
-            "right": right,
-            "method": state.method,
-            "importance": config.importance if split else None,
-            "anchor_len": state.layout.anchor_len if split else None,
-            "passing_len": state.layout.max_passed if split else None,  # at most a block's length
-        }
+    dtype = options.dtype or DEFAULT_DTYPES[hosts.device.type]
+    engine = Engine.from_pretrained(options.model, hosts=hosts, dtype=dtype)
+    tokenizer, about = engine.tokenizer, ("model", "dtype", "task", "num_tokens", "index", "hosts", "label")
+    done = [[record[name] for name in about] for record in known]
+    done = json.loads(hosts.broadcast_bytes(json.dumps(done).encode()))
+    asked = [*product(options.tokens, range(options.samples), options.tasks)]
+    for num_tokens, index, task in tqdm(asked, unit="sample", disable=hosts.rank != 0 or None):
+        same = {"model": options.model, "dtype": dtype, "task": task, "num_tokens": num_tokens, "index": index}
+        left = {number: {} for number in ([hosts.size] if hosts.size > 1 else sorted({1, *options.hosts}))}
+        for (label, config), number in product(rows_of(num_tokens).items(), left):
+            runs_here = hosts.size > 1 or METHODS[config.method].splits == (number > 1)
+            if runs_here and label in options.rows and [*same.values(), number, label] not in done:
+                left[number][label] = config
+        if not any(left.values()):
+            continue
+        with hosts.local_stage("making a task"):
+            sample = Sample(make_task(task, index, num_tokens, tokenizer), tokenizer)
+        wanted = {number: set(rows) for number, rows in left.items()}
+        left[min(left)] = {"full": rows_of(num_tokens)["full"]} | left[
+            min(left)
+        ]  # the others are compared with it
+        for number, rows in left.items():
+            for record in run_on(number, hosts, engine.model, partial(sample.answer, rows=rows)) if rows else ():
+                if record["label"] in wanted[number]:
+                    yield {"benchmark": "ruler", **same, "hosts": number, **record}
 
 
-COLUMNS = {
-    "task": "{task}",
-    "tokens": "{num_tokens}",
-    "method": "{method}",
-    "hosts": "{hosts}",
-    "importance": "{importance}",
-    "l_a": "{anchor_len}",
-    "l_p": "{passing_len}",
-    # A little too wide for answers that are right in part: none varies more than right or wrong.
-    "% right (95 % interval)": lambda record: percent_cell(record["right"], record["total"]),
-}
+def show(records: list[dict]) -> None:
+    """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
+    exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
+    rows: dict[tuple, list[dict]] = {}
+    for record in records:
+        rows.setdefault(tuple(record[name] for name in ("task", "num_tokens", "hosts", "label")), []).append(
+            record
+        )
+    lines = []
+    for (task, num_tokens, hosts, label), of_row in rows.items():
+        right = [record["right"] for record in of_row]
+        points = [100 * (r["right"] - exact.get((task, num_tokens, r["index"]), math.nan)) for r in of_row]
+        lengths = [of_row[0][name] or "–" for name in ("anchor_len", "passing_len")]
+        agrees = statistics.fmean(record["agrees"] for record in of_row)
+        cells = [percent_cell(sum(right), len(right)), mean_cell(points, "+.1f")]
+        cells += [mean_cell([record["kl"] for record in of_row], ".3f"), f"{100 * agrees:.0f}"]
+        lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
+    header = ["task", "tokens", "hosts", "row", "l_a", "l_p", "samples", "% right", "points to `full`", "KL"]
+    print(markdown_table([*header, "same first choice, %"], lines), flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = OptionParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="demo, a directory, or a hub id")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo", help="demo, a directory, or a hub id")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
     parser.add_argument("--tokens", type=COUNT, nargs="+", default=[2048], help="lengths of the context")
     parser.add_argument("--samples", type=COUNT, default=20)
-    add_shared(parser, "json")
-    add_prefill_options(parser)
-    add_host_options(parser)
-    parser.set_defaults(speculate="off", captioner=None)
-    options = parser.parse_args(arguments)
-    check(parser, options)
-    return options
+    parser.add_argument("--hosts", type=COUNT, nargs="+", default=[4], help="simulated; not under torchrun")
+    parser.add_argument(
+        "--rows", nargs="+", default=list(rows_of(1)), choices=rows_of(1), metavar="ROW", help="all"
+    )
+    add_shared(parser, "dtype", "json", "table")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace, hosts: HostGroup) -> None:
+    path = options.json if hosts.rank == 0 else None
+    known = read_records([path]) if path is not None and path.exists() else []
+    records = known + keep(measure(options, hosts, known), path)
+    if hosts.rank == 0:
+        show(records)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    return run_on_hosts(
-        lambda hosts: report(options, measure(options, hosts), COLUMNS, hosts),
-        options.timeout,
-        options.tensor_parallel,
-        options.device,
-    )
+    if options.table:
+        show(read_records(options.table))
+        return 0
+    return run_on_hosts(lambda hosts: run(options, hosts))
 
 
 if __name__ == "__main__":

@@ -38,3 +38,9 @@ def percent_cell(right: int, total: int) -> str:
         return ""
     low, high = wilson(right, total)
     return f"{100 * right / total:.1f} ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def mean_cell(samples: Sequence[float], form: str) -> str:
+    """Format a mean and half its 95 % confidence interval: ``0.042 ± 0.010``."""
+    spread = statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.nan
+    return f"{statistics.fmean(samples):{form}} ± {1.96 * spread:{form.removeprefix('+')}}"

@@ -77,16 +77,18 @@ def test_what_does_not_fit_is_refused(tokenizer):
             make_task(task, 0, 100, tokenizer)
 
 
-@pytest.mark.parametrize("passing_len", [0, 16, None])
-def test_two_hosts_score_a_way_to_prefill(tmp_path, passing_len):
-    options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2]
-    options += ["--passing-len", passing_len] if passing_len is not None else ["--method", "full"]
-    (record,), output = figures_of("ruler", tmp_path / "r.jsonl", *options, hosts=2)
-    assert (record["task"], record["num_tokens"], record["hosts"]) == ("niah_multikey_1", 700, 2)
-    assert 0 <= record["right"] <= record["total"] == 2
-    assert record["passing_len"] == passing_len and record["anchor_len"] == (None if passing_len is None else 128)
-    kind = "full | 2 | – | – | – |" if passing_len is None else f"apbv | 2 | peak | 128 | {passing_len} |"
-    assert f"| niah_multikey_1 | 700 | {kind}" in output
+def test_rows_are_compared_on_the_same_samples(tmp_path):
+    """The exact one with itself, one that passes whole blocks, and one that passes none; nothing is done twice."""
+    path, rows = tmp_path / "r.jsonl", ["full", "apbv, no anchor", "apbv, no passing"]
+    options = ["--model", "demo", "--tasks", "niah_multikey_1", "--tokens", 700, "--samples", 2, "--rows"]
+    records, output = figures_of("ruler", path, *options, *rows[:2], hosts=2)
+    assert [record["label"] for record in records] == 2 * rows[:2]
+    assert [record["kl"] for record in records[::2]] == [0, 0]
+    assert "| niah_multikey_1 | 700 | 2 | full | – | – | 2 |" in output
+    records, output = figures_of("ruler", path, *options, *rows, hosts=2)
+    of_row = {label: [r for r in records if r["label"] == label] for label in rows}
+    assert [len(found) for found in of_row.values()] == [2, 2, 2]
+    assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
 
 
 def test_what_cannot_be_asked_is_refused_in_one_line(capsys):
