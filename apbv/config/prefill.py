@@ -61,12 +61,12 @@ class SparseConfig(Checked, name="sparse "):
 
     Attributes:
         method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"``
-            (Lai et al., 2025); what differs from their authors' code is said in
+            (Lai et al., 2025), as their authors' code has it; what differs is said in
             :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
         threshold: the share of a block of queries' estimated attention that the chosen blocks hold, τ. None: 0.9
-            for ``"xattention"`` and 0.95 for ``"flexprefill"``, as their authors have it (the latter calls it γ),
-            and 0.96 for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed,
-            and the result is that of dense attention where no values are skipped.
+            for ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96
+            for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed, and the
+            result is that of dense attention where no values are skipped.
         block_size: queries of a block, 32, 64, 128 (all papers') or 256. A block has as many keys, but for
             ``"spargeattn"`` half as many.
         stride: of ``"xattention"``: tokens of a group, which has one score; it divides the block size.
