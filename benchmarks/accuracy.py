@@ -10,6 +10,9 @@ scene or inserted as shots of their own. Clips are real H.264 files. All ways an
 that a drift of the machine's speed affects all alike. What one host computes runs on one; the rest on simulated
 hosts (support.simulated), or those that torchrun has started, with the same answers. With --json every clip is
 written as soon as it is done, and what the file has already is not measured again.
+
+On one host, a reducer's ranking is compared with as many tokens drawn at random behind the same layers ("fastv,
+random, 0.5"), and with the needles' tokens and others at random ("fastv, needles kept, 0.5").
 """
 
 import argparse
@@ -62,7 +65,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                 left = {
                     label: way
                     for label, way in ways.items()
-                    if hosts.size > 1 or METHODS[way.prefill.method].splits == (number > 1)
+                    if (METHODS[way.prefill.method].splits == (number > 1) if hosts.size == 1 else not way.keeps)
                     if _key({**about, "hosts": number, "settings": way.settings}) not in done
                 }
                 drafts = [share_weights(draft) for _ in range(number)]
@@ -86,9 +89,7 @@ def summarise(records: list[dict]) -> list[dict]:
             name: statistics.median(ms for record in of_way for ms in record[name])
             for name in ("ttft_ms", "prefill_ms")
         }
-        kept = statistics.mean(
-            n / record["num_visual_tokens"] for record in of_way for n in record["num_visual_kept"]
-        )
+        kept = statistics.mean(n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"])
         row = {"label": label, "hosts": hosts, "clip": f"{shots} shots of {grid} x {grid}", "clips": len(of_way)}
         rows.append({**row, **medians, "kept": kept, "right": sum_counts(record["right"] for record in of_way)})
     full = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}

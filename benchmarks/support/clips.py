@@ -218,6 +218,17 @@ def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
     return int(top), int(left), side
 
 
+def needle_tokens(shot: Shot, grid: int) -> np.ndarray:
+    """Return which tokens of a shot its needle covers by a quarter or more, bool [grid, grid]."""
+    if shot.needle is None:
+        return np.zeros((grid, grid), dtype=bool)
+    top, left, side = needle_box(shot.needle, TOKEN_SIZE * grid)
+    edges = np.arange(grid) * TOKEN_SIZE
+    ends = ((np.maximum(edges, begin), np.minimum(edges + TOKEN_SIZE, begin + side)) for begin in (top, left))
+    rows, columns = ((last - first).clip(min=0) for first, last in ends)
+    return rows[:, None] * columns >= TOKEN_SIZE**2 / 4
+
+
 def write_mp4(frames: np.ndarray, path: str | Path | BytesIO, fps: int = FPS) -> None:
     """Write frames as an H.264 file (yuv420p, constant rate factor 18).
 
