@@ -1,7 +1,7 @@
 """Lets a reducer keep other tokens than its ranking would: drawn at random, or those of needles before others.
 
 What a ranking is worth shows beside them: they keep as many tokens, behind the same layers. A ranking below the
-random choice throws away what is asked about, and one that knows where the needles are is a bound from above.
+random choice throws away what is asked about; one that knows the needles shows what so few tokens allow.
 """
 
 from contextlib import AbstractContextManager
