@@ -45,9 +45,8 @@ from support.summaries import percent_cell, sum_counts
 def _key(record: dict) -> str:
     """Return what tells a measurement from others; its label may change."""
     names = ("grid", "shots", "split", "seed", "hosts", "settings", "tasks")
-    return json.dumps(
-        [list(record["right"]) if name == "tasks" else record[name] for name in names], sort_keys=True
-    )
+    values = [list(record["right"]) if name == "tasks" else record[name] for name in names]
+    return json.dumps(values, sort_keys=True)
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
@@ -85,10 +84,8 @@ def summarise(records: list[dict]) -> list[dict]:
         ways.setdefault(tuple(record[name] for name in ("grid", "shots", "hosts", "label")), []).append(record)
     rows = []
     for (grid, shots, hosts, label), of_way in ways.items():
-        medians = {
-            name: statistics.median(ms for record in of_way for ms in record[name])
-            for name in ("ttft_ms", "prefill_ms")
-        }
+        times = "ttft_ms", "prefill_ms"
+        medians = {name: statistics.median(ms for r in of_way for ms in r[name]) for name in times}
         kept = statistics.mean(n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"])
         row = {"label": label, "hosts": hosts, "clip": f"{shots} shots of {grid} x {grid}", "clips": len(of_way)}
         rows.append({**row, **medians, "kept": kept, "right": sum_counts(record["right"] for record in of_way)})
@@ -116,9 +113,8 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
     if options.plot:
         panels: dict[str, dict] = {"time to first token, ms": {}, "visual tokens in the KV, %": {}}
         for row in rows:
-            label = re.sub(r", 0\.\d+$", "", row["label"]) + (
-                f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
-            )
+            hosts = f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
+            label = re.sub(r", 0\.\d+$", "", row["label"]) + hosts
             share = 100 * statistics.mean(right / total for right, total in row["right"].values())
             for curves, x in zip(panels.values(), (row["ttft_ms"], 100 * row["kept"]), strict=True):
                 curves.setdefault(label, []).append((x, share))

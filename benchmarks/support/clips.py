@@ -39,15 +39,8 @@ LONGEST_SCENE = 8  # shots
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")
 _PAINTS = (215, 35, 35), (30, 165, 50), (40, 65, 225), (230, 215, 40), (170, 45, 190), (35, 205, 215)
 COLOURS = dict(zip(BORDERS, _PAINTS, strict=True))
-SCENES = (
-    "grey noise",
-    "smooth gradient",
-    "printed text",
-    "still disc",
-    "moving disc",
-    "still square",
-    "moving square",
-)
+_SHAPES = "still disc", "moving disc", "still square", "moving square"
+SCENES = ("grey noise", "smooth gradient", "printed text", *_SHAPES)
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")

@@ -29,9 +29,9 @@ def ranked_by(scores: Tensor, reduce: ReduceConfig) -> AbstractContextManager:
 
     def choose(self, stage, rows, seen):
         count = len(ranking.choose(self, stage, rows, seen).left)
-        numbers = self.parts.is_visual(self.inputs.input_ids[0]).cumsum(0) - 1
-        numbers = numbers if stage.tokens is None else numbers[stage.tokens]
-        return Selection(keep_best(scores[numbers[stage.is_visual]], count))
+        tokens = slice(None) if stage.tokens is None else stage.tokens
+        numbers = self.parts.is_visual(self.inputs.input_ids[0]).cumsum(0)[tokens][stage.is_visual] - 1
+        return Selection(keep_best(scores[numbers], count))
 
     drawn = type("Drawn", (ranking,), {"choose": choose}) if reduce.is_late else keep
     return patch.dict(registry, {reduce.method: drawn})

@@ -21,9 +21,8 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     apbv = PrefillConfig(anchor_len=anchor, passing_len=passing)
     sparse = {name: SparseConfig(method=name, block_size=_SPARSE_BLOCK) for name in SPARSE_NAMES}
     methods = {name: PrefillConfig(method=name) for name in METHOD_NAMES}
-    methods |= {
-        name: replace(methods[name], sparse=blocks, on_single_host=True) for name, blocks in sparse.items()
-    }
+    for name, blocks in sparse.items():
+        methods[name] = replace(methods[name], sparse=blocks, on_single_host=True)
     methods |= {"apb": PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing), "apbv": apbv}
     full = methods["full"]
     if preset == "methods":
