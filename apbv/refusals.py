@@ -21,6 +21,9 @@ REFUSALS = {
     ("reduce_layer", "early_reduction"): (
         "{early_reduction} leaves tokens out before the language model: it has no layer"
     ),
+    ("reduce_asked_by", "otherwise_ranked"): (
+        "fastv and pdrop rank tokens by the attention of one token or of the question: {otherwise_ranked} does not"
+    ),
     ("kv_reuse", "reduction"): (
         "{reduction} chooses visual tokens anew for every prompt: it works with reuse='exact' only"
     ),

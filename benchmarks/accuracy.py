@@ -10,6 +10,9 @@ scene or inserted as shots of their own. Clips are real H.264 files. All ways an
 that a drift of the machine's speed affects all alike. What one host computes runs on one; the rest on simulated
 hosts (support.simulated), or those that torchrun has started, with the same answers. With --json every clip is
 written as soon as it is done, and what the file has already is not measured again.
+
+On one host, a reducer's ranking is compared with as many tokens drawn at random behind the same layers ("fastv,
+random, 0.5"), and with the needles' tokens and others at random ("fastv, needles kept, 0.5").
 """
 
 import argparse
@@ -42,9 +45,8 @@ from support.summaries import percent_cell, sum_counts
 def _key(record: dict) -> str:
     """Return what tells a measurement from others; its label may change."""
     names = ("grid", "shots", "split", "seed", "hosts", "settings", "tasks")
-    return json.dumps(
-        [list(record["right"]) if name == "tasks" else record[name] for name in names], sort_keys=True
-    )
+    values = [list(record["right"]) if name == "tasks" else record[name] for name in names]
+    return json.dumps(values, sort_keys=True)
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) -> Iterator[dict]:
@@ -62,7 +64,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                 left = {
                     label: way
                     for label, way in ways.items()
-                    if hosts.size > 1 or METHODS[way.prefill.method].splits == (number > 1)
+                    if (METHODS[way.prefill.method].splits == (number > 1) if hosts.size == 1 else not way.keeps)
                     if _key({**about, "hosts": number, "settings": way.settings}) not in done
                 }
                 drafts = [share_weights(draft) for _ in range(number)]
@@ -82,13 +84,9 @@ def summarise(records: list[dict]) -> list[dict]:
         ways.setdefault(tuple(record[name] for name in ("grid", "shots", "hosts", "label")), []).append(record)
     rows = []
     for (grid, shots, hosts, label), of_way in ways.items():
-        medians = {
-            name: statistics.median(ms for record in of_way for ms in record[name])
-            for name in ("ttft_ms", "prefill_ms")
-        }
-        kept = statistics.mean(
-            n / record["num_visual_tokens"] for record in of_way for n in record["num_visual_kept"]
-        )
+        times = "ttft_ms", "prefill_ms"
+        medians = {name: statistics.median(ms for r in of_way for ms in r[name]) for name in times}
+        kept = statistics.mean(n / r["num_visual_tokens"] for r in of_way for n in r["num_visual_kept"])
         row = {"label": label, "hosts": hosts, "clip": f"{shots} shots of {grid} x {grid}", "clips": len(of_way)}
         rows.append({**row, **medians, "kept": kept, "right": sum_counts(record["right"] for record in of_way)})
     full = {row["clip"]: row["ttft_ms"] for row in rows if row["label"] == "full"}
@@ -115,9 +113,8 @@ def show(options: argparse.Namespace, records: list[dict]) -> None:
     if options.plot:
         panels: dict[str, dict] = {"time to first token, ms": {}, "visual tokens in the KV, %": {}}
         for row in rows:
-            label = re.sub(r", 0\.\d+$", "", row["label"]) + (
-                f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
-            )
+            hosts = f", {row['hosts']} hosts" if row["hosts"] > 1 else ""
+            label = re.sub(r", 0\.\d+$", "", row["label"]) + hosts
             share = 100 * statistics.mean(right / total for right, total in row["right"].values())
             for curves, x in zip(panels.values(), (row["ttft_ms"], 100 * row["kept"]), strict=True):
                 curves.setdefault(label, []).append((x, share))

@@ -79,6 +79,7 @@ REDUCE = _of(
     ("--reduce", "method", "leave visual tokens out (default: none)"),
     ("--reduce-ratio", "ratio", "the share of a video's visual tokens that is left"),
     ("--reduce-layer", "layer", "leave them out after N layers of the language model (default: the method's own)"),
+    ("--reduce-asked-by", "asked_by", "fastv, pdrop: rank tokens by the attention of these (default: last)"),
 )
 SPARSE = _of(
     SparseConfig,
@@ -285,7 +286,7 @@ def prefill_config(options: argparse.Namespace) -> PrefillConfig:
     """Make the settings of prefill; ValueError where they do not go together."""
     video, reduction = given(options, VideoConfig), given(options, ReduceConfig)
     if reduction and "method" not in reduction:
-        raise ValueError(f"--reduce-{next(iter(reduction))} needs --reduce")
+        raise ValueError(f"--reduce-{next(iter(reduction)).replace('_', '-')} needs --reduce")
     if "chunk_bytes" in video:
         video["chunk_bytes"] *= _MIB
     return PrefillConfig(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ..refusals import refuse
 from .checks import Checked, instance_of, integer, is_number, number, one_of
 from .names import (
+    ASKING_REDUCER_NAMES,
     BACKEND_NAMES,
     DEFAULT_QUERY_LEN,
     IMPORTANCE_NAMES,
@@ -61,12 +62,12 @@ class SparseConfig(Checked, name="sparse "):
 
     Attributes:
         method: ``"xattention"`` (Xu et al., 2025), ``"spargeattn"`` (Zhang et al., 2025) or ``"flexprefill"``
-            (Lai et al., 2025); what differs from their authors' code is said in
+            (Lai et al., 2025), as their authors' code has it; what differs is said in
             :mod:`apbv.prefilling.methods.block_selection` and :mod:`apbv.prefilling.methods.flexprefill`.
         threshold: the share of a block of queries' estimated attention that the chosen blocks hold, τ. None: 0.9
-            for ``"xattention"`` and 0.95 for ``"flexprefill"``, as their authors have it (the latter calls it γ),
-            and 0.96 for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed,
-            and the result is that of dense attention where no values are skipped.
+            for ``"xattention"`` (its authors' for video) and 0.95 for ``"flexprefill"`` (its authors' γ), and 0.96
+            for ``"spargeattn"``, as the APB-V paper has it (Section 5.1). 1: all blocks are computed, and the
+            result is that of dense attention where no values are skipped.
         block_size: queries of a block, 32, 64, 128 (all papers') or 256. A block has as many keys, but for
             ``"spargeattn"`` half as many.
         stride: of ``"xattention"``: tokens of a group, which has one score; it divides the block size.
@@ -133,18 +134,26 @@ class ReduceConfig(Checked, name="reduce "):
             prompt is prefilled as without a reduction.
         layer: for a method inside the language model, after how many of its decoder layers tokens are left out;
             None: as in the method's paper, where it says that.
+        asked_by: whose attention ranks the tokens of ``"fastv"`` and ``"pdrop"``: the prompt's ``"last"`` token's,
+            as in their authors' code, or the mean over the ``"question"``. None: ``"last"``.
 
     Raises:
-        ValueError: the method is unknown, a number out of range, or a layer is given to a method without one.
+        ValueError: the method is unknown, a number out of range, or the method has no layer or is not asked so.
     """
 
     method: str = one_of(REDUCER_NAMES)
     ratio: float = number("lie in 0 < ratio <= 1", lambda share: 0 < share <= 1, 0.5)
     layer: int | None = integer(1, _MOST_TOKENS, None)
+    asked_by: str | None = one_of(("last", "question"), None)
 
     def __post_init__(self):
         super().__post_init__()
-        refuse(reduce_layer=self.layer is not None, early_reduction=not self.is_late and self.method)
+        refuse(
+            reduce_layer=self.layer is not None,
+            early_reduction=not self.is_late and self.method,
+            reduce_asked_by=self.asked_by is not None,
+            otherwise_ranked=self.method not in ASKING_REDUCER_NAMES and self.method,
+        )
 
     @property
     def leaves_all(self) -> bool:

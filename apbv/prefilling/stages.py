@@ -94,6 +94,12 @@ class Stage:
             return torch.empty(0, parts.hidden_size, dtype=parts.dtype, device=parts.device)
         return rows.local[0, self.rows_of(tokens).to(rows.local.device)]
 
+    def question_rows(self, rows: "HiddenRows", parts: ModelParts) -> Tensor:
+        """Return the hidden states ``[n_q, d]`` of the question on every host; collective."""
+        held = [tokens[tokens >= self.query_start] for tokens in self.owned]
+        wanted = [torch.arange(self.query_start, self.num_tokens)] * self.hosts.size
+        return move_rows(self.states_of(held[self.hosts.rank], rows, parts), held, wanted, self.hosts)
+
 
 @dataclass
 class HiddenRows:

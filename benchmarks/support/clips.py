@@ -39,15 +39,8 @@ LONGEST_SCENE = 8  # shots
 LETTERS = tuple("ABCEFHJKLMPQRTXZ")
 _PAINTS = (215, 35, 35), (30, 165, 50), (40, 65, 225), (230, 215, 40), (170, 45, 190), (35, 205, 215)
 COLOURS = dict(zip(BORDERS, _PAINTS, strict=True))
-SCENES = (
-    "grey noise",
-    "smooth gradient",
-    "printed text",
-    "still disc",
-    "moving disc",
-    "still square",
-    "moving square",
-)
+_SHAPES = "still disc", "moving disc", "still square", "moving square"
+SCENES = ("grey noise", "smooth gradient", "printed text", *_SHAPES)
 NEEDLES = ("edited", "inserted")
 SPLITS = ("train", "validation", "test")
 TASKS = ("retrieval", "ordering", "counting", "describe")
@@ -216,6 +209,17 @@ def needle_box(needle: Needle, size: int) -> tuple[int, int, int]:
     side, step = 2 * TOKEN_SIZE, TOKEN_SIZE // 2
     top, left = np.random.default_rng([needle.seed, 0]).integers(0, (size - side) // step + 1, size=2) * step
     return int(top), int(left), side
+
+
+def needle_tokens(shot: Shot, grid: int) -> np.ndarray:
+    """Return which tokens of a shot its needle covers by a quarter or more, bool [grid, grid]."""
+    if shot.needle is None:
+        return np.zeros((grid, grid), dtype=bool)
+    top, left, side = needle_box(shot.needle, TOKEN_SIZE * grid)
+    edges = np.arange(grid) * TOKEN_SIZE
+    ends = ((np.maximum(edges, begin), np.minimum(edges + TOKEN_SIZE, begin + side)) for begin in (top, left))
+    rows, columns = ((last - first).clip(min=0) for first, last in ends)
+    return rows[:, None] * columns >= TOKEN_SIZE**2 / 4
 
 
 def write_mp4(frames: np.ndarray, path: str | Path | BytesIO, fps: int = FPS) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import TypeVar
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
 # isort: split
+import numpy as np
+import torch
 from transformers import PreTrainedModel, ProcessorMixin
 from transformers.utils.logging import disable_progress_bar
 
@@ -40,6 +43,7 @@ from apbv.speculate.ways import TakingTurns
 from apbv.stats import StageTimer
 
 from . import clips
+from .drawn import ranked_by
 from .simulated import share_weights, simulate
 
 T = TypeVar("T")
@@ -219,10 +223,17 @@ def visual_kept(state: PrefillResult) -> float:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to answer: how prompts are prefilled, and how a draft proposes tokens, if there is one."""
+    """One way to answer.
+
+    Attributes:
+        prefill: how prompts are prefilled.
+        speculate: how a draft proposes tokens, if there is one.
+        keeps: what chooses the tokens that a reducer keeps: "random", "needles kept"; None: its ranking.
+    """
 
     prefill: PrefillConfig
     speculate: SpeculativeConfig | None = None
+    keeps: str | None = None
 
     @property
     def settings(self) -> dict:
@@ -249,11 +260,15 @@ def sit(candidate: Candidate, exam: Exam, seed: int, ways: Mapping[str, Way]) ->
     right = {label: {task: [0, 0] for task in exam.tasks} for label in ways}
     states: dict[str, list[PrefillResult]] = {label: [] for label in ways}
     stats: dict[str, list[dict]] = {label: [] for label in ways}
+    needles = np.concatenate([clips.needle_tokens(shot, exam.grid).flatten() for shot in exam.clip(seed).shots])
+    drawn = np.random.default_rng(seed).random(len(needles))
+    scores = {"random": torch.from_numpy(drawn), "needles kept": torch.from_numpy(drawn + needles)}
     for task, question, answer in asked:
         inputs = candidate.read(file, question)
         expected = tokenizer(answer).input_ids[: 2 * clips.MOST_DESCRIBED]
         for label, way in ways.items():
-            said, state = candidate.answer(inputs, way.prefill, len(expected) + 1, way.speculate)
+            with ranked_by(scores[way.keeps], way.prefill.reduce) if way.keeps else nullcontext():
+                said, state = candidate.answer(inputs, way.prefill, len(expected) + 1, way.speculate)
             count = right[label][task]
             if task == "describe":
                 count[0] += sum(a == b for a, b in zip(said, expected, strict=False))

@@ -1,6 +1,7 @@
 """The ways to read a video whose answers are compared, by the tables that show them."""
 
 from dataclasses import replace
+from itertools import product
 
 from apbv import PrefillConfig, ReduceConfig, SparseConfig, SpeculativeConfig
 from apbv.config import IMPORTANCE_NAMES, METHOD_NAMES, REDUCER_NAMES, SPARSE_NAMES
@@ -20,9 +21,8 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     apbv = PrefillConfig(anchor_len=anchor, passing_len=passing)
     sparse = {name: SparseConfig(method=name, block_size=_SPARSE_BLOCK) for name in SPARSE_NAMES}
     methods = {name: PrefillConfig(method=name) for name in METHOD_NAMES}
-    methods |= {
-        name: replace(methods[name], sparse=blocks, on_single_host=True) for name, blocks in sparse.items()
-    }
+    for name, blocks in sparse.items():
+        methods[name] = replace(methods[name], sparse=blocks, on_single_host=True)
     methods |= {"apb": PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing), "apbv": apbv}
     full = methods["full"]
     if preset == "methods":
@@ -30,23 +30,17 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     elif preset == "systems":
         ways = {name: config for name, config in methods.items() if name not in ("zigzag_ring", "ulysses")}
         ways |= {f"apbv, {name}": replace(apbv, sparse=blocks) for name, blocks in sparse.items()}
-        for name in REDUCER_NAMES:
-            for ratio in (0.5, 0.25):
-                ways[f"{name}, {ratio:g}"] = replace(full, reduce=ReduceConfig(method=name, ratio=ratio))
+        reducers = {name: {"method": name} for name in REDUCER_NAMES}
+        reducers |= {f"{name}, question": {"method": name, "asked_by": "question"} for name in ("fastv", "pdrop")}
+        for (name, reduce), ratio in product(reducers.items(), (0.5, 0.25)):
+            ways[f"{name}, {ratio:g}"] = replace(full, reduce=ReduceConfig(ratio=ratio, **reduce))
     elif preset == "importance":
-        ways = {
-            f"{name}, l_p = {length}": replace(apbv, importance=name, passing_len=length)
-            for name in IMPORTANCE_NAMES
-            for length in (1, 2, 4, 8, 16, 32)
-        }
+        asked = product(IMPORTANCE_NAMES, (1, 2, 4, 8, 16, 32))
+        ways = {f"{name}, l_p = {n}": replace(apbv, importance=name, passing_len=n) for name, n in asked}
     elif preset == "table3":
-        ways = {
-            "full": full,
-            "apbv": apbv,
-            "w/o A": replace(apbv, anchor_len=0),
-            "w/o P": replace(apbv, passing_len=0),
-        }
-        ways["w/o A and P"] = replace(apbv, anchor_len=0, passing_len=0)
+        without = {"A": {"anchor_len": 0}, "P": {"passing_len": 0}, "A and P": {"anchor_len": 0, "passing_len": 0}}
+        ways = {f"w/o {parts}": replace(apbv, **lengths) for parts, lengths in without.items()}
+        ways = {"full": full, "apbv": apbv, **ways}
     elif preset == "table9":
         ways = {f"l_a = {length}": replace(apbv, anchor_len=length) for length in (0, 4, 8, 16, 32, 64, 128)}
     elif preset == "anchor_query":
@@ -62,4 +56,6 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     if preset == "systems":
         draft = SpeculativeConfig(strategy="hippo", keep_losing_draft=True)
         found[f"full, draft by hippo, {draft.keep_ratio:g}"] = Way(full, draft)
+        for name, ratio, keeps in product(REDUCER_NAMES, ("0.5", "0.25"), ("random", "needles kept")):
+            found[f"{name}, {keeps}, {ratio}"] = replace(found[f"{name}, {ratio}"], keeps=keeps)
     return found

@@ -13,15 +13,18 @@ import pytest
 import roofline
 import torch
 
-from apbv import PrefillConfig
+from apbv import HostGroup, PrefillConfig, ReduceConfig
 from apbv.prefilling.methods import METHODS
 from apbv.speculate.strategies import require_consistent
 
 from patience import HANGING, wait_for
 from scripts import BENCHMARKS, assert_one_line_error
+from support import clips
 from support import decoding as decoding_ways
 from support.draft_presets import PRESETS as DRAFT_PRESETS
 from support.draft_presets import configs_of
+from support.drawn import ranked_by
+from support.exams import Candidate, Exam, load_demo
 from support.prefill_presets import PRESETS as PREFILL_PRESETS
 from support.prefill_presets import cases_of
 from support.simulated import Link, simulate
@@ -165,3 +168,26 @@ if __name__ == "__main__":
         assert process.wait(HANGING) == 128 + signal.SIGTERM
     children = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
     wait_for(lambda: not any(Path("/proc", child).exists() for child in children))
+
+
+# ---- what is kept in place of a reducer's choice ----
+
+
+@pytest.mark.parametrize("method", ["dycoke", "pdrop", "sparsevlm"])
+def test_as_many_other_tokens_are_kept_behind_the_same_layers(tmp_path, method):
+    exam, engine, hosts = Exam(2, 16, tmp_path), load_demo(), HostGroup.single("cpu")
+    candidate, reduce = Candidate(engine.model, engine.processor, hosts), ReduceConfig(method=method, ratio=0.3)
+    shots, config = exam.clip(0).shots, PrefillConfig(method="full", reduce=reduce)
+    shown = torch.stack([torch.from_numpy(clips.needle_tokens(shot, 2)) for shot in shots])
+    assert [bool(of_shot.all()) for of_shot in shown] == [shot.needle is not None for shot in shots]
+    scores = torch.rand(64, generator=torch.Generator().manual_seed(0)) + shown.flatten()
+    inputs = candidate.read(exam.file(0), clips.DESCRIBE_QUESTION)
+
+    def reduction():
+        return candidate.answer(inputs, config, 1)[1].reduction
+
+    own = reduction()
+    with ranked_by(scores, reduce):
+        drawn = reduction()
+    assert drawn.kept.tolist() == scores.topk(own.num_after).indices.sort().values.tolist() != own.kept.tolist()
+    assert drawn.by_layer == own.by_layer and torch.equal(reduction().kept, own.kept)

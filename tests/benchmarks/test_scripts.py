@@ -110,6 +110,7 @@ def test_methods_differ_where_they_should(run, tmp_path):
 
 def test_accuracy_goes_on_where_its_file_ends(tmp_path):
     labels = ["full", "star", "apbv", "slowfast, 0.5", "full, draft by hippo, 0.1"]
+    labels[4:4] = dropped = ["dycoke, 0.25", "dycoke, random, 0.25", "dycoke, needles kept, 0.25"]
     path, plot = tmp_path / "figures.jsonl", tmp_path / "figures.png"
     options = ["--preset", "systems", "--shots", 16, "--hosts", 2, "--folder", tmp_path / "clips"]
     options += ["--labels", *labels]
@@ -118,10 +119,13 @@ def test_accuracy_goes_on_where_its_file_ends(tmp_path):
     for record in records:
         assert (record["hosts"] == 2) == record["simulated"] == (record["label"] in ("star", "apbv"))
         assert len(record["ttft_ms"]) == len(record["num_visual_kept"]) == 4  # questions
-        is_whole = record["label"] != "slowfast, 0.5"
+        is_whole = record["label"] not in ("slowfast, 0.5", *dropped)
         assert (set(record["num_visual_kept"]) == {64}) == is_whole and record["num_visual_tokens"] == 64
         assert min(record["ttft_ms"]) > record["reading_ms"]
     by_label = {record["label"]: record for record in records}
+    # As many are kept, however they are chosen.
+    assert {tuple(by_label[label]["num_visual_kept"]) for label in dropped} == {(16,) * 4}
+    assert len({str(by_label[label]["settings"]) for label in dropped}) == 3
     # Speculation is lossless, whatever its draft sees.
     assert by_label["full"]["right"] == by_label[labels[-1]]["right"]
     before = path.read_text()

@@ -6,6 +6,7 @@ Nothing here is shared with the implementation.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -27,6 +28,7 @@ class Layers(SimpleNamespace):
         embeds, hidden: what went into the first layer of all, and what came out of the last one, ``[n, d]`` each.
         q, k: of the last layer, ``[H, n, D]`` and ``[Hkv, n, D]``.
         scale: of their products.
+        ahead: q and k of the layer behind, if no token were dropped.
         before: q and k of the layers since the last drop, this one included.
         visual, question: which of the n tokens are visual, and which belong to the question.
         num_before: the visual tokens of the prompt.
@@ -53,15 +55,16 @@ class Layers(SimpleNamespace):
 # Rules return the visual tokens that stay, ascending, and new hidden states of some of them.
 
 
-def fastv(layers: Layers, ratio: float, step: int, num_steps: int):
-    rows = [layers.mean_attention(row) for row in layers.question]
+def fastv(layers: Layers, ratio: float, step: int, num_steps: int, asking=slice(-1, None)):
+    """By default only the question's last token is asked."""
+    rows = [layers.mean_attention(row) for row in layers.question[asking]]
     scores = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
     return layers.top(scores, max(1, round(ratio * layers.num_before))), {}
 
 
-def pdrop(layers: Layers, ratio: float, step: int, num_steps: int):
+def pdrop(layers: Layers, ratio: float, step: int, num_steps: int, asking=slice(-1, None)):
     share = ratio ** ((step + 1) / num_steps)
-    return layers.top(layers.mean_attention(layers.question[-1]), max(1, round(share * layers.num_before))), {}
+    return fastv(Layers(**vars(layers) | layers.ahead), share, step, num_steps, asking)
 
 
 def hippo_attention(layers: Layers, ratio: float, step: int, num_steps: int):
@@ -135,6 +138,7 @@ def clusters(points: Tensor) -> dict[int, Tensor]:
 
 
 RULES = {rule.__name__: rule for rule in (fastv, pdrop, hippo_attention)}
+RULES |= {f"{rule.__name__}, question": partial(rule, asking=slice(None)) for rule in (fastv, pdrop)}
 
 
 def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -222,7 +226,10 @@ def run_reduced(
             continue
         states = hidden if asking is None else torch.cat([hidden[:, :start], asking], dim=1)
         made = Layers(embeds=embeds, hidden=states[0], q=q[0], k=k[0], scale=scale, before=before, visual=visual)
-        vars(made).update(question=question, num_before=num_visual, videos=videos)
+        with _attention(model, reduced.seen, full_attention):
+            _layer(decoder, decoder.layers[number + 1], states, positions, DynamicCache())
+        ahead = dict(zip("qk", (each[0] for each in reduced.seen["states"][:2]), strict=True))
+        vars(made).update(question=question, num_before=num_visual, videos=videos, ahead=ahead)
         stay, changed = rule(made, ratio, step, len(drops))
         before = []
         for token, state in changed.items():

@@ -15,6 +15,8 @@ FEATURES = {
     "early_reduction": "`--reduce` before the language model",
     "late_reduction": "`--reduce` between layers",
     "reduce_layer": "`--reduce-layer`",
+    "reduce_asked_by": "`--reduce-asked-by`",
+    "otherwise_ranked": "another `--reduce`",
     "kv_reuse": "`--reuse kv`",
     "watching_draft": "a draft that goes by the target's prefill",
     "handing_over": "`--kv-transfer`",

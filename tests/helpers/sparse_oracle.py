@@ -1,9 +1,9 @@
-"""What XAttention, SpargeAttn and FlexPrefill compute, in loops over one head at a time, from their papers.
+"""What XAttention, SpargeAttn and FlexPrefill compute, in loops over one head at a time, as their authors have it.
 
 Nothing here is shared with the implementation.
 """
 
-from collections import Counter
+from itertools import accumulate
 from math import log, sqrt
 
 import torch
@@ -87,17 +87,20 @@ def _xattention(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
 
 
 def _spargeattn(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
-    """Algorithm 1: block means, blocks that are not similar to themselves, and TopCdf."""
+    """Algorithm 1: block means, blocks that are not similar to themselves, and TopCdf.
+
+    In the released code a block that is not full is never similar to itself.
+    """
     rows, columns = sparse.block_size, sparse.block_size // 2
     queries, keys = q.split(rows), k.split(columns)
     centred = (k - k.mean(dim=0)).split(columns)
-    is_alike = [_mean_cosine(block) > sparse.similarity for block in centred]
+    is_alike = [len(block) == columns and _mean_cosine(block) > sparse.similarity for block in centred]
     lists = []
     for i, block in enumerate(queries):
         seen = [j for j in range(len(keys)) if j * columns < (i + 1) * rows]
         alike = [j for j in seen if is_alike[j]]
         listed = {j for j in seen if not is_alike[j]}
-        if _mean_cosine(block) <= sparse.similarity:
+        if len(block) < rows or _mean_cosine(block) <= sparse.similarity:
             listed = set(seen)
         elif alike:
             scores = torch.stack([block.mean(dim=0) @ keys[j].mean(dim=0) * scale for j in alike])
@@ -113,26 +116,33 @@ def _spargeattn(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> lis
 
 
 def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> list[set[int]]:
-    """Algorithms 1 to 4, with lines of blocks in place of lines of tokens."""
+    """Algorithms 1 to 4 as in the released code, with blocks in place of its 128 tokens."""
     block, last = sparse.block_size, range(max(0, len(q) - sparse.block_size), len(q))
     q_means, k_means = ([rows.mean(dim=0) for rows in states.split(block)] for states in (q, k))
     number = len(q_means)
-    columns, diagonals = [0.0] * number, [0.0] * number
-    # Along the line of tokens through a pair: how many blocks each query of a block is from its key's.
-    lines = [Counter((d - place + block - 1) // block for place in range(block)) for d in range(len(q))]
+    columns, diagonals = [0.0] * len(q), [0.0] * len(q)  # of tokens; a diagonal by how far behind it is
     for row in last:
         for key, share in enumerate((k[: row + 1] @ q[row] * scale).softmax(dim=0).tolist()):
-            columns[key // block] += share / len(last)
-            for behind, queries in lines[row - key].items():
-                diagonals[min(behind, number - 1)] += share / len(last) * queries / block
+            columns[key] += share / len(last)
+            diagonals[row - key] += share / len(last)
+    in_columns, in_diagonals = [0.0] * number, [0.0] * number
+    for token in range(len(q)):
+        in_columns[token // block] += columns[token]
+        in_diagonals[number - 1 - (len(q) - 1 - token) // block] += diagonals[token]
     estimate = torch.stack([q[last.start :].mean(dim=0) @ mean * scale for mean in k_means]).softmax(dim=0)
     divergence = 0.0
-    for pair in zip(estimate.tolist(), columns, strict=True):
+    for pair in zip(estimate.tolist(), in_columns, strict=True):
         divergence += sum(p * log(2 * p / sum(pair)) / 2 for p in pair if p > 0)
     is_aware = sqrt(max(divergence, 0.0)) < sparse.divergence
-    fewest = 0.0 if is_aware else sparse.share
-    columns, diagonals = (_best_lines(shares, fewest, sparse.min_blocks) for shares in (columns, diagonals))
-    lists = [{j for j in range(i + 1) if j in columns or i - j in diagonals} for i in range(number)]
+    kept = []
+    for of_tokens, of_blocks in ((columns, in_columns), (diagonals, in_diagonals)):
+        wanted = sparse.min_blocks
+        if not is_aware:
+            held = list(accumulate(sorted(of_tokens, reverse=True)))
+            wanted = max(wanted, (sum(together <= sparse.share for together in held) + 1) // block + 1)
+        others = sorted(range(1, number), key=lambda line, sums=of_blocks: (-sums[line], line))
+        kept.append({0, *others[: wanted - 1]})
+    lists = [{j for j in range(i + 1) if j in kept[0] or i - j in kept[1]} for i in range(number)]
     if is_aware:
         pairs = {}
         for i, mean in enumerate(q_means):
@@ -140,22 +150,11 @@ def _flexprefill(q: Tensor, k: Tensor, scale: float, sparse: SparseConfig) -> li
             pairs |= {(i, j): share for j, share in enumerate(shares.tolist())}
         together = 0.0
         for i, j in sorted(pairs, key=lambda pair: (-pairs[pair], pair)):
-            if together >= sparse.share * number:
+            together += pairs[i, j]
+            if together > sparse.share * number:
                 break
             lists[i].add(j)
-            together += pairs[i, j]
     return lists
-
-
-def _best_lines(shares: list[float], share: float, fewest: int) -> set[int]:
-    """The first line, and of the others the best: at least so many, and as many as hold the share."""
-    lines, held = {0}, shares[0]
-    for line in sorted(range(1, len(shares)), key=lambda line: (-shares[line], line)):
-        if len(lines) >= fewest and held >= share * sum(shares):
-            break
-        lines.add(line)
-        held += shares[line]
-    return lines
 
 
 def _mean_cosine(rows: Tensor) -> float:

@@ -95,7 +95,7 @@ def test_of_equal_scores_the_earlier_block_is_taken():
 
 def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
     zeros = torch.zeros(1, 1, 320, 16, dtype=torch.float64)
-    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.53, divergence=1, min_blocks=1)
+    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.54, divergence=1, min_blocks=1)
     kept = BLOCK_SELECTION["flexprefill"](zeros, zeros, 1.0, sparse, "torch").tril()
     # Every block of queries shares out one tenth of all, evenly: the first five, and two of the sixth's six.
     assert kept[0, 0].sum(dim=1).tolist()[:5] == [1, 2, 3, 4, 5]
@@ -105,7 +105,7 @@ def test_flexprefill_takes_the_earlier_pair_and_the_nearer_diagonal():
     q, k = zeros.clone(), zeros.clone()
     q[..., 0], k[..., 0] = 1, -1000
     k[:, :, 64:257:64, 0] = 0
-    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.3, divergence=0, min_blocks=1)
+    sparse = SparseConfig(method="flexprefill", block_size=32, threshold=0.3, divergence=0, min_blocks=3)
     kept = BLOCK_SELECTION["flexprefill"](q, k, 1.0, sparse, "torch").tril()
     assert torch.equal(pairs_of(kept, sparse, 320), chosen_pairs(q[0], k[0], 1.0, sparse))
     assert kept[0, 0, 9].nonzero().flatten().tolist() == [0, 2, 4, 6, 8, 9]
@@ -118,7 +118,7 @@ def test_flexprefill_finds_a_pattern_for_each_head(monkeypatch, tokens):
     k[:, :, 0] += q[:, ::2, -32:].mean(dim=2) / 2  # the first key is attended to from afar
     chosen = {}
     for divergence in (0, 0.41, 0.5, 0.65, 1):
-        lines = {"min_blocks": 2, "divergence": divergence, "threshold": 0.6}
+        lines = {"min_blocks": 2, "divergence": divergence, "threshold": 0.8}
         sparse = SparseConfig(method="flexprefill", block_size=32, **lines)
         pairs = pairs_of(BLOCK_SELECTION["flexprefill"](q, k, 0.25, sparse, "torch"), sparse, tokens)
         assert torch.equal(pairs, chosen_pairs(q[0], k[0], 0.25, sparse))

@@ -80,7 +80,7 @@ def test_numbers_that_overflow_end_no_more_than_the_answer(name):
 
 def test_what_needs_all_tokens_in_all_layers_is_refused():
     layers = {name: LATE_REDUCERS[name].choose_layers(ReduceConfig(method=name), 28) for name in LATE_REDUCERS}
-    in_steps = {"pdrop": (7, 14, 21), "sparsevlm": (2, 5, 13)}
+    in_steps = {"pdrop": (7, 14, 21), "sparsevlm": (3, 6, 14)}
     assert layers == in_steps | {"fastv": (2,), "hippo_attention": (14,)}
     hosts, late = HostGroup.single("cpu"), PrefillConfig(reduce=FASTV)
     engine = Engine(families.build_model(FAMILY), families.build_processor(FAMILY), hosts, late)

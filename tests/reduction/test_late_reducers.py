@@ -29,7 +29,7 @@ from prompts import (
 NUM_NEW = 6
 # Behind so many of the tiny model's three layers: (--reduce-layer, where tokens are dropped).
 STEPS = {"fastv": (1, [1]), "pdrop": (1, [1, 2]), "sparsevlm": (1, [1, 2])}
-STEPS |= {"hippo_attention": (2, [2])}
+STEPS |= {"hippo_attention": (2, [2]), "fastv, question": (1, [1]), "pdrop, question": (1, [1, 2])}
 
 
 @cache
@@ -72,7 +72,9 @@ QWEN = "qwen2_5_vl"
         ("fastv", 2, {"method": "full"}, QWEN, False),
         # HIPPO's terms of time and space are of frames, wherever these were encoded.
         ("hippo_attention", 3, {"frame_parallel": False}, QWEN, False),
-        *((name, 2, {}, QWEN, True) for name in STEPS),
+        *((name, 2, {}, QWEN, True) for name in ("pdrop", "sparsevlm", "hippo_attention", "fastv, question")),
+        ("pdrop, question", 3, {"method": "apb"}, QWEN, False),
+        ("pdrop", 2, {"anchor_len": 20}, "qwen3_vl", False),
         ("fastv", 2, {"anchor_len": 20}, "internvl", False),
         ("sparsevlm", 2, {"anchor_len": 20}, "qwen3_vl", False),
         ("pdrop", 2, {}, "llava_onevision", False),
@@ -81,7 +83,9 @@ QWEN = "qwen2_5_vl"
 def test_every_method_equals_the_dense_definition(pool, name, num_hosts, settings, family, is_mixed):
     """In every family; and text between videos and images stays."""
     layer, drops = STEPS[name]
-    reduce, settings = {"method": name, "ratio": 0.4, "layer": layer}, settings | {"passing_len": UNCOMPRESSED}
+    method, _, asked_by = name.partition(", ")
+    reduce = {"method": method, "ratio": 0.4, "layer": layer, "asked_by": asked_by or None}
+    settings = settings | {"passing_len": UNCOMPRESSED}
     results = pool.run(num_hosts, reduced_job, family, reduce, settings, is_mixed)
     check(results, *expected(family, name, 0.4, tuple(drops), is_mixed))
 

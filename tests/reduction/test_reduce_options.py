@@ -15,6 +15,8 @@ def test_options_become_a_config():
     assert prefill_config(options).reduce == ReduceConfig(method="dycoke", ratio=0.5)
     options = infer.parse_arguments([*INFER, "--reduce", "fastv", "--reduce-ratio", "0.25", "--reduce-layer", "2"])
     assert prefill_config(options).reduce == ReduceConfig(method="fastv", ratio=0.25, layer=2)
+    options = infer.parse_arguments([*INFER, "--reduce", "pdrop", "--reduce-asked-by", "question"])
+    assert prefill_config(options).reduce == ReduceConfig(method="pdrop", asked_by="question")
 
 
 def test_settings_that_are_wrong():
@@ -31,6 +33,8 @@ def test_options_that_are_wrong_are_one_line(capsys):
     for main, options, says in (
         (infer, ["--reduce-ratio", "0.5"], "--reduce-ratio needs --reduce"),
         (infer, ["--reduce-layer", "2"], "--reduce-layer needs --reduce"),
+        (infer, ["--reduce-asked-by", "last"], "--reduce-asked-by needs --reduce"),
+        (infer, ["--reduce", "sparsevlm", "--reduce-asked-by", "last"], "sparsevlm does not"),
         (infer, ["--reduce", "dycoke", "--reduce-layer", "2"], "dycoke leaves tokens out before"),
         (serve, ["--reduce", "dycoke", "--kv-transfer", "tcp"], "--kv-transfer hands whole prompts over"),
         (serve, ["--reduce", "dycoke", "--reuse", "kv"], "it works with reuse='exact' only"),

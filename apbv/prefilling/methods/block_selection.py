@@ -41,8 +41,9 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     A block of queries or keys whose rows' mean cosine similarity is not above ``config.similarity`` takes part in
     full: its mean says little of it. For the others, a softmax over the means' scores of self-similar blocks of
     keys is taken, and the highest are chosen as long as together they hold no more than ``config.share``, at least
-    one. As in the released code, the mean key is subtracted before the similarity of keys is taken, and the first
-    block is not chosen in any case.
+    one. As in the released code, the mean key is subtracted before the similarity of keys is taken, the first
+    block is not chosen in any case, and a last block that is not full is never self-similar (its missing rows make
+    the similarity NaN there): the queries at the end of a prompt, mostly the question's, see all keys.
 
     That code may leave out all keys that a query sees, which the queries' own keys exclude here.
     The second stage, which skips values, is the ``skip_margin`` of :func:`apbv.kernels.block_sparse_attention`.
@@ -51,6 +52,9 @@ def sparge_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig, back
     queries, of_queries = block_means(q, config.block_size, backend=backend)
     center = k.mean(dim=2, dtype=torch.promote_types(k.dtype, torch.float32))
     keys, of_keys = block_means(k, config.key_block, center=center, backend=backend)
+    for similarities, block in ((of_queries, config.block_size), (of_keys, config.key_block)):
+        if q.shape[2] % block:
+            similarities[..., -1] = float("nan")
     group = q.shape[1] // k.shape[1]
     scores = queries.unflatten(1, (k.shape[1], group)) @ keys.transpose(-1, -2)[:, :, None] * scale
     scores = scores.flatten(1, 2)

@@ -23,16 +23,17 @@ def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig,
     The last ``config.block_size`` queries stand for their head. Their attention to each block of keys is computed,
     and once more estimated from means of queries and keys. Where both are alike (the square root of their
     Jensen-Shannon divergence is below ``config.divergence``; Algorithm 2) the head is query-aware, and estimates
-    are believed: of all pairs of blocks the highest are chosen until they hold ``config.share`` of what all
-    estimates hold together (Algorithm 4). The other heads' pattern is vertical-slash: they take the fewest columns
-    of blocks that hold ``config.share`` of the last queries' attention, and the fewest diagonals (Algorithm 3).
-    The first column and the diagonal itself are chosen first and always; of both there are, in every head, at
-    least ``config.min_blocks``. Of equal columns the earlier is taken, of equal diagonals the nearer one.
+    are believed: of all pairs of blocks the highest are chosen, as long as together they hold no more than
+    ``config.share`` of what all estimates hold (Algorithm 4). The other heads' pattern is vertical-slash
+    (Algorithm 3): of the last queries' attention to columns of tokens, t columns hold no more than
+    ``config.share``, and ⌊(t + 1) / block⌋ + 1 columns of blocks are chosen; so are diagonals. These have the
+    highest sums. The first column and the diagonal itself come first; of both there are, in every head, at least
+    ``config.min_blocks``. Of equal columns the earlier is taken, of equal diagonals the nearer one.
 
-    The paper's columns and diagonals are lines of single tokens, here they are lines of whole blocks, as in the
-    released code. That takes as many of the best lines of blocks as the chosen lines of tokens would fill if they
-    were neighbours, and counts a diagonal of tokens to one of the two diagonals of blocks that it crosses. Here so
-    many are taken that they hold the share, even where it is scattered.
+    All this is the rule of the released code, which counts a diagonal of tokens to one of the two diagonals of
+    blocks that it crosses. Its columns are counted in 128 tokens, whatever the size of its blocks; here in blocks.
+    Where a block gets no attention at all the divergence is NaN there, and the head vertical-slash; here nothing
+    is added for that block.
 
     Args:
         q: ``[B, Hq, S, D]``.
@@ -45,87 +46,81 @@ def flexprefill_blocks(q: Tensor, k: Tensor, scale: float, config: SparseConfig,
         bool ``[B, Hq, n, n]``, for each block of queries the blocks of keys; what it says of those that are not
         before the queries is of no account.
     """
-    of_columns, of_diagonals = _line_shares(q[:, :, -config.block_size :], k, scale, config.block_size, backend)
-    queries, keys = (block_means(states, config.block_size, backend=backend)[0] for states in (q, k))
-    last = q[:, :, -config.block_size :].mean(dim=2, keepdim=True, dtype=queries.dtype)
-    estimated = _scores(last, keys, scale).softmax(dim=-1)[:, :, 0]
-    is_aware = _divergence(estimated, of_columns).sqrt() < config.divergence
+    block = config.block_size
+    last, padding = q[:, :, -block:], -q.shape[2] % block
+    columns, diagonals = _line_shares(last, k, scale, backend)
+    in_columns, in_diagonals = (
+        functional.pad(shares, (0, padding)).unflatten(2, (-1, block)).sum(dim=3)
+        for shares in (columns, diagonals)
+    )
+    queries, keys = (block_means(states, block, backend=backend)[0] for states in (q, k))
+    estimated = _scores(last.mean(dim=2, keepdim=True, dtype=queries.dtype), keys, scale).softmax(dim=-1)[:, :, 0]
+    is_aware = _divergence(estimated, in_columns).sqrt() < config.divergence
 
-    columns, diagonals = (_fewest_lines(shares, is_aware, config) for shares in (of_columns, of_diagonals))
+    columns = _best_lines(columns, in_columns, is_aware, config)
+    diagonals = _best_lines(diagonals, in_diagonals.flip(2), is_aware, config)  # from here on the nearest first
     places = torch.arange(keys.shape[2], device=q.device)
     behind = places[:, None] - places  # how far a block of keys is behind one of queries
     lines = columns[:, :, None] | diagonals[:, :, behind.clamp_min(0)]
 
     shares = _scores(queries, keys, scale).masked_fill(behind < 0, float("-inf")).softmax(dim=-1).flatten(2)
     held, order = shares.sort(dim=-1, descending=True, stable=True)
-    wanted = config.share * held.sum(dim=-1, keepdim=True)
-    highest = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, held.cumsum(dim=-1) - held < wanted)
+    chosen = held.cumsum(dim=-1) <= config.share * len(places)
+    highest = torch.zeros_like(order, dtype=torch.bool).scatter_(2, order, chosen)
     return lines | highest.view(lines.shape) & is_aware[..., None, None]
 
 
-def _fewest_lines(shares: Tensor, is_aware: Tensor, config: SparseConfig) -> Tensor:
-    """Choose lines of blocks, ``[B, Hq, n]``: the first, and the best others until they hold the share wanted.
+def _best_lines(of_tokens: Tensor, of_blocks: Tensor, is_aware: Tensor, config: SparseConfig) -> Tensor:
+    """Choose lines of blocks, bool ``[B, Hq, n]``: the first, and the others with the highest sums.
 
-    In query-aware heads they are as few as there may be.
+    Args:
+        of_tokens: ``[B, Hq, S]``, the shares of lines of tokens, which say how many lines of blocks.
+        of_blocks: ``[B, Hq, n]``.
+        is_aware: ``[B, Hq]``, in which heads they are as few as there may be.
     """
-    ranked = shares.clone()
-    ranked[..., 0] = float("inf")
-    order = ranked.argsort(dim=-1, descending=True, stable=True)
-    held = shares.gather(2, order)
-    wanted = config.share * held.sum(dim=-1, keepdim=True)
-    chosen = (held.cumsum(dim=-1) - held < wanted) & ~is_aware[..., None]
-    chosen[..., : config.min_blocks] = True
-    return torch.zeros_like(chosen).scatter_(2, order, chosen)
+    held = of_tokens.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    number = ((held <= config.share).sum(dim=-1) + 1) // config.block_size + 1
+    number = number.masked_fill(is_aware, 0).clamp_min(config.min_blocks)
+    of_blocks = of_blocks.clone()
+    of_blocks[..., 0] = float("inf")
+    rank = of_blocks.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return rank < number[..., None]
 
 
-def _line_shares(q: Tensor, k: Tensor, scale: float, block: int, backend: str) -> tuple[Tensor, Tensor]:
-    """Compute which share of the last queries' attention falls into each column and each diagonal of blocks.
-
-    A query that is d tokens behind a key lies on a line of tokens that crosses two diagonals of blocks: of the
-    queries of any block, 1 - (d mod block) / block lie on diagonal ⌊d / block⌋, and the others on the next. The
-    share of such a pair is divided between both accordingly. There is no diagonal behind the last: its share is
-    that of the last, too.
+def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tensor, Tensor]:
+    """Compute which share of the last queries' attention falls into each column and each diagonal of tokens.
 
     Args:
         q: ``[B, Hq, L, D]``, the last queries.
         k: ``[B, Hkv, S, D]``.
         scale: the factor of q·k.
-        block: tokens of a block.
         backend: see :mod:`apbv.kernels.backends`.
 
     Returns:
-        columns ``[B, Hq, n]``, from the first key on, and diagonals ``[B, Hq, n]``, from the nearest on, both in
-        fp32 (fp64 for fp64 input); each add up to 1.
+        columns ``[B, Hq, S]``, from the first key on, and diagonals ``[B, Hq, S]``, from the farthest to that of
+        queries and their own keys, both in fp32 (fp64 for fp64 input); each add up to 1.
     """
     rows, tokens = q.shape[2], k.shape[2]
-    num_blocks, before = -(-tokens // block), tokens - rows
-    lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][..., None]
-    q = q.to(lse.dtype)
+    lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][..., None].flip(2)
+    q = q.to(lse.dtype).flip(
+        2
+    )  # so that a row's diagonals begin one place further on than those of the row before
     places = torch.arange(tokens, device=q.device)
-    # Row i and the c-th key of block j are d = (first - j) * block + within[i, c] tokens apart. Their pair lies on
-    # the diagonals first - j + step; the weights of the four steps that there can be add up to 1.
-    first, steps = before // block, torch.arange(-1, 3, device=q.device)
-    within = torch.arange(block, device=q.device)
-    within = before % block + within[:rows, None] - within
-    weights = (1 - (within[..., None].to(q.dtype) / block - steps).abs()).clamp_min(0)
     most = _MOST_SCORES_ON_CPU if q.device.type == "cpu" else _MOST_SCORES
-    at_once = max(1, most // (q.shape[0] * q.shape[1] * rows * block)) * block
-    parts = []
+    at_once = max(rows, most // (q.shape[0] * q.shape[1] * rows))
+    columns = lse.new_zeros(*q.shape[:2], tokens)
+    diagonals = lse.new_zeros(*q.shape[:2], tokens + rows)
     for start in range(0, tokens, at_once):
+        here = places[start : start + at_once]
         scores = _scores(q, k[:, :, start : start + at_once].to(q.dtype), scale).sub_(lse)
-        columns = places[start : start + at_once]
-        if start + len(columns) > before:  # some are behind some of the queries
-            scores.masked_fill_(columns > places[before:, None], float("-inf"))
-        scores = functional.pad(scores.exp_(), (0, -len(columns) % block)).unflatten(3, (-1, block))
-        parts.append((scores @ weights).sum(dim=2))
-    shares = torch.cat(parts, dim=2) / rows
-    # Diagonal d collects the step s of the block of keys first + s - d, where there is one.
-    sources = first + steps - torch.arange(num_blocks + 1, device=q.device)[:, None]
-    is_there = (sources >= 0) & (sources < num_blocks)
-    collected = shares[:, :, sources.clamp(0, num_blocks - 1), torch.arange(4, device=q.device)]
-    diagonals = (collected * is_there).sum(dim=-1)
-    diagonals[..., -2] += diagonals[..., -1]
-    return shares.sum(dim=-1), diagonals[..., :-1]
+        if start + len(here) > tokens - rows:  # some are behind some of the queries
+            scores.masked_fill_(here > places[tokens - rows :].flip(0)[:, None], float("-inf"))
+        scores.exp_()
+        columns[..., start : start + len(here)] = scores.sum(dim=2)
+        # Padded by their number and read in rows that are one shorter, every row is one place further on.
+        shifted = functional.pad(scores, (0, rows)).flatten(2)[..., :-rows].unflatten(2, (rows, -1))
+        diagonals[..., start : start + shifted.shape[3]] += shifted.sum(dim=2)
+    return columns / rows, diagonals[..., :tokens] / rows
 
 
 def _divergence(first: Tensor, second: Tensor) -> Tensor:

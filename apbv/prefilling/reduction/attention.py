@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..stages import Stage, Watcher
+from ...input.model_inputs import ModelInputs
+from ...model.parts import ModelParts, some_layers
+from ..stages import HiddenRows, Stage, Watcher
 
 # So many scores of the question's attention are in memory at a time, in fp32.
 MOST_SCORES = 2**26
@@ -123,6 +125,45 @@ class QuestionAttention(VisualWatcher):
     def result(self) -> Tensor:
         """Return the attention to each visual token, ``[R, visual tokens]``."""
         return self.stage.hosts.mean_over_members(self.gathered(self._found, len(self._raters)))
+
+
+class _ReadyToAttend(Exception):
+    """Ends a pass where a layer has its queries and keys: these, and the scale."""
+
+
+def attention_ahead(
+    stage: Stage, rows: HiddenRows, parts: ModelParts, inputs: ModelInputs, raters: Tensor
+) -> Tensor:
+    """Return what :class:`QuestionAttention` would see in the layer behind a stage; collective.
+
+    Of that layer only queries and keys are computed.
+
+    Args:
+        rows: what came out of the stage.
+        raters: as there.
+    """
+
+    def leave(q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int) -> Tensor:
+        raise _ReadyToAttend(q, k, scale)
+
+    watcher, owned, question = QuestionAttention(raters), stage.owned[stage.hosts.rank], stage.question
+    watcher.begin(stage)
+    asking = stage.question_rows(rows, parts)
+    if len(owned):
+        context = owned[owned < stage.query_start]
+        tokens = torch.cat([context, torch.arange(question.start, question.stop)])
+        place = torch.zeros(stage.num_tokens, dtype=torch.long)
+        place[tokens] = torch.arange(len(tokens))
+        hidden = torch.cat([stage.states_of(context, rows, parts), asking])[None]
+        positions = inputs.position_ids[..., tokens if stage.tokens is None else stage.tokens[tokens]]
+        ahead = range(stage.layers.stop, stage.layers.stop + 1)
+        decoder = some_layers(parts.language_model, ahead, with_norm=False)
+        try:
+            decoder(inputs_embeds=hidden, position_ids=positions.to(parts.device), use_cache=False, apbv=leave)
+        except _ReadyToAttend as ready:
+            q, k, scale = ready.args
+        watcher.on_layer(q[:, :, len(context) :], k, scale, place[owned].to(k.device))
+    return watcher.result()
 
 
 def scores_of_keys(q: Tensor, k: Tensor, scale: float) -> Tensor:

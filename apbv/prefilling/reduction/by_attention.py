@@ -5,11 +5,17 @@ from torch import Tensor
 
 from ...config import ReduceConfig
 from ..stages import HiddenRows, Stage
-from .attention import QuestionAttention
+from .attention import QuestionAttention, attention_ahead
 from .choosing import count_of, keep_best
 from .late import LateReducer, Selection
 
 _LAYER = 2  # K of the paper
+
+
+def _raters(settings: ReduceConfig, stage: Stage) -> Tensor:
+    """Return the weights of those who ask, ``[1, n_q]``: the last token, or all of the question alike."""
+    each = torch.eye(len(stage.question))
+    return each.mean(dim=0, keepdim=True) if settings.asked_by == "question" else each[-1:]
 
 
 class FastV(LateReducer):
@@ -17,8 +23,9 @@ class FastV(LateReducer):
 
     Chen et al. (2024), "An Image is Worth 1/2 Tokens After Layer 2", average the attention that a token gets over
     heads and over all tokens, for which every token's attention has to be computed; their program takes the last
-    token's. Here it is the mean over the question's tokens, a window at the prompt's end as in SnapKV, with which
-    the APB-V paper runs FastV (Appendix C.2).
+    token's, and so is it here. ``asked_by="question"`` takes the mean over the question's tokens instead, a window
+    at the prompt's end as in SnapKV, with which the APB-V paper runs FastV (Appendix C.2). As in their program,
+    tokens stay at their positions.
     """
 
     name = "fastv"
@@ -28,7 +35,7 @@ class FastV(LateReducer):
         return (settings.layer or min(_LAYER, num_layers - 1),)
 
     def watcher(self, stage: Stage) -> QuestionAttention:
-        return QuestionAttention(torch.full((1, len(stage.question)), 1 / len(stage.question)))
+        return QuestionAttention(_raters(self.settings, stage))
 
     def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
         return Selection(keep_best(attention[0], count_of(self.settings.ratio, self.num_visual)))
@@ -41,9 +48,12 @@ class PyramidDrop(LateReducer):
     """PyramidDrop drops the same share of visual tokens behind a quarter, a half and three quarters of the layers.
 
     Xing et al. (2024), "PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
-    Reduction", rank tokens by the attention of the instruction's last token. What differs: they multiply hidden
-    states anew by the next layer's query and key weights, and here the attention is that of the last layer that
-    was computed. ``ratio`` is the share that is left behind the last step; each step keeps its third root.
+    Reduction", rank tokens by the attention of the instruction's last token in the next layer, whose queries and
+    keys are computed for that. ``asked_by="question"`` takes the mean over the question's tokens instead.
+    ``ratio`` is the share that is left behind the last step; each step keeps its third root.
+
+    What differs: their program numbers the tokens that are left anew, from 0. Here they stay at their positions,
+    which have a time, height and width in most families, and a token that is decoded has one for all layers.
 
     ``layer`` is where the first step is; the others divide the layers behind it evenly.
     """
@@ -56,12 +66,8 @@ class PyramidDrop(LateReducer):
         steps = {first + (num_layers - first) * step // _STEPS for step in range(_STEPS)}
         return tuple(sorted(layer for layer in steps if layer < num_layers))
 
-    def watcher(self, stage: Stage) -> QuestionAttention:
-        last = torch.zeros(1, len(stage.question))
-        last[0, -1] = 1
-        return QuestionAttention(last)
-
-    def choose(self, stage: Stage, rows: HiddenRows, attention: Tensor) -> Selection:
+    def choose(self, stage: Stage, rows: HiddenRows, seen: None) -> Selection:
+        attention = attention_ahead(stage, rows, self.parts, self.inputs, _raters(self.settings, stage))
         step = self.layers.index(stage.layers.stop) + 1
         share = self.settings.ratio ** (step / len(self.layers))
         return Selection(keep_best(attention[0], count_of(share, self.num_visual)))

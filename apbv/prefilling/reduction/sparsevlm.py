@@ -10,8 +10,8 @@ from .attention import QuestionAttention
 from .choosing import keep_best
 from .late import LateReducer, Selection
 
-# Behind so many of 32 layers the paper drops tokens.
-_STEPS, _DEPTH = (2, 6, 15), 32
+# Behind so many of 32 layers tokens are dropped: the paper's 2, 6 and 15 are numbers of layers, from 0.
+_STEPS, _DEPTH = (3, 7, 16), 32
 _RECYCLED = 0.3  # of the dropped tokens, the best are merged (τ)
 _TOKENS_PER_CLUSTER = 10  # into so many fewer (1 / θ)
 _MOST_DISTANCES = 2**26  # that are in memory at a time
@@ -30,9 +30,11 @@ class SparseVLM(LateReducer):
       mean of its members, in the place of its centre (Section 3.3).
 
     ``ratio`` is the share that λ alone would leave behind the last step: a step's λ is one minus its third root.
-    The rank and the merged tokens leave somewhat more. What differs: merged tokens stay at their centres'
-    positions instead of behind all others, and where a model adds visual features behind its first layers
-    (Qwen3-VL), a merged token gets its centre's.
+    The rank and the merged tokens leave somewhat more; the released program leaves fixed numbers of LLaVA's 576
+    tokens instead. What differs: merged tokens stay at their centres' places instead of behind all others, and
+    where a model adds visual features behind its first layers (Qwen3-VL), a merged token gets its centre's. The
+    program also numbers the tokens that are left anew, from 0. Here they stay at their positions, as in
+    :class:`~apbv.prefilling.reduction.by_attention.PyramidDrop`.
 
     ``layer`` is where the first step is; the others lie as far behind it as in the paper, for the model's depth.
     """
@@ -77,10 +79,7 @@ class SparseVLM(LateReducer):
 
     def _find_raters(self, stage: Stage, rows: HiddenRows) -> Tensor:
         """Return the places of the raters among the question's tokens, the same on every host; collective."""
-        hosts, question = stage.hosts, torch.arange(stage.query_start, stage.num_tokens)
-        held = [tokens[tokens >= stage.query_start] for tokens in stage.owned]
-        states = stage.states_of(held[hosts.rank], rows, self.parts)
-        states = move_rows(states, held, [question] * hosts.size, hosts)
+        hosts, states = stage.hosts, stage.question_rows(rows, self.parts)
         fits = (self._visual_states(stage, rows).float() @ states.float().T).softmax(dim=1).sum(dim=0)
         fits = hosts.mean_over_members(hosts.all_gather(fits).wait().sum(dim=0).cpu())
         return (~(fits < fits.mean())).nonzero().flatten()  # all of them where numbers have overflown

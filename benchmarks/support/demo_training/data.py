@@ -144,13 +144,7 @@ def label_tokens(shot: clips.Shot, grid: int) -> torch.Tensor:
     labels = torch.zeros(grid, grid, 3, dtype=torch.long)
     labels[..., 2] = SCENE_IDS[shot.scene]
     if shot.needle:
-        top, left, side = clips.needle_box(shot.needle, clips.TOKEN_SIZE * grid)
-        edges = torch.arange(grid) * clips.TOKEN_SIZE
-        rows, columns = (
-            (torch.clamp(edges + clips.TOKEN_SIZE, max=begin + side) - torch.clamp(edges, min=begin)).clamp(min=0)
-            for begin in (top, left)
-        )
-        covered = rows[:, None] * columns[None, :] >= clips.TOKEN_SIZE**2 / 4
+        covered = torch.from_numpy(clips.needle_tokens(shot, grid))
         labels[covered] = torch.tensor([COLOUR_IDS[shot.needle.colour], LETTER_IDS[shot.needle.letter], -100])
         if shot.needle.kind == "inserted":
             labels[..., 2] = -100
