@@ -24,6 +24,8 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     for name, blocks in sparse.items():
         methods[name] = replace(methods[name], sparse=blocks, on_single_host=True)
     methods |= {"apb": PrefillConfig(method="apb", anchor_len=anchor, passing_len=2 * passing), "apbv": apbv}
+    methods["apbv, dot"] = replace(apbv, importance="dot")
+    methods["apbv, as its authors"] = replace(apbv, importance="dot", anchor_query=True)
     full = methods["full"]
     if preset == "methods":
         ways = methods | {"apbv, default lengths": PrefillConfig()}
@@ -56,6 +58,8 @@ def ways_of(preset: str, num_visual: int) -> dict[str, Way]:
     if preset == "systems":
         draft = SpeculativeConfig(strategy="hippo", keep_losing_draft=True)
         found[f"full, draft by hippo, {draft.keep_ratio:g}"] = Way(full, draft)
-        for name, ratio, keeps in product(REDUCER_NAMES, ("0.5", "0.25"), ("random", "needles kept")):
+        # Others keep as many tokens, at the same places in the model, as one of these.
+        schedules = "dycoke", "fastv", "pdrop", "sparsevlm"
+        for name, ratio, keeps in product(schedules, ("0.5", "0.25"), ("random", "needles kept")):
             found[f"{name}, {keeps}, {ratio}"] = replace(found[f"{name}, {ratio}"], keeps=keeps)
     return found

@@ -102,9 +102,8 @@ def _line_shares(q: Tensor, k: Tensor, scale: float, backend: str) -> tuple[Tens
     """
     rows, tokens = q.shape[2], k.shape[2]
     lse = segmented_attention(q, [(k, k)], scale, causal_last=True, backend=backend)[1][..., None].flip(2)
-    q = q.to(lse.dtype).flip(
-        2
-    )  # so that a row's diagonals begin one place further on than those of the row before
+    # Row by row the diagonals begin one place further on.
+    q = q.to(lse.dtype).flip(2)
     places = torch.arange(tokens, device=q.device)
     most = _MOST_SCORES_ON_CPU if q.device.type == "cpu" else _MOST_SCORES
     at_once = max(rows, most // (q.shape[0] * q.shape[1] * rows))
