@@ -21,7 +21,6 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -30,14 +29,13 @@ from tqdm import tqdm
 
 from apbv import HostGroup
 from apbv.demo import draft_path
-from apbv.hosts import run_on_hosts
 from apbv.prefilling.methods import METHODS
 
 from support import clips
 from support.arguments import COUNT, add_shared
 from support.exams import EXACT_TASKS, Candidate, Exam, load_demo, run_on, sit
 from support.reading_ways import PRESETS, ways_of
-from support.records import keep, plot, read_records, table
+from support.records import measure_what_is_left, plot, table
 from support.simulated import share_weights
 from support.summaries import percent_cell, sum_counts
 
@@ -133,20 +131,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    path: Path | None = options.json if hosts.rank == 0 else None
-    known = read_records([path]) if path is not None and path.exists() else []
-    records = known + keep(measure(options, hosts, known), path)
-    if hosts.rank == 0:
-        show(options, records)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    if options.table:
-        show(options, read_records(options.table))
-        return 0
-    return run_on_hosts(lambda hosts: run(options, hosts))
+    return measure_what_is_left(parse_arguments(arguments), measure, show)
 
 
 if __name__ == "__main__":

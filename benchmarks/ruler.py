@@ -33,14 +33,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from apbv import Engine, HostGroup, ModelInputs, PrefillConfig, SparseConfig
 from apbv.config import SPARSE_NAMES
 from apbv.decode.runner import Decoder
-from apbv.hosts import run_on_hosts
 from apbv.input.rendering import Question, render_prompt
 from apbv.model.parts import ModelParts, inspect_model
 from apbv.prefilling.methods import METHODS
 
 from support.arguments import COUNT, DEFAULT_DTYPES, add_shared
 from support.exams import answer_greedily, run_on
-from support.records import keep, markdown_table, read_records
+from support.records import markdown_table, measure_what_is_left
 from support.ruler import TASKS, Task, make_task
 from support.summaries import mean_cell, percent_cell
 
@@ -163,7 +162,7 @@ def measure(options: argparse.Namespace, hosts: HostGroup, known: list[dict]) ->
                     yield {"benchmark": "ruler", **same, "hosts": number, **record}
 
 
-def show(records: list[dict]) -> None:
+def show(_: argparse.Namespace, records: list[dict]) -> None:
     """Print a row for every way over its samples, with the mean difference of each from ``full``'s same sample."""
     exact = {(r["task"], r["num_tokens"], r["index"]): r["right"] for r in records if r["label"] == "full"}
     rows: dict[tuple, list[dict]] = {}
@@ -198,20 +197,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace, hosts: HostGroup) -> None:
-    path = options.json if hosts.rank == 0 else None
-    known = read_records([path]) if path is not None and path.exists() else []
-    records = known + keep(measure(options, hosts, known), path)
-    if hosts.rank == 0:
-        show(records)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    if options.table:
-        show(read_records(options.table))
-        return 0
-    return run_on_hosts(lambda hosts: run(options, hosts))
+    return measure_what_is_left(parse_arguments(arguments), measure, show)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from apbv import HostGroup
+from apbv.hosts import run_on_hosts
 from apbv.stats import append_json_lines, device_name, provenance
 
 # By its header what a column shows of a record: a format, such as "{ttft_ms[p50]:.1f}", or a function.
@@ -43,6 +44,33 @@ def keep(records: Iterable[dict], path: Path | None) -> list[dict]:
 def read_records(paths: Iterable[Path]) -> list[dict]:
     """Read the records of files of JSON lines."""
     return [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def measure_what_is_left(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, HostGroup, list[dict]], Iterable[dict]],
+    show: Callable[[argparse.Namespace, list[dict]], None],
+) -> int:
+    """Measure what the file of ``--json`` does not have, on all hosts, show all of it, and return the exit status.
+
+    Or measure nothing, and show the files of ``--table``.
+
+    Args:
+        measure: makes the records that are missing beside known ones, which host 0 alone is given.
+        show: prints them, on host 0.
+    """
+    if options.table:
+        show(options, read_records(options.table))
+        return 0
+
+    def run(hosts: HostGroup) -> None:
+        path = options.json if hosts.rank == 0 else None
+        known = read_records([path]) if path is not None and path.exists() else []
+        records = known + keep(measure(options, hosts, known), path)
+        if hosts.rank == 0:
+            show(options, records)
+
+    return run_on_hosts(run)
 
 
 def report(
