@@ -43,7 +43,7 @@ MEASURED_BY = {
     "attention": "operators.py --preset h200",
     "choosing what is passed on": "operators.py --preset h200",
     "exchange": "torchrun --nproc-per-node 8 -m apbv.doctor",
-    "hand-over": "throughput.py --json, `stages_ms.handoff`",
+    "hand-over of the last layer": "throughput.py --json, `stages_ms.handoff`",
 }
 
 
@@ -65,7 +65,7 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
 
     Args:
         element_wise: the bytes of all layers' calls that are neither attention nor matrix products.
-        others: the bytes of the KV that other hosts hold, and host 0 gets.
+        others: the bytes of the last layer's KV on other hosts, which host 0 gets; the other layers' are there.
     """
     flops, bandwidth, link = (each / 1e3 for each in PEAKS[gpu])
     products, attention = REACHED["products"] * flops, REACHED["attention"] * flops
@@ -76,7 +76,7 @@ def milliseconds(cost: HostCost, gpu: str, element_wise: float, others: float) -
         "MLP": (cost.flops["mlp"] + cost.flops["query_pass"] + cost.flops["lm_head"]) / products,
         "element-wise": element_wise / (REACHED["memory"] * bandwidth),
         "exchange": cost.received.total() / (REACHED["links"] * link),
-        "hand-over": others / (REACHED["links"] * link),
+        "hand-over of the last layer": others / (REACHED["links"] * link),
     }
 
 
@@ -89,7 +89,7 @@ def prefill(options: argparse.Namespace, gpu: str) -> str:
         host = max(range(hosts), key=lambda each: costs[each].total_flops)
         rows = sum(map(len, layout.local_spans(host)))
         moved = shape.layers * element_wise_bytes(config, rows, requested() != "torch")
-        others = sum(each.kv_bytes for each in costs[1:])
+        others = sum(each.kv_bytes for each in costs[1:]) / shape.layers
         columns[f"`{method}`, {hosts}"] = milliseconds(costs[host], gpu, moved, others)
     totals = [sum(parts.values()) for parts in columns.values()]
     parts = zip(*(parts.items() for parts in columns.values()), strict=True)
