@@ -60,7 +60,11 @@ PREFILL = _of(
     ("--anchor-query", "anchor_query", "put the question into the anchor, as APB does (apb, apbv)"),
     ("--passing-len", "passing_len", "KV pairs that each block passes on (default: from the prompt's length)"),
     ("--query-len", "query_len", "tokens at the end of a text without --context that are the question"),
-    ("--importance", "importance", "how the KV pairs to pass on are ranked"),
+    (
+        "--importance",
+        "importance",
+        "how the KV pairs to pass on are ranked; the APB-V paper's code: dot, with --anchor-query",
+    ),
     ("--kv", "kv", "where the KV lies for decoding"),
     ("--backend", "backend", "what computes attention; auto: by device"),
 )

@@ -191,7 +191,8 @@ class PrefillConfig(Checked):
             (Tables 3, 8).
         query_len: how many tokens at the end of a text are the query block, which every host computes, where the
             question is not given apart from the text (as with ``context=``); in a chat at most the last message's.
-        importance: how the l_p pairs are chosen; see :func:`apbv.prefilling.methods.importance.importance_of`.
+        importance: how the l_p pairs are ranked; see :func:`apbv.prefilling.methods.importance.importance_of`.
+            ``"peak"`` is this project's own; the authors of APB-V rank by ``"dot"``, with ``anchor_query``.
         overlap: hide communication behind attention (Section 4.4; "O" of Table 4).
         fused_query: run query and context in one forward pass (Section 4.2; "F").
         zigzag: 2H context blocks, two complementary ones on each host, instead of H (Section 4.3; "Z").
