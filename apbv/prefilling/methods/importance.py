@@ -1,7 +1,7 @@
 """Ranks a context block's KV pairs, of which the best l_p are passed on.
 
-The paper (Section 3.3) says only that query-to-context attention scores are used. Its released code ranks by what is
-``"dot"`` here; the others are not its authors'.
+The paper (Section 3.3) says only that query-to-context attention scores are used. Its released code ranks by
+``"dot"``; the other rankings are not its authors'.
 """
 
 import torch
