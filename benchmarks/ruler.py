@@ -113,13 +113,13 @@ class Sample:
             logs = torch.cat([state.logits, behind]).float().log_softmax(dim=-1)
             if label == "full":
                 self.exact = logs
-            text, is_split = self._tokenizer.decode(said, skip_special_tokens=True), state.layout.is_split
+            text, layout = self._tokenizer.decode(said, skip_special_tokens=True), state.layout
             found.append(
                 {
                     "label": label,
                     "method": state.method,
-                    "anchor_len": state.layout.anchor_len if is_split else None,
-                    "passing_len": state.layout.max_passed if is_split else None,  # at most a block's length
+                    "anchor_len": layout.anchor_len if layout.is_split else None,
+                    "passing_len": layout.max_passed if layout.is_split else None,  # at most a block's length
                     "said": text,
                     "right": matched(text, self._task.answers),
                     "kl": (self.exact.exp() * (self.exact - logs)).sum(dim=-1).mean().item(),
@@ -175,9 +175,9 @@ def show(_: argparse.Namespace, records: list[dict]) -> None:
         right = [record["right"] for record in of_row]
         points = [100 * (r["right"] - exact.get((task, num_tokens, r["index"]), math.nan)) for r in of_row]
         lengths = [of_row[0][name] or "–" for name in ("anchor_len", "passing_len")]
-        agrees = statistics.fmean(record["agrees"] for record in of_row)
+        agrees = f"{100 * statistics.fmean(record['agrees'] for record in of_row):.0f}"
         cells = [percent_cell(sum(right), len(right)), mean_cell(points, "+.1f")]
-        cells += [mean_cell([record["kl"] for record in of_row], ".3f"), f"{100 * agrees:.0f}"]
+        cells += [mean_cell([record["kl"] for record in of_row], ".3f"), agrees]
         lines.append([task, num_tokens, hosts, label, *lengths, len(right), *cells])
     header = ["task", "tokens", "hosts", "row", "l_a", "l_p", "samples", "% right", "points to `full`", "KL"]
     print(markdown_table([*header, "same first choice, %"], lines), flush=True)

@@ -4,7 +4,10 @@
     python benchmarks/speculative.py --strategies specvlm hippo --keep-ratio 0.1 0.3 --num-draft-tokens 3 5 auto
     torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --strategies vanilla --draft-host
     torchrun --nproc-per-node 2 benchmarks/speculative.py --scale 6 --preset hippo1 --tasks describe ordering
-    python benchmarks/speculative.py --model PATH --draft-model PATH --video clip.mp4 --question "…"
+    python benchmarks/speculative.py --model PATH --draft-model PATH --prompts prompts.jsonl
+
+Each line of such a file is an object with a "prompt", the path of a "video" or of a "context" (a long text, of
+which "characters" are read), relative to the file, and the "task" by which answers are summed up.
 
 The demo model is asked about clips of its test split; --scale repeats the target's layers without changing what it
 says (as scaled_model.py does), so that target and draft differ in cost as real pairs do. All ways answer every
@@ -20,7 +23,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import apbv  # noqa: F401  (before transformers: see apbv.torchvision_guard)
 
@@ -40,7 +42,7 @@ from support.arguments import COUNT, add_clip_options, add_prefill_settings, add
 from support.draft_presets import PRESETS, configs_of
 from support.drafting import build_ways, records
 from support.exams import Exam
-from support.records import report
+from support.records import read_records, report
 
 
 def draft_tokens(text: str) -> int | str:
@@ -69,24 +71,22 @@ def configurations(options: argparse.Namespace) -> dict[str, SpeculativeConfig]:
     return found
 
 
-class Question(NamedTuple):
-    task: str
-    file: Path
-    text: str
-    num_frames: int
-
-
-def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[Question]:
-    """Yield the questions; a task with several about a clip asks the first."""
-    if options.video is not None:
-        yield Question("video", options.video, options.question, options.frames or 64)
+def questions(options: argparse.Namespace, hosts: HostGroup) -> Iterator[tuple[str, dict]]:
+    """Yield (task, what ``Engine.generate`` gets); of several questions of a task about a clip, the first."""
+    if options.prompts:
+        for given in read_records([options.prompts]):
+            path = options.prompts.parent / given.get("context", given.get("video"))
+            about = {"video": path}
+            if "context" in given:
+                about = {"context": path.read_text()[: given.get("characters")]}
+            yield given["task"], {"prompt": given["prompt"], **about}
         return
     exam = Exam.of(options, tuple(options.tasks))
     for seed in range(options.clips):
         file = exam.file(seed, hosts)
         asked = dict(reversed([(task, question) for task, question, _ in exam.questions(seed)]))
         for task in options.tasks:
-            yield Question(task, file, options.question or asked[task], options.frames or probe(file).num_frames)
+            yield task, {"prompt": asked[task], "video": file, "num_frames": probe(file).num_frames}
 
 
 def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
@@ -94,15 +94,14 @@ def measure(options: argparse.Namespace, hosts: HostGroup) -> Iterator[dict]:
     ways, asked = build_ways(options, configurations(options), hosts), list(questions(options, hosts))
     rounds = [(asked[0], False), *((question, True) for _ in range(options.rounds) for question in asked)]
     with tqdm(total=len(rounds) * len(ways), unit="answer", disable=None if hosts.rank == 0 else True) as bar:
-        for question, counts in rounds:
+        for (task, given), counts in rounds:
             for way in ways:
                 bar.set_postfix_str(way.label, refresh=True)
                 hosts.barrier()
                 if way.engine is not None:
-                    limits = {"num_frames": question.num_frames, "max_new_tokens": options.max_new_tokens}
-                    answer = way.engine.generate(question.text, video=question.file, **limits)
+                    answer = way.engine.generate(**given, max_new_tokens=options.max_new_tokens)
                     if counts:
-                        way.stats.setdefault(question.task, []).append(answer.stats)
+                        way.stats.setdefault(task, []).append(answer.stats)
                 bar.update()
     if hosts.rank == 0:
         yield from records(options, ways)
@@ -142,15 +141,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tasks", nargs="+", choices=clips.TASKS, default=["describe"], help="of the demo's clips"
     )
-    parser.add_argument("--video", type=Path, help="instead of the demo's clips")
-    parser.add_argument("--question", help="instead of a description shot by shot")
-    parser.add_argument("--frames", type=COUNT, help="sampled from a clip (default: all of the demo's, else 64)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="instead of the demo's clips")
     parser.add_argument("--max-new-tokens", type=COUNT, default=160)
     add_clip_options(parser, 4, 32)
     add_shared(parser, "json", rounds=1, dtype="float32")
     options = parser.parse_args(arguments)
-    if options.video is not None and options.question is None:
-        parser.error("--video needs a --question")
     try:
         if options.preset is not None:
             options.draft_host = any(config.draft_host for config in configurations(options).values())

@@ -70,8 +70,8 @@ def build_ways(
 
     def caption(prompt: RenderedPrompt) -> str:
         """Let the draft answer a short question, because a captioner must be cheap."""
-        frames = options.frames or probe(prompt.videos[0]).num_frames
-        return drafting.generate(clips.ORDERING_QUESTION, video=prompt.videos[0], num_frames=frames).text
+        (video,) = prompt.videos
+        return drafting.generate(clips.ORDERING_QUESTION, video=video, num_frames=probe(video).num_frames).text
 
     def way(label: str, config: SpeculativeConfig | None) -> Way:
         beside = config is not None and config.draft_host
