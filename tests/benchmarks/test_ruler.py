@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from apbv import demo
 
-from scripts import figures_of
+from scripts import figures_of, run_benchmark, valid_records
 from support.ruler import TASKS, make_task
 
 
@@ -85,7 +85,8 @@ def test_rows_are_compared_on_the_same_samples(tmp_path):
     assert [record["label"] for record in records] == 2 * rows[:2]
     assert [record["kl"] for record in records[::2]] == [0, 0]
     assert "| niah_multikey_1 | 700 | 2 | full | – | – | 2 |" in output
-    records, output = figures_of("ruler", path, *options, *rows, hosts=2)
+    run_benchmark("ruler", *options, *rows, "--json", path, hosts=2)
+    records = valid_records("ruler", path)
     of_row = {label: [r for r in records if r["label"] == label] for label in rows}
     assert [len(found) for found in of_row.values()] == [2, 2, 2]
     assert all(some["kl"] > every["kl"] >= 0 for some, every in zip(of_row[rows[2]], of_row[rows[1]], strict=True))
