@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import decoding
 import pytest
 import roofline
+import speculative
 import torch
 
 from apbv import HostGroup, PrefillConfig, ReduceConfig
@@ -146,6 +147,19 @@ def test_presets_cover_the_papers_sweeps():
 
 
 @pytest.mark.thorough
+def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):
+    path = BENCHMARKS / "support" / "prompts.jsonl"
+    texts = [
+        given["context"]
+        for _, given in speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None)
+    ]
+    assert {len(text) for text in texts} == {2000, 8000}
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"task": "watch", "prompt": "why", "video": "clips/a.mp4"}\n')
+    asked = [("watch", {"prompt": "why", "video": tmp_path / "clips" / "a.mp4"})]
+    assert list(speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None)) == asked
+
+
 def test_sigterm_ends_the_processes_that_a_benchmark_has_started(tmp_path):
     """Else they would go on for minutes. Each says which it is as soon as it runs."""
     code = f"""
