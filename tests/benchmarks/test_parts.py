@@ -146,7 +146,6 @@ def test_presets_cover_the_papers_sweeps():
     assert configs_of("parallelvlm1", 0.3)["OnSD"].strategy == "text_only"
 
 
-@pytest.mark.thorough
 def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):
     path = BENCHMARKS / "support" / "prompts.jsonl"
     texts = [
@@ -160,6 +159,7 @@ def test_prompts_of_ones_own_are_read_beside_their_file(tmp_path):
     assert list(speculative.questions(speculative.parse_arguments(["--prompts", str(path)]), None)) == asked
 
 
+@pytest.mark.thorough
 def test_sigterm_ends_the_processes_that_a_benchmark_has_started(tmp_path):
     """Else they would go on for minutes. Each says which it is as soon as it runs."""
     code = f"""
