@@ -15,7 +15,7 @@ from documents import README, answer_to, blocks_in, marked, read_command
 from scripts import ROOT, SCRIPT_TIMEOUT
 from servers import serving
 
-MOST_LINES = 160
+MOST_LINES = 140
 
 
 def run(command: str) -> subprocess.CompletedProcess:

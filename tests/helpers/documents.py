@@ -256,6 +256,12 @@ def anchors_of(text: str) -> set[str]:
     return anchors
 
 
+def linked_pages(page: Path) -> set[str]:
+    """The paths of the pages that a page links to, without anchors."""
+    targets = {target.partition("#")[0] for target in _LINK.findall(prose(page.read_text(encoding="utf-8")))}
+    return {target for target in targets if target.endswith(".md") and ":" not in target}
+
+
 def broken_links(page: Path, text: str) -> list[str]:
     """The relative links of a page that lead nowhere: no such file in the project, or no such heading."""
     broken = []

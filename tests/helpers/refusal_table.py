@@ -1,14 +1,21 @@
-"""The table of refusals on the page docs/choosing.md."""
+"""Table of incompatible options in docs/choosing.md.
+
+``python tests/helpers/refusal_table.py`` writes it there.
+"""
+
+from pathlib import Path
 
 from apbv.refusals import REFUSALS
 
-# What the page calls a feature.
+PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
+HEADER = "| option | incompatible with | reason |"
+# Names of features on the page.
 FEATURES = {
     "anchor_query": "`--anchor-query`",
     "no_anchor": "a method without an anchor",
     "sparse": "`--sparse`",
     "dense_method": "`zigzag_ring` or `ulysses`",
-    "other_sparse_method": "a method of other sparse attention",
+    "other_sparse_method": "a different sparse `--method`",
     "skip_margin": "`--sparse-skip-margin`",
     "sparse_without_margin": "`xattention` or `flexprefill`",
     "reduction": "`--reduce`",
@@ -16,9 +23,9 @@ FEATURES = {
     "late_reduction": "`--reduce` between layers",
     "reduce_layer": "`--reduce-layer`",
     "reduce_asked_by": "`--reduce-asked-by`",
-    "otherwise_ranked": "another `--reduce`",
+    "otherwise_ranked": "any other `--reduce`",
     "kv_reuse": "`--reuse kv`",
-    "watching_draft": "a draft that goes by the target's prefill",
+    "watching_draft": "a draft that uses the target's prefill scores",
     "handing_over": "`--kv-transfer`",
     "context": "`--context`",
     "source": "`--video`, `--image` or `--audio`",
@@ -34,11 +41,11 @@ FEATURES = {
     "no_choice": "`text_only`, `std`, `std_apbv`, `streaming`, `layerskip` or `ngram`",
     "keep_ratio": "`--keep-ratio`",
     "keep_tokens": "`--keep-tokens`",
-    "fixed_share": "a strategy that keeps all tokens, or none",
+    "fixed_share": "a strategy that keeps all visual tokens, or none",
     "prune_kv": "`--prune kv`",
-    "drops_nothing": "a strategy that keeps all tokens or none, or `tabed`",
+    "drops_nothing": "a strategy that keeps all visual tokens or none, or `tabed`",
     "passed_kv": "`std_apbv`",
-    "nothing_passed": "a prefill that passes nothing on",
+    "nothing_passed": "a prefill without passing blocks",
     "ranking": "`--keep` by the target's scores",
     "ranking_on_draft_host": "`--draft-host` and `--keep` by the target's scores",
     "caption": "`--ensemble` with a C",
@@ -47,9 +54,14 @@ FEATURES = {
 
 
 def table() -> str:
-    """Lay the refusals out."""
+    """Format the refusals."""
     rows = [
         f"| {FEATURES[feature]} | {FEATURES[other]} | {reason.format(**FEATURES)} |"
         for (feature, other), reason in REFUSALS.items()
     ]
-    return "\n".join(["| this | does not go with | because |", "|---|---|---|", *rows])
+    return "\n".join([HEADER, "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text[: text.index(HEADER)] + table() + "\n", encoding="utf-8")
