@@ -247,13 +247,19 @@ def layers() -> list[tuple[str, ...]]:
 
 
 def anchors_of(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
-    anchors, seen = set(), {}
+    """The anchors of a page: those that GitHub gives to headings, and those set with ``<a id>``."""
+    anchors, seen = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text))), {}
     for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         seen[slug] = seen.get(slug, -1) + 1
         anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
     return anchors
+
+
+def linked_pages(page: Path) -> set[str]:
+    """The paths of the pages that a page links to, without anchors."""
+    targets = {target.partition("#")[0] for target in _LINK.findall(prose(page.read_text(encoding="utf-8")))}
+    return {target for target in targets if target.endswith(".md") and ":" not in target}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
