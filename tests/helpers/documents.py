@@ -247,8 +247,8 @@ def layers() -> list[tuple[str, ...]]:
 
 
 def anchors_of(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
-    anchors, seen = set(), {}
+    """The anchors of a page: those that GitHub gives to headings, and those set with ``<a id>``."""
+    anchors, seen = set(re.findall(r'<a id="([\w-]+)"></a>', prose(text))), {}
     for heading in re.findall(r"^#+ +(.*)$", prose(text), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         seen[slug] = seen.get(slug, -1) + 1

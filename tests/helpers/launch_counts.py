@@ -27,9 +27,9 @@ from pretend_gpu import Events, Machine, rehearsal, to_gpu
 from support.workloads import build_model, qwen_vl_config, text_prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
-HEADING = "## What a GPU is asked to do"
+HEADING = "## GPU operations per layer and token"
 TOKENS, QUESTION, HOSTS, RANK, ANSWERS = 131_072, 40, 8, 1, 16
-# What the host asks for by itself; a graph's kernels it asks for together.
+# Launched one by one; the kernels of a graph are launched together.
 OUTSIDE = ("kernel", "triton", "replay", "collective", "wait", "to_gpu", "to_host")
 
 
@@ -130,11 +130,11 @@ def counts(events: Callable[[int], Events], *kinds: str) -> tuple[Counter, Count
 
 def _name(event) -> str:
     names = {
-        "wait": "wait for the GPU",
+        "wait": "synchronization",
         "to_gpu": "copy to the GPU",
-        "to_host": "copy to the host",
-        "replay": "launch of the graph",
-        "collective": f"exchange: {event.name}",
+        "to_host": "copy to the CPU",
+        "replay": "graph launch",
+        "collective": f"collective: {event.name}",
     }
     if event.kind == "triton" or event.detail == "triton":
         return f"`{event.name}` (Triton)"
@@ -145,10 +145,15 @@ def _name(event) -> str:
 def columns() -> dict[str, Counter]:
     """The table's columns: what is done how often."""
     prefill, _ = counts(lambda layers: prefill_events(layers, HOSTS, RANK), *OUTSIDE)
-    found = {"prefill: a layer": prefill}
+    found = {"prefill, per layer": prefill}
     for events, *names in (
-        (token_events, "a token's graph: a layer", "the graph besides", "a token outside of it"),
-        (batch_events, f"{ANSWERS} answers' graph: a layer", "their graph besides", "their step outside of it"),
+        (token_events, "token graph, per layer", "token graph, rest", "token, outside graph"),
+        (
+            batch_events,
+            f"{ANSWERS}-answer graph, per layer",
+            f"{ANSWERS}-answer graph, rest",
+            f"{ANSWERS} answers, outside graph",
+        ),
     ):
         graph = counts(lambda layers, events=events: events(layers, 0.0), "in_graph")
         _, outside = counts(lambda layers, events=events: events(layers, 0.0), *OUTSIDE)
@@ -160,10 +165,13 @@ def table() -> str:
     """The table, as it stands in the page."""
     counts = columns()
     names = sorted(set().union(*counts.values()), key=lambda name: (-sum(c[name] for c in counts.values()), name))
-    lines = [f"| what | {' | '.join(counts)} |", "|---|" + "---:|" * len(counts)]
+    lines = [f"| operation | {' | '.join(counts)} |", "|---|" + "---:|" * len(counts)]
     lines += [f"| {name} | {' | '.join(str(c[name] or '') for c in counts.values())} |" for name in names]
-    sums = [sum(n for name, n in c.items() if not name.startswith(("wait", "copy"))) for c in counts.values()]
-    lines.append(f"| **all but copies and waits** | {' | '.join(f'**{n}**' for n in sums)} |")
+    sums = [
+        sum(n for name, n in c.items() if not name.startswith(("synchronization", "copy")))
+        for c in counts.values()
+    ]
+    lines.append(f"| **total without copies and synchronizations** | {' | '.join(f'**{n}**' for n in sums)} |")
     return "\n".join(lines)
 
 
