@@ -30,7 +30,7 @@ def test_a_draft_changes_no_token():
     engine = Engine.from_pretrained(
         folder("APBV_PRETRAINED"),
         hosts=HostGroup.single("cpu"),
-        dtype="bfloat16",
+        dtype="float32",
         speculate=SpeculativeConfig(
             strategy="vanilla", draft_model=folder("APBV_PRETRAINED_DRAFT"), keep_losing_draft=True
         ),
