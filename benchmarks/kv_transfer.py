@@ -1,9 +1,9 @@
-"""Measure how KV gets from the hosts that prefilled it to another process, over TCP.
+"""Measure KV transfer over TCP from the hosts that prefilled to another process.
 
     torchrun --nproc-per-node 2 benchmarks/kv_transfer.py --tokens 8192
 
-The KV is made up, of the shapes of a real model. The consumer is a process of its own without the
-engine, which copies every layer to memory of its own as it comes. In an extra first round it compares digests.
+The KV is synthetic, with the shapes of a real model. The consumer is a separate process without the engine, which
+copies every layer to its own memory as it arrives. In an extra first round it compares digests.
 """
 
 import argparse
@@ -127,7 +127,7 @@ COLUMNS = {
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=COUNT, default=8192, help="512 at least")
+    parser.add_argument("--tokens", type=COUNT, default=8192, help="prompt tokens, at least 512 (default 8192)")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     add_shared(parser, "json", rounds=5)
     return parser.parse_args(arguments)

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 benchmarks/videomme.py --model ... --questions ... --subtitles subtitle
 
 The questions (Fu et al., *Video-MME*) come as the Parquet file of the data set's page, which needs pyarrow (pip
-install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4.
-Of the subtitles, DIR/VIDEOID.srt, those that are shown with a sampled frame are part of the prompt. The overall
-figure is the official one: answers without a letter are left out there, and are wrong everywhere else.
+install -e ".[eval]"), or as JSON of that form. A video is DIR/VIDEOID.mp4. The prompt has those subtitles
+(DIR/VIDEOID.srt) that are shown with a sampled frame. The overall score is the official one, which excludes
+answers without a letter; everywhere else they count as wrong.
 """
 
 import argparse

@@ -9,8 +9,8 @@ from apbv.serve.settings import ServerSettings
 
 REFUSED = {
     "--kv-port 5000": "--kv-port needs --kv-transfer",
-    "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535 for each process",
-    "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports from --kv-port 7999 on",
+    "--kv-transfer tcp --kv-port 65535": "--kv-port must leave a port up to 65535",
+    "--kv-transfer tcp --kv-port 7999": "--port 8000 is one of the ports 7999 .. 8000",
     "--kv-transfer tcp --reduce dycoke": "--kv-transfer hands whole prompts over",
     "--max-kv-mib 0": "--max-kv-mib: must be a positive number, not 0",
     "--api-key=": "--api-key is empty",
