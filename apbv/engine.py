@@ -308,7 +308,7 @@ class Engine:
             if sampling is not None:
                 require_types(sampling=(sampling, SamplingParams))
                 if given != self._sampling(None, 0.0, 1.0, 0):
-                    raise ValueError("sampling comes instead of max_new_tokens, temperature, top_p and seed")
+                    raise ValueError("pass sampling or max_new_tokens, temperature, top_p and seed, not both")
         sound = {"audio": audio, "audio_in_video": audio_in_video}
         question = Question(prompt, video, images, context, messages, num_frames, fps, **sound)
         request = Request(

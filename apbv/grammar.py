@@ -93,7 +93,7 @@ class Grammars:
                 self._tokenizer, LLMatcher.grammar_from_json_schema(_closed(json_schema), defaults=_SPACING)
             )
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"this is no JSON schema: {error}") from error
+            raise ValueError(f"not a valid JSON schema: {error}") from error
         if matcher.is_error():
             raise ValueError(f"this JSON schema is not supported: {matcher.get_error():.200}")
         return Grammar(matcher)

@@ -136,9 +136,9 @@ def plan(
     require_types(prefill=(prefill, PrefillConfig), speculate=(speculate, SpeculativeConfig))
     prefill = prefill or PrefillConfig()
     if (num_frames is None) == (tokens is None):
-        raise ValueError("a plan needs the frames of a video or the tokens of a text: give one of them")
+        raise ValueError("give either the frames of a video or the tokens of a text")
     if prefill.reduce is not None and num_frames is None:
-        raise ValueError(f"{prefill.reduce.method} leaves visual tokens out: it needs the frames of a video")
+        raise ValueError(f"{prefill.reduce.method} prunes visual tokens: give the frames of a video")
     counts = {"num_frames": num_frames, "tokens": tokens, "hosts": hosts, "tensor_parallel": tensor_parallel}
     for name, count in counts.items():
         if count is not None and not (type(count) is int and count >= 1):
@@ -216,7 +216,7 @@ def parse_resolution(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+)(?:p|x(\d+))", text)
     if not found:
-        raise ValueError(f"{text!r} is no resolution: write HxW, or such as 720p")
+        raise ValueError(f"{text!r} is not a resolution: use HxW, or such as 720p")
     height, width = int(found[1]), found[2]
     return height, 2 * round(height * 8 / 9) if width is None else int(width)
 
@@ -250,7 +250,7 @@ def video_size(config: PreTrainedConfig, num_frames: int, height: int, width: in
         ValueError: the model reads no video, or its processor is not there.
     """
     if processor is None:
-        raise ValueError(f"a {config.model_type} model's config alone reads no video: its processor is needed")
+        raise ValueError(f"a video plan needs the processor of the {config.model_type} model, not only its config")
     told = num_frames_told(config.model_type, num_frames, getattr(processor, "temporal_patch_size", 1))
     frames = torch.empty(told, 3, height, width, dtype=torch.uint8, device="meta")
     batch = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")

@@ -52,7 +52,7 @@ def choose(backend: str, tensor: Tensor) -> str:
         return "torch"
     obstacle = why_not_triton(tensor.device, tensor.dtype)
     if wanted == "triton" and obstacle:
-        raise BackendError(f"the triton back end cannot be used: {obstacle}")
+        raise BackendError(f"the triton backend cannot be used: {obstacle}")
     return "torch" if obstacle else "triton"
 
 

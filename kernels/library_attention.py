@@ -60,7 +60,7 @@ def choose_attention(backend: str, q: Tensor, segments: list[Segment]) -> str:
     if wanted != "auto":
         obstacle = _obstacle(wanted, q, groups)
         if obstacle:
-            raise BackendError(f"the {wanted} back end cannot be used: {obstacle}")
+            raise BackendError(f"the {wanted} backend cannot be used: {obstacle}")
         return wanted
     tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // _QUERIES_PER_PROGRAM)
     names = preferred(q.dtype, tiles / num_processors(q.device))

@@ -156,7 +156,7 @@ def batch_decode_attention(
     if isinstance(buffers, SequenceBuffers):
         buffers.require_room()
     elif chosen != "triton":
-        raise ValueError(f"the {chosen} back end does not look up buffers in a table")
+        raise ValueError(f"the {chosen} backend does not support a table of buffers")
     return implementation("batch_attention.batch_decode_attention", chosen)(q, k, v, buffers, scale)
 
 
@@ -388,10 +388,10 @@ def kv_importance(
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce must be one of {', '.join(REDUCTIONS)}, not {reduce!r}")
     if pool < 1 or pool % 2 == 0:
-        raise ValueError(f"pool must be odd, so that a key stands in the middle of its neighbours, not {pool}")
+        raise ValueError(f"pool must be odd, so that the window is centred on a key, not {pool}")
     require_shapes(q_query=(q_query, "B Hq n_q D"), k=(k, "B Hkv T D"), lse=(lse, "B Hq n_q"))
     if q_query.shape[2] == 0:
-        raise ValueError("a question of no tokens attends to nothing")
+        raise ValueError("the question has no tokens")
     if k.shape[2] == 0:
         return torch.empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     importance = implementation("importance.kv_importance", choose(backend, k))(q_query, k, scale, reduce, lse=lse)
@@ -428,7 +428,7 @@ def select_topk(
         out = k.new_empty(2, *k.shape[:2], count, k.shape[3])
     require_shapes(k=(k, "B Hkv T D"), out=(out, "2 B Hkv N D"), sizes={"2": 2})
     if out.shape[3] < count:
-        raise ValueError(f"out has {out.shape[3]} places for {count} rows")
+        raise ValueError(f"out has room for {out.shape[3]} rows, not for {count}")
     require_dtype(out, k)
     if count == 0:
         return torch.empty(*k.shape[:2], 0, dtype=torch.int64, device=k.device), out
@@ -459,4 +459,4 @@ def require_dtype(tensor: Tensor | None, like: Tensor) -> None:
     """Raise ValueError unless a tensor, if there is one, has another's dtype and device."""
     if tensor is not None and (tensor.dtype, tensor.device) != (like.dtype, like.device):
         given, wanted = (f"{states.dtype} on {states.device}" for states in (tensor, like))
-        raise ValueError(f"a tensor in {given} does not go with {wanted}")
+        raise ValueError(f"a tensor in {given} does not match {wanted}")

@@ -73,7 +73,7 @@ class SequenceBuffers:
         """
         for keys, length in zip(self.keys, self.lengths, strict=True):
             if length >= keys.shape[2]:
-                raise ValueError(f"a buffer of {keys.shape[2]} rows has no room behind {length}")
+                raise ValueError(f"a buffer of {keys.shape[2]} rows has no room after row {length}")
 
     @property
     def places(self) -> list[list[int]]:
@@ -204,7 +204,7 @@ class ListedBlocks:
         # A kernel's tiles are powers of two: then a block is one tile, or several whole ones.
         if any(rows < 16 or rows & (rows - 1) for rows in (query_block, key_block)) or key_block > query_block:
             raise ValueError(
-                f"{query_block} queries and {key_block} keys are no blocks: not 16, 32, 64, …, or more keys"
+                f"invalid blocks of {query_block} queries and {key_block} keys: not 16, 32, 64, …, or more keys"
             )
         rows, columns = (torch.arange(n, device=kept.device) for n in kept.shape[2:])
         kept = kept & (columns < rows[:, None] * (query_block // key_block))

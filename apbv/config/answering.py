@@ -79,7 +79,7 @@ class SamplingParams(Checked):
                 f"min_tokens must lie in 0 .. max_new_tokens ({self.max_new_tokens}), not {self.min_tokens!r}"
             )
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            raise ValueError("an answer by a JSON schema ends where that ends: no min_tokens, and no ignore_eos")
+            raise ValueError("json_schema ends the answer: it excludes min_tokens and ignore_eos")
 
     @property
     def cuts(self) -> tuple[float, float, int, float]:

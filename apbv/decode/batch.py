@@ -99,7 +99,7 @@ class Batch:
 
     def __init__(self, parts: ModelParts):
         if obstacle := why_not_together(parts):
-            raise ValueError(f"answers cannot be decoded together: {obstacle}")
+            raise ValueError(f"cannot batch answers: {obstacle}")
         self._parts, self._runner = parts, BatchRunner(parts)
         self._members: list[Member] = []
         self._given: Given | None = None  # a step whose tokens nobody has read yet
@@ -121,7 +121,7 @@ class Batch:
         """
         answer = state.begin_answer(self._parts, request)
         if not isinstance(answer.decoder.cache, DynamicCache):
-            raise ValueError("only answers to prompts whose KV is gathered on this host are decoded together")
+            raise ValueError("batched decoding needs KV that is gathered on this host")
         if answer.ready is None and self._stream is not None:
             answer.ready = torch.cuda.current_stream(self._parts.device).record_event()
         self._members.append(member := Member(answer))

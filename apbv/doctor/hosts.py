@@ -45,7 +45,7 @@ def answer_checks(hosts: HostGroup) -> Iterable[Check]:
 
 
 def _alone(hosts: HostGroup) -> Found:
-    raise CheckSkipped("one host has nobody to exchange with: torchrun --nproc-per-node N -m apbv.doctor")
+    raise CheckSkipped("needs at least two hosts: torchrun --nproc-per-node N -m apbv.doctor")
 
 
 def all_gather(hosts: HostGroup) -> Found:
@@ -154,6 +154,6 @@ def answer(config: PrefillConfig, speculate: SpeculativeConfig | None, dtype: st
     engine = Engine.from_pretrained("demo", prefill=config, speculate=speculate, hosts=hosts, dtype=dtype)
     answer, right = engine.generate(demo.ORDERING_QUESTION, video=demo.video_path()), demo.DEMO_LETTERS
     if answer.text != right:
-        raise CheckFailed(f"answered {answer.text!r} in place of {right!r}")
+        raise CheckFailed(f"answered {answer.text!r} instead of {right!r}")
     figures = {name: answer.stats[name] for name in ("ttft_ms", "total_ms", "stages_ms", "speculation")}
     return f"{answer.text}, the first token after {figures['ttft_ms']:.3g} ms", figures

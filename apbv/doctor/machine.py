@@ -72,7 +72,7 @@ def settings() -> Found:
     named = (name for name in sorted(os.environ) if _SETTINGS.match(name))
     found = {name: os.environ[name] for name in named if not name.endswith(("KEY", "TOKEN", "SECRET"))}
     if not found:
-        raise CheckSkipped("no environment variable is set that changes anything here")
+        raise CheckSkipped("no relevant environment variable is set")
     return " ".join(f"{name}={value}" for name, value in found.items()), {"environment": found}
 
 
@@ -105,7 +105,7 @@ def cuda() -> Found:
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         if not seen:
-            raise CheckSkipped(f"there is no GPU to be seen; {built}")
+            raise CheckSkipped(f"no GPU is visible; {built}")
         raise CheckFailed(
             f"nvidia-smi sees {len(seen)} GPU(s), and torch sees none (CUDA_VISIBLE_DEVICES?); {built}"
         )
@@ -127,7 +127,7 @@ def gpu(hosts: HostGroup) -> Found:
     free, total = torch.cuda.mem_get_info(hosts.device)
     ones = torch.ones(256, 256, device=hosts.device)
     if float((ones @ ones).sum()) != 256.0**3:
-        raise CheckFailed(f"{properties.name} multiplies matrices of ones wrongly")
+        raise CheckFailed(f"{properties.name} returns a wrong product of matrices of ones")
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {total / _GIBIBYTE:.1f} GiB"
     pairs = permutations(range(torch.cuda.device_count()), 2)
     blind = [f"{a} of {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]

@@ -24,12 +24,12 @@ def choose_device(wanted: str | torch.device | None = None) -> torch.device:
     try:
         device = torch.device("cuda" if wanted is None and torch.cuda.is_available() else wanted or "cpu")
     except RuntimeError as error:
-        raise ValueError(f"{wanted!r} is no device: name cpu, cuda, or a GPU as in cuda:0") from error
+        raise ValueError(f"{wanted!r} is not a device: use cpu, cuda, or a GPU such as cuda:0") from error
     if device.type != "cuda":
         return device
     num_gpus = torch.cuda.device_count()
     if not torch.cuda.is_available() or (device.index or 0) >= num_gpus:
-        raise ValueError(f"there is no device {device}: torch finds {num_gpus} GPUs on this machine")
+        raise ValueError(f"no such device: {device}; torch finds {num_gpus} GPUs on this machine")
     if device.index is not None:
         return device
     local_rank = os.environ.get("LOCAL_RANK")

@@ -145,7 +145,7 @@ class FailureWatch:
             has_others: whether the group has other processes, for whom it breaks when this one fails.
         """
         if self.is_broken:
-            raise HostError(f"cannot start {stage}: this host group broke in an earlier request")
+            raise HostError(f"cannot start {stage}: the host group failed in an earlier request; restart it")
         self._stages += 1
         try:
             with self.working(stage):

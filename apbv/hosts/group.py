@@ -238,7 +238,7 @@ class HostGroup:
             ValueError: the hosts are of several processes each.
         """
         if self.tensor_parallel_size > 1:
-            raise ValueError("hosts of several processes cannot form subgroups")
+            raise ValueError("subgroups are not supported with tensor parallelism")
         if len(members) > 1:
             level_group_counts(self._gather_control)
         if self.rank not in members:

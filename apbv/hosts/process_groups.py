@@ -84,8 +84,8 @@ class ProcessGroups:
         for first in range(0, len(ranks), tensor_parallel):
             if not on_cpu and not _can_use_nccl(places[first : first + tensor_parallel]):
                 raise ValueError(
-                    f"host {first // tensor_parallel} cannot be {tensor_parallel} processes: "
-                    "tensor parallelism needs NCCL, and a GPU for each of them"
+                    f"host {first // tensor_parallel} cannot run {tensor_parallel} tensor-parallel processes: "
+                    "each needs its own GPU, and NCCL"
                 )
         is_staged = not on_cpu and not _can_use_nccl(places)
         data = members = None
@@ -190,12 +190,12 @@ def join_world(timeout: float) -> bool:
     meeting = in_thread(partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=limit)))
     try:
         if not wait_for_futures([meeting], limit + POLL_SECONDS).done:
-            raise RuntimeError("a host cannot be connected to")
+            raise RuntimeError("cannot connect to a host")
         meeting.result()
     except RuntimeError as error:
         raise HostError(
-            f"the hosts did not meet within {timeout:g} s: {error} (nodes reach each other by the network "
-            "interface that GLOO_SOCKET_IFNAME names, or else by the address of a node's own name)"
+            f"rendezvous timed out after {timeout:g} s: {error} (nodes connect over the network interface "
+            "GLOO_SOCKET_IFNAME if set, else over the address of the node's own name)"
         ) from error
     _set_pg_timeout(_exchange_limit(timeout), dist.group.WORLD)
     return True
@@ -221,8 +221,8 @@ def require_whole_hosts(num_processes: int, tensor_parallel: int) -> None:
     """
     if tensor_parallel < 1 or num_processes % tensor_parallel:
         raise ValueError(
-            f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with tensor parallelism T, "
-            "start T times as many processes as hosts"
+            f"{num_processes} process(es) cannot form hosts of {tensor_parallel} each: with --tensor-parallel T, "
+            "start T processes per host"
         )
 
 

@@ -64,7 +64,7 @@ class Picture:
             upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
             shown = upright.convert("RGB")  # which is what transformers makes of a file
         if (shown.height, shown.width) != (self.height, self.width):
-            raise PromptError(f"the image {self.image} was changed after it was looked at")
+            raise PromptError(f"the image {self.image} was changed after it was probed")
         return shown
 
     def without_pixels(self) -> Tensor:

@@ -79,8 +79,8 @@ class ModelInputs:
         needed = max(int(self.position_ids.max()) + 1, self.next_position + num_new)
         if needed > max_positions:
             raise PromptError(
-                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} take {needed} positions, but "
-                f"the model was made for {max_positions} (max_position_embeddings)"
+                f"the prompt's {self.num_tokens} tokens and an answer of {num_new} need {needed} positions, but "
+                f"the model has {max_positions} (max_position_embeddings)"
             )
 
     def without_pixels(self) -> "ModelInputs":
@@ -99,7 +99,7 @@ class ModelInputs:
             PromptError: the prompt has sound, whose positions are those of transformers only.
         """
         if self.audio is not None:
-            raise PromptError("vLLM cannot continue a prompt with sound: ask for the positions of transformers")
+            raise PromptError("vLLM cannot continue a prompt with audio: use the positions of transformers")
         visual = parts.is_visual(self.input_ids[0])
         edges = (visual[1:] != visual[:-1]).nonzero().flatten() + 1
         position_ids, start = self.position_ids.clone(), 0
@@ -138,7 +138,7 @@ class ModelInputs:
         if not shows and ("pixel_values" in batch or "pixel_values_videos" in batch):
             raise PromptError("pixels were given, but the prompt has no placeholder tokens for them")
         if not sounds and batch.get("input_features") is not None:
-            raise PromptError("sound was given, but the prompt has no placeholder tokens for it")
+            raise PromptError("audio was given, but the prompt has no placeholder tokens for it")
         if not (shows or sounds):
             start = max(0, input_ids.shape[1] - query_len) if query_start is None else query_start
             return cls(input_ids, _positions(parts, input_ids, batch), 0, start)
@@ -208,9 +208,7 @@ def _positions(parts: ModelParts, input_ids: Tensor, batch: Mapping[str, Any]) -
     try:
         return parts.rotary_positions(input_ids, batch)
     except KeyError as error:
-        raise PromptError(
-            f"M-RoPE positions need {error}, which the processor returns beside input_ids"
-        ) from error
+        raise PromptError(f"M-RoPE positions need {error}, which the processor returns with input_ids") from error
     except ValueError as error:
         raise PromptError(str(error)) from error
 
@@ -238,14 +236,14 @@ def visual_from_batch(
         item, num_rows, values = next(left[kind], (None, 0, {}))
         if item is None or kinds[start : start + num_rows] != [kind] * num_rows:
             raise PromptError(
-                f"the prompt's {len(kinds)} placeholder tokens are not those of the pixels that were given, which "
-                f"are of {'no' if item is None else 'another'} {kind} at token {start} of them"
+                f"the prompt's {len(kinds)} placeholder tokens do not match the pixels that were given, which "
+                f"have {'no' if item is None else 'another'} {kind} at placeholder {start}"
             )
         row_starts += equal_row_starts(start, item.num_patches, num_rows, item.num_ending_rows)
         start += num_rows
         found.append((item, num_rows, values))
     if any(next(items, None) for items in left.values()):
-        raise PromptError("pixels were given of more images or videos than the prompt has placeholders for")
+        raise PromptError("pixels were given for more images or videos than the prompt has placeholders")
     visual = share_out([item for item, _, _ in found], [*row_starts, start], hosts, frame_parallel)
     given = [
         (item.kind, patches, values) for (item, _, values), patches in zip(found, visual.item_patches, strict=True)

@@ -104,7 +104,7 @@ class KeptPixels:
         for number in count():
             with self._lock:
                 if self._is_closed:
-                    raise ValueError("the request whose pixels these are has ended")
+                    raise ValueError("these pixels belong to a request that has ended")
                 self._source = self._source or self._pixels.chunks(chunks)
                 if number == len(self._kept):
                     try:

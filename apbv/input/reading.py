@@ -82,7 +82,7 @@ class PromptReader:
         num_frames = self._num_frames if question.num_frames is None else question.num_frames
         is_wanted, hears, videos, heard = question.audio_in_video, self.parts.hears, [], []
         if is_wanted and infos and not hears:
-            raise PromptError(f"{self.parts.family} models do not hear: audio_in_video does not apply")
+            raise PromptError(f"{self.parts.family} models take no audio: audio_in_video does not apply")
         for info in infos:
             if question.fps is None:
                 frames = sample_uniform(info, num_frames)
@@ -108,7 +108,7 @@ class PromptReader:
         left = self.parts.max_position_embeddings * per_token - sum(len(sound.samples) for sound in heard)
         samples = read_audio(path, rate, max(0, left) / rate, **clip)
         if len(samples) < per_token:
-            raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short to be heard")
+            raise AudioError(f"{path}: its audio of {len(samples) / rate:.3f} seconds is too short")
         return Sound(samples, Source(FileIdentity.of(path), (len(samples),)))
 
     def lay_out(self, rendered: RenderedPrompt, videos: Sequence[SampledVideo] = ()) -> Skeleton:
@@ -198,16 +198,16 @@ class PromptReader:
         """Check token ids that come instead of a prompt."""
         given = (question.prompt, question.video, question.images, question.audio, question.context)
         if any(given) or question.messages:
-            raise PromptError("token ids come instead of a prompt and its sources, not beside them")
+            raise PromptError("pass either token ids or a prompt with its sources, not both")
         token_ids, vocab_size = tuple(question.token_ids), self.parts.vocab_size
         if not token_ids:
             raise PromptError("the prompt is empty")
         unknown = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
-            raise PromptError(f"there is no token {unknown}: the model's token ids go from 0 to {vocab_size - 1}")
+            raise PromptError(f"unknown token id {unknown}: the model's token ids go from 0 to {vocab_size - 1}")
         if self.parts.is_placeholder(torch.tensor(token_ids)).any():
             raise PromptError(
-                "the prompt has placeholders of images or video, which only a chat that holds them may have"
+                "the prompt's token ids have placeholders of images or video: pass these in a chat instead"
             )
         return RenderedPrompt("", [], [], None, has_context=False, has_template=False, token_ids=token_ids)
 

@@ -131,17 +131,17 @@ def render_prompt(parts: ModelParts, processor, asked: Question) -> RenderedProm
         question = [f"\n\n{prompt.strip()}"] if context is not None else None
     else:
         if prompt is not None or context is not None or asked.video or asked.images or asked.audio:
-            raise PromptError("messages come instead of prompt, video, images, audio and context, not beside them")
+            raise PromptError("pass either messages or prompt, video, images, audio and context, not both")
         messages, videos, images, sounds = _collect_sources(asked.messages)
         is_text_chat = len(messages) > 1 and not (videos or images or sounds)
         question = [text.strip() for text in text_parts(messages[-1])] if is_text_chat else None
     if (videos or images) and not parts.is_video_model:
         raise PromptError(f"{parts.family} models read text only, but the prompt has a video or an image")
     if sounds and not parts.hears:
-        raise PromptError(f"{parts.family} models do not hear, but the prompt has audio")
+        raise PromptError(f"{parts.family} models take no audio, but the prompt has audio")
     if len(videos) + len(images) + len(sounds) > MOST_SOURCES:
         raise PromptError(
-            f"a prompt may show at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
+            f"a prompt may have at most {MOST_SOURCES} videos and images, not {len(videos)} videos and "
             f"{len(images)} images" + (f", with {len(sounds)} audio files" if sounds else "")
         )
     for what, sources in (("a video", videos), ("audio", sounds)):
@@ -173,7 +173,7 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list | tuple):
-            raise PromptError(f"a message's content must be a text or a list of parts, got {content!r:.200}")
+            raise PromptError(f"a message's content must be a string or a list of parts, got {content!r:.200}")
         parts = []
         for part in content:
             kind, source = part.get("type") if isinstance(part, Mapping) else None, None
@@ -184,8 +184,8 @@ def _collect_sources(messages: Sequence[Message]) -> tuple[list[Message], list[A
                 source = next((part[name] for name in (kind, "path") if part.get(name) is not None), None)
             if source is None:
                 raise PromptError(
-                    "a content part must be a dictionary of the type text with a text, or of the type image, "
-                    f"video or audio with a local file as its 'image', 'video' or 'audio', got {part!r:.200}"
+                    "a content part must be a dictionary of type 'text' with a 'text', or of type 'image', 'video'"
+                    f" or 'audio' with a local file under that key, got {part!r:.200}"
                 )
             files[kind].append(source)
             parts.append({"type": kind})
@@ -244,13 +244,13 @@ def apply_template(
         raise PromptError("continue_final_message needs add_generation_prompt to be false")
     variables = options.keys() - {"add_generation_prompt", "continue_final_message"}
     if reserved := variables & inspect.signature(processor.apply_chat_template).parameters.keys():
-        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is no variable of a chat template")
+        raise PromptError(f"chat_template_kwargs: {min(reserved)!r} is not a chat-template variable")
     for unknown in variables.difference(re.findall(r"\w+", template)):
         del options[unknown]
     try:
         return processor.apply_chat_template(chat, tokenize=False, **options), True
     except Exception as error:  # templates raise what they like
-        raise PromptError(f"the chat template refuses the chat: {error}") from error
+        raise PromptError(f"the chat template rejects the chat: {error}") from error
 
 
 def _reads_parts(processor) -> bool:

@@ -101,8 +101,8 @@ def lay_out(
     silent, pictures = [video.info.path for video in videos if video.sound is None], rendered.pictures
     if silent and len(silent) < len(videos):
         raise PromptError(
-            f"{silent[0]}: is not heard, but another video of the prompt is; the model has a rule for all or "
-            "none of them (audio_in_video)"
+            f"{silent[0]}: its audio is not used, but another video's is; use audio for all videos or none "
+            "(audio_in_video)"
         )
     calls = []
     for video in videos:
@@ -293,7 +293,7 @@ def process_apart(
             offsets = []
         if len(offsets) != wanted:
             raise PromptError(
-                f"the prompt shows {wanted} images and videos, but its text has placeholders for more or fewer"
+                f"the prompt has {wanted} images and videos, but its text has another number of placeholders"
             )
         for each in offsets:
             tokens = _placeholders(processor, ("audio",) if each["type"] == "audio" else ("image", "video"))

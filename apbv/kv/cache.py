@@ -227,7 +227,7 @@ class ShardedLayer(GrowingLayer):
             ValueError: the count is positive, or reaches beyond the query into the context.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, not {tokens_to_remove}")
+            raise ValueError(f"crop needs minus the number of tokens to remove, not {tokens_to_remove}")
         croppable = self.num_tokens - self._num_fixed_tokens
         if -tokens_to_remove > croppable:
             raise ValueError(

@@ -99,7 +99,7 @@ class KVFacts(ModelIdentity):
         """Raise StorageError unless other facts are the same, by the name of the first that differs."""
         for entry in fields(KVFacts):
             if getattr(self, entry.name) != getattr(other, entry.name):
-                raise StorageError(f"the KV in {where} is not that of its ticket: its {entry.name} differs")
+                raise StorageError(f"the KV in {where} does not match its ticket: {entry.name} differs")
 
 
 def malformed(name: str) -> StorageError:
@@ -125,7 +125,7 @@ def from_json(kind: Any, value: Any, name: str = "") -> Any:
         known = get_type_hints(kind)
         if set(value) != set(known):
             wrong = ", ".join(sorted(set(map(str, value)) ^ set(known)))
-            raise StorageError(f"the description of the KV lacks fields, or has unknown ones: {wrong:.200}")
+            raise StorageError(f"the KV description has missing or unknown fields: {wrong:.200}")
         return kind(**{field: from_json(known[field], item, field) for field, item in value.items()})
     if type(value) is not kind:
         raise malformed(name)

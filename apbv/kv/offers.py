@@ -46,11 +46,11 @@ _GRACE_SECONDS = 1.0  # for who is reading when an offer ends to be told, betwee
 _REMEMBERED = 1024
 # How an offer ends, and what who comes later is told of its KV.
 ENDINGS = {
-    "fetched": "has been fetched already",
+    "fetched": "was already fetched",
     "dropped": "was dropped by its consumer",
     "expired": "has expired",
-    "displaced": "had to make room for other KV",
-    "closed": "is gone, because its server is ending",
+    "displaced": "was displaced by other KV",
+    "closed": "is gone: its server is shutting down",
 }
 
 
@@ -163,7 +163,7 @@ class Offers:
         lives_until = math.inf if self._leads else now + 3 * self._seconds
         with self._changed:
             if self._is_closed:
-                raise StorageError("no KV can be offered any more: the server is ending")
+                raise StorageError("cannot export KV: the server is shutting down")
             self._offers[transfer] = Offer(transfer, token, held, now, lives_until)
             self._changed.notify_all()
 
@@ -176,7 +176,7 @@ class Offers:
         with self._changed:
             offer = self._offers.get(ticket.transfer)
             if offer is None:
-                raise StorageError(f"the KV of transfer {ticket.transfer} is offered no more")
+                raise StorageError(f"the KV of transfer {ticket.transfer} is no longer available")
             offer.ticket, offer.began = ticket, time.monotonic()
             offer.lives_until = offer.began + self._seconds
             self._changed.notify_all()
@@ -247,12 +247,12 @@ class Offers:
                 try:
                     ask(source, order, _TELLING_SECONDS)
                 except StorageError as error:
-                    _logger.warning("KV that has ended may stay in memory for a while: %s", error)
+                    _logger.warning("the memory of ended KV transfers may be freed late: %s", error)
         if self._on_end is not None:
             try:
                 self._on_end(offer.transfer, offer.how, offer.ticket.num_bytes)
             except Exception:
-                _logger.exception("what was to be done at the end of an offer has failed")
+                _logger.exception("the clean-up of an ended KV transfer failed")
 
     def _watch(self) -> None:
         """End offers whose time is over, and cut off who reads on from those that have ended."""
@@ -281,7 +281,7 @@ class Offers:
             request = read_message(connection, _REQUEST_SECONDS)
             action = self._actions.get(str(request.get("do")))
             if action is None:
-                raise StorageError(f"cannot do {request.get('do')!r:.40}")
+                raise StorageError(f"unknown KV request {request.get('do')!r:.40}")
             offer = self._find(request)
             trust()
             if offer.how == "fetched" and request["do"] == "done":  # the answer to it may have been lost
@@ -325,7 +325,7 @@ class Offers:
                 try:
                     from .rdma import Exposer
                 except ImportError as error:
-                    raise StorageError(f"{self.address[0]} has no RDMA: {error}") from error
+                    raise StorageError(f"{self.address[0]} does not support RDMA: {error}") from error
                 self._exposer = Exposer()
             return self._exposer
 
@@ -341,7 +341,7 @@ class Offers:
     def _told(self, connection: socket.socket, request: dict[str, Any], offer: Offer) -> None:
         how = "dropped" if request["do"] == "drop" else str(request.get("how"))
         if how not in ENDINGS:
-            raise StorageError(f"KV cannot end by {how!r:.40}")
+            raise StorageError(f"unknown end of a KV transfer: {how!r:.40}")
         self._end(offer, how)
         send_message(connection, {})
 
@@ -379,7 +379,7 @@ class Offers:
         with self._changed:
             offer = self._offers.get(transfer) or self._past.get(transfer)
         if offer is None:
-            raise StorageError(f"there is no KV of transfer {transfer:.40}")
+            raise StorageError(f"unknown KV transfer {transfer:.40}")
         if not hmac.compare_digest(offer.token.encode(), token.encode(errors="replace")):
             raise StorageError(f"the token for transfer {transfer} is wrong")
         return offer

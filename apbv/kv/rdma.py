@@ -94,7 +94,7 @@ class RdmaSource(Source):
             self._layers = window["layers"]  # of every layer's keys and values the address, and bytes per head
             self._name = self._agent.add_remote_agent(base64.b64decode(window["agent"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise StorageError("a source of KV does not say where it can be read") from error
+            raise StorageError("KV source sent no valid memory description") from error
 
     def receive(self, index: int, buffer: Tensor) -> None:
         wanted = self.wanted

@@ -75,7 +75,7 @@ class Source:
                 return
         except (KeyError, TypeError, ValueError):
             pass
-        raise StorageError("a source of KV does not say which of it it has")
+        raise StorageError("KV source sent invalid ranges")
 
     def receive(self, index: int, buffer: Tensor) -> None:
         """Receive the next layer, number ``index``, to its places in keys and values ``[2, H, T, D]``.
@@ -88,12 +88,12 @@ class Source:
         places = [place for _, place in rows_of(self.runs, [wanted.tokens])]
         with self.described(f"in layer {index} of {wanted.ticket.num_layers}"):
             if read_message(self.connection, wanted.timeout).get("layer") != index:
-                raise StorageError(f"layer {index} of {wanted.name} did not come in its turn")
+                raise StorageError(f"layer {index} of {wanted.name} arrived out of order")
             # The order of sending: keys, values; of each head by head; and of a head run by run.
             rows = (head[None, place] for states in buffer for head in states[heads] for place in places)
             checksum = receive_rows(self.connection, rows)
             if read_message(self.connection, wanted.timeout).get("crc32") != checksum:
-                raise StorageError(f"layer {index} of {wanted.name} was damaged on its way: its checksum is wrong")
+                raise StorageError(f"layer {index} of {wanted.name} was damaged in transfer: wrong checksum")
 
     def close(self) -> None:
         """End the connection, also for a thread that waits for it."""
@@ -111,7 +111,7 @@ class Source:
             host, port = self.address
             if isinstance(error, Severed):
                 gone = f"{self.wanted.name} is gone, or its process is"
-                raise StorageError(f"{host}:{port} broke off {place}: {gone}") from error
+                raise StorageError(f"{host}:{port} closed the connection {place}: {gone}") from error
             if isinstance(error, OSError):
                 raise unreachable(self.address, error) from error
             raise
@@ -149,7 +149,7 @@ def received(wanted: Wanted, open_sources: Callable | None = None) -> Iterator[t
         _all_of([pool.submit(opened, address) for address in addresses])
         held = ((source.runs, source.kv_heads) for source in sources)
         if not cover_once(held, wanted.kv_heads, wanted.tokens):
-            raise StorageError(f"the sources of {wanted.name} do not hold every token exactly once")
+            raise StorageError(f"the sources of {wanted.name} do not cover every token exactly once")
         coming = begin(0) if layers else []
         for number in range(len(layers)):
             _all_of(coming)

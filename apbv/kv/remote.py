@@ -45,7 +45,7 @@ class RemoteKV:
             try:
                 from .rdma import rdma_sources
             except ImportError as error:
-                raise StorageError(f"KV cannot be read by RDMA here: {error}") from error
+                raise StorageError(f"RDMA is not available here: {error}") from error
             self._open_sources = rdma_sources
 
     def layers(

@@ -74,7 +74,7 @@ class Share:
             StorageError: there are no such layers.
         """
         if layers.stop > len(self._layers):
-            raise StorageError(f"there are {len(self._layers)} layers, not {layers.stop}")
+            raise StorageError(f"the KV has {len(self._layers)} layers, not {layers.stop}")
         heads = intersect(self.kv_heads, kv_heads)
         rows = [rows for rows, _ in rows_of(self.runs, [tokens])] if heads else []
         common = (intersect(range(*run), tokens) for run in self.runs) if heads else ()
@@ -187,7 +187,7 @@ class Listener(socketserver.ThreadingTCPServer):
         try:
             connection, address = super().get_request()
         except OSError as error:
-            _logger.warning("a connection for KV could not be taken: %s", error)
+            _logger.warning("cannot accept a KV connection: %s", error)
             time.sleep(0.1)  # such as too many open files
             raise
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -217,9 +217,9 @@ class Listener(socketserver.ThreadingTCPServer):
     def handle_error(self, request: socket.socket, client_address: Any) -> None:
         """Log what went wrong with a connection."""
         if isinstance(error := sys.exc_info()[1], OSError):
-            _logger.info("a connection for KV ended early: %s", error)
+            _logger.info("a KV connection was closed early: %s", error)
         else:
-            _logger.exception("a request for KV failed")
+            _logger.exception("a KV request failed")
 
     def _forget(self, connections: dict, connection: socket.socket) -> None:
         with self._lock:

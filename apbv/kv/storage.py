@@ -138,20 +138,20 @@ class Manifest(KVFacts):
         is_whole = len(self.token_ids) == self.num_tokens
         is_whole = is_whole and digest_of_tokens(self.token_ids) == self.tokens_sha256
         if not is_whole or any(len(shard.files) != self.num_layers for shard in self.shards):
-            raise StorageError(f"the manifest for {path} does not name every token and every layer")
+            raise StorageError(f"the manifest for {path} does not cover every token and layer")
         token_bytes = 2 * self.head_dim * self.torch_dtype.itemsize
         for shard in self.shards:
             num_bytes = sum(map(length, shard.tokens)) * length(shard.kv_heads) * token_bytes
             if any(file.bytes < num_bytes for file in shard.files):  # nothing larger than a file is allocated
-                raise StorageError(f"the files for {path} are too small for the KV that they are to hold")
+                raise StorageError(f"the files for {path} are too small for their KV")
         if self.reduction is not None:
             kept, num_left = self.reduction.kept, self.visual and self.visual.num_tokens
             ascending = all(before < after for before, after in pairwise((-1, *kept, self.reduction.num_before)))
             if len(kept) != num_left or not ascending:
-                raise StorageError(f"the KV in {path} is not of the tokens that its reduction has left")
+                raise StorageError(f"the KV in {path} does not match the tokens that its pruning retained")
         shards = ((shard.tokens, shard.kv_heads) for shard in self.shards)
         if not cover_once(shards, range(self.num_kv_heads), range(self.num_tokens)):
-            raise StorageError(f"the shards for {path} do not hold every token exactly once")
+            raise StorageError(f"the shards for {path} do not cover every token exactly once")
 
 
 class SavedKV:
@@ -221,7 +221,7 @@ class SavedKV:
         kv_heads = range(manifest.num_kv_heads) if kv_heads is None else kv_heads
         sizes = [(run, manifest.num_tokens) for run in wanted] + [(kv_heads, manifest.num_kv_heads)]
         if any(run.start < 0 or run.stop > size for run, size in sizes) or index not in range(manifest.num_layers):
-            raise ValueError(f"there are no such parts of the KV in {self.path}: {index}, {wanted}, {kv_heads}")
+            raise ValueError(f"the KV in {self.path} has no layer {index}, tokens {wanted}, KV heads {kv_heads}")
         shape = len(kv_heads), sum(map(len, wanted)), manifest.head_dim
         keys, values = (torch.empty(shape, dtype=manifest.torch_dtype) for _ in range(2))
         for shard in manifest.shards:
@@ -248,8 +248,8 @@ class SavedKV:
         """Raise StorageError if visual tokens were left out, for a reader that makes the whole prompt anew."""
         if self.manifest.reduction is not None:
             raise StorageError(
-                f"the KV in {self.path} is of a prompt that {self.manifest.reduction.method} has shortened, and "
-                "cannot be handed over: its consumer reads the whole prompt"
+                f"cannot transfer the KV in {self.path}: {self.manifest.reduction.method} pruned its prompt, and "
+                "the consumer reads the whole prompt"
             )
 
     def _read(self, file: StoredFile) -> dict[str, Tensor]:
@@ -315,8 +315,8 @@ class Writer:
             path = self._folder / file.name
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise StorageError(
-                    f"{path} is missing: every host has to see the same directory {self.path}, and none may save "
-                    "something else there meanwhile"
+                    f"{path} is missing: all hosts must share the directory {self.path}, and nothing else may be "
+                    "saved there meanwhile"
                 )
         manifest.require_complete(self.path)
         fresh = self._folder / MANIFEST_NAME  # until it is moved, a failed save removes it with the rest

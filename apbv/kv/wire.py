@@ -87,16 +87,16 @@ def read_message(connection: socket.socket, seconds: float) -> dict[str, Any]:
     try:
         magic, length = _HEAD.unpack(read(_HEAD.size))
         if magic != _MAGIC or length > _LONGEST_MESSAGE:
-            raise StorageError("what came is not of the protocol by which KV travels")
+            raise StorageError("peer does not speak the KV protocol")
         content = read(length)
     finally:
         connection.settimeout(before)
     try:
         message = json.loads(content)
     except (RecursionError, ValueError) as error:  # no JSON, no text, nested too deeply, or too long a number
-        raise StorageError(f"a message cannot be read: {error}") from None
+        raise StorageError(f"malformed KV message: {error}") from None
     if not isinstance(message, dict):
-        raise StorageError("a message is not an object")
+        raise StorageError("a KV message is not a JSON object")
     if (error := message.get("error")) is not None:
         raise StorageError(str(error)[:1000])
     return message
@@ -127,7 +127,7 @@ def receive_rows(connection: socket.socket, tensors: Iterable[Tensor]) -> int:
 
 def _received(connection: socket.socket, buffer: memoryview) -> int:
     if not (count := connection.recv_into(buffer)):
-        raise Severed("it has ended the connection")
+        raise Severed("connection closed by peer")
     return count
 
 
@@ -200,7 +200,7 @@ def range_of(request: dict[str, Any], name: str) -> range:
     match request.get(name):
         case [int(start), int(stop)] if 0 <= start <= stop <= _HIGHEST:
             return range(start, stop)
-    raise StorageError(f"a request must say which {name} it wants, as [start, stop]")
+    raise StorageError(f"a KV request needs {name} as [start, stop]")
 
 
 def reader_of(request: dict[str, Any]) -> tuple[str, int]:
@@ -212,4 +212,4 @@ def reader_of(request: dict[str, Any]) -> tuple[str, int]:
     match request.get("reader"), request.get("num_readers"):
         case str(reader), int(count) if len(reader) <= 64 and 0 < count <= _MOST_READERS:
             return reader, count
-    raise StorageError("a request must say who reads, and how many there are")
+    raise StorageError("a KV request needs reader (a string) and num_readers")

@@ -58,7 +58,7 @@ def _attention(
     """transformers' attention function contract: returns (``[B, S, Hq, D]`` contiguous, None)."""
     for name in ("softcap", "s_aux", "sliding_window", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {name}, which apbv's attention does not have")
+            raise ValueError(f"{type(module).__name__} needs {name}, which apbv's attention does not support")
     if attention_mask is not None:
         raise ValueError("apbv's attention takes no mask: padded and packed batches are not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -239,7 +239,7 @@ class ModelParts:
         opened = before == config.vision_start_token_id
         heard = int((opened & (first == config.audio_start_token_id)).sum())
         if heard and bool((opened & (first == self.video_token_id)).any()):
-            raise ValueError("either all videos of a prompt have their sound among their frames, or none has")
+            raise ValueError("audio must be interleaved with the frames of all videos of a prompt, or of none")
         return heard > 0
 
     def num_image_rows(self, size: Tensor, tiled: bool) -> int:

@@ -98,7 +98,7 @@ def require_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
     for what, count in counts.items():
         if count % tensor_parallel:
             raise UnsupportedModelError(
-                f"the model has {count} {what}, which {tensor_parallel} processes cannot share evenly"
+                f"the model's {count} {what} cannot be split evenly across {tensor_parallel} processes"
             )
 
 

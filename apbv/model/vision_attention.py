@@ -35,7 +35,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function contract: returns (``[1, T, H, D]`` contiguous, None)."""
     if attention_mask is not None or dropout:
-        raise ValueError("attention of packed sequences has neither a mask nor dropout")
+        raise ValueError("attention of packed sequences supports neither a mask nor dropout")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Layers that have the same boundaries share what is worked out of them. They are known by their identity, and
     # kept, so that no other tensor can come to have it.

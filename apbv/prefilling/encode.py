@@ -90,7 +90,7 @@ def all_rows(parts: ModelParts, visual: VisualInput, source: VisualRows, num_byt
             if done <= expected:
                 rows[start:done] = chunk
     if done != expected:
-        raise ValueError(f"the vision tower made {done} embeddings where the prompt has {expected} placeholders")
+        raise ValueError(f"the vision tower returned {done} embeddings for {expected} placeholders")
     return rows
 
 

@@ -192,9 +192,7 @@ class _Rounds:
         """Sort the rows of this host's chunk by receiver."""
         rank, made = self._hosts.rank, self._made[self._hosts.rank][number]
         if len(rows) != len(made):
-            raise ValueError(
-                f"the model's tower made {len(rows)} embeddings where the prompt has {len(made)} placeholders"
-            )
+            raise ValueError(f"the model's tower returned {len(rows)} embeddings for {len(made)} placeholders")
         outgoing = []
         for host in self._partners:
             sent = [rows[run.start - made.start : run.stop - made.start] for run in self._sent(rank, number, host)]

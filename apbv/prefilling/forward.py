@@ -80,11 +80,11 @@ def prefill(
         found, expected = parts.tensor_parallel, (hosts.tensor_parallel_rank, hosts.tensor_parallel_size)
         if found != expected:
             raise ValueError(
-                f"the model is share {found[0]} of {found[1]}, but this process is member {expected[0]} of "
-                f"{expected[1]} of its host: load the model with Engine.from_pretrained and these hosts"
+                f"the model is shard {found[0]} of {found[1]}, but this process is TP rank {expected[0]} of "
+                f"{expected[1]}: load the model with Engine.from_pretrained and these hosts"
             )
         if parts.device.type != hosts.device.type:
-            raise ValueError(f"the model is on {parts.device}, this host computes on {hosts.device}")
+            raise ValueError(f"the model is on {parts.device}, but this host computes on {hosts.device}")
         inputs = model_inputs
         if not isinstance(inputs, ModelInputs):
             inputs = ModelInputs.from_processor(
@@ -96,7 +96,7 @@ def prefill(
             if reduce.is_late and inputs.visual is not None:
                 reducer = LATE_REDUCERS[reduce.method](config, parts, inputs)
                 if watcher is not None:
-                    raise ValueError(f"a prefill with {reduce.method} between its layers cannot be observed")
+                    raise ValueError(f"cannot observe a prefill that {reduce.method} prunes between layers")
     hosts.require_same("the prompt", inputs.input_ids.numpy().tobytes())
     hosts.require_same("the prefill configuration or the model", f"{config} {parts.config_text}".encode())
     encoded = encoded or partial(tower_rows, parts, inputs.visual, timer)
@@ -172,8 +172,8 @@ def _plan(inputs: ModelInputs, hosts: HostGroup, config: PrefillConfig, watcher:
     method = method_type(layout, hosts, config)
     if watcher is not None and layout.is_split and not len(layout.query):
         raise ValueError(
-            f"the attention of the question cannot be observed with {method.name}: "
-            "the question is split over the hosts, too"
+            f"cannot observe the question's attention with {method.name}: "
+            "the question is split across the hosts, too"
         )
     return method
 

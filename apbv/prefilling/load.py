@@ -125,7 +125,7 @@ def _require_written_by(parts: ModelParts, saved: SavedKV) -> None:
                 f"not {reader.model} ({reader.family})"
             )
     if saved.manifest.torch_dtype != parts.dtype:
-        raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, the model {parts.dtype}")
+        raise StorageError(f"the KV in {saved.path} is {saved.manifest.dtype}, but the model is {parts.dtype}")
 
 
 def _stored_inputs(manifest: Manifest, position_ids: Tensor, hosts: HostGroup) -> ModelInputs:
@@ -168,7 +168,7 @@ def _read_layers(saved: SavedKV, spans: Sequence[range] | None, hosts: HostGroup
     if saved.manifest.num_kv_heads % hosts.tensor_parallel_size:
         raise StorageError(
             f"the KV in {saved.path} has {saved.manifest.num_kv_heads} KV heads, which "
-            f"{hosts.tensor_parallel_size} processes cannot share evenly"
+            f"cannot be split evenly across {hosts.tensor_parallel_size} processes"
         )
     heads = own_heads(saved.manifest.num_kv_heads, hosts)
     return [

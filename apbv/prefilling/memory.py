@@ -27,9 +27,9 @@ _ADVICE = {
 }
 # What a prompt takes at the very least in a stage.
 _NEEDED_FOR = {
-    "reduction": "the embeddings of its frames, all of which it encodes before any are left out",
+    "reduction": "the embeddings of its frames, which are all encoded before pruning",
     "prefill": "its KV and one layer's states",
-    "handoff": "the KV of all hosts, which it gathers",
+    "handoff": "the gathered KV of all hosts",
 }
 _STAGES = tuple(_NEEDED_FOR)
 
@@ -165,7 +165,7 @@ class Room:
         stage = _STAGES[int(number)]
         raise NotEnoughMemoryError(
             f"a prompt of {self.num_tokens:,} tokens does not fit in memory: {self.hosts.name_of(short[0])} needs "
-            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, and {free / 1e9:.2f} GB are free; "
+            f"at least {least / 1e9:.2f} GB, for {_NEEDED_FOR[stage]}, but only {free / 1e9:.2f} GB are free; "
             f"{_ADVICE[stage]}"
         )
 

@@ -141,8 +141,8 @@ class PrefillResult:
         """
         if not self.kv.is_whole:
             raise ValueError(
-                f"{self.reduction.method} has dropped tokens inside the model: transformers' generate takes all "
-                "layers for equally long"
+                f"{self.reduction.method} pruned tokens between layers, but transformers' generate needs the same "
+                "length in all layers"
             )
         cache = self.to_dynamic_cache(host=0)
         if cache is None:
@@ -195,8 +195,8 @@ class PrefillResult:
         path, hosts = Path(path), self.kv.hosts
         if not self.kv.is_whole:
             raise StorageError(
-                f"{self.reduction.method} has dropped tokens inside the model: KV whose layers hold different "
-                "tokens cannot be saved"
+                f"{self.reduction.method} pruned tokens between layers: KV whose layers hold different tokens "
+                "cannot be saved"
             )
         name = hosts.broadcast_bytes(Writer.new_name().encode() if hosts.is_leader else b"").decode()
         writer = Writer(path, name)

@@ -133,7 +133,7 @@ class Executor:
                     token = sample(logits[0], sampling, state.num_tokens)
         (token,) = hosts.broadcast_ints([token], 1)
         if token == NO_TOKEN:
-            raise AgreedError("the model gave NaN or infinite logits behind the prompt")
+            raise AgreedError("the model gave NaN or infinite logits after the prompt")
         return token
 
     @property

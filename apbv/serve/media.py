@@ -131,7 +131,7 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise FolderError("this server cannot read its folder of media files at present") from error
     if path.endswith("/"):
-        raise MediaError(f"{path!r:.200} is no file")
+        raise MediaError(f"{path!r:.200} is not a file")
     try:
         found = (root / path).resolve()
         inside = found.is_relative_to(root)
@@ -139,7 +139,7 @@ def find_in_folder(folder: Path | None, path: str) -> Path:
     except FileNotFoundError:
         regular = False
     except (OSError, ValueError, RuntimeError) as error:  # too long a name, a null character, a loop of links
-        raise MediaError(f"{path!r:.200} is no usable path") from error
+        raise MediaError(f"{path!r:.200} is not a usable path") from error
     if not inside:
         raise MediaError(f"{path!r:.200} is not in the folder that this server may read")
     if not regular:
@@ -181,24 +181,24 @@ def _path_of(url: str) -> str:
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in ("", "localhost"):
-            raise MediaError(f"file: URLs name files of this machine, not of {host!r:.100}")
+            raise MediaError(f"file: URLs must name files on this machine, not on {host!r:.100}")
         rest = slash + path
     try:
         return unquote(rest, errors="strict")
     except UnicodeDecodeError as error:
-        raise MediaError(f"{url!r:.200} is no usable path") from error
+        raise MediaError(f"{url!r:.200} is not a usable path") from error
 
 
 def _decode_data(url: str, max_bytes: int) -> bytes:
     header, comma, data = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
-        raise MediaError("a data: URL must read data:TYPE;base64,DATA")
+        raise MediaError("a data: URL must have the form data:TYPE;base64,DATA")
     if len(data) > 2 * max_bytes:  # before anything is copied; percent escapes make it longer than 4/3
         raise MediaError(f"inline data may have at most {max_bytes} bytes")
     try:
         decoded = base64.b64decode(unquote_to_bytes(data) if "%" in data else data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError(f"a data: URL is no valid base64: {error}") from error
+        raise MediaError(f"a data: URL is not valid base64: {error}") from error
     if len(decoded) > max_bytes:
         raise MediaError(f"inline data may have at most {max_bytes} bytes, not {len(decoded)}")
     return decoded
@@ -235,7 +235,7 @@ def fetch(url: str, settings: ServerSettings, deadline: float | None = None) -> 
                         raise TimeoutError
                     return data
                 else:
-                    raise MediaError(f"{host} answers with status {response.status}")
+                    raise MediaError(f"{host} returned status {response.status}")
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
                 raise MediaError(
@@ -271,7 +271,7 @@ def _connected(
     addresses = [entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     # Who lists a name for this machine, or an address, knows what it means.
     if host not in ("localhost", *addresses) and not all(map(is_public, addresses)):
-        raise MediaError(f"the address of {host} is not a public one")
+        raise MediaError(f"the address of {host} is not public")
     sock = socket.create_connection((addresses[0], port), max(0.1, deadline - time.monotonic()))
 
     def shut() -> None:
@@ -310,5 +310,5 @@ def _read(response: http.client.HTTPResponse, host: str, max_bytes: int) -> byte
         if len(data) > max_bytes:
             raise MediaError(f"a file may have at most {max_bytes} bytes; that of {host} is larger")
     if response.length:
-        raise MediaError(f"{host} ended in the middle of the file")
+        raise MediaError(f"{host} closed the connection in the middle of the file")
     return bytes(data)

@@ -126,7 +126,7 @@ class Reader:
         num_tokens, wanted = prompt.batch["input_ids"].shape[1], max(limit or 1, least)
         room = self.max_model_len - num_tokens
         if room < wanted:
-            raise self._too_long(f"{num_tokens} tokens and the answer may take {wanted}", field)
+            raise self._too_long(f"{num_tokens} tokens and the answer needs up to {wanted}", field)
         bias = request.logit_bias or {}
         self._require_known(bias, "logit_bias")
         defaults = {"temperature": settings.temperature, "top_p": settings.top_p}
@@ -257,7 +257,7 @@ class Reader:
 
         def check(num_packets: int) -> None:
             if num_packets >= self._settings.max_packets or time.monotonic() > deadline:
-                raise PromptError(f"a video takes too long to look through: {num_packets} packets and more")
+                raise PromptError(f"a video takes too long to scan: {num_packets} packets or more")
             _require_wanted(is_wanted)
 
         try:
@@ -274,7 +274,7 @@ class Reader:
                 raise ApiError(
                     400,
                     f"the videos and images have {num_frames} frames, but at most {self._settings.max_frames} are "
-                    "allowed; ask for fewer with num_frames, which counts for each video",
+                    "allowed; ask for fewer with num_frames, which applies per video",
                     param="messages",
                 )
             frames = [(video.info.height, video.info.width) for video in videos for _ in video.frames]

@@ -116,7 +116,7 @@ class _Strict(BaseModel):
             if name in _REFUSED and name not in ignored and not _is_neutral(name, value):
                 raise _refused(name, f"{name} is not supported by this server")
             if name not in _REFUSED | _WITHOUT_EFFECT:
-                _logger.warning("a field of a request is not known, and ignored: %.100r", name)
+                _logger.warning("ignored an unknown request field: %.100r", name)
         return self
 
     @classmethod
@@ -249,7 +249,7 @@ class GenerationRequest(_Strict):
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            raise _refused("max_tokens", "max_tokens and max_completion_tokens name one thing, but differ")
+            raise _refused("max_tokens", "max_tokens and max_completion_tokens must be equal if both are given")
         self._check_kv_transfer()
         # A router asks for one token of an answer that another server makes, and may leave min_tokens as it was.
         limit = self.token_limit or self.default_limit
@@ -272,7 +272,7 @@ class GenerationRequest(_Strict):
             if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
                 raise _refused("response_format", "response_format: json_schema.schema must be a JSON schema")
         if self.json_schema is not None and (self.min_tokens or self.ignore_eos):
-            message = "an answer by a JSON schema ends where that ends: no min_tokens, and no ignore_eos"
+            message = "a JSON response_format excludes min_tokens and ignore_eos: the schema ends the answer"
             raise _refused("response_format", message)
 
     def _check_kv_transfer(self) -> None:
@@ -282,12 +282,12 @@ class GenerationRequest(_Strict):
                 raise _refused("kv_transfer_params", f"kv_transfer_params: {name} must be true or false")
         if params.get("do_remote_prefill"):
             message = (
-                "this server prefills, and does not load KV that another has prefilled: do_remote_prefill is for "
-                "the server that decodes"
+                "this server is a prefill instance and cannot load KV: send do_remote_prefill to the decode "
+                "instance"
             )
             raise _refused("kv_transfer_params", message)
         if self.hands_over and self.stream:
-            message = "a request with do_remote_decode gets its one token at once: stream must be false"
+            message = "do_remote_decode returns a single token: stream must be false"
             raise _refused("stream", message)
 
     @property
@@ -333,7 +333,7 @@ class _ChatOptions(_Strict):
     def _check_template(self) -> "_ChatOptions":
         for name in ("add_generation_prompt", "continue_final_message"):
             if name in (self.chat_template_kwargs or {}):
-                raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a field of its own")
+                raise _refused("chat_template_kwargs", f"chat_template_kwargs: {name} is a top-level field")
         return self
 
     @property
@@ -422,7 +422,7 @@ class TokenizeRequest(_ChatOptions):
         if (self.prompt is None) == (self.messages is None):
             raise _refused("prompt", "either prompt or messages must be given")
         if self.messages is not None and self.add_special_tokens:
-            raise _refused("add_special_tokens", "a chat's special tokens are those of its template")
+            raise _refused("add_special_tokens", "does not apply to chats: their template adds them")
         return self
 
 

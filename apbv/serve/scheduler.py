@@ -55,7 +55,7 @@ class Limits:
         if count > 1 and num_bytes > self.max_kv_bytes:
             most = min(most, self.max_kv_bytes * count // num_bytes)
         if count > most:
-            raise ApiError(400, f"n is {count}, but this server gives such a request at most {most}", param="n")
+            raise ApiError(400, f"n is {count}, but this server allows at most {most} for this request", param="n")
         return num_bytes
 
 

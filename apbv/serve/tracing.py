@@ -30,7 +30,7 @@ def require_traceable(endpoint: str) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
-            f"traces go to an http:// or https:// URL, as in http://host:4318/v1/traces, not {endpoint}"
+            f"--otlp-traces-endpoint must be a URL such as http://host:4318/v1/traces, not {endpoint}"
         )
     try:
         missing = [name for name in _NEEDED if find_spec(name) is None]

@@ -104,7 +104,7 @@ class Worker:
 
         try:
             if request.hands_over and self._executor.offers is None:
-                message = "this server hands no KV over: it was started without --kv-transfer"
+                message = "this server does not transfer KV: it was started without --kv-transfer"
                 raise ApiError(400, message, param="kv_transfer_params")
             job.read = self.reader.read(request, job.files, is_wanted)
             sampling = job.read.order.sampling

@@ -68,7 +68,7 @@ class Drafting:
             return None
         name = self._config.draft_model or ("demo" if is_demo else None)
         if name is None:
-            raise ValueError(f"speculative decoding by {self._config.strategy} needs a draft model")
+            raise ValueError(f"the strategy {self._config.strategy} needs a draft model")
         path = demo.draft_path() if name == "demo" else name
         require_supported(read_config(path))
         return path
@@ -114,18 +114,18 @@ class Drafting:
         if config is not None:
             require_consistent(config, prefill, self._hosts, self._captioner is not None)
         if model is None and draft is None:
-            raise ValueError("there is neither a model nor a draft model")
+            raise ValueError("give a model, a draft model, or both")
         models = Models(
             *(None if each is None else inspect_model(each, prefill.backend, decode) for each in (model, draft))
         )
         strategy = config and STRATEGIES[config.strategy]
         if strategy and strategy.needs_draft_model and not config.draft_host:  # which has to read requests itself
             if draft is None:
-                raise ValueError(f"speculative decoding by {config.strategy} needs a draft model")
+                raise ValueError(f"the strategy {config.strategy} needs a draft model")
             target, of_draft = reads(models.target), reads(models.draft)
             takes_text = strategy.reads_text_only and not models.draft.is_video_model
             if target != of_draft and not takes_text:
-                raise ValueError(f"the draft does not read the target's prompts: {of_draft}, not {target}")
+                raise ValueError(f"the draft cannot read the target's prompts: it reads {of_draft}, not {target}")
         return models
 
     def watches_prefill(self, models: Models) -> bool:
@@ -140,7 +140,7 @@ class Drafting:
         """
         keep, visual = self._config and keep_policy(self._config), inputs.visual
         if keep in ("hippo", "attention_per_frame") and visual is not None and visual.kind == "image":
-            raise ValueError(f"keep={keep!r} chooses among frames, and the prompt has no video")
+            raise ValueError(f"keep={keep!r} selects frames, but the prompt has no video")
 
     def way_to_answer(self, models: Models, tokenizer) -> Autoregressive | TakingTurns | BesideDraft | DraftHost:
         """Return how this host answers requests; collective."""

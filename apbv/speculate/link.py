@@ -279,7 +279,7 @@ class Pair:
             HostError: on the draft host, if the target's hosts cannot read the request or have ended.
         """
         if self.is_draft and self.link is None:
-            raise HostError("the target's hosts go on without this draft host since an earlier request")
+            raise HostError("this draft host was dropped in an earlier request")
         is_ready = False
         try:
             yield

@@ -176,7 +176,7 @@ class SpeculationStats:
     def switch_off(self, why: str, num_tokens: int) -> None:
         """Note that the target goes on without the draft, and warn."""
         self.switched_off, self.switched_off_after = why, num_tokens
-        warnings.warn(f"decoding goes on without the draft: {why}", stacklevel=3)
+        warnings.warn(f"decoding continues without the draft: {why}", stacklevel=3)
 
     def summary(self, num_new_tokens: int) -> dict:
         """Return the figures for JSON; the first token comes from the prefill, and does not count.

@@ -164,12 +164,12 @@ def require_effective(config: SpeculativeConfig, given: Collection[str]) -> None
     name, strategy, keep = config.strategy, STRATEGIES[config.strategy], keep_policy(config)
     is_pruned = keep not in (None, "full")
     for setting, applies, reason in (
-        ("draft_model", strategy.needs_draft_model, "drafts without a second model"),
-        ("keep_ratio", prunes(config), "keeps no share of the visual tokens"),
-        ("hippo_terms", keep == "hippo", "does not choose visual tokens by HIPPO's scores"),
-        ("prune", is_pruned and not strategy.needs_verdicts, "drops nothing that its draft has read"),
+        ("draft_model", strategy.needs_draft_model, "uses no draft model"),
+        ("keep_ratio", prunes(config), "does not prune visual tokens by ratio"),
+        ("hippo_terms", keep == "hippo", "does not rank visual tokens by HIPPO's scores"),
+        ("prune", is_pruned and not strategy.needs_verdicts, "prunes nothing from its draft's prompt or KV"),
         ("ensemble", name == "tabed", "drafts from one prompt"),
-        ("captioner", config.needs_caption, "drafts from no caption"),
+        ("captioner", config.needs_caption, "uses no caption"),
     ):
         if setting in given and not applies:
             raise ValueError(f"{name} {reason}: {setting} does not apply")
@@ -189,7 +189,7 @@ def require_same_tokens(target: Any, draft: Any) -> None:
     for name, number in sorted(theirs.get_vocab().items(), key=lambda item: item[1]):
         if names.get(number, name) != name:
             raise ValueError(
-                f"the draft has other tokens than the target: {number} is {names[number]!r}, not {name!r}"
+                f"the draft's vocabulary differs from the target's: {number} is {names[number]!r}, not {name!r}"
             )
 
 

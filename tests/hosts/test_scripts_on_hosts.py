@@ -33,7 +33,7 @@ def test_hosts_that_do_not_meet(agent_store):
 def test_a_scripts_error_is_one_line_and_status_1(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert run_on_hosts(lambda hosts: None, device="cuda") == 1
-    assert capsys.readouterr().err == "error: there is no device cuda: torch finds 0 GPUs on this machine\n"
+    assert capsys.readouterr().err == "error: no such device: cuda; torch finds 0 GPUs on this machine\n"
 
     assert run_on_hosts(lambda hosts: int("x")) == 1
     assert capsys.readouterr().err.startswith("error (host 0): invalid literal")

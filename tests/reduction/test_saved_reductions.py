@@ -82,5 +82,5 @@ def test_a_reduction_that_does_not_explain_the_tokens_is_refused(tmp_path):
     record = json.loads((tmp_path / "manifest.json").read_text())
     record["reduction"]["kept"][1] = record["reduction"]["kept"][0]
     (tmp_path / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(StorageError, match="that its reduction has left"):
+    with pytest.raises(StorageError, match="that its pruning"):
         apbv.load(tmp_path, hosts=HostGroup.single("cpu"))

@@ -212,7 +212,7 @@ class VideoFile:
                 break
             unfed.discard(packet.pts)
         if unseen:
-            raise self.error(f"a frame cannot be decoded: {len(unseen)} of {len(wanted)} do not come")
+            raise self.error(f"a frame cannot be decoded: {len(unseen)} of {len(wanted)} are missing")
 
     def _packets_from(self, key: np.ndarray) -> Iterator[av.Packet]:
         """Read from a keyframe's packet on: after a seek, or where none finds it, from the start."""
@@ -334,4 +334,4 @@ def _orientation(file: VideoFile, frame: av.VideoFrame) -> tuple[bool, bool, boo
         return False, d < 0, a < 0
     if b and c and not a and not d:
         return True, b < 0, c < 0
-    raise file.error("is rotated by an angle that is no multiple of 90 degrees")
+    raise file.error("is rotated by an angle that is not a multiple of 90 degrees")

@@ -175,7 +175,7 @@ def require_backend(name: str) -> None:
         try:
             load_decoder()
         except ImportError as error:
-            raise ValueError(f"the video back end torchcodec cannot be used: {error}") from error
+            raise ValueError(f"the video backend torchcodec cannot be used: {error}") from error
 
 
 def _with_pyav_behind(

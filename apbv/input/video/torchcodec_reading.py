@@ -60,7 +60,7 @@ def torchcodec_chunks(
     """
     try:
         if not len(info.pts):
-            raise ValueError("its packets do not tell the frames' times")
+            raise ValueError("its packets have no frame times")
         if info.transpose ^ info.flip_vertical ^ info.flip_horizontal:
             raise ValueError("it is mirrored")
         decoder = decoder_type(
@@ -100,6 +100,6 @@ def _check(info: VideoInfo, frames: list[int], batch) -> None:
     # The time base is not known here, but what a tick lasts is, unless all is one frame.
     tick = times[-1] / (pts[-1] - pts[0]) if len(pts) > 1 else 0
     if tick and np.abs(batch.pts_seconds.numpy() - times[frames] - pts[0] * tick).max() > tick / 2:
-        raise ValueError(f"it gives out other frames than {frames[0]}..{frames[-1]}")
+        raise ValueError(f"it returns other frames than {frames[0]}..{frames[-1]}")
     if tuple(batch.data.shape[1:3]) != (info.height, info.width):
         raise ValueError("the frame size changes within the video")

@@ -30,7 +30,7 @@ class Admission:
         self._model_config = model_config = vllm_config.model_config
         self._prefix_caching = vllm_config.cache_config.enable_prefix_caching
         if model_config.hf_overrides:
-            raise ValueError("ApbvConnector cannot identify a model that was changed by hf_overrides")
+            raise ValueError("ApbvConnector cannot identify a model changed by hf_overrides")
         # vLLM edits its own copy of the configuration, so the digest needs the one that transformers reads.
         config = AutoConfig.from_pretrained(
             model_config.hf_config_path or model_config.model, revision=model_config.revision
@@ -53,9 +53,9 @@ class Admission:
         prompt = request.prompt_token_ids[: facts.num_tokens]
         if len(prompt) < facts.num_tokens or digest_of_tokens(prompt) != facts.tokens_sha256:
             raise ValueError(
-                f"the prompt of {request.num_prompt_tokens} tokens does not begin with the {facts.num_tokens} of "
-                "the KV: vLLM and the prefill worker make different prompts of the request, or see another number "
-                "or size of frames"
+                f"the prompt of {request.num_prompt_tokens} tokens does not start with the {facts.num_tokens} of "
+                "the KV: vLLM and the prefill instance render the request differently, or use another number or "
+                "size of frames"
             )
         if isinstance(source, Saved):
             _require_visual(request, source)
@@ -78,13 +78,13 @@ class Admission:
                 f"the KV is of the model {facts.model}, whose config differs from that of {config.model}"
             )
         if facts.weights_sha256 != self._weights_sha256:
-            raise ValueError(f"the KV is of the model {facts.model}, which has other weights")
+            raise ValueError(f"the KV is of the model {facts.model}, whose weights differ")
         own_dtype = str(config.dtype).removeprefix("torch.")
         if facts.dtype != own_dtype:
             raise ValueError(f"the KV is {facts.dtype}, the model computes in {own_dtype}")
         sizes = (config.get_total_num_hidden_layers(), config.get_total_num_kv_heads(), config.get_head_size())
         if (facts.num_layers, facts.num_kv_heads, facts.head_dim) != sizes:
-            raise ValueError("the KV has other numbers of layers, heads or dimensions than the model")
+            raise ValueError("the KV differs from the model in layers, heads or dimensions")
 
     def _positions(self, request: Request, num_tokens: int) -> Tensor:
         """Return the rotary positions that vLLM gives the prompt's first tokens, ``[3, n]`` or ``[n]``."""
@@ -108,8 +108,8 @@ class Admission:
         request.update_block_hashes()
         if len(request.block_hashes) != len(before) or set(request.block_hashes) & set(before):
             raise ValueError(
-                "this version of vLLM does not let a request's KV be told apart in its prefix cache: the request "
-                f"needs a cache_salt that contains {salt!r}, or the engine --no-enable-prefix-caching"
+                "this version of vLLM cannot isolate a request's KV in its prefix cache: give the request a "
+                f"cache_salt that contains {salt!r}, or start vLLM with --no-enable-prefix-caching"
             )
 
 
@@ -129,8 +129,8 @@ def _require_visual(request: Request, saved: Saved) -> None:
         shown = feature.mm_position.offset < saved.facts.num_tokens
         if shown and not feature.identifier.startswith(saved.visual_uuid):
             raise ValueError(
-                f"the request's {feature.modality} is {feature.identifier!r}, which may not be that of the "
-                f"KV: its uuid must be {saved.visual_uuid!r} (see apbv.integrations.vllm.request_params)"
+                f"the request's {feature.modality} is {feature.identifier!r}, which may differ from that of "
+                f"the KV: its uuid must be {saved.visual_uuid!r} (see apbv.integrations.vllm.request_params)"
             )
 
 

@@ -140,7 +140,7 @@ class Scheduling:
 
     def _report(self, request: Request, reason: str) -> None:
         what = "vLLM prefills it itself" if self._recomputes else "it is refused"
-        logger.error("request %s cannot have the KV that it names: %s; %s", request.request_id, reason, what)
+        logger.error("request %s cannot use the KV that it names: %s; %s", request.request_id, reason, what)
 
     def _drop(self, ticket: Ticket) -> None:
         self._droppers.submit(_drop, ticket)

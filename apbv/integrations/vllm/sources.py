@@ -113,7 +113,7 @@ class Offered:
                 remote.confirm()
             except StorageError as error:  # the KV is here all the same, and ends there by its time
                 logger.warning(
-                    "the hosts do not hear that transfer %s is complete: %s", self.ticket.transfer, error
+                    "cannot tell the prefill side that transfer %s is complete: %s", self.ticket.transfer, error
                 )
 
 
@@ -201,9 +201,9 @@ class Sources:
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            raise ValueError(f"the ticket names the host {host!r} instead of an address") from None
+            raise ValueError(f"the ticket has {host!r} instead of an IP address") from None
         if not any(address in network for network in self._networks):
-            raise ValueError(f"the ticket names {host}, which is in none of the networks that may offer KV")
+            raise ValueError(f"the ticket's address {host} is in no network that may offer KV")
 
 
 def request_params(path: str | Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def require_usable(config: ReduceConfig | None, family: str, reuse: ReuseConfig 
     if config is None:
         return
     if family not in VIDEO_FAMILIES:
-        raise ValueError(f"{config.method} leaves visual tokens out, and {family} models read text only")
+        raise ValueError(f"{config.method} prunes visual tokens, but {family} models read only text")
     refuse(kv_reuse=reuse is not None and reuse.mode == "kv", reduction=config.method)
 
 
@@ -54,7 +54,7 @@ def require_reducible(config: ReduceConfig | None, inputs: ModelInputs) -> None:
     if inputs.visual is None or all(item.kind == "image" for item in inputs.visual.items):
         has = "no video" if inputs.visual is None else "images only"
         raise PromptError(
-            f"reduce={config.method!r} leaves out what a video's frames repeat: the prompt has {has}"
+            f"reduce={config.method!r} prunes redundancy between a video's frames, but the prompt has {has}"
         )
 
 

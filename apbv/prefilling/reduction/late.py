@@ -44,7 +44,7 @@ def require_layers(config: ReduceConfig | None, num_layers: int) -> None:
     first = config.layer or 1
     if first >= num_layers:
         raise ValueError(
-            f"{config.method} cannot leave tokens out behind {first} layers: the model has {num_layers}, "
+            f"{config.method} cannot prune after {first} layers: the model has {num_layers}, "
             "and at least one must follow"
         )
 
